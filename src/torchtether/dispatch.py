@@ -1,0 +1,44 @@
+"""The registry of rules: what an op does to a Weight.
+
+One table serves both levels of torch's dispatch.  Keys are aten overloads (``torch.ops.aten.mm.default``), answered
+in ``__torch_dispatch__``, and Python functions (``torch.nn.functional.linear``), answered in ``__torch_function__``.
+A rule is called as ``rule(op, *args, **kwargs)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .errors import TetherError
+
+Rule = Callable[..., Any]
+
+RULES: dict[Any, Rule] = {}
+KINDS: dict[Any, str] = {}
+"""How each op is answered: ``lifted``, ``decoded``, ``re-encoded`` or ``rewritten``."""
+
+REFUSED: dict[Any, str] = {}
+"""Why an op that one might expect is refused, and what to do instead."""
+
+
+def rule(*ops: Any, kind: str = "rewritten") -> Callable[[Rule], Rule]:
+    """Registers the decorated function as the answer to ``ops``; a second answer for an op is an error."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            if op in RULES or op in REFUSED:
+                raise TetherError(f"{op} has a rule already", fix="Remove one of the two.")
+            RULES[op] = function
+            KINDS[op] = kind
+        return function
+
+    return register
+
+
+def refuse(*ops: Any, why: str) -> None:
+    """Records why ``ops`` raise, so that the error can say it."""
+    for op in ops:
+        if op in RULES or op in REFUSED:
+            raise TetherError(f"{op} has a rule already", fix="Remove one of the two.")
+        REFUSED[op] = why

@@ -1,0 +1,75 @@
+"""Every deliberate exception: one line, picklable, and also a builtin type.
+
+    TetherError
+    ├── UnsupportedOpError (NotImplementedError)   an op that a Weight has no rule for
+    ├── SchemeError        (ValueError)            a scheme cannot be built, does not fit, or met bad values
+    ├── RuleError          (ValueError)            quantization rules that match nothing or contradict each other
+    ├── TieError           (ValueError)            ties that are broken, disagree, or cannot be made
+    ├── ConversionError    (RuntimeError)          something holds a parameter so that it cannot be exchanged
+    ├── OptimizerError     (ValueError)            an optimizer and a model that do not belong together
+    ├── LoadError          (RuntimeError)          a checkpoint and a model that do not fit
+    └── CheckpointError    (ValueError)            a file that cannot be read or written
+
+The text is ``name: what is wrong, with both values. What to do.`` on one line, because torch prints errors that
+are raised inside ``load_state_dict`` through ``repr``.
+"""
+
+from __future__ import annotations
+
+
+class TetherError(Exception):
+    """The base of every error that torchtether raises on purpose.
+
+    >>> SchemeError("got 3 bits", name="head.weight", fix="Use 4.")
+    SchemeError('head.weight: got 3 bits. Use 4.')
+    """
+
+    def __init__(self, what: str, *, name: str = "", fix: str = "") -> None:
+        self.what, self.name, self.fix = what, name, fix
+        text = f"{name}: {what}" if name else what
+        if fix:
+            text = f"{text.rstrip('.')}. {fix}"
+        super().__init__(" ".join(text.split()))
+
+    def named(self, name: str) -> TetherError:
+        """The same error about ``name``; a name that is already there stays."""
+        return self if self.name else type(self)(self.what, name=name, fix=self.fix)
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments do not survive the default
+        return _rebuild, (type(self), self.what, self.name, self.fix)
+
+
+def _rebuild(kind: type[TetherError], what: str, name: str, fix: str) -> TetherError:
+    return kind(what, name=name, fix=fix)
+
+
+class UnsupportedOpError(TetherError, NotImplementedError):
+    """A Weight has no rule for this op, or not for these arguments."""
+
+
+class SchemeError(TetherError, ValueError):
+    """A scheme cannot be built, does not fit a shape, or met values that it cannot hold."""
+
+
+class RuleError(TetherError, ValueError):
+    """Quantization rules match nothing, name no known scheme, or contradict each other."""
+
+
+class TieError(TetherError, ValueError):
+    """Ties are broken, disagree with their record, or cannot be made."""
+
+
+class ConversionError(TetherError, RuntimeError):
+    """A parameter cannot be exchanged now, because something holds it or depends on it."""
+
+
+class OptimizerError(TetherError, ValueError):
+    """An optimizer holds parameters that the model does not have, or the reverse."""
+
+
+class LoadError(TetherError, RuntimeError):
+    """A checkpoint does not fit the model; every fault is in the text, and in ``faults`` of the plan."""
+
+
+class CheckpointError(TetherError, ValueError):
+    """A file cannot be read or written, or is not what it says."""

@@ -1,0 +1,30 @@
+"""Schemes: how values become plain tensors (*parts*) and back."""
+
+from .affine import Affine
+from .codebook import Codebook
+from .named import fp8, int4, int8, mxfp4, nf4, nvfp4, resolve
+from .plain import Plain
+from .scaled_float import ScaledFloat
+from .scheme import SCHEMES, Part, Parts, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
+
+__all__ = [
+    "SCHEMES",
+    "Affine",
+    "Codebook",
+    "Part",
+    "Parts",
+    "Plain",
+    "ScaledFloat",
+    "Scheme",
+    "Shape",
+    "dtype_from_name",
+    "dtype_name",
+    "fp8",
+    "int4",
+    "int8",
+    "mxfp4",
+    "nf4",
+    "nvfp4",
+    "resolve",
+    "scheme_from_json",
+]

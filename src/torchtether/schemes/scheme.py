@@ -1,0 +1,177 @@
+"""The interface of every scheme: how values become plain tensors (*parts*) and back.
+
+A scheme is a frozen dataclass: comparable, hashable, written as JSON and guarded by ``torch.compile`` for nothing.
+Adding one is adding a file with such a class; defining the class registers its ``kind``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+
+Shape = tuple[int, ...]
+Parts = Mapping[str, Tensor]
+
+SCHEMES: dict[str, type[Scheme]] = {}
+"""Every scheme class by its ``kind``; filled as the classes are defined."""
+
+
+class Part(NamedTuple):
+    """What one part of a Weight looks like, known without data.
+
+    ``span`` is the number of Weight elements (in row-major order) that one entry along dim 0 of the part covers;
+    0 means that every row needs the whole part.  It is all that cutting and joining rows has to know.
+    ``dtype`` is ``None`` where the part has the compute dtype of the Weight.
+    """
+
+    shape: Shape
+    dtype: torch.dtype | None
+    span: int
+
+
+class Scheme:
+    """How values become parts and back.
+
+    Subclass it as a frozen dataclass, give it a ``kind``, and write ``layout``, ``encode``, ``decode`` and ``bound``.
+    The last dimension of a tensor is the quantized one; ``shape`` is always that of the whole contiguous tensor.
+    """
+
+    kind: ClassVar[str]
+    transparent: ClassVar[bool] = False
+    """True where the one part *is* the tensor (Plain): views and in-place ops then run on the part itself."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in cls.__dict__:
+            known = SCHEMES.get(cls.kind)
+            if known is not None and known.__qualname__ != cls.__qualname__:
+                raise SchemeError(
+                    f"the scheme kind {cls.kind!r} belongs to {known.__qualname__} already",
+                    name=cls.__qualname__,
+                    fix="Choose another kind.",
+                )
+            SCHEMES[cls.kind] = cls
+
+    # -- what a scheme must say ---------------------------------------------------------------------------------
+
+    def layout(self, shape: Shape) -> dict[str, Part]:
+        """The parts of a tensor of ``shape``, in order. Raises SchemeError if the shape does not fit."""
+        raise NotImplementedError(f"{type(self).__name__}.layout")
+
+    def encode(self, values: Tensor) -> dict[str, Tensor]:
+        """The parts of ``values`` (any float dtype, any strides), as ``layout`` says, on the same device.
+
+        Computed in float32 and in bounded scratch. Raises SchemeError for values that are not finite.
+        On ``meta`` it returns parts on ``meta``.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.encode")
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """The values of ``parts`` as a new contiguous tensor of ``shape`` and ``dtype``."""
+        raise NotImplementedError(f"{type(self).__name__}.decode")
+
+    def bound(self, parts: Parts, shape: Shape) -> Tensor:
+        """The largest error that ``decode(encode(values))`` may show per element, float32, broadcastable to ``shape``."""
+        raise NotImplementedError(f"{type(self).__name__}.bound")
+
+    # -- what most schemes need not change ------------------------------------------------------------------------
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values of the dim-0 slices named by the 1-D integer ``index``: ``decode(...)[index]``."""
+        return self.decode(parts, shape, dtype).index_select(0, index)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        """Whether the parts of ``old`` are, reshaped without copying, those of ``new``."""
+        return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
+
+    def convert(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parts after the outer dtype became ``dtype``: the same ones, because quantization fixed them."""
+        return dict(parts)
+
+    def empty(self, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        """Uninitialised parts of a tensor of ``shape`` whose compute dtype is ``dtype``."""
+        layout = self.layout(tuple(shape))
+        return {name: torch.empty(p.shape, dtype=p.dtype or dtype, device=device) for name, p in layout.items()}
+
+    def check(self, shape: Shape, *, name: str = "") -> None:
+        """Raises SchemeError, naming ``name``, if a tensor of ``shape`` does not fit this scheme."""
+        try:
+            self.layout(tuple(shape))
+        except SchemeError as error:
+            raise error.named(name) from None
+
+    def nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        """The bytes that a tensor of ``shape`` takes in this scheme with the compute dtype ``dtype``."""
+        return sum(math.prod(p.shape) * (p.dtype or dtype).itemsize for p in self.layout(tuple(shape)).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The scheme as JSON values: its kind, and the fields that differ from their defaults.
+
+        >>> from torchtether.schemes import Affine, scheme_from_json
+        >>> scheme_from_json(Affine(bits=4).to_json()) == Affine(bits=4)
+        True
+        """
+        fields: dict[str, Any] = {"kind": self.kind}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default:
+                fields[field.name] = _jsonable(value)
+        return fields
+
+
+def scheme_from_json(record: Any) -> Scheme:
+    """The scheme that ``Scheme.to_json`` wrote. Looks kinds up in a closed table; raises SchemeError on anything else."""
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise SchemeError(f"a scheme record must be an object with a kind, got {type(record).__name__}")
+    kind = record["kind"]
+    if kind not in SCHEMES:
+        raise SchemeError(
+            f"unknown scheme kind {kind!r}, known are {', '.join(sorted(SCHEMES))}",
+            fix="Import the module that defines it first.",
+        )
+    known = {field.name for field in dataclasses.fields(SCHEMES[kind])}  # type: ignore[arg-type]
+    fields = {key: _unjson(value) for key, value in record.items() if key != "kind"}
+    if not fields.keys() <= known:
+        raise SchemeError(f"scheme {kind!r} has no field {sorted(fields.keys() - known)[0]!r}")
+    try:
+        return SCHEMES[kind](**fields)
+    except TypeError as error:
+        raise SchemeError(f"scheme {kind!r} cannot be built from its record: {error}") from None
+
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """``"float32"`` as ``torch.float32``; raises SchemeError for anything that is not a dtype's name."""
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise SchemeError(f"unknown dtype {name!r}")
+    return _DTYPES[name]
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    return [_jsonable(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _unjson(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() != {"dtype"}:
+            raise SchemeError(f"a scheme field holds an unknown object {sorted(value)}")
+        return dtype_from_name(value["dtype"])
+    return tuple(_unjson(item) for item in value) if isinstance(value, list) else value

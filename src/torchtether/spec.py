@@ -1,0 +1,205 @@
+"""Facts about a tensor that are not in its numbers: its ties, and what a Weight is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .errors import SchemeError, TieError
+from .schemes import Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
+
+
+@dataclass(frozen=True)
+class View:
+    """The geometry of an alias over its owner's memory.
+
+    ``stride`` and ``offset`` count elements of ``dtype``; ``offset`` starts at the owner's first byte.
+    """
+
+    dtype: torch.dtype
+    size: Shape
+    stride: Shape
+    offset: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dtype": dtype_name(self.dtype),
+            "size": list(self.size),
+            "stride": list(self.stride),
+            "offset": self.offset,
+        }
+
+    @staticmethod
+    def from_json(record: Any) -> View:
+        if not isinstance(record, dict) or record.keys() != {"dtype", "size", "stride", "offset"}:
+            raise TieError("a view record needs exactly dtype, size, stride and offset")
+        size, stride, offset = record["size"], record["stride"], record["offset"]
+        numbers = [*size, *stride, offset] if isinstance(size, list) and isinstance(stride, list) else [None]
+        if any(type(number) is not int or not 0 <= number < 2**48 for number in numbers) or len(size) != len(stride):
+            raise TieError(f"a view record holds a bad size {size!r}, stride {stride!r} or offset {offset!r}")
+        return View(dtype_from_name(record["dtype"]), tuple(size), tuple(stride), offset)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """The names under which one tensor is registered, owner first.
+
+    The owner is what a checkpoint stores; every other name is an alias and is made again on load.
+    ``views[i]`` is ``None`` where ``names[i]`` is the owner's very object or an equal view of all of it,
+    and the geometry of the view otherwise; ``objects[i]`` says whether ``names[i]`` is the owner's very object.
+
+    >>> Tie(("emb.weight", "head.weight")).aliases
+    ('head.weight',)
+    """
+
+    names: tuple[str, ...]
+    views: tuple[View | None, ...] = ()
+    objects: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.names)
+        if count < 2 or len(set(self.names)) != count:
+            raise TieError(f"a tie needs two or more distinct names, got {self.names}")
+        object.__setattr__(self, "views", self.views or (None,) * count)
+        object.__setattr__(self, "objects", self.objects or tuple(view is None for view in self.views))
+        if len(self.views) != count or len(self.objects) != count or self.views[0] is not None or not self.objects[0]:
+            raise TieError("a tie needs one view and one object flag per name, none for its owner", name=self.owner)
+        if any(view is not None and same for view, same in zip(self.views, self.objects, strict=True)):
+            raise TieError("an alias cannot be both a view and the owner's very object", name=self.owner)
+
+    @property
+    def owner(self) -> str:
+        return self.names[0]
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return self.names[1:]
+
+    def __str__(self) -> str:
+        words = [self.owner]
+        for name, view, same in zip(self.aliases, self.views[1:], self.objects[1:], strict=True):
+            how = "" if same else " (same storage)" if view is None else f" (view {list(view.size)} of it)"
+            words.append(name + how)
+        return " = ".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "names": list(self.names),
+            "views": [view and view.to_json() for view in self.views],
+            "objects": list(self.objects),
+        }
+
+    @staticmethod
+    def from_json(record: Any) -> Tie:
+        if not isinstance(record, dict) or record.keys() != {"names", "views", "objects"}:
+            raise TieError("a tie record needs exactly names, views and objects")
+        names, views, objects = record["names"], record["views"], record["objects"]
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise TieError(f"a tie record holds bad names {names!r}")
+        if not (isinstance(objects, list) and all(isinstance(flag, bool) for flag in objects)):
+            raise TieError(f"a tie record holds bad object flags {objects!r}")
+        if not isinstance(views, list):
+            raise TieError(f"a tie record holds bad views {views!r}")
+        made = tuple(None if view is None else View.from_json(view) for view in views)
+        return Tie(tuple(names), made, tuple(objects))
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Everything that a Weight is, besides its parts.
+
+    ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
+    """
+
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+    scheme: Scheme
+    tie: Tie | None = None
+
+    @staticmethod
+    def of(shape: Shape, dtype: torch.dtype, scheme: Scheme, tie: Tie | None = None) -> WeightSpec:
+        """The spec of a contiguous Weight."""
+        return WeightSpec(tuple(shape), contiguous_stride(tuple(shape)), dtype, scheme, tie)
+
+    def replace(self, **changes: Any) -> WeightSpec:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The permutation that turns the contiguous base tensor, which the parts describe, into this one."""
+        return _order(self.shape, self.stride)
+
+    @property
+    def base(self) -> Shape:
+        """The shape of the contiguous tensor that the parts describe."""
+        shape = [0] * len(self.shape)
+        for dim, source in enumerate(self.order):
+            shape[source] = self.shape[dim]
+        return tuple(shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.order == tuple(range(len(self.shape)))
+
+    def permute(self, order: tuple[int, ...]) -> WeightSpec:
+        """The spec of ``tensor.permute(order)``."""
+        return self.replace(shape=tuple(self.shape[d] for d in order), stride=tuple(self.stride[d] for d in order))
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "shape": list(self.shape),
+            "dtype": dtype_name(self.dtype),
+            "scheme": self.scheme.to_json(),
+        }
+        if self.stride != contiguous_stride(self.shape):
+            record["stride"] = list(self.stride)
+        if self.tie is not None:
+            record["tie"] = self.tie.to_json()
+        return record
+
+    @staticmethod
+    def from_json(record: Any) -> WeightSpec:
+        if not isinstance(record, dict) or not {"shape", "dtype", "scheme"} <= record.keys():
+            raise SchemeError("a weight record needs shape, dtype and scheme")
+        shape = record["shape"]
+        stride = record.get("stride", list(contiguous_stride(tuple(shape))) if _is_numbers(shape) else None)
+        if not (_is_numbers(shape) and _is_numbers(stride) and len(shape) == len(stride)):
+            raise SchemeError(f"a weight record holds a bad shape {shape!r} or stride {stride!r}")
+        tie = Tie.from_json(record["tie"]) if "tie" in record else None
+        scheme = scheme_from_json(record["scheme"])
+        return WeightSpec(tuple(shape), tuple(stride), dtype_from_name(record["dtype"]), scheme, tie)
+
+
+def contiguous_stride(shape: Shape) -> Shape:
+    """The strides, in elements, of a contiguous tensor of ``shape``.
+
+    >>> contiguous_stride((2, 0, 3))
+    (3, 3, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**48 for n in value) and len(value) <= 64
+
+
+@lru_cache(maxsize=4096)
+def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
+    """Sizes of 1 make sorted strides ambiguous, so the base is the order whose own strides are the given ones."""
+    dims = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
+    ties = [list(group) for _, group in itertools.groupby(dims, key=lambda d: stride[d])]
+    for choice in itertools.product(*(itertools.permutations(group) for group in ties)):
+        base = tuple(itertools.chain.from_iterable(choice))
+        if contiguous_stride(tuple(shape[d] for d in base)) == tuple(stride[d] for d in base):
+            return tuple(base.index(d) for d in range(len(shape)))
+    raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
