@@ -2,7 +2,7 @@
 
 from .affine import Affine
 from .codebook import Codebook
-from .named import fp8, int4, int8, mxfp4, nf4, nvfp4, resolve
+from .named import fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
 from .plain import Plain
 from .scaled_float import ScaledFloat
 from .scheme import SCHEMES, Part, Parts, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
@@ -19,10 +19,12 @@ __all__ = [
     "Shape",
     "dtype_from_name",
     "dtype_name",
+    "fp4",
     "fp8",
     "int4",
     "int8",
     "mxfp4",
+    "mxfp8",
     "nf4",
     "nvfp4",
     "resolve",

@@ -78,7 +78,7 @@ class Scheme:
         raise NotImplementedError(f"{type(self).__name__}.decode")
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """The largest error that ``decode(encode(values))`` may show per element, float32, broadcastable to ``shape``."""
+        """The largest error of ``decode(encode(values))`` per element: float32, broadcastable to ``shape``."""
         raise NotImplementedError(f"{type(self).__name__}.bound")
 
     # -- what most schemes need not change ------------------------------------------------------------------------
@@ -86,6 +86,14 @@ class Scheme:
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         """The values of the dim-0 slices named by the 1-D integer ``index``: ``decode(...)[index]``."""
         return self.decode(parts, shape, dtype).index_select(0, index)
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """The parts of ``values`` that replace ``held``: what in-place ops write.
+
+        Scales of ``held`` that still suit are kept, so that writing back unchanged values changes nothing.  Schemes
+        whose ``encode`` has this property already need not override it.
+        """
+        return self.encode(values)
 
     def can_view(self, old: Shape, new: Shape) -> bool:
         """Whether the parts of ``old`` are, reshaped without copying, those of ``new``."""
@@ -127,7 +135,7 @@ class Scheme:
 
 
 def scheme_from_json(record: Any) -> Scheme:
-    """The scheme that ``Scheme.to_json`` wrote. Looks kinds up in a closed table; raises SchemeError on anything else."""
+    """The scheme that ``Scheme.to_json`` wrote, its kind looked up in a closed table; SchemeError on anything else."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise SchemeError(f"a scheme record must be an object with a kind, got {type(record).__name__}")
     kind = record["kind"]

@@ -1,0 +1,249 @@
+"""Integers with a scale, and perhaps a zero point: int8, int4 and their relatives of 1 to 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from .bits import pack, unpack
+from .blocks import (
+    Block,
+    Grid,
+    check_block,
+    check_finite,
+    code_part,
+    divide,
+    grid_over,
+    rounded_off,
+    rows,
+    source,
+    store_scale,
+)
+from .decoding import decode_rows, quiet, reshapable, take_rows
+from .scheme import Part, Parts, Scheme, Shape, dtype_name
+
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Affine(Scheme):
+    """Holds integers ``q`` so that ``w ≈ (q - zero_point) * scale``, with one scale per block.
+
+        qdata (*shape) int8, uint8 if unsigned        where bits == 8
+        qdata (*lead, ceil(K * bits / 8)) uint8       below: a dense stream of q + 2**(bits - 1) if signed, of q if not
+        scale (*lead, ceil(K / columns)) scale_dtype  1 row per ``block[0]`` rows; 1 where None
+        zero_point, like scale, int8 (uint8)          unless symmetric: then 0 (unsigned: 2**(bits - 1))
+        g_idx (K,) int32                              with act_order: the group of each column
+
+    ``block`` is (rows, columns) under one scale, ``None`` meaning all: ``(None, None)`` tensor, ``(1, None)`` row,
+    ``(1, 128)`` group.  Symmetric scales are ``amax / (2**bits - 1) * 2``: both ends of the range lose half a step.
+    ``narrow_range`` drops the lowest code, so that the largest value is kept exactly (optimum-quanto, bitsandbytes).
+    ``reciprocal`` multiplies by ``1 / scale`` (torchao) where the default divides (compressed-tensors): ties at half
+    a step differ.  Scales are rounded to ``scale_dtype`` before they divide.
+
+    Error: half a step, ``scale / 2``, plus what rounding the scale took off the range.
+
+    Encoding decoded values keeps the codes with ``like=`` the parts and with ``reencode``.  Afresh it keeps them with ``narrow_range`` (the
+    largest value is a code), and nearly always without ``symmetric``; the symmetric full range moves its scale.
+
+    >>> parts = Affine(bits=4, block=(1, 2)).encode(torch.tensor([1.0, -7.5, 0.0, 0.0]))
+    >>> parts["qdata"].tolist(), parts["scale"].tolist()
+    ([9, 136], [1.0, 1.0])
+    """
+
+    kind: ClassVar[str] = "affine"
+
+    bits: int = 8
+    signed: bool = True
+    symmetric: bool = True
+    block: Block = (1, None)
+    act_order: bool = False
+    scale_dtype: torch.dtype = torch.float32
+    narrow_range: bool = False
+    reciprocal: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or not 1 <= self.bits <= 8:
+            raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name="Affine")
+        check_block(self.block, "Affine")
+        if self.scale_dtype not in SCALE_DTYPES:
+            known = ", ".join(map(dtype_name, SCALE_DTYPES))
+            raise SchemeError(f"scale_dtype must be one of {known}, got {self.scale_dtype}", name="Affine")
+        if self.narrow_range and (not self.symmetric or self.bits == 1):
+            raise SchemeError("narrow_range needs a symmetric scheme of 2 bits or more", name="Affine")
+        if self.act_order and self.block[1] is None:
+            raise SchemeError(f"act_order needs groups of columns, got block {self.block}", name="Affine")
+
+    # -- the integers -------------------------------------------------------------------------------------------
+
+    @property
+    def _lowest(self) -> int:
+        return -(1 << (self.bits - 1)) + self.narrow_range
+
+    @property
+    def _highest(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def _steps(self) -> int:
+        return self._highest - self._lowest
+
+    @property
+    def _offset(self) -> int:
+        """What the codes as stored lie above the signed ones; zero points share it only if unsigned."""
+        return 0 if self.signed and self.bits == 8 else 1 << (self.bits - 1)
+
+    @property
+    def _zero_offset(self) -> int:
+        return 0 if self.signed else 1 << (self.bits - 1)
+
+    # -- the interface ------------------------------------------------------------------------------------------
+
+    def layout(self, shape: Shape) -> dict[str, Part]:
+        grid = grid_over(shape, self.block)
+        if self.act_order and len(shape) < 2:
+            raise SchemeError(f"act_order needs at least 2 dimensions, got shape {tuple(shape)}")
+        codes = code_part(shape, self.bits)
+        parts = {"qdata": codes._replace(dtype=torch.int8) if self.bits == 8 and self.signed else codes}
+        parts["scale"] = grid.scale_part(self.scale_dtype)
+        if not self.symmetric:
+            parts["zero_point"] = grid.scale_part(torch.int8 if self.signed else torch.uint8)
+        if self.act_order:
+            parts["g_idx"] = Part((shape[-1],), torch.int32, 0)
+        return parts
+
+    def encode(self, values: Tensor, *, like: Parts | None = None, g_idx: Tensor | None = None) -> dict[str, Tensor]:
+        """The parts of ``values``.
+
+        Args:
+            like: parts whose scales, zero points and column groups are used again; values beyond their range clip.
+            g_idx: (K,) ints, the group of each column, with ``act_order``; default: groups of neighbours.
+        """
+        values = source(values)
+        parts = self.empty(tuple(values.shape), values.dtype, values.device)
+        if values.is_meta:
+            return parts
+        grid = grid_over(tuple(values.shape), self.block)
+        if self.act_order:
+            order = like["g_idx"] if g_idx is None and like is not None else g_idx
+            parts["g_idx"].copy_(self._order(grid, order, values.device))
+        elif g_idx is not None:
+            raise SchemeError("g_idx was given to a scheme without act_order", fix="Use Affine(act_order=True).")
+        g_idx = parts.get("g_idx")
+        if like is None:
+            parts.update(self._fit(grid, values, g_idx))
+        else:
+            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+            for name in parts.keys() - {"qdata", "g_idx"}:
+                parts[name].copy_(like[name])
+        self._quantize(grid, values, parts)
+        return parts
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """As ``encode``, with the held scale and zero point in blocks that they fit and whose range they use."""
+        values = source(values)
+        if values.is_meta or values.numel() == 0:
+            return self.encode(values, g_idx=held.get("g_idx"))
+        grid, g_idx = grid_over(tuple(values.shape), self.block), held.get("g_idx")
+        fresh = self._fit(grid, values, g_idx)
+        scale = held["scale"].float()
+        low = grid.reduce(values, torch.amin, g_idx=g_idx) / scale
+        high = grid.reduce(values, torch.amax, g_idx=g_idx) / scale
+        if self.symmetric:
+            is_used = torch.maximum(high, -low) >= min(self._highest, -self._lowest) - 0.5
+        else:
+            is_used = high.clamp_min(0) - low.clamp_max(0) >= self._steps - 1.01
+            zero = held["zero_point"].float() - self._zero_offset
+            low, high = low + zero, high + zero
+        keep = is_used & (low >= self._lowest - 0.5) & (high <= self._highest + 0.5)
+        chosen = {name: torch.where(keep, held[name], part) for name, part in fresh.items()}
+        return self.encode(values, like={**held, **chosen})
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        grid = grid_over(shape, self.block)
+        g_idx = parts.get("g_idx")
+
+        def some(start: int, stop: int) -> Tensor:
+            codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+            x = unpack(codes, self.bits, grid.columns).float() if self.bits < 8 else codes.float()
+            scale = grid.pick(parts["scale"], start, stop).float()
+            if self.symmetric:
+                x = x.sub_(self._offset) if self._offset else x
+                x, scale = grid.align(x, scale, g_idx=g_idx)
+            else:
+                zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
+                x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
+                x = x.sub_(zero)
+            return x.mul_(scale).reshape(stop - start, grid.columns)
+
+        return decode_rows(some, grid, parts["qdata"], dtype)
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(shape) == 1:
+            return super().gather(parts, shape, index, dtype)
+        some, block = take_rows(self.layout(shape), parts, shape, self.block, index)
+        return replace(self, block=block).decode(some, (index.shape[0], *shape[1:]), dtype)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        return super().can_view(old, new) and reshapable(self, self.block, old, new)
+
+    def bound(self, parts: Parts, shape: Shape) -> Tensor:
+        """Half a step; the range that a rounded scale lost; 2**-14 of a step for float32 arithmetic on 8-bit codes."""
+        grid = grid_over(shape, self.block)
+        g_idx = parts.get("g_idx")
+        reach = self._steps / 2 if self.symmetric else self._steps
+        step = grid.expand(parts["scale"].float(), g_idx)
+        bound = step * (0.5 + 2.0**-14) + rounded_off(step, self.scale_dtype) * reach
+        if self.bits == 1:  # one bit may round a whole block to 0
+            return bound
+        return bound * ~quiet(grid, self.decode(parts, shape, torch.float32), step, g_idx)
+
+    # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _order(self, grid: Grid, g_idx: Tensor | None, device: torch.device) -> Tensor:
+        if g_idx is None:
+            return torch.arange(grid.columns, device=device) // (self.block[1] or 1)
+        whole = not (g_idx.dtype.is_floating_point or g_idx.dtype.is_complex)
+        if not whole or g_idx.shape != (grid.columns,) or bool(((g_idx < 0) | (g_idx >= grid.groups)).any()):
+            got = f"{tuple(g_idx.shape)} {dtype_name(g_idx.dtype)}"
+            raise SchemeError(f"g_idx must hold {grid.columns} group numbers below {grid.groups}, got {got}")
+        return g_idx
+
+    def _fit(self, grid: Grid, values: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+        """The scale, and the zero point, that fit ``values``."""
+        if self.symmetric:
+            amax = grid.reduce(values, torch.amax, magnitude=True, g_idx=g_idx)
+            check_finite(amax, values)
+            return {"scale": store_scale(divide(amax, self._steps / 2), amax, self.scale_dtype)}
+        low = grid.reduce(values, torch.amin, g_idx=g_idx).clamp_max(0)
+        high = grid.reduce(values, torch.amax, g_idx=g_idx).clamp_min(0)
+        check_finite(high - low, values)
+        scale = store_scale(divide(high - low, self._steps), high - low, self.scale_dtype)
+        zero = (self._lowest - low / scale.float()).clamp_(self._lowest, self._highest).round_()
+        return {"scale": scale, "zero_point": (zero + self._zero_offset).to(torch.int8 if self.signed else torch.uint8)}
+
+    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
+        if values.numel() == 0:
+            return
+        table = parts["qdata"].view(grid.rows, -1)
+        g_idx = parts.get("g_idx")
+        for start, stop in grid.chunks():
+            x = rows(values, start, stop).float()
+            scale = grid.pick(parts["scale"], start, stop).float()
+            zero = scale.new_zeros(1, 1).expand(scale.shape)
+            if not self.symmetric:
+                zero = grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset
+            x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
+            x = x * (1.0 / scale) if self.reciprocal else x / scale
+            x = x if self.symmetric else x.add_(zero)
+            x = x.round_().clamp_(self._lowest, self._highest).add_(self._offset).reshape(stop - start, grid.columns)
+            if self.bits == 8:
+                table[start:stop].copy_(x)
+                continue
+            packed = pack(x.to(torch.uint8), self.bits)
+            table[start:stop, : packed.shape[1]].copy_(packed)
+            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes

@@ -1,0 +1,292 @@
+"""Where blocks lie over a tensor, and how to walk a large tensor in small pieces.
+
+A tensor of ``shape`` is seen as M rows (every dimension but the last) of K columns.  A block is ``height`` rows by
+``width`` columns, ``None`` meaning all of them; blocks at the edges may be smaller, and a height above 1 never crosses
+the last two dimensions.  Everything that is one value per block (scales, zero points) has ``Grid.scale_shape``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from .scheme import Part, Shape, dtype_name
+
+CHUNK = 1 << 20
+"""Elements that are computed at once: 4 MiB of float32, which stays in the cache."""
+
+Block = tuple[int | None, int | None]
+Reduction = Callable[..., Tensor]
+
+
+class Grid(NamedTuple):
+    """The blocks over a tensor of ``shape``; build it with ``grid_over``."""
+
+    shape: Shape
+    height: int | None
+    width: int | None
+    rows: int
+    columns: int
+    groups: int
+
+    @property
+    def scale_shape(self) -> Shape:
+        """One entry per block: leading dimensions kept, or 1 where a block covers them all."""
+        if self.height is None:
+            return (*(1 for _ in self.shape[:-1]), self.groups)
+        if self.height == 1:
+            return (*self.shape[:-1], self.groups)
+        return (*self.shape[:-2], -(-self.shape[-2] // self.height), self.groups)
+
+    @property
+    def scale_rows(self) -> int:
+        return math.prod(self.scale_shape[:-1])
+
+    def scale_part(self, dtype: torch.dtype) -> Part:
+        """The layout of a part that has one entry per block."""
+        inner = math.prod(self.shape[1:])
+        if len(self.shape) == 1:
+            span = self.width or 0
+        elif self.height is None:
+            span = 0
+        elif len(self.shape) == 2:
+            span = self.height * inner
+        else:
+            span = inner
+        return Part(self.scale_shape, dtype, span)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Ranges of rows, each about ``CHUNK`` elements, that cut no block (but those as high as the tensor)."""
+        size = max(1, CHUNK // max(1, self.columns))
+        if torch.compiler.is_compiling() or self.rows <= size:
+            return [(0, self.rows)]  # straight-line code for the compiler, which fuses anyway
+        if self.height is None or self.height == 1:
+            return pieces(0, self.rows, size)
+        matrix = self.shape[-2]
+        if matrix <= size:
+            return pieces(0, self.rows, size // matrix * matrix)
+        size = max(1, size // self.height) * self.height
+        return [piece for start in range(0, self.rows, matrix) for piece in pieces(start, start + matrix, size)]
+
+    def pick(self, part: Tensor, start: int, stop: int) -> Tensor:
+        """The entries of a scale-shaped ``part`` for the rows ``start`` to ``stop``: (stop - start or 1, groups)."""
+        part = part.reshape(self.scale_rows, self.groups)
+        if self.height is None:
+            return part
+        if self.height == 1:
+            return part[start:stop]
+        matrix = self.shape[-2]
+        row = torch.arange(start, stop, device=part.device)
+        blocks = row // matrix * self.scale_shape[-2] + row % matrix // self.height
+        return part.index_select(0, blocks)
+
+    def align(self, x: Tensor, *scales: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, ...]:
+        """``x`` (R, K) and the picked ``scales`` as views that broadcast against each other (one copy if ragged)."""
+        if g_idx is not None:
+            return (x, *(scale.index_select(1, g_idx.to(torch.int64)) for scale in scales))
+        if self.groups == 1:
+            return (x, *scales)
+        width = self.width or self.columns
+        if width * self.groups == self.columns:
+            return (x.unflatten(-1, (self.groups, width)), *(scale.unsqueeze(-1) for scale in scales))
+        column = torch.arange(self.columns, device=x.device) // width
+        return (x, *(scale.index_select(1, column) for scale in scales))
+
+    def expand(self, part: Tensor, g_idx: Tensor | None = None) -> Tensor:
+        """A scale-shaped float ``part``, repeated over its blocks: a tensor of ``shape``."""
+        zeros = part.new_zeros(self.rows, self.columns)
+        if zeros.numel() == 0:
+            return zeros.view(self.shape)
+        zeros, part = self.align(zeros, self.pick(part, 0, self.rows), g_idx=g_idx)
+        return (zeros + part).reshape(self.shape)
+
+    def reduce(self, values: Tensor, op: Reduction, *, magnitude: bool = False, g_idx: Tensor | None = None) -> Tensor:
+        """``torch.amax`` or ``torch.amin`` over every block, float32, of ``scale_shape``; 0 for empty blocks.
+
+        It runs in the dtype of ``values`` (or of their magnitudes): rounding to float32 is monotone, so the result is
+        the extreme of the rounded values; NaN stays visible.
+        """
+        out = torch.zeros(self.scale_shape, dtype=torch.float32, device=values.device)
+        if values.numel() == 0:
+            return out
+        table = out.view(self.scale_rows, self.groups)
+        done = 0
+        for start, stop in self.chunks():
+            x = rows(values, start, stop)
+            x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no reductions
+            stats = self._fold_columns(x.abs() if magnitude else x, op, g_idx)
+            if self.height is None:
+                stats = op(stats, 0, keepdim=True).float()
+                table.copy_(op(torch.stack((table, stats)), 0) if start else stats)
+                continue
+            if self.height > 1:
+                matrix = min(self.shape[-2], stop - start)
+                stats = fold(stats.unflatten(0, (stats.shape[0] // matrix, matrix)), self.height, 1, op).flatten(0, 1)
+            table[done : done + stats.shape[0]].copy_(stats)
+            done += stats.shape[0]
+        return out
+
+    def _fold_columns(self, x: Tensor, op: Reduction, g_idx: Tensor | None) -> Tensor:
+        if g_idx is None:
+            return fold(x, self.width, 1, op)
+        out = x.new_zeros(x.shape[0], self.groups)
+        index = g_idx.to(torch.int64).expand(x.shape[0], -1)
+        return out.scatter_reduce(1, index, x, op.__name__, include_self=False)
+
+
+def grid_over(shape: Shape, block: Block) -> Grid:
+    """The grid of ``block`` over ``shape``; SchemeError where it does not fit."""
+    height, width = block
+    if len(shape) == 0:
+        raise SchemeError("a tensor without dimensions has no blocks", fix="Use Plain(), or leave it unquantized.")
+    if height is not None and height > 1 and len(shape) < 2:
+        raise SchemeError(
+            f"blocks of {height} rows need at least 2 dimensions, got shape {tuple(shape)}",
+            fix="Use a block of 1 row.",
+        )
+    groups = 1 if width is None else -(-shape[-1] // width)
+    return Grid(tuple(shape), height, width, math.prod(shape[:-1]), shape[-1], groups)
+
+
+def code_part(shape: Shape, bits: int) -> Part:
+    """The layout of codes that are packed along the last dimension, each row to whole bytes.
+
+    A tensor of one dimension is one stream, so that it can be cut where a byte begins with a new code.
+    """
+    if len(shape) > 1:
+        return Part((*shape[:-1], -(-shape[-1] * bits // 8)), torch.uint8, math.prod(shape[1:]))
+    return stream_part(shape[0], bits)
+
+
+def stream_part(count: int, bits: int) -> Part:
+    """The layout of one stream of ``count`` codes: its bytes, or (runs of 8 codes, bits) where bytes cut codes."""
+    if 8 % bits:
+        return Part((-(-count // 8), bits), torch.uint8, 8)
+    return Part((-(-count * bits // 8),), torch.uint8, 8 // bits)
+
+
+def check_block(block: object, who: str) -> None:
+    """Raises SchemeError unless ``block`` is a pair of positive ints or None."""
+    pair = block if isinstance(block, tuple) and len(block) == 2 else (0,)
+    if not all(size is None or (type(size) is int and size > 0) for size in pair):
+        raise SchemeError(
+            f"block must be (rows, columns) with positive ints or None, got {block!r}",
+            name=who,
+            fix="(1, None) is one scale per row, (1, 128) one per 128 columns, (None, None) one per tensor.",
+        )
+
+
+# -- walking ------------------------------------------------------------------------------------------------------
+
+
+def pieces(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """The range from ``start`` to ``stop`` in pieces of ``size``, the last one perhaps smaller."""
+    return [(at, min(at + size, stop)) for at in range(start, stop, size)]
+
+
+def fold(x: Tensor, size: int | None, dim: int, op: Reduction) -> Tensor:
+    """``op`` over runs of ``size`` along ``dim`` (``None``: all of it); the last run may be shorter."""
+    length = x.shape[dim]
+    if size is None or size >= length:
+        return op(x, dim, keepdim=True)
+    whole = length // size
+    head = op(x.narrow(dim, 0, whole * size).unflatten(dim, (whole, size)), dim + 1)
+    if whole * size == length:
+        return head
+    return torch.cat((head, op(x.narrow(dim, whole * size, length - whole * size), dim, keepdim=True)), dim)
+
+
+def rows(values: Tensor, start: int, stop: int) -> Tensor:
+    """The rows ``start`` to ``stop`` of ``values`` as (R, K): a view where strides allow, else a copy of that size."""
+    columns = values.shape[-1]
+    while values.dim() != 2:
+        if values.dim() == 1:
+            values = values.unsqueeze(0)
+            continue
+        if values.is_contiguous():
+            values = values.view(math.prod(values.shape[:-1]), columns)
+            continue
+        inner = math.prod(values.shape[1:-1])
+        first, last = start // inner, -(-stop // inner)
+        if last - first > 2:  # the slices are smaller than the piece
+            return values[first:last].reshape(-1, columns)[start - first * inner : stop - first * inner]
+        if last - first == 2:
+            middle = (first + 1) * inner
+            return torch.cat((rows(values, start, middle), rows(values, middle, stop)))
+        values, start, stop = values[first], start - first * inner, stop - first * inner
+    return values[start:stop]
+
+
+def flat(values: Tensor, start: int, stop: int) -> Tensor:
+    """The elements ``start`` to ``stop`` of ``values`` in row-major order: a view where strides allow."""
+    if values.is_contiguous():
+        return values.view(-1)[start:stop]
+    columns = values.shape[-1]
+    first = start // columns
+    return rows(values, first, -(-stop // columns)).reshape(-1)[start - first * columns : stop - first * columns]
+
+
+def source(values: Tensor) -> Tensor:
+    """``values`` without its graph; SchemeError unless it is floating point."""
+    if not values.dtype.is_floating_point:
+        raise SchemeError(f"only floating point values can be encoded, got {dtype_name(values.dtype)}")
+    return values.detach()
+
+
+def check_finite(stats: Tensor, values: Tensor) -> None:
+    """Raises SchemeError, unless ``stats`` (extremes of ``values``) are finite and below 2**127.
+
+    Beyond that a value that is rounded up may leave float32.
+    """
+    if torch.compiler.is_compiling() or bool((stats.abs() < 2.0**127).all()):  # a compiled graph cannot look at values
+        return
+    nan = infinite = 0
+    for start, stop in pieces(0, values.numel(), CHUNK):
+        piece = flat(values, start, stop)
+        nan += int(piece.isnan().sum())
+        infinite += int(piece.isinf().sum())
+    if nan or infinite:
+        raise SchemeError(
+            f"{nan + infinite} of {values.numel()} values are not finite ({nan} nan, {infinite} inf)",
+            fix="Repair the source, or leave this tensor unquantized.",
+        )
+    raise SchemeError(
+        f"the values reach {float(stats.abs().max()):.4g}, too large for float32 to round them up",
+        fix="Scale them down, or leave them unquantized.",
+    )
+
+
+# -- scales -------------------------------------------------------------------------------------------------------
+
+TINY = float(torch.finfo(torch.float32).tiny)
+"""The smallest normal float32: a device that flushes subnormals must not turn a scale into 0."""
+
+
+def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
+    """``scale`` rounded to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
+    info = torch.finfo(dtype)
+    scale = scale.clamp_min(max(TINY, info.smallest_normal * info.eps))  # the product: the smallest subnormal
+    stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
+    if not torch.compiler.is_compiling() and not bool(torch.isfinite(stored).all()):
+        raise SchemeError(
+            f"a scale of {float(scale.max()):.4g} does not fit {dtype_name(dtype)}",
+            fix="Use scale_dtype=torch.float32.",
+        )
+    return stored
+
+
+def divide(x: Tensor, number: float) -> Tensor:
+    """``x / number``, rounded once on every device (a GPU multiplies by the reciprocal of a Python number)."""
+    return x / x.new_full((), number)
+
+
+def rounded_off(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """How much larger a scale may have been before it was rounded to ``dtype``: half a unit in its last place."""
+    info = torch.finfo(dtype)
+    half = info.eps / 2
+    return (scale * (half / (1 - half))).clamp_min(info.smallest_normal * half)

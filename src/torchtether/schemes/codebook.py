@@ -1,0 +1,335 @@
+"""Codes that index a table of values, scaled by the largest magnitude of each block: nf4, fp4 and any other table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from . import blocks
+from .bits import lookup, pack
+from .blocks import (
+    TINY,
+    Grid,
+    check_finite,
+    code_part,
+    flat,
+    fold,
+    grid_over,
+    pieces,
+    rows,
+    source,
+    stream_part,
+)
+from .decoding import decode_rows, reshapable, take_rows
+from .nearest import count_above, nearest_codes
+from .scheme import Part, Parts, Scheme, Shape
+from .tables import DYNAMIC
+
+
+@dataclass(frozen=True)
+class Codebook(Scheme):
+    """Holds codes so that ``w ≈ table[code] * absmax``, with one absmax per ``block_size`` elements.
+
+        qdata (ceil(n * bits / 8),) uint8          a dense stream over the flattened tensor, low bits first
+        absmax (ceil(n / block_size),) float32     with ``nested``: uint8 codes of the 8-bit dynamic type, and
+        nested_absmax (ceil(blocks / nested_block_size),) float32
+        nested_offset () float32                   absmax = dynamic[code] * nested_absmax + nested_offset
+
+    With ``flat=False`` blocks end with their row: qdata (*lead, ceil(K * bits / 8)), absmax (*lead, blocks of K); not
+    nested.  A table whose bits (3, 5, 6, 7) do not divide 8 keeps its flat stream as (ceil(n / 8), bits).
+
+    ``table`` holds 2 to 256 values within [-1, 1], in any order; a number goes to the nearest, halfway ones down.
+    Double quantization follows bitsandbytes: the offset is the mean absmax.  Where some absmax is more than 16 times
+    the mean, that would drown the small blocks, so the offset is 0 and only their own ``nested_absmax`` limits them.
+
+    Error: ``absmax`` times half the gap around the value; nested, the error of absmax besides.
+
+    Encoding decoded values keeps the codes where the table holds -1 and 1 (the largest value is kept exactly); the
+    codes of a nested absmax may move.
+
+    >>> parts = Codebook((-1.0, 0.0, 0.5, 1.0), block_size=4).encode(torch.tensor([2.0, -2.0, 1.1, 0.1]))
+    >>> parts["qdata"].tolist(), parts["absmax"].tolist()
+    ([99], [2.0])
+    """
+
+    kind: ClassVar[str] = "codebook"
+    _nearest: ClassVar[tuple[tuple[float, ...], tuple[int, ...]]]  # of the instance: thresholds, and codes between them
+
+    table: tuple[float, ...]
+    block_size: int = 64
+    flat: bool = True
+    nested: bool = False
+    nested_block_size: int = 256
+
+    def __post_init__(self) -> None:
+        table = self.table
+        if not isinstance(table, tuple) or not 2 <= len(table) <= 256:
+            raise SchemeError("table must be a tuple of 2 to 256 numbers", name="Codebook")
+        if not all(isinstance(value, int | float) and abs(value) <= 1 for value in table):
+            raise SchemeError("table must hold numbers within [-1, 1]", name="Codebook", fix="Divide by the largest.")
+        object.__setattr__(self, "table", tuple(float(value) for value in table))
+        for name in ("block_size", "nested_block_size"):
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise SchemeError(f"{name} must be a positive int, got {size!r}", name="Codebook")
+        if self.nested and not self.flat:
+            raise SchemeError("nested needs flat blocks", name="Codebook", fix="Use flat=True.")
+        object.__setattr__(self, "_nearest", nearest_codes(self.table))  # once, and outside of compiled graphs
+
+    @property
+    def bits(self) -> int:
+        """Bits per code."""
+        return (len(self.table) - 1).bit_length()
+
+    # -- the interface ------------------------------------------------------------------------------------------
+
+    def layout(self, shape: Shape) -> dict[str, Part]:
+        grid = grid_over(shape, (1, self.block_size))
+        if not self.flat:
+            return {"qdata": code_part(shape, self.bits), "absmax": grid.scale_part(torch.float32)}
+        count = math.prod(shape)
+        number = -(-count // self.block_size)
+        parts = {"qdata": stream_part(count, self.bits)}
+        parts["absmax"] = Part((number,), torch.uint8 if self.nested else torch.float32, self.block_size)
+        if self.nested:
+            span = self.block_size * self.nested_block_size
+            parts["nested_absmax"] = Part((-(-number // self.nested_block_size),), torch.float32, span)
+            parts["nested_offset"] = Part((), torch.float32, 0)
+        return parts
+
+    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
+        """The parts of ``values``; ``like``: parts whose absmax is used again, values beyond it clip."""
+        values = source(values)
+        parts = self.empty(tuple(values.shape), values.dtype, values.device)
+        if values.is_meta:
+            return parts
+        grid = self._grid(tuple(values.shape))
+        amax = self._amax(grid, values)
+        check_finite(amax, values)
+        amax = torch.where(amax > 0, amax.clamp_min(TINY), 0.0)  # so that 1 / absmax is a number
+        if like is not None:
+            for name in parts.keys() - {"qdata"}:
+                parts[name].copy_(like[name])
+            amax = parts["absmax"]
+            if self.flat:
+                amax = self._absmax(parts, self._blocks(0, values.numel(), values.device))
+        elif self.nested:
+            self._nest(amax, parts)
+        else:
+            parts["absmax"].copy_(amax)
+        self._quantize(grid, values, amax, parts["qdata"])
+        return parts
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """As ``encode``, with the held absmax in blocks whose largest value it still reaches."""
+        values = source(values)
+        if values.is_meta or values.numel() == 0:
+            return self.encode(values)
+        grid = self._grid(tuple(values.shape))
+        amax, absmax = self._amax(grid, values), held["absmax"]
+        if self.flat:
+            absmax = self._absmax(held, self._blocks(0, values.numel(), values.device))
+        ends = [end for end in (max(self.table), -min(self.table)) if end > 0]  # what the largest value decodes to
+        keep = (amax >= absmax * (min(ends) * (1 - _KEEP))) & (amax <= absmax * (1 + _KEEP))
+        if keep.all():
+            return self.encode(values, like=held)
+        parts = self.encode(values)  # checks the values, too
+        if not keep.any():
+            return parts
+        chosen = torch.where(keep, absmax, parts["absmax"] if not self.nested else amax)
+        if self.nested:
+            self._nest(chosen, parts)
+        else:
+            parts["absmax"].copy_(chosen)
+        return self.encode(values, like=parts)
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        grid = self._grid(tuple(shape))
+        table = torch.tensor(self.table, dtype=torch.float32, device=parts["qdata"].device)
+        if not self.flat:
+
+            def some(start: int, stop: int) -> Tensor:
+                codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+                x = lookup(codes, table, self.bits, grid.columns)
+                x, absmax = grid.align(x, grid.pick(parts["absmax"], start, stop))
+                return x.mul_(absmax).reshape(stop - start, grid.columns)
+
+            return decode_rows(some, grid, parts["qdata"], dtype)
+        count = math.prod(shape)
+        stream = parts["qdata"].reshape(-1)
+
+        def piece(start: int, stop: int) -> Tensor:
+            x = lookup(stream[start * self.bits // 8 :], table, self.bits, stop - start)
+            return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
+
+        ranges = self._ranges(count)
+        if len(ranges) == 1:
+            return piece(0, count).to(dtype).view(shape)
+        out = torch.empty(count, dtype=dtype, device=stream.device)
+        for start, stop in ranges:
+            out[start:stop].copy_(piece(start, stop))
+        return out.view(shape)
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(shape) == 1 or 0 in shape:
+            return super().gather(parts, shape, index, dtype)
+        new = (index.shape[0], *shape[1:])
+        if not self.flat:
+            some, _ = take_rows(self.layout(shape), parts, shape, (1, self.block_size), index)
+            return self.decode(some, new, dtype)
+        each = math.prod(shape[1:])
+        if each % self.block_size or each * self.bits % 8:  # blocks or bytes cross the slices
+            return super().gather(parts, shape, index, dtype)
+        size = each * self.bits // 8
+        taken = parts["qdata"].reshape(-1)[: shape[0] * size].view(shape[0], size).index_select(0, index)
+        per_slice = each // self.block_size
+        which = index.to(torch.int64).unsqueeze(-1) * per_slice + torch.arange(per_slice, device=index.device)
+        single = replace(self, nested=False)
+        return single.decode({"qdata": taken, "absmax": self._absmax(parts, which.view(-1))}, new, dtype)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        if self.flat:
+            return len(old) > 0 < len(new) and math.prod(old) == math.prod(new)
+        return super().can_view(old, new) and reshapable(self, (1, self.block_size), old, new)
+
+    def bound(self, parts: Parts, shape: Shape) -> Tensor:
+        """Half the gap around each value times absmax, and the value times what double quantization did to absmax."""
+        if 0 in shape:
+            return torch.zeros(shape, device=parts["qdata"].device)
+        device = parts["qdata"].device
+        values = torch.tensor(self.table, device=device).abs()
+        gaps = torch.tensor(_half_gaps(self.table), device=device)
+        if self.flat:
+            count = math.prod(shape)
+            index = self._blocks(0, count, device)
+            absmax, error = self._absmax(parts, index).abs(), self._absmax_error(parts, index)
+            code = [lookup(parts["qdata"].reshape(-1), each, self.bits, count) for each in (values, gaps)]
+            return (self._scaled(code[1], absmax + error) + self._scaled(code[0], error)).view(shape)
+        grid = self._grid(tuple(shape))
+        stream = parts["qdata"].reshape(grid.rows, -1)
+        value, gap = (lookup(stream, each, self.bits, grid.columns).reshape(shape) for each in (values, gaps))
+        return (gap + (value + gap) * _ARITHMETIC) * grid.expand(parts["absmax"])
+
+    # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _grid(self, shape: Shape) -> Grid:
+        return grid_over(shape, (1, self.block_size))
+
+    def _ranges(self, count: int) -> list[tuple[int, int]]:
+        """Pieces of the flattened tensor that cut no block and no byte."""
+        unit = self.block_size * 8
+        size = max(1, blocks.CHUNK // unit) * unit
+        if torch.compiler.is_compiling() or count <= size:
+            return [(0, count)]
+        return pieces(0, count, size)
+
+    def _blocks(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """The numbers of the blocks that lie over the elements from ``start``, which begins one, to ``stop``."""
+        return torch.arange(start // self.block_size, -(-stop // self.block_size), device=device)
+
+    def _scaled(self, x: Tensor, absmax: Tensor) -> Tensor:
+        """``x``, flat and from the start of a block, times the ``absmax`` of each block, in place."""
+        if absmax.shape[0] * self.block_size == x.shape[0]:
+            return x.view(absmax.shape[0], self.block_size).mul_(absmax.unsqueeze(-1)).view(-1)
+        return x.mul_(absmax.repeat_interleave(self.block_size)[: x.shape[0]])
+
+    def _absmax(self, parts: Parts, index: Tensor) -> Tensor:
+        """The absmax, float32, of the flat blocks that ``index`` names."""
+        absmax = parts["absmax"].index_select(0, index)
+        if not self.nested:
+            return absmax
+        scale = parts["nested_absmax"].index_select(0, index // self.nested_block_size)
+        return _dynamic(absmax).mul_(scale).add_(parts["nested_offset"])
+
+    def _absmax_error(self, parts: Parts, index: Tensor) -> Tensor:
+        """How far the absmax of the blocks that ``index`` names may be from that of the values."""
+        if not self.nested:
+            return _ARITHMETIC * parts["absmax"].index_select(0, index)
+        scale = parts["nested_absmax"].index_select(0, index // self.nested_block_size)
+        gaps = torch.tensor(_half_gaps(DYNAMIC), device=index.device)
+        gap = gaps.index_select(0, parts["absmax"].index_select(0, index).int())
+        return gap * scale + _ARITHMETIC * (scale + parts["nested_offset"].abs())
+
+    def _amax(self, grid: Grid, values: Tensor) -> Tensor:
+        if not self.flat:
+            return grid.reduce(values, torch.amax, magnitude=True)
+        amax = torch.zeros(-(-values.numel() // self.block_size), dtype=torch.float32, device=values.device)
+        for start, stop in self._ranges(values.numel()) if values.numel() else ():
+            x = flat(values, start, stop)
+            stats = fold((x.float() if x.dtype.itemsize == 1 else x).abs(), self.block_size, 0, torch.amax)
+            amax[start // self.block_size :][: stats.shape[0]].copy_(stats)
+        return amax
+
+    def _nest(self, amax: Tensor, parts: dict[str, Tensor]) -> None:
+        """Writes ``amax`` as codes of the dynamic type."""
+        if amax.numel() == 0:
+            parts["nested_offset"].zero_()
+            return
+        mean = amax.mean()
+        offset = torch.where(amax.max() > _EXTREME * mean, torch.zeros_like(mean), mean)
+        rest = amax - offset
+        scale = fold(rest.abs(), self.nested_block_size, 0, torch.amax)
+        each = scale.repeat_interleave(self.nested_block_size)[: rest.shape[0]]
+        parts["absmax"].copy_(count_above(rest * _reciprocal(each), _DYNAMIC_THRESHOLDS))
+        parts["nested_absmax"].copy_(scale)
+        parts["nested_offset"].copy_(offset)
+
+    def _quantize(self, grid: Grid, values: Tensor, amax: Tensor, qdata: Tensor) -> None:
+        if values.numel() == 0:
+            return
+        thresholds, order = self._nearest
+        codes = torch.tensor(order, dtype=torch.uint8, device=values.device)
+        ascending = order == tuple(range(len(order)))
+
+        def coded(x: Tensor) -> Tensor:
+            nearest = count_above(x, thresholds)
+            nearest = nearest if ascending else codes.index_select(0, nearest.view(-1).int()).view(nearest.shape)
+            return pack(nearest, self.bits)
+
+        if not self.flat:
+            table = qdata.view(grid.rows, -1)
+            for start, stop in grid.chunks():
+                x, absmax = grid.align(rows(values, start, stop).float(), _reciprocal(grid.pick(amax, start, stop)))
+                packed = coded((x * absmax).reshape(stop - start, grid.columns))
+                table[start:stop, : packed.shape[1]].copy_(packed)
+                table[start:stop, packed.shape[1] :].zero_()
+            return
+        stream = qdata.view(-1)
+        for start, stop in self._ranges(values.numel()):
+            x = flat(values, start, stop)
+            x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            index = slice(start // self.block_size, -(-stop // self.block_size))
+            packed = coded(self._scaled(x, _reciprocal(amax[index])))
+            at = start * self.bits // 8
+            stream[at : at + packed.shape[0]].copy_(packed)
+            if stop == values.numel():
+                stream[at + packed.shape[0] :].zero_()
+
+
+_DYNAMIC_THRESHOLDS, _ = nearest_codes(DYNAMIC)
+_ARITHMETIC = 2.0**-20  # what float32 products and quotients may add, relative to absmax
+_KEEP = 2.0**-10  # how far, relative to absmax, the largest value of a block may move before absmax follows
+_EXTREME = 16.0  # Gaussian weights stay below 3, and weights with 20-fold outliers below 8
+
+
+def _dynamic(codes: Tensor) -> Tensor:
+    table = torch.tensor(DYNAMIC, dtype=torch.float32, device=codes.device)
+    return table.index_select(0, codes.int())
+
+
+def _reciprocal(absmax: Tensor) -> Tensor:
+    """``1 / absmax``, and 1 where there is nothing to divide."""
+    return 1.0 / torch.where(absmax.abs() < TINY, 1.0, absmax)
+
+
+def _half_gaps(table: tuple[float, ...]) -> list[float]:
+    """For each code, how far from its value a number within [-1, 1] may lie that is nearest to it."""
+    thresholds, order = nearest_codes(table)
+    edges = (-1.0, *thresholds, 1.0)
+    gaps = {table[code]: max(table[code] - edges[i], edges[i + 1] - table[code]) for i, code in enumerate(order)}
+    return [gaps[value] for value in table]

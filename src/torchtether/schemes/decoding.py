@@ -1,0 +1,61 @@
+"""What the schemes with blocks share when they decode: walking rows, taking rows, and asking whether a view will do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from .blocks import Block, Grid
+from .scheme import Part, Parts, Scheme, Shape
+
+
+def decode_rows(some: Callable[[int, int], Tensor], grid: Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor of the shape of ``grid``, filled from ``some(start, stop)``: float32 rows, in bounded scratch."""
+    if 0 in grid.shape:
+        return torch.empty(grid.shape, dtype=dtype, device=codes.device)
+    chunks = [(0, grid.rows)] if codes.is_meta else grid.chunks()
+    if len(chunks) == 1:
+        return some(0, grid.rows).to(dtype).contiguous().view(grid.shape)
+    out = torch.empty((grid.rows, grid.columns), dtype=dtype, device=codes.device)
+    for start, stop in chunks:
+        out[start:stop].copy_(some(start, stop))
+    return out.view(grid.shape)
+
+
+def take_rows(
+    layout: dict[str, Part], parts: Parts, shape: Shape, block: Block, index: Tensor
+) -> tuple[dict[str, Tensor], Block]:
+    """The parts of the dim-0 slices named by ``index``, and the block under which they are a valid encoding.
+
+    Rows that were neighbours in a block of several rows are so no more: each takes a copy of its scale along.
+    """
+    tall = block[0] is not None and block[0] > 1 and len(shape) == 2
+    taken = {}
+    for name, part in parts.items():
+        span = layout[name].span
+        if span == 0:
+            taken[name] = part
+        else:
+            taken[name] = part.index_select(0, index // (span // math.prod(shape[1:])) if tall else index)
+    return taken, ((1, block[1]) if tall else block)
+
+
+def reshapable(scheme: Scheme, block: Block, old: Shape, new: Shape) -> bool:
+    """Whether blocks, and padding to whole bytes, lie over ``new`` as over ``old`` (same last dimension and count)."""
+    if block[0] is not None and block[0] > 1 and old[-2:] != new[-2:]:
+        return False
+    try:
+        before, after = scheme.layout(old), scheme.layout(new)
+    except SchemeError:
+        return False
+    return all(math.prod(before[name].shape) == math.prod(after[name].shape) for name in before)
+
+
+def quiet(grid: Grid, decoded: Tensor, scale: Tensor, g_idx: Tensor | None) -> Tensor:
+    """Where a block holds nothing but zeros: its scale is 1 and every value decodes to 0."""
+    amax = grid.reduce(decoded, torch.amax, magnitude=True, g_idx=g_idx)
+    return (grid.expand(amax, g_idx) == 0) & (scale == 1)

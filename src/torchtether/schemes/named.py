@@ -1,0 +1,99 @@
+"""The schemes by the names that people know them by."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+import torch
+
+from ..errors import RuleError, SchemeError
+from .affine import Affine
+from .codebook import Codebook
+from .scaled_float import ScaledFloat
+from .scheme import Scheme
+from .tables import FP4, NF4
+
+
+def int8(group_size: int | None = None, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.float32) -> Affine:
+    """Eight-bit integers: one scale per row, or per ``group_size`` columns.
+
+    >>> int8().nbytes((64, 64), torch.bfloat16)
+    4352
+    """
+    return Affine(bits=8, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype)
+
+
+def int4(group_size: int | None = 128, symmetric: bool = False, *, scale_dtype: torch.dtype = torch.float32) -> Affine:
+    """Four-bit integers, two to a byte, with a scale and (unless symmetric) a zero point per ``group_size`` columns."""
+    return Affine(bits=4, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype)
+
+
+_FP8_BLOCKS: dict[str, tuple[int | None, int | None]] = {
+    "row": (1, None),
+    "tensor": (None, None),
+    "block": (128, 128),
+}
+
+
+def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -> ScaledFloat:
+    """float8_e4m3fn with one scale per ``"row"``, per ``"tensor"``, or per ``"block"`` of 128 by 128 (DeepSeek)."""
+    if granularity not in _FP8_BLOCKS:
+        raise SchemeError(f"granularity must be one of {', '.join(_FP8_BLOCKS)}, got {granularity!r}", name="fp8")
+    return ScaledFloat("e4m3", block=_FP8_BLOCKS[granularity], scale_dtype=scale_dtype)
+
+
+def nf4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:
+    """The 4-bit NormalFloat of QLoRA, as bitsandbytes computes it."""
+    return Codebook(NF4, block_size=block_size, nested=double_quant)
+
+
+def fp4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:
+    """The 4-bit float of bitsandbytes (not E2M1: see ``mxfp4`` and ``nvfp4``)."""
+    return Codebook(FP4, block_size=block_size, nested=double_quant)
+
+
+def mxfp8(element: str = "e4m3", *, scale_rounding: str = "rceil") -> ScaledFloat:
+    """OCP microscaling fp8: a power of two per 32 columns, by default one that clips nothing."""
+    return ScaledFloat(element, block=(1, 32), scale_dtype=torch.float8_e8m0fnu, scale_rounding=scale_rounding)
+
+
+def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
+    """OCP microscaling fp4: E2M1 with a power of two per 32 columns."""
+    return ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu, scale_rounding=scale_rounding)
+
+
+def nvfp4() -> ScaledFloat:
+    """NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor."""
+    return ScaledFloat("e2m1", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True)
+
+
+NAMED: dict[str, Callable[[], Scheme]] = {
+    "int8": int8,
+    "int4": int4,
+    "fp8": fp8,
+    "nf4": nf4,
+    "fp4": fp4,
+    "mxfp8": mxfp8,
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+}
+
+
+def resolve(scheme: str | Scheme) -> Scheme:
+    """A scheme itself, or the default scheme of that name.
+
+    Raises:
+        RuleError: the name is not known, or it is neither a name nor a scheme.
+
+    >>> resolve("int8") == int8()
+    True
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, str) and scheme in NAMED:
+        return NAMED[scheme]()
+    if not isinstance(scheme, str):
+        raise RuleError(f"a scheme or its name is needed, got {type(scheme).__name__}", fix="Try 'int8', or tt.int8().")
+    near = difflib.get_close_matches(scheme.lower(), NAMED, n=1, cutoff=0.0)[0]
+    raise RuleError(f"unknown scheme {scheme!r}, known are {', '.join(NAMED)}", fix=f"Did you mean {near!r}?")

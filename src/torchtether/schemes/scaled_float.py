@@ -1,0 +1,288 @@
+"""Small floats with a scale: fp8 by tensor, row or block, and the microscaling formats mxfp8, mxfp4 and nvfp4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from .bits import lookup, pack
+from .blocks import (
+    TINY,
+    Block,
+    Grid,
+    check_block,
+    check_finite,
+    code_part,
+    divide,
+    grid_over,
+    rounded_off,
+    rows,
+    source,
+    store_scale,
+)
+from .decoding import decode_rows, quiet, reshapable, take_rows
+from .nearest import count_above
+from .scheme import Part, Parts, Scheme, Shape, dtype_name
+from .tables import E2M1
+
+
+class Element(NamedTuple):
+    """A small float: its dtype (``None``: E2M1, packed), largest value, explicit mantissa bits and normal exponents."""
+
+    dtype: torch.dtype | None
+    largest: float
+    mantissa: int
+    low: int
+    high: int
+
+
+ELEMENTS = {
+    "e4m3": Element(torch.float8_e4m3fn, 448.0, 3, -6, 8),
+    "e5m2": Element(torch.float8_e5m2, 57344.0, 2, -14, 15),
+    "e2m1": Element(None, 6.0, 1, 0, 2),
+}
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.float8_e4m3fn)
+ROUNDINGS = ("even", "floor", "rceil")
+
+# The E2M1 code of x >= 0 is how many of these lie below x.  Halfway cases go to the even mantissa: 0.25, 1.25, 2.5
+# and 5 stay below; 0.75, 1.75 and 3.5 go up, so their thresholds are the floats just before them.
+_E2M1_BELOW = tuple(
+    float(torch.nextafter(torch.tensor(at), torch.tensor(0.0))) if up else at
+    for at, up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0))
+)
+_E4M3_LARGEST, _E4M3_SMALLEST = 448.0, 2.0**-6  # of block scales: normal numbers only, as torchao and NVIDIA do
+
+
+_KEEP = 2.0**-10
+"""How far, relatively, the largest value of a block may move before ``reencode`` makes its scale follow."""
+
+
+@dataclass(frozen=True)
+class ScaledFloat(Scheme):
+    """Holds small floats ``q`` so that ``w ≈ q * scale`` (``* global_scale``), with one scale per block.
+
+        qdata (*shape) float8_e4m3fn or float8_e5m2    for "e4m3" and "e5m2"
+        qdata (*lead, ceil(K / 2)) uint8               for "e2m1": the even column in the low nibble
+        scale (*lead, ceil(K / columns)) scale_dtype   1 row per ``block[0]`` rows; 1 where None
+        global_scale () float32                        with ``global_scale``; nvfp4 keeps its scales in e4m3
+
+    ``scale_dtype`` chooses the family: a float32, bfloat16 or float16 scale is ``amax / largest``; float8_e8m0fnu is a
+    power of two found by ``scale_rounding`` (OCP "floor"; "even" first rounds amax to the element's mantissa; "rceil"
+    never clips); float8_e4m3fn with ``global_scale = amax / (448 * largest)`` is nvfp4.  ``global_divides`` is
+    compressed-tensors' spelling: the global scale is kept inverted and ``w ≈ q * (scale / global_scale)``.
+
+    Error: half the distance between neighbours of ``q``, times the scale; at the largest code also what "floor" and
+    "even" clip.  Zeros stay exact zeros.
+
+    Encoding decoded values keeps the codes; "rceil" may double all codes of a block and halve its scale, which is the
+    same values.  Only fp8 elements under e4m3 scales may move, for their largest code need not be reached: there, give
+    ``like=`` the parts.
+
+    >>> scheme = ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)
+    >>> parts = scheme.encode(torch.tensor([6.0, 1.0]))
+    >>> parts["qdata"].tolist(), parts["scale"].float().tolist()
+    ([39], [1.0])
+    """
+
+    kind: ClassVar[str] = "scaled_float"
+
+    element: str = "e4m3"
+    block: Block = (1, None)
+    scale_dtype: torch.dtype = torch.float32
+    global_scale: bool = False
+    scale_rounding: str = "even"
+    global_divides: bool = False
+
+    def __post_init__(self) -> None:
+        who = "ScaledFloat"
+        if self.element not in ELEMENTS:
+            raise SchemeError(f"element must be one of {', '.join(ELEMENTS)}, got {self.element!r}", name=who)
+        check_block(self.block, who)
+        if self.scale_dtype not in SCALE_DTYPES:
+            known = ", ".join(map(dtype_name, SCALE_DTYPES))
+            raise SchemeError(f"scale_dtype must be one of {known}, got {self.scale_dtype}", name=who)
+        if self.scale_rounding not in ROUNDINGS:
+            raise SchemeError(
+                f"scale_rounding must be one of {', '.join(ROUNDINGS)}, got {self.scale_rounding!r}", name=who
+            )
+        if self.global_scale and self.scale_dtype != torch.float8_e4m3fn:
+            raise SchemeError(f"global_scale needs scale_dtype float8_e4m3fn, got {self.scale_dtype}", name=who)
+        if self.global_divides and not self.global_scale:
+            raise SchemeError("global_divides needs global_scale", name=who)
+
+    @property
+    def _element(self) -> Element:
+        return ELEMENTS[self.element]
+
+    # -- the interface ------------------------------------------------------------------------------------------
+
+    def layout(self, shape: Shape) -> dict[str, Part]:
+        grid = grid_over(shape, self.block)
+        codes = code_part(shape, 8 if self._element.dtype else 4)
+        parts = {"qdata": codes._replace(dtype=self._element.dtype or torch.uint8)}
+        parts["scale"] = grid.scale_part(self.scale_dtype)
+        if self.global_scale:
+            parts["global_scale"] = Part((), torch.float32, 0)
+        return parts
+
+    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
+        """The parts of ``values``; ``like``: parts whose scales are used again, values beyond their range clip."""
+        values = source(values)
+        parts = self.empty(tuple(values.shape), values.dtype, values.device)
+        if values.is_meta:
+            return parts
+        grid = grid_over(tuple(values.shape), self.block)
+        amax = grid.reduce(values, torch.amax, magnitude=True)
+        check_finite(amax, values)
+        if like is None:
+            self._fit(amax, parts)
+        else:
+            for name in parts.keys() - {"qdata"}:
+                parts[name].copy_(like[name])
+        self._quantize(grid, values, parts)
+        return parts
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """As ``encode``, with the held scales where the largest value is within their reach and near its end."""
+        values = source(values)
+        if values.is_meta or values.numel() == 0 or self.scale_dtype == torch.float8_e8m0fnu:
+            return self.encode(values)
+        amax = grid_over(tuple(values.shape), self.block).reduce(values, torch.amax, magnitude=True)
+        check_finite(amax, values)
+        fresh = self.empty(tuple(values.shape), values.dtype, values.device)
+        self._fit(amax, fresh)
+        if self.global_scale:
+            change = fresh["global_scale"] / held["global_scale"] - 1
+            if not bool(change.abs() < _KEEP):
+                return self.encode(values, like=fresh)
+            self._fit(amax, fresh, held["global_scale"])
+        # an e4m3 scale is so coarse that the largest value may have become the second largest code
+        low = 0.92 if self.scale_dtype == torch.float8_e4m3fn else 1 - _KEEP
+        reach = self._scales(held["scale"], held) * self._element.largest
+        keep = (amax >= low * reach) & (amax <= (1 + _KEEP) * reach)
+        chosen = torch.where(keep, held["scale"].float(), fresh["scale"].float()).to(self.scale_dtype)
+        return self.encode(values, like={**fresh, "scale": chosen})
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        grid = grid_over(shape, self.block)
+
+        def some(start: int, stop: int) -> Tensor:
+            x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
+            x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
+            return x.mul_(scale).reshape(stop - start, grid.columns)
+
+        return decode_rows(some, grid, parts["qdata"], dtype)
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(shape) == 1:
+            return super().gather(parts, shape, index, dtype)
+        some, block = take_rows(self.layout(shape), parts, shape, self.block, index)
+        return replace(self, block=block).decode(some, (index.shape[0], *shape[1:]), dtype)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        return super().can_view(old, new) and reshapable(self, self.block, old, new)
+
+    def bound(self, parts: Parts, shape: Shape) -> Tensor:
+        """Half the distance to the next element away from zero, times the scale; more where the largest one clips."""
+        grid = grid_over(shape, self.block)
+        if 0 in shape:
+            return torch.zeros(shape, device=parts["qdata"].device)
+        element = self._element
+        codes = self._elements(parts["qdata"].reshape(grid.rows, -1), grid.columns).abs().view(shape)
+        exponent = torch.frexp(codes).exponent.clamp_min(element.low + 1) - 1
+        half = torch.ldexp(torch.full_like(codes, 0.5), exponent - element.mantissa)
+        step = grid.expand(self._scales(parts["scale"], parts))
+        unit = self._scales(torch.ones_like(step), parts)
+        stored = grid.expand(parts["scale"].float())
+        error = half * step
+        error = torch.where(codes == element.largest, torch.maximum(error, self._clipped(stored) * unit), error)
+        bound = error * (1 + 2.0**-14)  # float32 arithmetic moves a tie by less
+        return bound * ~quiet(grid, codes * step, step, None)
+
+    # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _clipped(self, scale: Tensor) -> Tensor:
+        """How far beyond the largest element a value may lie, by block, before the global scale."""
+        if self.scale_dtype != torch.float8_e8m0fnu:
+            return rounded_off(scale, self.scale_dtype) * self._element.largest
+        if self.scale_rounding == "rceil":
+            return torch.zeros_like(scale)
+        top = 2.0 ** (self._element.high + 1)
+        if self.scale_rounding == "even":
+            top -= 2.0 ** (self._element.high - self._element.mantissa - 1)
+        return scale * (top - self._element.largest)
+
+    def _scales(self, scale: Tensor, parts: Parts) -> Tensor:
+        """What a code is multiplied by, float32."""
+        scale = scale.float()
+        if not self.global_scale:
+            return scale
+        return scale / parts["global_scale"] if self.global_divides else scale * parts["global_scale"]
+
+    def _elements(self, codes: Tensor, columns: int) -> Tensor:
+        if self._element.dtype is not None:
+            return codes.float()
+        return lookup(codes, torch.tensor(E2M1, device=codes.device), 4, columns)
+
+    def _fit(self, amax: Tensor, parts: dict[str, Tensor], unit: Tensor | None = None) -> None:
+        """Writes the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
+        largest = self._element.largest
+        if self.scale_dtype == torch.float8_e8m0fnu:
+            parts["scale"].copy_(self._power_of_two(amax))
+        elif self.scale_dtype == torch.float8_e4m3fn:
+            ratio = divide(amax, largest)
+            if self.global_scale:
+                room = amax.new_full((), _E4M3_LARGEST * largest)
+                # 128 * TINY: then neither 1 / unit nor unit * 2**-6, the smallest block scale, is subnormal
+                whole = (amax.max() if amax.numel() else torch.zeros_like(room)).clamp_min(128 * TINY * room)
+                if unit is None:
+                    unit = whole.reciprocal() * room if self.global_divides else whole / room
+                    unit = torch.where((amax > 0).any(), unit, 1.0)
+                parts["global_scale"].copy_(unit)
+                ratio = ratio * unit if self.global_divides else ratio / unit
+            elif not torch.compiler.is_compiling() and bool((ratio > _E4M3_LARGEST).any()):
+                raise SchemeError(
+                    f"a scale of {float(ratio.max()):.4g} does not fit float8_e4m3fn", fix="Use global_scale=True."
+                )
+            parts["scale"].copy_(ratio.clamp(_E4M3_SMALLEST, _E4M3_LARGEST))
+        else:
+            parts["scale"].copy_(store_scale(divide(amax, largest), amax, self.scale_dtype))
+
+    def _power_of_two(self, amax: Tensor) -> Tensor:
+        """The e8m0 scales: 2**-127 to 2**127, never the NaN of byte 255; 1 where there are only zeros."""
+        element = self._element
+        if self.scale_rounding == "rceil":
+            bits = divide(amax, element.largest).view(torch.int32)
+            exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).int()
+        else:
+            bits = amax.contiguous().view(torch.int32)
+            if self.scale_rounding == "even":
+                bits = bits + (1 << (22 - element.mantissa))
+            exponent = (bits >> 23) - 127 - element.high
+        byte = (exponent + 127).clamp(0, 254)
+        return torch.where(amax > 0, byte, 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
+        if values.numel() == 0:
+            return
+        table = parts["qdata"].view(grid.rows, -1)
+        largest = self._element.largest
+        for start, stop in grid.chunks():
+            x = rows(values, start, stop).float()
+            scale = grid.pick(parts["scale"], start, stop)
+            if self.global_scale and not self.global_divides:
+                x, scale = grid.align(x, (1.0 / parts["global_scale"]) / scale.float())
+                x = x * scale
+            else:
+                x, scale = grid.align(x, self._scales(scale, parts))
+                x = x / scale
+            x = x.clamp_(-largest, largest).reshape(stop - start, grid.columns)
+            if self._element.dtype is not None:
+                table[start:stop].copy_(x)
+                continue
+            codes = torch.signbit(x).to(torch.uint8) << 3
+            table[start:stop].copy_(pack(codes.add_(count_above(x.abs_(), _E2M1_BELOW)), 4))

@@ -1,0 +1,55 @@
+"""Tables of code values that others fixed: what a code of nf4, fp4, E2M1 or the 8-bit dynamic type stands for."""
+
+from __future__ import annotations
+
+import torch
+
+# The 4-bit NormalFloat of QLoRA (arXiv 2305.14314, appendix E), as float32 values.
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+# bitsandbytes' fp4 by bit pattern: sign, then 12 times the magnitude in an order of its own (not E2M1's).
+_FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+FP4 = tuple(
+    float(torch.tensor(sign * value, dtype=torch.float32) / 12.0) for sign in (1.0, -1.0) for value in _FP4_TWELFTHS
+)
+
+# The OCP Microscaling E2M1 element, by code.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def _dynamic() -> tuple[float, ...]:
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32, device="cpu")
+        middles = (edges[:-1] + edges[1:]) / 2
+        power = 10 ** (decade - 6)
+        values += (power * middles).tolist() + (-power * middles).tolist()
+    return tuple(sorted(values))
+
+
+DYNAMIC = _dynamic()
+"""The 256 ascending values of the signed 8-bit dynamic type (arXiv 1511.04561), which bitsandbytes uses for absmax.
+
+Seven decades below 1; the ``i``-th from the smallest holds ``2**i`` midpoints of equal steps over its [0.1, 1], of
+either sign; with them 0 and 1.
+
+>>> len(DYNAMIC), DYNAMIC[127], DYNAMIC[255]
+(256, 0.0, 1.0)
+"""
