@@ -8,11 +8,12 @@ A rule is called as ``rule(op, *args, **kwargs)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import TetherError
 
 Rule = Callable[..., Any]
+_AnyRule = TypeVar("_AnyRule", bound=Rule)
 
 RULES: dict[Any, Rule] = {}
 KINDS: dict[Any, str] = {}
@@ -22,10 +23,10 @@ REFUSED: dict[Any, str] = {}
 """Why an op that one might expect is refused, and what to do instead."""
 
 
-def rule(*ops: Any, kind: str = "rewritten") -> Callable[[Rule], Rule]:
+def rule(*ops: Any, kind: str = "rewritten") -> Callable[[_AnyRule], _AnyRule]:
     """Registers the decorated function as the answer to ``ops``; a second answer for an op is an error."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: _AnyRule) -> _AnyRule:
         for op in ops:
             if op in RULES or op in REFUSED:
                 raise TetherError(f"{op} has a rule already", fix="Remove one of the two.")

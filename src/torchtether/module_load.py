@@ -1,0 +1,58 @@
+"""What replaces a module's tensor when ``load_state_dict`` gives it another: the policy, in one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import rule
+from .errors import SchemeError
+from .weight import Weight
+
+
+@rule(Tensor.module_load)
+def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
+    """What the Parameter ``held`` becomes when the state dict gives ``given``.
+
+    ========  =====================  ============================================  ==================================
+    held      given                  assign=False                                  assign=True
+    ========  =====================  ============================================  ==================================
+    Weight    plain                  encoded in the held scheme, into the held     encoded in the held scheme, on the
+                                     storage                                       given device and dtype
+    Weight    Weight, same scheme    parts copied into the held storage            the given parts
+    Weight    Weight, other scheme   re-encoded in the held scheme, into the       the given parts and scheme
+                                     held storage
+    plain     Weight                 decoded into the held storage                 becomes a Weight
+    plain     plain                  as torch does                                 as torch does
+    ========  =====================  ============================================  ==================================
+
+    In every row the Parameter object, its tie record and ``requires_grad`` are the module's: torch keeps the object
+    and ``requires_grad`` by swapping the result into it, and the tie record is carried over here.
+
+    Raises:
+        SchemeError: the shapes differ, or the given values cannot be encoded in the held scheme.
+    """
+    if held.shape != given.shape:
+        raise SchemeError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
+    if not assign:
+        with torch.no_grad():
+            held.copy_(given)
+        return held.detach()
+    if isinstance(given, Weight):
+        tie = held.spec.tie if isinstance(held, Weight) else None
+        return given.map(Tensor.detach, given.spec.replace(tie=tie))
+    if not isinstance(held, Weight):
+        return given.detach()
+    if not given.is_floating_point():
+        raise SchemeError(f"the state dict gives {given.dtype}, the module holds {held.scheme}", fix="Give floats.")
+    return encoded_as(held, given)
+
+
+def encoded_as(held: Weight, given: Tensor) -> Weight:
+    """``given``, on its own device and in its own dtype, in the scheme, order and tie of ``held``."""
+    order = held.spec.order
+    base = given.permute([order.index(d) for d in range(given.dim())])
+    made = Weight.encode(base, held.scheme)
+    return made.map(Tensor.detach, made.spec.permute(order).replace(tie=held.spec.tie))

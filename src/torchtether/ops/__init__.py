@@ -1,0 +1,5 @@
+"""Every op that a Weight answers, by family; importing this registers the rules."""
+
+from . import create, inplace, linear, move, values, views
+
+__all__ = ["create", "inplace", "linear", "move", "values", "views"]

@@ -1,0 +1,67 @@
+"""Ops that make a tensor like a Weight: a Weight where room is asked for, a plain tensor where values are meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import rule
+from ..weight import Weight
+
+aten = torch.ops.aten
+
+
+@rule(aten.empty_like.default)
+def empty_like(op: Any, weight: Weight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Weight | Tensor:
+    """Room for the same Weight (``to_empty`` asks for it). Parts shared by all rows are zeroed, so no index is wild."""
+    dtype = dtype or weight.dtype
+    if weight.scheme.transparent or not dtype.is_floating_point:
+        made = _like(op, weight, dtype=dtype, **kwargs)
+        return weight.around(made) if weight.scheme.transparent else made
+    parts = weight.scheme.empty(weight.spec.base, dtype, kwargs.get("device") or weight.device)
+    for name, part in weight.scheme.layout(weight.spec.base).items():
+        if part.span == 0:
+            parts[name].zero_()
+    return weight.with_parts(parts, weight.spec.replace(dtype=dtype))
+
+
+@rule(aten.new_empty.default, aten.new_zeros.default)
+def new_rows(
+    op: Any, weight: Weight, size: Sequence[int], *, dtype: torch.dtype | None = None, **kwargs: Any
+) -> Weight | Tensor:
+    """More or fewer rows of the same kind (sharding pads with them); any other size or dtype is a plain tensor."""
+    same_rows = len(size) == weight.dim() > 0 and tuple(size[1:]) == tuple(weight.shape[1:])
+    if not same_rows or dtype not in (None, weight.dtype) or not weight.spec.is_contiguous:
+        return _like(op, weight, size, dtype=dtype, **kwargs)
+    if weight.scheme.transparent:
+        return weight.around(_like(op, weight, size, dtype=dtype, **kwargs))
+    zeros = torch.zeros((), dtype=weight.dtype, device=kwargs.get("device") or weight.device).expand(size)
+    return Weight.encode(zeros, weight.scheme)
+
+
+@rule(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+)
+def plain_like(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Tensor:
+    """A plain tensor: optimizers keep their state in these, and quantized state would lose it."""
+    return _like(op, weight, *args, **kwargs)
+
+
+def _like(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Tensor:
+    """``op`` on a tensor on ``meta`` with the Weight's geometry, asked for the Weight's device."""
+    model = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+    kwargs["device"] = kwargs.get("device") or weight.device
+    made: Tensor = op(model, *args, **kwargs)
+    return made

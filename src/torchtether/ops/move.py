@@ -1,0 +1,85 @@
+"""Lifted ops: run on each part; no value changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import refuse, rule
+from ..errors import UnsupportedOpError
+from ..weight import Weight
+
+aten = torch.ops.aten
+
+
+@rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default, kind="lifted")
+def lift(op: Any, weight: Weight) -> Weight:
+    """The same parts under a new wrapper."""
+    return weight.map(op)
+
+
+@rule(aten._pin_memory.default, kind="lifted")
+def pin_memory(op: Any, weight: Weight, device: Any = None) -> Weight:
+    return weight.map(lambda part: op(part, device), cut=False)
+
+
+@rule(aten.is_pinned.default, kind="lifted")
+def is_pinned(op: Any, weight: Weight, device: Any = None) -> bool:
+    return all(op(part, device) for part in weight.parts.values())
+
+
+@rule(aten.clone.default, kind="lifted")
+def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None = None) -> Weight:
+    """Every part copied; the strides can only stay, because the parts know one order."""
+    if weight.scheme.transparent:
+        return weight.around(op(weight.values_of(), memory_format=memory_format))
+    if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
+        raise UnsupportedOpError(
+            f"a Weight of stride {weight.stride()} cannot be laid out as {memory_format}",
+            fix="Call .dequantize() first.",
+        )
+    return weight.map(lambda part: op(part, memory_format=torch.contiguous_format), cut=False)
+
+
+@rule(aten._to_copy.default, kind="lifted")
+def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
+    """Parts move; a float dtype becomes the compute dtype, and the parts keep theirs."""
+    dtype = kwargs.pop("dtype", None) or weight.dtype
+    if weight.scheme.transparent:
+        return weight.around(op(weight.values_of(), dtype=dtype, **kwargs))
+    memory_format = kwargs.pop("memory_format", None)
+    if (
+        not dtype.is_floating_point or dtype.itemsize < 2 or dtype.is_complex
+    ):  # no compute dtype: the values are asked for
+        return op(weight.values_of(), dtype=dtype, memory_format=memory_format, **kwargs)  # type: ignore[no-any-return]
+    if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
+        raise UnsupportedOpError(f"a Weight cannot be laid out as {memory_format}", fix="Call .dequantize() first.")
+    parts = weight.scheme.convert(weight.map(lambda part: op(part, **kwargs)).parts, dtype)
+    return weight.with_parts(parts, weight.spec.replace(dtype=dtype))
+
+
+def _keeps(weight: Weight, memory_format: torch.memory_format | None) -> bool:
+    return memory_format is torch.contiguous_format and weight.spec.is_contiguous
+
+
+@rule(Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(op: Any, held: Tensor, given: Tensor) -> None:
+    """``held.data = given``: both must be Weights, or torch would change nothing and not say so."""
+    if not (isinstance(held, Weight) and isinstance(given, Weight)):
+        raise UnsupportedOpError(
+            f".data of a {type(held).__name__} cannot become a {type(given).__name__}: torch would ignore it silently",
+            fix="Use tt.quantize, tt.dequantize, or copy_().",
+        )
+    if held.shape != given.shape:
+        raise UnsupportedOpError(f".data of shape {tuple(held.shape)} cannot become one of {tuple(given.shape)}")
+    with torch._C.DisableTorchFunctionSubclass():
+        op(held, given)
+    for name in held.parts:
+        delattr(held, f"_part_{name}")
+    Weight.__init__(held, given.parts, given.spec.replace(tie=held.spec.tie), cut=given._cut)
+
+
+refuse(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset, why="would detach a Weight from its parts")
+refuse(aten.resize_.default, why="cannot change the size of a Weight: its parts are fixed")

@@ -1,0 +1,102 @@
+"""Decoded ops: they read the values, so they run on the decoded tensor."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..dispatch import rule
+from ..weight import Weight
+
+aten = torch.ops.aten
+
+LARGE = 64 * 2**20
+"""Bytes of decoded values above which an op other than a matrix product says, once, that it decodes."""
+
+MATMULS = """
+    mm addmm bmm baddbmm mv addmv dot vdot linear matmul convolution _convolution addr addbmm mkldnn_rnn_layer
+    _trilinear
+""".split()
+"""Products, which are what a weight is for: they never warn."""
+
+READS = """
+    sum mean norm linalg_vector_norm std std_mean var var_mean amax amin max min aminmax argmax argmin prod all
+    any logsumexp cumsum cumprod median mode kthvalue sort topk unique_dim _unique2 histc abs neg sign sgn
+    square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid erf erfinv round
+    trunc floor ceil frac relu gelu silu softplus elu hardtanh leaky_relu clamp clamp_min clamp_max nan_to_num
+    add sub mul div rsub pow fmod remainder maximum minimum fmax fmin atan2 hypot copysign logaddexp lerp
+    addcmul addcdiv where equal eq ne lt le gt ge isnan isinf isposinf isneginf signbit logical_not bitwise_not
+    _softmax _log_softmax masked_fill masked_select nonzero index gather take scatter scatter_add index_add
+    index_fill index_copy index_put tril triu trace flip roll repeat constant_pad_nd diag_embed
+    _local_scalar_dense cdist _cdist_forward _linalg_svd linalg_qr _linalg_eigh linalg_inv_ex
+    linalg_lu_factor_ex _linalg_det linalg_pinv linalg_cross native_layer_norm native_group_norm
+    native_batch_norm _fused_rms_norm _weight_norm_interface renorm dist cov bernoulli multinomial
+    native_dropout _embedding_bag _embedding_bag_forward_only mse_loss smooth_l1_loss huber_loss
+    binary_cross_entropy _foreach_norm _foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_neg
+    _foreach_abs _foreach_sqrt _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_maximum _foreach_minimum
+    _foreach_clamp_min _foreach_clamp_max _foreach_pow _foreach_max _foreach_reciprocal _foreach_exp
+    _foreach_sign
+""".split()
+
+BACKWARDS = """
+    convolution_backward mkldnn_rnn_layer_backward _cdist_backward softplus_backward smooth_l1_loss_backward
+    native_layer_norm_backward native_batch_norm_backward mse_loss_backward huber_loss_backward
+    leaky_relu_backward hardtanh_backward gelu_backward elu_backward silu_backward
+    _weight_norm_interface_backward
+""".split()
+"""What autograd calls on the Weights that the ops above saved."""
+
+
+def overloads(names: list[str], *, writes: bool) -> list[Any]:
+    """The overloads of the named aten ops that exist in this torch and do (or do not) write to an argument.
+
+    Left out are ``out=`` overloads, those of named tensors, and those of TorchScript, which no tensor ever meets.
+    """
+    found: dict[Any, None] = {}
+    for name in names:
+        packet = getattr(aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            op = getattr(packet, overload)
+            arguments = op._schema.arguments
+            is_out = any(a.kwarg_only and a.alias_info is not None for a in arguments)
+            is_named = any("Dimname" in str(a.type) for a in arguments)
+            # the ``dtype`` overloads of products are CUDA's; autocast and functional code do not call them
+            if (
+                is_out
+                or is_named
+                or (overload == "dtype" and name in MATMULS)
+                or not torch._C._dispatch_has_kernel(op.name())
+            ):
+                continue
+            if any(a.alias_info is not None and a.alias_info.is_write for a in arguments) == writes:
+                found[op] = None
+    return list(found)
+
+
+@rule(*overloads(MATMULS + BACKWARDS, writes=False), kind="decoded")
+def product(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The op on the decoded values."""
+    args, kwargs = tree_map_only(Weight, Weight.values_of, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+_warned: set[Any] = set()
+
+
+@rule(*overloads(READS, writes=False), kind="decoded")
+def read(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The op on the decoded values; says once per op when those are large."""
+
+    def values(weight: Weight) -> Tensor:
+        nbytes = weight.numel() * weight.dtype.itemsize
+        if nbytes >= LARGE and op not in _warned and not weight.scheme.transparent:
+            _warned.add(op)
+            warnings.warn(f"{op} decodes a Weight of {nbytes / 2**20:.0f} MiB; this is said once per op", stacklevel=2)
+        return weight.values_of()
+
+    args, kwargs = tree_map_only(Weight, values, (args, kwargs))
+    return op(*args, **kwargs)

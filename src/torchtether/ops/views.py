@@ -1,0 +1,262 @@
+"""View ops: the result shares the parts' storage, or the op raises; never a silent copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import refuse, rule
+from ..errors import UnsupportedOpError
+from ..schemes import Shape
+from ..spec import WeightSpec
+from ..weight import Weight
+from .rows import cut_rows, join_rows, take_rows, view_parts
+from .values import read
+
+aten = torch.ops.aten
+
+_WHOLE = 2**63 - 1
+
+
+def _on_tensor(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Any:
+    """A transparent Weight's views are those of its tensor."""
+    made = op(weight.values_of(), *args, **kwargs)
+    return [weight.around(t) for t in made] if isinstance(made, (list, tuple)) else weight.around(made)
+
+
+def _cannot(op: Any, weight: Weight, why: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"{op} of a Weight of shape {tuple(weight.shape)} {why}", fix="Call .dequantize() on the Weight first."
+    )
+
+
+# -- permutations -------------------------------------------------------------------------------------------------
+
+
+@rule(aten.t.default)
+def t(op: Any, weight: Weight) -> Weight:
+    return permute(op, weight, tuple(reversed(range(weight.dim()))))
+
+
+@rule(aten.transpose.int)
+def transpose(op: Any, weight: Weight, dim0: int, dim1: int) -> Weight:
+    order = list(range(weight.dim()))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permute(op, weight, tuple(order))
+
+
+@rule(aten.permute.default)
+def permute(op: Any, weight: Weight, dims: Sequence[int]) -> Weight:
+    """The same parts under a permuted shape and stride."""
+    if weight.scheme.transparent:
+        return weight.around(weight.values_of().permute(*dims))  # a view of the tensor
+    return weight.map(aten.alias.default, weight.spec.permute(tuple(d % max(weight.dim(), 1) for d in dims)))
+
+
+# -- reshapes -----------------------------------------------------------------------------------------------------
+
+
+@rule(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+def view(op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int] | None = None) -> Weight:
+    """Leading dimensions merged or split; the last one, along which the scheme works, stays."""
+    if weight.scheme.transparent:
+        return weight.around(weight.values_of().view(*size))
+    return _reshape(op, weight, _infer(tuple(size), weight.numel()))
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(op: Any, weight: Weight, dim: int) -> Weight:
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, dim)  # type: ignore[no-any-return]
+    shape = list(weight.shape)
+    shape.insert(dim % (weight.dim() + 1), 1)
+    return _reshape(op, weight, tuple(shape))
+
+
+@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(op: Any, weight: Weight, dim: int | Sequence[int] | None = None) -> Weight:
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, *(() if dim is None else (dim,)))  # type: ignore[no-any-return]
+    every = range(weight.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    gone = {d % weight.dim() for d in every}
+    return _reshape(op, weight, tuple(n for d, n in enumerate(weight.shape) if d not in gone or n != 1))
+
+
+def _infer(size: Shape, numel: int) -> Shape:
+    if -1 not in size:
+        return size
+    known = math.prod(n for n in size if n != -1)
+    return tuple(numel // known if n == -1 and known else n for n in size)
+
+
+def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
+    spec = weight.spec
+    if tuple(shape) == spec.shape:
+        return weight.map(aten.alias.default)
+    if not spec.is_contiguous or not spec.scheme.can_view(spec.base, shape):
+        raise _cannot(op, weight, f"as {tuple(shape)} cannot share its storage")
+    parts = view_parts(spec.scheme, dict(weight.parts), shape)
+    made = WeightSpec.of(shape, spec.dtype, spec.scheme, spec.tie)
+    return weight.with_parts(parts, made, cut=weight._cut)
+
+
+@rule(aten.expand.default)
+def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = False) -> Weight:
+    """Only to its own shape; a repeated Weight would share rows that its parts do not."""
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, size)  # type: ignore[no-any-return]
+    if tuple(n if s == -1 else s for s, n in zip(size, weight.shape, strict=False)) != weight.spec.shape:
+        raise _cannot(op, weight, f"to {tuple(size)} cannot share its storage")
+    return weight.map(aten.alias.default)
+
+
+@rule(aten.as_strided.default)
+def as_strided(
+    op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Weight:
+    """The identity geometry only (sharding asks for it)."""
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, size, stride, storage_offset)  # type: ignore[no-any-return]
+    if (tuple(size), tuple(stride), storage_offset or 0) != (weight.spec.shape, weight.spec.stride, 0):
+        raise _cannot(op, weight, f"as {tuple(size)} with stride {tuple(stride)} cannot share its storage")
+    return weight.map(aten.alias.default)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(op: Any, weight: Weight, dim: int, start: int, stop: int) -> Weight:
+    """Rows ``start:stop`` of the base tensor, seen in the Weight's own order."""
+    dim %= weight.dim()
+    spec = weight.spec
+    if (start, stop) == (0, spec.shape[dim]):
+        return weight.map(aten.alias.default)
+    if spec.order[dim] != 0 or (weight.dim() == 1 and any(p.span != 1 for p in _layout(weight) if p.span)):
+        raise _cannot(op, weight, f"along dim {dim} cannot share its storage: the scheme works along that dimension")
+    base = (stop - start, *spec.base[1:])
+    made = WeightSpec.of(base, spec.dtype, spec.scheme).permute(spec.order)
+    return weight.with_parts(cut_rows(weight, start, stop), made, cut=True)
+
+
+def _layout(weight: Weight) -> list[Any]:
+    return list(weight.scheme.layout(weight.spec.base).values())
+
+
+@rule(aten.slice.Tensor)
+def slice_rows(
+    op: Any, weight: Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Weight:
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, dim, start, end, step)  # type: ignore[no-any-return]
+    first, last, _ = slice(start, None if end is None or end >= _WHOLE else end).indices(weight.shape[dim])
+    if step != 1:
+        raise _cannot(op, weight, f"with step {step} cannot share its storage")
+    return _rows(op, weight, dim, first, max(first, last))
+
+
+@rule(aten.select.int)
+def select(op: Any, weight: Weight, dim: int, index: int) -> Weight:
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, dim, index)  # type: ignore[no-any-return]
+    rows = weight.shape[dim]
+    if not -rows <= index < rows:
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {tuple(weight.shape)} at dimension {dim}"
+        )
+    if weight.dim() == 1 or not weight.spec.is_contiguous:
+        raise _cannot(op, weight, "by one index cannot share its storage")
+    row = _rows(op, weight, dim, index % rows, index % rows + 1)
+    return _reshape(op, row, tuple(weight.shape[1:]))
+
+
+@rule(aten.split.Tensor)
+def split(op: Any, weight: Weight, size: int, dim: int = 0) -> list[Weight]:
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, size, dim)  # type: ignore[no-any-return]
+    total = weight.shape[dim]
+    starts = range(0, total, size) if total and size else [0]
+    return [_rows(op, weight, dim, start, min(start + size, total)) for start in starts]
+
+
+@rule(aten.split_with_sizes.default)
+def split_with_sizes(op: Any, weight: Weight, sizes: Sequence[int], dim: int = 0) -> list[Weight]:
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, sizes, dim)  # type: ignore[no-any-return]
+    if sum(sizes) != weight.shape[dim]:
+        raise RuntimeError(f"split_with_sizes: sizes {list(sizes)} do not sum to {weight.shape[dim]} along dim {dim}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [_rows(op, weight, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@rule(aten.unbind.int)
+def unbind(op: Any, weight: Weight, dim: int = 0) -> list[Weight]:
+    if weight.scheme.transparent:
+        return _on_tensor(op, weight, dim)  # type: ignore[no-any-return]
+    return [select(op, weight, dim, index) for index in range(weight.shape[dim])]
+
+
+@rule(aten.index_select.default)
+def index_select(op: Any, weight: Weight, dim: int, index: Tensor) -> Any:
+    """Rows as a Weight where no two rows share an entry of a part, else their values."""
+    if weight.scheme.transparent:
+        return weight.around(op(weight.values_of(), dim, index))
+    taken = (
+        take_rows(weight, index) if dim % weight.dim() == 0 and weight.spec.is_contiguous and weight.dim() > 1 else None
+    )
+    if taken is None:
+        return read(op, weight, dim, index)
+    spec = WeightSpec.of((index.numel(), *weight.shape[1:]), weight.dtype, weight.scheme)
+    return weight.with_parts(taken, spec)
+
+
+# -- joins --------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.cat.default)
+def cat(op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Rows below rows as a Weight where the schemes are equal and no block is cut, else the values."""
+    first = tensors[0]
+    if isinstance(first, Weight) and all(_joins(first, other) for other in tensors) and dim % first.dim() == 0:
+        if first.scheme.transparent:
+            return first.around(op([w.values_of() for w in tensors if isinstance(w, Weight)], dim))
+        weights = [w for w in tensors if isinstance(w, Weight)]
+        joined = join_rows(weights) if first.dim() > 1 else None
+        if joined is not None:
+            shape = (sum(w.shape[0] for w in weights), *first.shape[1:])
+            return first.with_parts(joined, WeightSpec.of(shape, first.dtype, first.scheme))
+    return read(op, tensors, dim)
+
+
+@rule(aten.stack.default)
+def stack(op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    first = tensors[0]
+    if isinstance(first, Weight) and dim % (first.dim() + 1) == 0 and all(_joins(first, other) for other in tensors):
+        if first.scheme.transparent:
+            return first.around(op([w.values_of() for w in tensors if isinstance(w, Weight)], dim))
+        shape = (1, *first.shape)
+        if len({tuple(t.shape) for t in tensors}) == 1 and first.scheme.can_view(first.spec.base, shape):
+            return cat(aten.cat.default, [_reshape(op, w, shape) for w in tensors if isinstance(w, Weight)])
+    return read(op, tensors, dim)
+
+
+def _joins(first: Weight, other: Tensor) -> bool:
+    return (
+        isinstance(other, Weight)
+        and other.scheme == first.scheme
+        and other.dtype == first.dtype
+        and other.spec.is_contiguous
+        and other.shape[1:] == first.shape[1:]
+    )
+
+
+refuse(
+    aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default,
+    why="would show the bits of a Weight, which has none of its own",
+)  # fmt: skip
+refuse(
+    aten.diagonal.default, aten.unfold.default, why="cannot share the storage of a Weight"
+)  # fmt: skip

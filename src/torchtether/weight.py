@@ -1,0 +1,305 @@
+"""The one wrapper subclass: parts, and one frozen spec that says what they mean."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from .dispatch import REFUSED, RULES
+from .errors import SchemeError, UnsupportedOpError
+from .schemes import Scheme, dtype_from_name, dtype_name
+from .spec import Tie, WeightSpec
+
+_PART = "_part_"  # parts are attributes, as torch.compile needs; the prefix keeps any part name clear of Tensor's own
+
+
+class Weight(Tensor):
+    """A tensor that is stored as the *parts* of a scheme and knows its ties.
+
+        weight.parts    the plain tensors that hold it, e.g. qdata (N, K) int8, scale (N, 1) float32
+        weight.spec     WeightSpec(shape, stride, dtype, scheme, tie); ``dtype`` is the compute dtype
+
+    To the outside it is a float tensor of ``spec.shape``, ``spec.stride`` and ``spec.dtype``.  Ops that move or copy
+    it run on each part; ops that read its values run on ``dequantize()``; in-place ops encode the result into the same
+    storage; ops without a rule raise UnsupportedOpError.
+
+    It declares no ``__slots__``: ``torch.utils.swap_tensors`` refuses tensors whose slots differ.
+
+    >>> import torch, torchtether as tt
+    >>> weight = tt.Weight.encode(torch.eye(4), tt.int8())
+    >>> weight.to(torch.bfloat16).parts["scale"].dtype, weight.to(torch.bfloat16).dequantize().dtype
+    (torch.float32, torch.bfloat16)
+    """
+
+    _spec: WeightSpec
+    _names: tuple[str, ...]
+    _cut: bool
+    _is_param: bool
+
+    @staticmethod
+    def __new__(
+        cls: type[Weight], parts: Mapping[str, Tensor], spec: WeightSpec, requires_grad: bool = False, cut: bool = False
+    ) -> Weight:
+        first = next(iter(parts.values()))
+        # A wrapper of normal parts is a normal tensor, also when inference mode asks for a view of it: as in torch.
+        with torch.inference_mode(first.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
+            made: Weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=first.device, requires_grad=requires_grad
+            )
+        return made
+
+    def __init__(
+        self, parts: Mapping[str, Tensor], spec: WeightSpec, requires_grad: bool = False, cut: bool = False
+    ) -> None:
+        """Wraps ``parts`` as they are; use ``Weight.encode`` to make one from values.
+
+        ``cut`` marks rows of a larger Weight, which must not change the parts that all rows share.
+        """
+        self._spec = spec
+        self._names = tuple(parts)
+        self._cut = cut
+        for name, part in parts.items():
+            setattr(self, _PART + name, part)
+
+    @classmethod
+    def encode(cls, values: Tensor, scheme: Scheme, *, tie: Tie | None = None) -> Weight:
+        """A new Weight that holds ``values`` (any strides, any float dtype) in ``scheme``, contiguous, without a graph.
+
+        Raises SchemeError if the shape does not fit, or the values are not floating point or not finite.
+        """
+        if not values.is_floating_point() and not scheme.transparent:
+            raise SchemeError(f"a {values.dtype} tensor has no values to quantize", fix="Convert it to a float first.")
+        if isinstance(values, Weight):
+            values = values.dequantize()
+        values = values.detach()
+        spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
+        if scheme.transparent:
+            spec = spec.replace(stride=tuple(values.stride()))
+        return cls(scheme.encode(values), spec)
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> WeightSpec:
+        """The facts: shape, stride, compute dtype, scheme, tie."""
+        return self._spec
+
+    @property
+    def scheme(self) -> Scheme:
+        """How values become parts."""
+        return self._spec.scheme
+
+    @property
+    def tie(self) -> Tie | None:
+        """The names under which this tensor was registered when its tie was recorded."""
+        return self._spec.tie
+
+    @property
+    def parts(self) -> Mapping[str, Tensor]:
+        """The plain tensors that hold the Weight, by name, in the scheme's order; a read-only view."""
+        return MappingProxyType({name: getattr(self, _PART + name) for name in self._names})
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes of all parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """The values, as a new plain tensor of this shape, stride and dtype; gradients flow through unchanged."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            values: Tensor = _Dequantize.apply(self)
+            return values
+        return self.values_of().clone() if self.scheme.transparent else self.values_of()
+
+    def values_of(self) -> Tensor:
+        """The values outside of autograd; for a transparent scheme the very tensor that is wrapped."""
+        spec = self._spec
+        if spec.scheme.transparent:
+            (tensor,) = self.parts.values()
+            return tensor
+        values = spec.scheme.decode(self.parts, spec.base, spec.dtype)
+        return values if spec.is_contiguous else values.permute(spec.order)
+
+    def map(
+        self, function: Callable[[Tensor], Tensor], spec: WeightSpec | None = None, *, cut: bool | None = None
+    ) -> Weight:
+        """The Weight whose parts are ``function`` of these. Every Weight that comes from a Weight is made here."""
+        parts = {name: function(part) for name, part in self.parts.items()}
+        return type(self)(parts, spec or self._spec, cut=self._cut if cut is None else cut)
+
+    def with_parts(self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: bool = False) -> Weight:
+        """The Weight with other parts of the same names."""
+        return self.map_named(lambda name, _: parts[name], spec, cut=cut)
+
+    def map_named(
+        self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: bool = False
+    ) -> Weight:
+        """As ``map``, for functions that need the part's name."""
+        return type(self)(
+            {name: function(name, part) for name, part in self.parts.items()}, spec or self._spec, cut=cut
+        )
+
+    def around(self, tensor: Tensor) -> Weight:
+        """For a transparent scheme: the Weight that wraps ``tensor`` with this one's tie."""
+        spec = self._spec.replace(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype)
+        return self.map(lambda _: tensor, spec, cut=False)
+
+    def set_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """Copies ``parts`` into the storage of these; all of them fit or nothing is written."""
+        held = self.parts
+        for name, part in held.items():
+            if parts[name].shape != part.shape:
+                raise SchemeError(f"part {name!r} has shape {tuple(parts[name].shape)}, expected {tuple(part.shape)}")
+        if self._cut:
+            layout = self.scheme.layout(self._spec.base)
+            for name, part in held.items():
+                if layout[name].span == 0 and not torch.equal(part, parts[name]):
+                    raise UnsupportedOpError(
+                        f"these rows share their part {name!r} with the rest of the Weight, and it would change",
+                        fix="Write the whole Weight, or use a scheme with a scale per row.",
+                    )
+        for name, part in held.items():
+            part.copy_(parts[name])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spec = self._spec
+        words = [f"{spec.scheme}", f"shape={tuple(spec.shape)}", f"dtype={spec.dtype}", f"{self.nbytes} bytes"]
+        if self.device.type != "cpu":
+            words.append(f"device='{self.device}'")
+        if self.requires_grad:
+            words.append("requires_grad=True")
+        if spec.tie is not None:
+            words.append(f"tie: {spec.tie}")
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    # -- torch's protocols ----------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], WeightSpec]:
+        return [_PART + name for name in self._names], self._spec
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Tensor], spec: WeightSpec, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> Weight:
+        return cls({name.removeprefix(_PART): part for name, part in inner.items()}, spec)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not torch.compiler.is_compiling():  # the compiler sees aten ops, and our rules for those, only
+            answer = RULES.get(func)
+            if answer is not None and type(func) is not OpOverload:  # aten ops are answered below autograd, not here
+                return answer(func, *args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(_is_other_wrapper(kind) for kind in types):
+            return NotImplemented  # DTensor and the like wrap us, not the reverse
+        kwargs = kwargs or {}
+        answer = RULES.get(func)
+        if answer is not None:
+            return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
+        if func not in REFUSED and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):
+            return func.decompose(*args, **kwargs)  # inference mode hands us composite ops whole
+        raise UnsupportedOpError(
+            f"{func} {REFUSED.get(func, 'has no rule for Weight')}", fix="Call .dequantize() on the Weight first."
+        )
+
+    # -- copying, pickling, sharing -------------------------------------------------------------------------------
+
+    def _attributes(self) -> dict[str, Any]:
+        """What users have set on this tensor."""
+        own = {"_spec", "_names", "_cut", "_is_param", *(_PART + name for name in self._names)}
+        return {key: value for key, value in self.__dict__.items() if key not in own}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user support the deepcopy protocol at the moment"
+            )
+        # torch's own deepcopy of the parts goes through ``memo`` by storage, so shared storage stays shared
+        made = type(self)({n: copy.deepcopy(p, memo) for n, p in self.parts.items()}, self._spec, cut=self._cut)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
+        if isinstance(self, torch.nn.Parameter):
+            made._is_param = True
+        made.requires_grad_(self.requires_grad)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        spec = json.dumps(self._spec.to_json(), sort_keys=True)
+        is_param = isinstance(self, torch.nn.Parameter)
+        # plain pickle has no storages of float8 types: those parts travel as bytes
+        float8 = {name: dtype_name(part.dtype) for name, part in self.parts.items() if _is_float8(part)}
+        parts = {name: part.view(torch.uint8) if name in float8 else part for name, part in self.parts.items()}
+        return rebuild_weight, (parts, float8, spec, self.requires_grad, is_param, self._cut, self._attributes())
+
+    def share_memory_(self) -> Weight:  # torch's own walks the wrapper's null storage and crashes the process
+        """Moves every part to shared memory, in place."""
+        for part in self.parts.values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every part lies in shared memory."""
+        return all(part.is_shared() for part in self.parts.values())
+
+
+class _Dequantize(torch.autograd.Function):
+    """The values of a Weight that requires grad; the gradient of the values is that of the Weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Weight) -> Tensor:
+        values = weight.values_of()
+        return values.clone() if weight.scheme.transparent else values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def _is_other_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight)
+
+
+def _is_float8(part: Tensor) -> bool:
+    return part.is_floating_point() and part.itemsize == 1
+
+
+def rebuild_weight(
+    parts: dict[str, Tensor],
+    float8: dict[str, str],
+    spec: str,
+    requires_grad: bool,
+    is_param: bool,
+    cut: bool,
+    attributes: dict[str, Any],
+) -> Weight:
+    """What pickle calls. The spec is JSON, so that the only name a pickle may run is this one."""
+    parts = {name: part.view(dtype_from_name(float8[name])) if name in float8 else part for name, part in parts.items()}
+    weight = Weight(parts, WeightSpec.from_json(json.loads(spec)), requires_grad, cut)
+    weight.__dict__.update(attributes)
+    if is_param:
+        weight._is_param = True
+    return weight
+
+
+torch.serialization.add_safe_globals([rebuild_weight])

@@ -1,0 +1,360 @@
+"""One row per scheme and per op: what the laws run over. A test fails when the package has something without a row."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import torchtether as tt
+from torchtether.dispatch import KINDS
+
+F = torch.nn.functional
+aten = torch.ops.aten
+
+
+class SchemeRow(NamedTuple):
+    id: str
+    scheme: tt.Scheme
+    ranks: tuple[int, ...] = (1, 2, 3)
+
+
+def _codebook(size, **kwargs):
+    return tt.Codebook(table=tuple(torch.linspace(-1, 1, size).tolist()), **kwargs)
+
+
+SCHEMES = [
+    SchemeRow("plain", tt.Plain()),
+    SchemeRow("int8", tt.int8()),
+    SchemeRow("int8-tensor", tt.Affine(block=(None, None))),
+    SchemeRow("int8-group16", tt.Affine(block=(1, 16))),
+    SchemeRow("int8-block", tt.Affine(block=(4, 16)), ranks=(2, 3)),
+    SchemeRow("int8-narrow", tt.Affine(narrow_range=True)),
+    SchemeRow("int8-asym", tt.Affine(symmetric=False)),
+    SchemeRow("uint8-asym", tt.Affine(signed=False, symmetric=False)),
+    SchemeRow("int8-bf16-scale", tt.Affine(scale_dtype=torch.bfloat16)),
+    *[SchemeRow(f"int{b}-group8", tt.Affine(bits=b, block=(1, 8), symmetric=b % 2 == 0)) for b in range(1, 8)],
+    SchemeRow("int4", tt.int4()),
+    SchemeRow("int4-sym-group32", tt.int4(group_size=32, symmetric=True)),
+    SchemeRow("uint4-asym", tt.Affine(bits=4, signed=False, symmetric=False, block=(1, 16))),
+    SchemeRow("fp8", tt.fp8()),
+    SchemeRow("fp8-tensor", tt.fp8("tensor")),
+    SchemeRow("fp8-block", tt.ScaledFloat(element="e4m3", block=(4, 16)), ranks=(2, 3)),
+    SchemeRow("fp8-e5m2", tt.ScaledFloat(element="e5m2")),
+    SchemeRow("fp8-bf16-scale", tt.ScaledFloat(element="e4m3", scale_dtype=torch.bfloat16)),
+    SchemeRow("fp8-e4m3-scale", tt.ScaledFloat(element="e4m3", block=(1, 16), scale_dtype=torch.float8_e4m3fn)),
+    SchemeRow("nvfp4-divides", tt.ScaledFloat(**{**vars(tt.nvfp4()), "global_divides": True})),
+    SchemeRow("mxfp4-rceil", tt.ScaledFloat(**{**vars(tt.mxfp4()), "scale_rounding": "rceil"})),
+    SchemeRow("mxfp8", tt.ScaledFloat(element="e4m3", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)),
+    SchemeRow("mxfp4", tt.mxfp4()),
+    SchemeRow("nvfp4", tt.nvfp4()),
+    SchemeRow("nf4", tt.nf4()),
+    SchemeRow("nf4-double", tt.nf4(double_quant=True)),
+    SchemeRow("nf4-rows", tt.Codebook(table=tt.nf4().table, block_size=16, flat=False)),
+    SchemeRow("codebook-uneven", tt.Codebook(table=(-0.9, -0.2, 0.0, 0.3, 0.7), block_size=8)),
+    SchemeRow("codebook-5", _codebook(5, block_size=8)),
+    SchemeRow("codebook-256", _codebook(256, block_size=16, flat=False)),
+]
+
+each_scheme = pytest.mark.parametrize("row", SCHEMES, ids=[row.id for row in SCHEMES])
+each_quantized = pytest.mark.parametrize("row", SCHEMES[1:], ids=[row.id for row in SCHEMES[1:]])
+
+# One of each family, for products that are too large to run over every row.
+FEW = [
+    row
+    for row in SCHEMES
+    if row.id in {"plain", "int8", "int4-sym-group32", "fp8", "mxfp4", "nvfp4", "nf4", "nf4-double"}
+]
+few_schemes = pytest.mark.parametrize("row", FEW, ids=[row.id for row in FEW])
+
+
+# -- ops ----------------------------------------------------------------------------------------------------------
+
+Sample = Callable[[torch.Tensor], tuple[tuple, dict[str, Any]]]
+
+ROWS, COLUMNS = 16, 64
+"""The shape of the Weight that op samples get."""
+
+
+def _call(*args, **kwargs) -> Sample:
+    """A sample whose arguments may name the Weight as ``W`` and be functions of it."""
+    fill = lambda value, w: w if value is W else value(w) if callable(value) else value  # noqa: E731
+    nested = lambda value, w: [fill(v, w) for v in value] if isinstance(value, list) else fill(value, w)  # noqa: E731
+    return lambda w: (tuple(nested(a, w) for a in args), {k: nested(v, w) for k, v in kwargs.items()})
+
+
+class W:
+    """Stands for the Weight in a sample."""
+
+
+def rand(*shape, seed=7):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.25
+
+
+def _cube(w):
+    """The Weight as a 3-D one (where it can be viewed so), for batched products."""
+    return w.view(4, ROWS // 4, COLUMNS)
+
+
+def _square(w):
+    """Four rows of the Weight as a batch of square matrices on its values."""
+    return w.index_select(0, torch.arange(1)).t() @ w.index_select(0, torch.arange(1)) + torch.eye(COLUMNS)
+
+
+def _row(w):
+    """A row of the Weight, wherever a row can be viewed."""
+    return w[0]
+
+
+_flat_index = torch.tensor([3, 0, 3])
+_grid = torch.zeros(ROWS, COLUMNS, dtype=torch.int64)
+_mask = torch.eye(ROWS, COLUMNS) > 0
+
+SAMPLES: dict[str, Sample] = {
+    # products
+    "mm": _call(rand(3, ROWS), W),
+    "addmm": _call(rand(COLUMNS), rand(3, ROWS), W),
+    "addmm_": _call(W, rand(ROWS, 4), rand(4, COLUMNS)),
+    "mv": _call(W, rand(COLUMNS)),
+    "addmv": _call(rand(ROWS), W, rand(COLUMNS)),
+    "addr": _call(W, rand(ROWS), rand(COLUMNS)),
+    "addr_": _call(W, rand(ROWS), rand(COLUMNS)),
+    "dot": _call(rand(COLUMNS), _row),
+    "vdot": _call(rand(COLUMNS), _row),
+    "addmv_": _call(_row, rand(COLUMNS, 5), rand(5)),
+    "bmm": _call(rand(4, 2, ROWS // 4), _cube),
+    "baddbmm": _call(rand(4, 2, COLUMNS), rand(4, 2, ROWS // 4), _cube),
+    "addbmm": _call(rand(2, COLUMNS), rand(4, 2, ROWS // 4), _cube),
+    "baddbmm_": _call(_cube, rand(4, ROWS // 4, 3), rand(4, 3, COLUMNS)),
+    "addbmm_": _call(W, rand(4, ROWS, 3), rand(4, 3, COLUMNS)),
+    "linear": _call(rand(3, COLUMNS), W),
+    "matmul": _call(rand(3, ROWS), W),
+    "convolution": _call(rand(1, ROWS // 4, 70), _cube, None, [1], [0], [1], False, [0], 1),
+    "_convolution": _call(
+        rand(1, ROWS // 4, 70), _cube, None, [1], [0], [1], False, [0], 1, False, False, False, False
+    ),
+    "_convolution.deprecated": _call(
+        rand(1, ROWS // 4, 70), _cube, None, [1], [0], [1], False, [0], 1, False, False, False
+    ),
+    "mkldnn_rnn_layer": _call(
+        rand(3, 2, COLUMNS),
+        W,
+        rand(ROWS, ROWS // 4),
+        rand(ROWS),
+        rand(ROWS),
+        rand(2, ROWS // 4),
+        rand(2, ROWS // 4),
+        False,
+        [],
+        2,
+        ROWS // 4,
+        1,
+        True,
+        False,
+        False,
+        False,
+    ),
+    "_trilinear": _call(W, W, W, [], [], [], []),
+    # moves and creation
+    "_to_copy": _call(W, dtype=torch.bfloat16),
+    "new_empty": _call(W, [ROWS + 4, COLUMNS]),
+    "new_zeros": _call(W, [ROWS + 4, COLUMNS]),
+    "new_ones": _call(W, [2, 3]),
+    "new_full": _call(W, [2, 3], 1.5),
+    "new_empty_strided": _call(W, [2, 3], [3, 1]),
+    "full_like": _call(W, 1.5),
+    "randint_like": _call(W, 5),
+    "randint_like.low_dtype": _call(W, 1, 5),
+    # views
+    "t": _call(W),
+    "transpose": _call(W, 0, 1),
+    "permute": _call(W, [1, 0]),
+    "view": _call(W, [4, 4, COLUMNS]),
+    "_unsafe_view": _call(W, [4, 4, COLUMNS]),
+    "_reshape_alias": _call(W, [4, 4, COLUMNS], [4 * COLUMNS, COLUMNS, 1]),
+    "unsqueeze": _call(W, 0),
+    "squeeze": _call(lambda w: w.unsqueeze(0)),
+    "squeeze.dim": _call(lambda w: w.unsqueeze(0), 0),
+    "squeeze.dims": _call(lambda w: w.unsqueeze(0), [0]),
+    "expand": _call(W, [-1, COLUMNS]),
+    "as_strided": _call(W, [ROWS, COLUMNS], [COLUMNS, 1], 0),
+    "slice": _call(W, 0, 4, 12),
+    "select": _call(W, 0, 3),
+    "split": _call(W, 8),
+    "split_with_sizes": _call(W, [4, 12]),
+    "unbind": _call(W),
+    "index_select": _call(W, 0, _flat_index),
+    "cat": _call([W, W]),
+    "stack": _call([W, W]),
+    "embedding": _call(W, torch.tensor([[0, 3], [ROWS - 1, 0]])),
+    # reads whose arguments the schema does not tell
+    "index": _call(W, [_flat_index]),
+    "gather": _call(W, 0, _grid),
+    "take": _call(W, _flat_index),
+    "scatter": _call(W, 0, _grid, 2.0),
+    "scatter.src": _call(W, 0, _grid, rand(ROWS, COLUMNS)),
+    "scatter.reduce": _call(W, 0, _grid, rand(ROWS, COLUMNS), reduce="add"),
+    "scatter.value_reduce": _call(W, 0, _grid, 2.0, reduce="add"),
+    "scatter_add": _call(W, 0, _grid, rand(ROWS, COLUMNS)),
+    "index_add": _call(W, 0, _flat_index, rand(3, COLUMNS)),
+    "index_fill": _call(W, 0, _flat_index, 2.0),
+    "index_fill.int_Tensor": _call(W, 0, _flat_index, torch.tensor(2.0)),
+    "index_copy": _call(W, 0, torch.tensor([0, 2]), rand(2, COLUMNS)),
+    "index_put": _call(W, [_flat_index], rand(3, COLUMNS)),
+    "masked_scatter": _call(W, _mask, rand(ROWS, COLUMNS)),
+    "masked_fill.Tensor": _call(W, _mask, torch.tensor(2.0)),
+    "where": _call(_mask, W, rand(ROWS, COLUMNS)),
+    "where.ScalarSelf": _call(_mask, 1.0, W),
+    "where.ScalarOther": _call(_mask, W, 1.0),
+    "where.Scalar": _call(lambda w: w > 0, 1.0, 2.0),
+    "clamp": _call(W, 0.0, 1.0),
+    "clamp.Tensor": _call(W, torch.tensor(0.0), torch.tensor(1.0)),
+    "norm.ScalarOpt_dim": _call(W, 2, [1]),
+    "norm.ScalarOpt_dim_dtype": _call(W, 2, [1], True, dtype=torch.float32),
+    "norm.ScalarOpt_dtype": _call(W, 2, dtype=torch.float32),
+    "std.correction": _call(W, None, correction=1),
+    "kthvalue": _call(W, 2),
+    "topk": _call(W, 3),
+    "histc": _call(lambda w: w.to(torch.float32), 5),
+    "unique_dim": _call(W, 0),
+    "renorm": _call(W, 2, 0, 1.0),
+    "renorm_": _call(W, 2, 0, 1.0),
+    "roll": _call(W, [1], [0]),
+    "flip": _call(W, [0]),
+    "repeat": _call(W, [2, 1]),
+    "constant_pad_nd": _call(W, [1, 1]),
+    "_local_scalar_dense": _call(lambda w: w.sum()),
+    "cdist": _call(W, W),
+    "_cdist_forward": _call(W, W, 2.0, None),
+    "_linalg_det": _call(_square),
+    "_linalg_eigh": _call(_square),
+    "linalg_inv_ex": _call(_square),
+    "binary_cross_entropy": _call(rand(ROWS, COLUMNS) / 2, lambda w: (w > 0).to(torch.float32)),
+    "masked_fill": _call(W, _mask, 2.0),
+    "masked_select": _call(W, _mask),
+    "bernoulli.p": _call(W, 0.5),
+    "bernoulli.Tensor": _call(W, rand(ROWS, COLUMNS) / 2),
+    "bernoulli_.Tensor": _call(W, rand(ROWS, COLUMNS) / 2),
+    "where.default": _call(lambda w: w > 0),
+    "linalg_cross": _call(lambda w: w.view(4, 4, COLUMNS)[:3].permute(1, 2, 0), rand(4, COLUMNS, 3)),
+    "native_layer_norm": _call(rand(2, COLUMNS), [COLUMNS], _row, _row, 1e-5),
+    "native_group_norm": _call(rand(2, COLUMNS, 3), _row, _row, 2, COLUMNS, 3, 4, 1e-5),
+    "native_batch_norm": _call(rand(4, COLUMNS), _row, _row, None, None, True, 0.1, 1e-5),
+    "_fused_rms_norm": _call(rand(2, COLUMNS), [COLUMNS], _row, 1e-5),
+    "_weight_norm_interface": _call(W, rand(ROWS, 1), 0),
+    "native_dropout": _call(W, 0.0, True),
+    "bernoulli": _call(lambda w: w.zero_()),
+    "multinomial": _call(lambda w: w.abs_(), 1),
+    "_embedding_bag": _call(W, _flat_index, torch.tensor([0])),
+    "_embedding_bag_forward_only": _call(W, _flat_index, torch.tensor([0])),
+    "polygamma": _call(W, 1),
+    # writes
+    "_foreach_add.Tensor": _call([W], torch.tensor(2.0)),
+    "_foreach_mul.Tensor": _call([W], torch.tensor(2.0)),
+    "_foreach_div.Tensor": _call([W], torch.tensor(2.0)),
+    "_foreach_addcmul.Tensor": _call([W], [rand(ROWS, COLUMNS)], [rand(ROWS, COLUMNS)], torch.tensor([2.0])),
+    "_foreach_addcdiv.Tensor": _call([W], [rand(ROWS, COLUMNS)], [rand(ROWS, COLUMNS)], torch.tensor([2.0])),
+    "_foreach_add_.Tensor": _call([W], torch.tensor(2.0)),
+    "_foreach_mul_.Tensor": _call([W], torch.tensor(2.0)),
+    "_foreach_div_.Tensor": _call([W], torch.tensor(2.0)),
+    "_foreach_addcmul_.Tensor": _call([W], [rand(ROWS, COLUMNS)], [rand(ROWS, COLUMNS)], torch.tensor([2.0])),
+    "_foreach_addcdiv_.Tensor": _call([W], [rand(ROWS, COLUMNS)], [rand(ROWS, COLUMNS)], torch.tensor([2.0])),
+    "copy_": _call(W, rand(ROWS, COLUMNS)),
+    "fill_.Tensor": _call(W, torch.tensor(2.0)),
+    "masked_fill_": _call(W, _mask, 2.0),
+    "masked_fill_.Tensor": _call(W, _mask, torch.tensor(2.0)),
+    "masked_scatter_": _call(W, _mask, rand(ROWS, COLUMNS)),
+    "index_fill_": _call(W, 0, _flat_index, 2.0),
+    "index_fill_.int_Tensor": _call(W, 0, _flat_index, torch.tensor(2.0)),
+    "index_add_": _call(W, 0, _flat_index, rand(3, COLUMNS)),
+    "index_copy_": _call(W, 0, torch.tensor([0, 2]), rand(2, COLUMNS)),
+    "index_put_": _call(W, [_flat_index], rand(3, COLUMNS)),
+    "scatter_": _call(W, 0, _grid, 2.0),
+    "scatter_.src": _call(W, 0, _grid, rand(ROWS, COLUMNS)),
+    "scatter_.reduce": _call(W, 0, _grid, rand(ROWS, COLUMNS), reduce="add"),
+    "scatter_.value_reduce": _call(W, 0, _grid, 2.0, reduce="add"),
+    "scatter_add_": _call(W, 0, _grid, rand(ROWS, COLUMNS)),
+    "clamp_": _call(W, 0.0, 1.0),
+    "clamp_.Tensor": _call(W, torch.tensor(0.0), torch.tensor(1.0)),
+    "geometric_": _call(W, 0.5),
+    "random_.from": _call(W, 0, 5),
+    "normal_": _call(W),
+    "embedding_renorm_": _call(W, _flat_index, 1.0, 2.0),
+}
+
+
+def _fused(op, w):
+    state = lambda: [torch.zeros(ROWS, COLUMNS)]  # noqa: E731
+    lr = torch.tensor(0.1) if op._overloadname == "tensor_lr" else 0.1
+    grads = [rand(ROWS, COLUMNS)]
+    common = {"weight_decay": 0.0, "maximize": False}
+    if "sgd" in op._schema.name:
+        args = ([w], grads, state())
+        return args, {"momentum": 0.9, "lr": lr, "dampening": 0.0, "nesterov": False, "is_first_step": True, **common}
+    if "adagrad" in op._schema.name:
+        return ([w], grads, state(), [torch.tensor(1.0)]), {"lr": lr, "lr_decay": 0.0, "eps": 1e-8, **common}
+    args = ([w], grads, state(), state(), [], [torch.tensor(1.0)])
+    return args, {"lr": lr, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False, **common}
+
+
+_BY_TYPE = {
+    "number": 2.0, "float": 0.5, "int": 1, "SymInt": 1, "bool": False, "List[int]": [0], "List[SymInt]": [0],
+    "List[number]": [0.5, 0.5], "List[float]": [0.5, 0.5], "Optional[number]": 2.0, "Optional[int]": 0,
+    "Optional[List[int]]": [1], "Optional[float]": None, "Optional[bool]": None, "str": "none",
+    "Optional[str]": "floor",
+}  # fmt: skip
+
+
+def sample(op) -> Sample:
+    """Arguments for ``op`` with the Weight among them: a row of SAMPLES, else what the schema tells."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return FUNCTIONS[op]
+    name = op._schema.name.removeprefix("aten::")
+    key = f"{name}.{op._overloadname}"
+    if name.startswith("_fused_"):
+        return lambda w: _fused(op, w) if name != "_fused_rms_norm" else SAMPLES[name](w)
+    if key in SAMPLES or name in SAMPLES:
+        return SAMPLES.get(key) or SAMPLES[name]
+
+    def build(w):
+        args, kwargs, seen = [], {}, 0
+        for argument in op._schema.arguments:
+            if argument.has_default_value():
+                continue
+            kind = str(argument.type)
+            if "Dimname" in kind:
+                pytest.skip("named tensors")
+            if kind == "Tensor":
+                value = w if seen == 0 else rand(ROWS, COLUMNS, seed=seen)
+                seen += 1
+            elif kind == "List[Tensor]":
+                value = (
+                    [w, w.clone()]
+                    if seen == 0
+                    else [rand(ROWS, COLUMNS, seed=seen), rand(ROWS, COLUMNS, seed=seen + 1)]
+                )
+                seen += 1
+            elif kind == "Optional[Generator]":
+                value = None
+            else:
+                value = _BY_TYPE[kind]
+            if argument.kwarg_only:
+                kwargs[argument.name] = value
+            else:
+                args.append(value)
+        return tuple(args), kwargs
+
+    return build
+
+
+FUNCTIONS: dict[Any, Sample] = {
+    F.linear: _call(rand(3, COLUMNS), W),
+    F.embedding: _call(torch.tensor([[0, 3], [ROWS - 1, 0]]), W),
+    torch.Tensor.module_load: _call(W, rand(ROWS, COLUMNS)),
+    torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),
+}
+
+OPS = sorted((op for op in KINDS if "_backward" not in str(op)), key=str)
+BACKWARDS = sorted(set(KINDS) - set(OPS), key=str)
+"""Ops that only autograd calls: they have no sample, and must be reached by the gradients of the others."""
+each_op = pytest.mark.parametrize("op", OPS, ids=[getattr(op, "__name__", str(op)) for op in OPS])

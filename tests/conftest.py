@@ -1,0 +1,33 @@
+"""What every test shares: a Hypothesis profile, and the guard of torch's process-wide flags."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("default", derandomize=True, deadline=None, max_examples=25)
+settings.register_profile("nightly", deadline=None, max_examples=1000)
+settings.load_profile("default")
+
+
+def _flags():
+    return (
+        torch.__future__.get_swap_module_params_on_conversion(),
+        torch.__future__.get_overwrite_module_params_on_conversion(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def flags_are_restored():
+    """Fails a test that leaks one of torch's process-wide flags, and mends the flag for the tests after it."""
+    before = _flags()
+    torch.manual_seed(0)
+    yield
+    after = _flags()
+    torch.__future__.set_swap_module_params_on_conversion(before[0])
+    torch.__future__.set_overwrite_module_params_on_conversion(before[1])
+    torch.set_grad_enabled(before[2])
+    torch.set_default_dtype(before[4])
+    assert after == before, f"a process-wide flag leaked: {before} became {after}"

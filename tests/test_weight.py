@@ -1,0 +1,225 @@
+"""What section 3 of the design says of Weight, beyond the laws over schemes and ops."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchtether as tt
+from tests.catalog import SCHEMES, few_schemes, rand
+from torchtether.spec import contiguous_stride
+
+
+def weight_of(scheme=None, rows=16, columns=64, **kwargs):
+    return tt.Weight.encode(rand(rows, columns) - 0.7, scheme or tt.int8(), **kwargs)
+
+
+def test_it_can_be_swapped_with_a_parameter():
+    """``torch.utils.swap_tensors`` refuses tensors whose slots differ, so Weight has none."""
+    assert "__slots__" not in vars(tt.Weight)
+    parameter, weight = torch.nn.Parameter(rand(16, 64)), torch.nn.Parameter(weight_of(), requires_grad=False)
+    values = weight.dequantize()
+    torch.utils.swap_tensors(parameter, weight)
+    assert isinstance(parameter, tt.Weight)
+    assert torch.equal(parameter.dequantize(), values)
+    assert type(weight) is torch.nn.Parameter
+
+
+def test_user_attributes_and_grads_are_not_parts():
+    weight = torch.nn.Parameter(weight_of())
+    weight.note = "mine"
+    weight.grad = torch.ones(16, 64)
+    assert set(weight.parts) == {"qdata", "scale"}
+    with pytest.raises(TypeError):
+        weight.parts["scale"] = torch.ones(1)
+    assert not hasattr(weight.detach(), "note")  # as with any tensor
+
+
+@few_schemes
+def test_sharing_memory_shares_every_part_and_does_not_crash(row):
+    module = torch.nn.Linear(64, 16)
+    module.weight = torch.nn.Parameter(weight_of(row.scheme), requires_grad=False)
+    expected = module(torch.ones(2, 64))
+    held = module.weight
+    module.share_memory()
+    assert module.weight is held
+    assert held.is_shared()
+    assert all(part.is_shared() for part in held.parts.values())
+    assert torch.equal(module(torch.ones(2, 64)), expected)
+
+
+def _clear(weight, done):
+    weight.zero_()
+    done.put((weight.spec, isinstance(weight, torch.nn.Parameter)))
+
+
+@pytest.mark.parametrize("scheme", [tt.Plain(), tt.int8()], ids=["plain", "int8"])
+def test_another_process_sees_the_same_memory_and_the_same_tie(scheme):
+    context = torch.multiprocessing.get_context("fork")
+    tie = tt.Tie(("emb.weight", "head.weight"))
+    weight = torch.nn.Parameter(weight_of(scheme, tie=tie), requires_grad=False).share_memory_()
+    done = context.SimpleQueue()
+    child = context.Process(target=_clear, args=(weight, done))
+    child.start()
+    spec, is_parameter = done.get()
+    child.join(30)
+    assert (spec.tie, is_parameter) == (tie, True)
+    assert not weight.dequantize().any()
+
+
+def test_is_pinned_asks_every_part():
+    assert not weight_of().is_pinned()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning memory needs a GPU")
+def test_pin_memory_pins_every_part():
+    pinned = weight_of().pin_memory()
+    assert pinned.is_pinned()
+    assert all(part.is_pinned() for part in pinned.parts.values())
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1), (3, 4), (0, 4), (2, 1, 3), (1, 1, 5), (4, 0)])
+def test_any_permutation_finds_its_base(shape):
+    """Sizes of 1 make strides ambiguous; the spec still knows which dimension is the quantized one."""
+    import itertools
+
+    values = rand(*shape)
+    for order in itertools.permutations(range(len(shape))):
+        weight = tt.Weight.encode(values, tt.Plain() if 0 in shape else tt.Affine(block=(1, None))).permute(order)
+        assert weight.shape == values.permute(order).shape
+        if not weight.scheme.transparent:
+            assert weight.spec.base == shape
+            torch.testing.assert_close(weight.dequantize(), values.permute(order), atol=0.01, rtol=0)
+            back = weight.permute([order.index(d) for d in range(len(shape))])
+            assert torch.equal(
+                back.dequantize(), weight.dequantize().permute([order.index(d) for d in range(len(shape))])
+            )
+            assert back.stride() == contiguous_stride(shape)
+
+
+def test_a_dtype_that_cannot_compute_gives_values():
+    weight = weight_of()
+    assert type(weight.to(torch.int32)) is torch.Tensor
+    assert type(weight.to(torch.complex64)) is torch.Tensor
+    assert torch.equal(weight.to(torch.complex64).real, weight.dequantize())
+
+
+def test_plain_trains_like_the_tensor_it_wraps():
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    ):
+        plain = torch.nn.Linear(64, 16)
+        wrapped = copy.deepcopy(plain)
+        wrapped.weight = torch.nn.Parameter(tt.Weight.encode(wrapped.weight, tt.Plain()))
+        optimizers = [make(m.parameters()) for m in (plain, wrapped)]
+        for step in range(3):
+            for module, optimizer in zip((plain, wrapped), optimizers, strict=True):
+                optimizer.zero_grad()
+                module(rand(5, 64, seed=step)).square().sum().backward()
+                optimizer.step()
+        assert torch.equal(wrapped.weight.dequantize(), plain.weight)
+
+
+def test_setting_data_replaces_the_parts_or_says_why_not():
+    weight = torch.nn.Parameter(weight_of(tie=tt.Tie(("a", "b"))), requires_grad=False)
+    other = weight_of(tt.int4(32)).to(torch.bfloat16)
+    weight.data = other
+    assert torch.equal(weight.dequantize(), other.dequantize())
+    assert weight.scheme == other.scheme
+    assert weight.dtype == torch.bfloat16
+    assert weight.tie == tt.Tie(("a", "b"))
+    assert isinstance(weight, torch.nn.Parameter)
+    with pytest.raises(tt.UnsupportedOpError, match="silently"):
+        weight.data = torch.zeros(16, 64)
+    assert torch.equal(weight.dequantize(), other.dequantize())
+
+
+def test_convolutions_decode_the_weight():
+    for convolution, x in ((torch.nn.Conv1d(4, 8, 3), rand(2, 4, 9)), (torch.nn.Conv2d(4, 8, 3), rand(2, 4, 9, 9))):
+        twin = copy.deepcopy(convolution)
+        convolution.weight = torch.nn.Parameter(tt.Weight.encode(convolution.weight, tt.int8()), requires_grad=False)
+        twin.weight.data = convolution.weight.dequantize()
+        x.requires_grad_()
+        assert torch.equal(convolution(x), twin(x))
+        convolution(x).sum().backward()
+
+
+def test_recurrent_modules_run_with_quantized_weights():
+    lstm = torch.nn.LSTM(8, 8)
+    twin = copy.deepcopy(lstm)
+    lstm.weight_hh_l0 = torch.nn.Parameter(tt.Weight.encode(lstm.weight_hh_l0, tt.int8()), requires_grad=False)
+    twin.weight_hh_l0.data = lstm.weight_hh_l0.dequantize()
+    x = rand(3, 2, 8)
+    torch.testing.assert_close(lstm(x)[0], twin(x)[0])
+
+
+def test_autocast_computes_in_the_asked_dtype():
+    weight = torch.nn.Parameter(weight_of(), requires_grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        for grad in (False, True):
+            x = rand(3, 64).requires_grad_(grad)
+            out = F.linear(x, weight)
+            assert out.dtype == torch.bfloat16
+            torch.testing.assert_close(out.float(), F.linear(x, weight.dequantize()).float())
+
+
+def test_an_embedding_never_decodes_its_table(monkeypatch):
+    shapes, decode = [], tt.Affine.decode
+    monkeypatch.setattr(tt.Affine, "decode", lambda s, p, shape, d: shapes.append(shape) or decode(s, p, shape, d))
+    table = torch.nn.Embedding(16, 64)
+    weight = weight_of()
+    table.weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert table(torch.tensor([[1, 2, 3]])).shape == (1, 3, 64)
+    assert all(shape[0] <= 3 for shape in shapes)
+
+
+def test_embedding_checks_its_indices():
+    with pytest.raises(IndexError):
+        F.embedding(torch.tensor([16]), weight_of())
+
+
+def test_repr_is_one_line_with_scheme_tie_and_bytes():
+    text = repr(weight_of(tie=tt.Tie(("emb.weight", "head.weight"))))
+    assert "\n" not in text
+    for word in ("Affine(bits=8", "shape=(16, 64)", "1088 bytes", "tie: emb.weight = head.weight"):
+        assert word in text
+
+
+def test_zeros_like_is_plain_because_optimizers_keep_state_in_it():
+    weight = weight_of()
+    assert type(torch.zeros_like(weight)) is torch.Tensor
+    assert torch.zeros_like(weight.t()).stride() == weight.t().stride()
+    assert isinstance(torch.empty_like(weight), tt.Weight)
+
+
+@pytest.mark.parametrize("row", [r for r in SCHEMES if r.id in {"int8", "int8-tensor", "nvfp4"}], ids=lambda r: r.id)
+def test_writing_rows_never_changes_the_scale_of_others(row):
+    """Rows that share a scale with the rest either keep it or refuse; they never corrupt the other rows."""
+    weight = weight_of(row.scheme)
+    before = weight.dequantize()
+    try:
+        weight[:4].copy_(torch.full((4, 64), 100.0))
+    except tt.UnsupportedOpError as error:
+        assert "share their part" in str(error)
+        assert torch.equal(weight.dequantize(), before)
+    assert torch.equal(weight.dequantize()[4:], before[4:])
+
+
+def test_not_finite_gradient_steps_name_the_problem_and_leave_the_weight():
+    weight = torch.nn.Parameter(weight_of())
+    before = weight.detach().dequantize()
+    weight.grad = torch.full((16, 64), float("inf"))
+    with pytest.raises(tt.SchemeError, match="not finite"):
+        torch.optim.SGD([weight], lr=1.0).step()
+    assert torch.equal(weight.detach().dequantize(), before)
+
+
+def test_encode_refuses_what_has_no_values_to_quantize():
+    with pytest.raises(tt.SchemeError, match=r"torch\.int64"):
+        tt.Weight.encode(torch.arange(4), tt.int8())
+    with pytest.raises(tt.SchemeError):
+        tt.Weight.encode(torch.tensor(1.0), tt.int8())
