@@ -223,3 +223,17 @@ def test_encode_refuses_what_has_no_values_to_quantize():
         tt.Weight.encode(torch.arange(4), tt.int8())
     with pytest.raises(tt.SchemeError):
         tt.Weight.encode(torch.tensor(1.0), tt.int8())
+
+
+@pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.id)
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0)])
+def test_empty_weights_do_what_empty_tensors_do(row, shape):
+    weight = tt.Weight.encode(torch.zeros(shape), row.scheme)
+    values = torch.zeros(shape)
+    assert weight.dequantize().shape == shape
+    assert weight.t().dequantize().shape == values.t().shape
+    assert [w.shape for w in weight.chunk(2)] == [v.shape for v in values.chunk(2)]
+    assert torch.cat([weight, weight]).shape == torch.cat([values, values]).shape
+    assert F.linear(torch.zeros(3, shape[1]), weight).shape == (3, shape[0])
+    weight.mul_(2).zero_()
+    assert copy.deepcopy(weight).spec == weight.spec

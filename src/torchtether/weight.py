@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from .dispatch import REFUSED, RULES
 from .errors import SchemeError, UnsupportedOpError
-from .schemes import Scheme, dtype_from_name, dtype_name
+from .schemes import Scheme, dtype_from_name, dtype_name, same_bits
 from .spec import Tie, WeightSpec
 
 _PART = "_part_"  # parts are attributes, as torch.compile needs; the prefix keeps any part name clear of Tensor's own
@@ -162,7 +162,7 @@ class Weight(Tensor):
         if self._cut:
             layout = self.scheme.layout(self._spec.base)
             for name, part in held.items():
-                if layout[name].span == 0 and not torch.equal(part, parts[name]):
+                if layout[name].span == 0 and not same_bits(part, parts[name]):
                     raise UnsupportedOpError(
                         f"these rows share their part {name!r} with the rest of the Weight, and it would change",
                         fix="Write the whole Weight, or use a scheme with a scale per row.",

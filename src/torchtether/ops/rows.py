@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOpError
-from ..schemes import Scheme, Shape
+from ..schemes import Scheme, Shape, same_bits
 from ..weight import Weight
 
 
@@ -24,6 +24,9 @@ def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
     cut = {}
     for name, part in weight.parts.items():
         span = layout[name].span
+        if row == 0 and part.dim() and part.shape[0] == shape[0]:  # nothing to count spans in
+            cut[name] = part[start:stop]
+            continue
         if span == 0:
             cut[name] = part.detach()
             continue
@@ -71,8 +74,10 @@ def join_rows(weights: Sequence[Weight]) -> dict[str, Tensor] | None:
         if len(spans) != 1:
             return None
         (span,) = spans
-        if span == 0:
-            if not all(torch.equal(held[0], other) for other in held[1:]):
+        if span == 0 and math.prod(first.shape[1:]) == 0 and held[0].dim() and held[0].shape[0] == first.shape[0]:
+            joined[name] = torch.cat(held)
+        elif span == 0:
+            if not all(same_bits(held[0], other) for other in held[1:]):
                 return None
             joined[name] = held[0].clone()
         elif any(math.prod(weight.spec.base) % span for weight in weights[:-1]):

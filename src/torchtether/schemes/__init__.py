@@ -1,6 +1,7 @@
 """Schemes: how values become plain tensors (*parts*) and back."""
 
 from .affine import Affine
+from .bits import same_bits
 from .codebook import Codebook
 from .named import fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
 from .plain import Plain
@@ -28,5 +29,6 @@ __all__ = [
     "nf4",
     "nvfp4",
     "resolve",
+    "same_bits",
     "scheme_from_json",
 ]

@@ -110,3 +110,10 @@ def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:
     rows = torch.stack([table[field] for field in fields], -1)
     values = rows.index_select(0, packed.reshape(-1).int())
     return values.view(*packed.shape[:-1], packed.shape[-1] * (8 // bits))[..., :count]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits: ``torch.equal``, also for float8 and NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
