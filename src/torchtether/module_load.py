@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .dispatch import rule
-from .errors import SchemeError
+from .errors import SchemeError, TieError
+from .spec import Tie
 from .weight import Weight
 
 
@@ -31,11 +32,18 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
     In every row the Parameter object, its tie record and ``requires_grad`` are the module's: torch keeps the object
     and ``requires_grad`` by swapping the result into it, and the tie record is carried over here.
 
+    Where other tensors lie over the same parts (a transposed alias), ``assign=True`` writes into the held storage
+    too, because only that reaches them.
+
     Raises:
         SchemeError: the shapes differ, or the given values cannot be encoded in the held scheme.
+        TieError: other tensors lie over the same parts, and the given device or dtype is not the held one.
     """
     if held.shape != given.shape:
         raise SchemeError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
+    if assign and isinstance(held, Weight) and held.tie is not None and not all(held.tie.objects):
+        _check_in_place(held, held.tie, given)
+        assign = False
     if not assign:
         with torch.no_grad():
             held.copy_(given)
@@ -50,8 +58,19 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
     return encoded_as(held, given)
 
 
+def _check_in_place(held: Weight, tie: Tie, given: Tensor) -> None:
+    if held.is_meta or (held.device, held.dtype) != (given.device, given.dtype):
+        raise TieError(
+            f"is {held.dtype} on {held.device} and shares memory ({tie}), which assigning {given.dtype} "
+            f"on {given.device} would break",
+            fix="Use tt.load, or materialize or convert the model first.",
+        )
+
+
 def encoded_as(held: Weight, given: Tensor) -> Weight:
     """``given``, on its own device and in its own dtype, in the scheme, order and tie of ``held``."""
+    if held.scheme.transparent:  # the given tensor itself, whatever its strides
+        return Weight.encode(given, held.scheme, tie=held.spec.tie)
     order = held.spec.order
     base = given.permute([order.index(d) for d in range(given.dim())])
     made = Weight.encode(base, held.scheme)

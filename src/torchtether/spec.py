@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -167,13 +166,13 @@ class WeightSpec:
     def from_json(record: Any) -> WeightSpec:
         if not isinstance(record, dict) or not {"shape", "dtype", "scheme"} <= record.keys():
             raise SchemeError("a weight record needs shape, dtype and scheme")
-        shape = record["shape"]
-        stride = record.get("stride", list(contiguous_stride(tuple(shape))) if _is_numbers(shape) else None)
-        if not (_is_numbers(shape) and _is_numbers(stride) and len(shape) == len(stride)):
-            raise SchemeError(f"a weight record holds a bad shape {shape!r} or stride {stride!r}")
+        shape = _numbers(record["shape"], "shape")
+        stride = _numbers(record["stride"], "stride") if "stride" in record else contiguous_stride(shape)
+        if len(shape) != len(stride):
+            raise SchemeError(f"a weight record holds a shape {shape} and a stride {stride} of another rank")
         tie = Tie.from_json(record["tie"]) if "tie" in record else None
         scheme = scheme_from_json(record["scheme"])
-        return WeightSpec(tuple(shape), tuple(stride), dtype_from_name(record["dtype"]), scheme, tie)
+        return WeightSpec(shape, stride, dtype_from_name(record["dtype"]), scheme, tie)
 
 
 def contiguous_stride(shape: Shape) -> Shape:
@@ -189,17 +188,16 @@ def contiguous_stride(shape: Shape) -> Shape:
     return tuple(reversed(stride))
 
 
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**48 for n in value) and len(value) <= 64
+def _numbers(value: Any, what: str) -> Shape:
+    if not isinstance(value, list) or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in value):
+        raise SchemeError(f"a weight record holds a bad {what} {value!r}")
+    return tuple(value)
 
 
 @lru_cache(maxsize=4096)
 def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
-    """Sizes of 1 make sorted strides ambiguous, so the base is the order whose own strides are the given ones."""
-    dims = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
-    ties = [list(group) for _, group in itertools.groupby(dims, key=lambda d: stride[d])]
-    for choice in itertools.product(*(itertools.permutations(group) for group in ties)):
-        base = tuple(itertools.chain.from_iterable(choice))
-        if contiguous_stride(tuple(shape[d] for d in base)) == tuple(stride[d] for d in base):
-            return tuple(base.index(d) for d in range(len(shape)))
-    raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
+    """Among equal strides at most one size exceeds 1, and a contiguous tensor has that one outermost."""
+    base = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] <= 1, d))
+    if contiguous_stride(tuple(shape[d] for d in base)) != tuple(stride[d] for d in base):
+        raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
+    return tuple(base.index(d) for d in range(len(shape)))

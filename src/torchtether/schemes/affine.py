@@ -47,8 +47,9 @@ class Affine(Scheme):
 
     Error: half a step, ``scale / 2``, plus what rounding the scale took off the range.
 
-    Encoding decoded values keeps the codes with ``like=`` the parts and with ``reencode``.  Afresh it keeps them with ``narrow_range`` (the
-    largest value is a code), and nearly always without ``symmetric``; the symmetric full range moves its scale.
+    Encoding decoded values keeps the codes with ``like=`` the parts and with ``reencode``.  Afresh it keeps them with
+    ``narrow_range`` (the largest value is a code), and nearly always without ``symmetric``; the symmetric full range
+    moves its scale.
 
     >>> parts = Affine(bits=4, block=(1, 2)).encode(torch.tensor([1.0, -7.5, 0.0, 0.0]))
     >>> parts["qdata"].tolist(), parts["scale"].tolist()

@@ -119,6 +119,16 @@ class Scheme:
         """The bytes that a tensor of ``shape`` takes in this scheme with the compute dtype ``dtype``."""
         return sum(math.prod(p.shape) * (p.dtype or dtype).itemsize for p in self.layout(tuple(shape)).values())
 
+    def __str__(self) -> str:
+        """The scheme by its first field and those that differ from their defaults, long tables by their length."""
+        words: list[str] = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default or not words:
+                is_long = isinstance(value, tuple) and len(value) > 4
+                words.append(f"{field.name}=<{len(value)} values>" if is_long else f"{field.name}={value}")
+        return f"{type(self).__name__}({', '.join(words)})"
+
     def to_json(self) -> dict[str, Any]:
         """The scheme as JSON values: its kind, and the fields that differ from their defaults.
 
