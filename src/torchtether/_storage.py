@@ -1,0 +1,111 @@
+"""Where tensors lie: the memory that each one covers, and whether two of them share an element."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+_HARDEST = 100_000
+"""Steps for numpy's exact overlap test. It is a Diophantine problem; what is harder is called an overlap."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The bytes of one strided tensor; ``start`` and ``stop`` count in ``space``, and compare only within one."""
+
+    space: Hashable
+    start: int
+    stop: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill the bytes from ``start`` to ``stop`` without a gap or an overlap."""
+        step = 1
+        for stride, size in sorted((t, n) for n, t in zip(self.size, self.stride, strict=True) if n != 1):
+            if stride != step:
+                return False
+            step *= size
+        return True
+
+    def overlaps(self, other: Block) -> bool:
+        """Whether some byte belongs to an element of both."""
+        if self.space != other.space or self.stop <= other.start or other.stop <= self.start:
+            return False
+        for outer, inner in ((self, other), (other, self)):
+            if outer.start <= inner.start and inner.stop <= outer.stop and outer.is_dense:
+                return True
+        first = min(self.start, other.start)
+        try:
+            return bool(np.shares_memory(_Shadow.of(self, first), _Shadow.of(other, first), _HARDEST))  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+
+
+class _Shadow:
+    """An array that numpy may compare but never reads: the geometry of a block at a made-up address."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+    @staticmethod
+    def of(block: Block, first: int) -> Any:
+        stride = tuple(step * block.itemsize for step in block.stride)
+        address = (block.start - first + 4096, True)
+        return np.asarray(
+            _Shadow(
+                {
+                    "version": 3,
+                    "typestr": "|u1",
+                    "data": address,
+                    "shape": (*block.size, block.itemsize),
+                    "strides": (*stride, 1),
+                }
+            )
+        )
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether the tensor is one strided piece of memory: not sparse, nested, lazy or a wrapper around others."""
+    return (
+        not is_lazy(tensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+        and not hasattr(tensor, "__tensor_flatten__")
+    )
+
+
+def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
+    """The memory under ``tensor``: one block, or those of everything that it wraps; none if empty or not strided."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)  # of a DTensor, the device mesh is among them
+        return tuple(block for one in inner if isinstance(one, Tensor) for block in blocks_of(one))
+    if not is_strided(tensor) or tensor.numel() == 0:
+        return ()
+    size, stride, itemsize = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
+    extent = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    address: int = (
+        0 if tensor.untyped_storage().device.type == "meta" else tensor.data_ptr()
+    )  # fake tensors lie on meta
+    space: Hashable = tensor.device
+    if address == 0:  # meta, or freed: unknown, so only the same memory object can be shared
+        space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize
+    return (Block(space, address, address + extent * itemsize, size, stride, itemsize),)
