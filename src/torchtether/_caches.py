@@ -1,0 +1,71 @@
+"""What modules compute from their parameters and keep: put away before an exchange, made again after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from ._torch import flat_weight_refs, forget_flat_weights, renew_flat_weights
+
+
+class Caches:
+    """The weights that old-style ``weight_norm``, ``spectral_norm`` and ``prune`` compute, and the flat lists of RNNs.
+
+    The computed weight is a plain attribute at the end of a graph, and the graph holds the parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+        self._computed = [
+            (module, *found)
+            for module in modules
+            for hook in module._forward_pre_hooks.values()
+            if (found := _reader(hook))
+        ]
+        self._parked: list[tuple[nn.Module, str, Callable[[nn.Module], Tensor], str]] = []
+
+    @property
+    def refs(self) -> set[int]:
+        """The ids of weak references that need not stop an exchange: RNNs keep them to their own weights."""
+        return flat_weight_refs(self._rnns)
+
+    def park(self, *, refs: bool = False) -> None:
+        """No module holds a parameter through what it computed; with ``refs`` no RNN holds a weak reference either."""
+        for module, attribute, compute, source in self._computed:
+            cached = module.__dict__.get(attribute)
+            if isinstance(cached, Tensor) and cached.grad_fn is not None:
+                self._parked.append((module, attribute, compute, source))
+                del module.__dict__[attribute]
+                cached = None
+        if refs:
+            for module in self._rnns:
+                forget_flat_weights(module)
+
+    def renew(self, *, changed: bool = True) -> None:
+        """Everything that was put away is there again, computed from the parameters as they are now."""
+        for module, attribute, compute, _ in self._parked:  # not forgotten: a rollback may ask once more
+            with torch.enable_grad():
+                module.__dict__[attribute] = compute(module)
+        for module, attribute, _, source in self._computed:
+            cached, held = module.__dict__.get(attribute), getattr(module, source, None)
+            if isinstance(cached, Tensor) and isinstance(held, Tensor) and cached.grad_fn is None:
+                module.__dict__[attribute] = cached.to(held.device, held.dtype)
+        if changed:
+            for rnn in self._rnns:
+                renew_flat_weights(rnn)
+
+
+def _reader(hook: object) -> tuple[str, Callable[[nn.Module], Tensor], str] | None:
+    """For a hook that computes a weight: the attribute it sets, how, and the parameter from which."""
+    if isinstance(hook, WeightNorm):
+        return hook.name, hook.compute_weight, f"{hook.name}_v"
+    if isinstance(hook, SpectralNorm):
+        return hook.name, lambda module: hook.compute_weight(module, do_power_iteration=False), f"{hook.name}_orig"
+    if isinstance(hook, BasePruningMethod):
+        return hook._tensor_name, hook.apply_mask, f"{hook._tensor_name}_orig"
+    return None

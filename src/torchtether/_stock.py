@@ -1,0 +1,243 @@
+"""One stock conversion or load inside ``swapping()``: what torch drops is put back as soon as it is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from ._caches import Caches
+from ._storage import blocks_of
+from ._torch import impl_id, seat_hooks, swap_impl
+from .errors import TetherError, TieError
+from .optimizer import Change, Optimizers, follow
+from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
+from .ties import Component, find_components, member_view
+from .weight import Weight
+
+
+@dataclass
+class _Touched:
+    """A tensor that the call has asked for, as it was just before."""
+
+    held: Tensor
+    kind: type[Tensor]
+    attributes: dict[str, Any]
+    impl: int
+    grad: Tensor | None
+
+
+class StockCall:
+    """From the first tensor that a stock call asks for, to its end."""
+
+    def __init__(
+        self, root: nn.Module, optimizer: Optimizers, *, loads: bool, metadata: Mapping[str, dict[str, Any]] | None
+    ) -> None:
+        self.handles: list[RemovableHandle] = []
+        self._optimizer, self._loads, self._metadata = optimizer, loads, metadata
+        self._modules = list(root.modules())
+        self._names = names_of(root)
+        self._buffers = [
+            (module, key, buffer)
+            for module in self._modules
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        components = find_components(root)
+        self._components = [component for component in components if len(component.members) > 1]
+        self._tensors = {id(m.tensor): m.tensor for component in components for m in component.members}
+        self._caches = Caches(self._modules)
+        self._open: dict[int, _Touched] = {}
+        self._changes: dict[int, Change] = {}
+        self._given: dict[int, Tensor] = {}
+        self.error: TetherError | None = None
+
+    def begin(self) -> None:
+        """Every refusal comes here, before the first change. Raises ConversionError."""
+        verb = "load" if self._loads else "convert"
+        try:
+            check_place(self._modules, verb)
+            torch.clear_autocast_cache()
+            self._caches.park(refs=True)
+            held = [tensor for tensor in self._tensors.values() if not (self._loads and is_lazy(tensor))]
+            check_held(held, self._names, verb, self._caches.refs)
+        except TetherError as error:
+            self.error = error
+            raise
+        for tensor in held:
+            if not is_lazy(tensor) and tensor._base is not None and id(tensor._base) in self._tensors:
+                swap_impl(tensor, tensor.detach())  # torch refuses a tensor with views, also those that follow it
+
+    def touch(self, tensor: Any) -> None:
+        """Remembers ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
+        if id(tensor) in self._tensors and not is_lazy(tensor):
+            grad = tensor.grad if tensor.is_leaf else None
+            attributes = user_attributes(tensor, tensor)
+            self._open[id(tensor)] = _Touched(tensor, type(tensor), attributes, impl_id(tensor), grad)
+            self._changes.setdefault(id(tensor), Change(tensor, tensor.dtype, tensor.device))
+
+    def settle(self) -> None:
+        """What torch has exchanged since it was touched has its class, attributes, hooks and grad again."""
+        for key, touched in list(self._open.items()):
+            held = touched.held
+            if impl_id(held) == touched.impl:
+                continue
+            del self._open[key]
+            if type(held) is nn.Parameter and issubclass(touched.kind, nn.Parameter):
+                held.__class__ = touched.kind
+            for name, value in touched.attributes.items():
+                held.__dict__.setdefault(name, value)
+            seat_hooks(held)
+            if self._loads and touched.grad is not None and held.grad is None:  # _apply converts grads itself
+                with torch.no_grad():
+                    shell = grad_shell(touched.grad, held)
+                if shell is not None:
+                    swap_impl(touched.grad, shell)
+                held.grad = touched.grad
+
+    def fresh(self, made: Any) -> Any:
+        """``made``, or a plain tensor over it if a conversion with nothing to do gave a Parameter subclass itself.
+
+        Torch cannot make a Parameter from such an object.
+        """
+        if not self._loads and isinstance(made, nn.Parameter) and id(made) in self._open:
+            return made if type(made) is nn.Parameter or is_wrapper(made) else made.detach()
+        return made
+
+    def load(self, held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
+        """``Tensor.module_load``, which must not give one tensor two contents under two names."""
+        if self.error is not None:
+            raise self.error  # torch goes on with the next name after an error
+        before = self._given.get(id(held))
+        if before is not None and not same_values(before, given):
+            raise TieError(
+                "the state dict gives these tied names different values",
+                name=said(self._names[id(held)]),
+                fix="Make them equal, drop all but one, or call tt.untie.",
+            )
+        self._given[id(held)] = given
+        made: Tensor = held.module_load(given, assign=assign)
+        if not assign:
+            self._check_overlaps(held)
+        return made
+
+    def _check_overlaps(self, held: Tensor) -> None:
+        """What was copied into ``held`` has not changed what another name was given over the same memory."""
+        for component in self._components:
+            if any(member.tensor is held for member in component.members):
+                for member in component.members:
+                    self._check_given(member.tensor, member.names)
+
+    def _check_given(self, held: Tensor, names: tuple[str, ...]) -> None:
+        given = self._given.get(id(held))
+        if given is None or held.is_meta or given.is_meta or isinstance(held, Weight):
+            return
+        if not same_values(held.detach(), given.detach().to(held.device, held.dtype)):
+            raise TieError(
+                "the state dict gives this and a name that shares its memory different values",
+                name=said(names),
+                fix="Make them equal, drop the aliases, or call tt.untie.",
+            )
+
+    def end(self) -> None:
+        """Buffers are the objects that they were, shared memory is shared, caches are renewed, state has followed."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for local in (self._metadata or {}).values():
+            local.pop("assign_to_params_buffers", None)  # or the next load from this state dict assigns, unasked
+        faults: list[TieError] = []
+        try:
+            if self.error is None:
+                with torch.no_grad():
+                    self.settle()
+                    self._restore_buffers()
+                    for component in self._components:
+                        try:
+                            self._rejoin(component)
+                        except TieError as error:
+                            faults.append(error)
+                follow(self._optimizer, self._changes.values())
+                torch.clear_autocast_cache()
+        finally:
+            self._caches.renew()
+        if faults:
+            raise faults[0]
+
+    def _restore_buffers(self) -> None:
+        done: set[int] = set()
+        for module, key, held in self._buffers:
+            made = module._buffers.get(key)
+            if made is held or made is None or made.shape != held.shape:
+                continue  # not converted, or replaced on purpose
+            if id(held) not in done and not isinstance(held, nn.Parameter):  # a parameter was exchanged as one
+                self._changes.setdefault(id(held), Change(held, held.dtype, held.device))
+                Replacement(held, made).apply()
+                done.add(id(held))
+            module._buffers[key] = held
+
+    def _rejoin(self, component: Component) -> None:
+        """The members of ``component`` are over one memory again, if the call has split them."""
+        members = component.members
+        if _is_joined(component):
+            return
+        span: Tensor
+        if component.nbytes == 0:
+            span = members[0].tensor.detach()
+        else:
+            span = self._joined_span(component)
+            for member in sorted(members, key=lambda member: id(member.tensor) in self._given):
+                plain, room = _values(member.tensor), _values(member_view(span, member))
+                room.copy_(plain)
+        for member in members:
+            Replacement(member.tensor, member_view(span, member)).apply()
+        for member in members:
+            self._check_given(member.tensor, member.names)
+
+    def _joined_span(self, component: Component) -> Tensor:
+        members = component.members
+        kinds = {(member.tensor.dtype, member.tensor.device) for member in members}
+        mixed = component.dtype is None
+        if mixed and all(m.tensor.dtype == m.view.dtype for m in members) and len({device for _, device in kinds}) == 1:
+            return torch.empty(component.nbytes, dtype=torch.uint8, device=members[0].tensor.device)
+        if mixed or len(kinds) > 1:
+            told = ", ".join(f"{said(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
+            raise TieError(
+                f"shared memory, and cannot any more ({told})",
+                name=said(members[0].names),
+                fix="Give all of them one dtype and device, or call tt.untie first.",
+            )
+        assert component.dtype is not None
+        ((dtype, device),) = kinds
+        return torch.empty(component.nbytes // component.dtype.itemsize, dtype=dtype, device=device)
+
+
+def same_values(one: Tensor, two: Tensor) -> bool:
+    """Whether both hold the same values, NaN equal to NaN; what lies on ``meta`` is not compared."""
+    if one is two or one.is_meta or two.is_meta:
+        return True
+    if one.shape != two.shape:
+        return False
+    one, two = _values(one), _values(two)
+    return bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.values_of() if isinstance(tensor, Weight) else tensor.detach()
+
+
+def _is_joined(component: Component) -> bool:
+    """Whether the members lie to each other as they did."""
+    if component.nbytes == 0:
+        first = blocks_of(component.members[0].tensor)
+        return all({b.start for b in blocks_of(m.tensor)} & {b.start for b in first} for m in component.members)
+    starts = set()
+    for member in component.members:
+        (block,) = blocks_of(member.tensor)
+        starts.add((block.space, block.start - member.view.offset * block.itemsize, member.tensor.dtype.itemsize))
+    return len({start[:2] for start in starts}) == 1

@@ -1,0 +1,201 @@
+"""Every private torch call of the house, each with the reason why no public one does the job.
+
+A leaf: the other rooms import from here.  ``check_torch`` names what an unknown torch lacks, before any change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .errors import ConversionError
+
+_NEEDED: tuple[tuple[Any, str], ...] = (
+    (torch._C, "_swap_tensor_impl"),
+    (Tensor, "_use_count"),
+    (Tensor, "_cdata"),
+    (Tensor, "_make_subclass"),
+    (Tensor, "_backward_hooks"),
+    (Tensor, "_post_accumulate_grad_hooks"),
+)
+
+
+def check_torch() -> None:
+    """Raises ConversionError if this torch lacks a call that exchanging tensors needs."""
+    missing = [f"{owner.__name__}.{name}" for owner, name in _NEEDED if not hasattr(owner, name)]
+    if missing:
+        raise ConversionError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, without which tensors cannot be exchanged",
+            fix="Use the torch that this torchtether was released for.",
+        )
+
+
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""Inside, tensor subclasses answer as ``Tensor`` does: their attributes are read without running their code."""
+
+
+# -- one tensor object and the implementation behind it ----------------------------------------------------------------
+
+
+def swap_impl(one: Tensor, two: Tensor) -> None:
+    """The two objects have each other's contents: storage, dtype, device, layout, autograd state; nothing of Python's.
+
+    ``torch.utils.swap_tensors`` swaps class and attributes first and this last, although only this can refuse, so a
+    refusal leaves a torn object; it also poisons a graph that may still be needed.  Refuses C++ weak references only.
+    """
+    torch._C._swap_tensor_impl(one, two)  # type: ignore[attr-defined]
+
+
+def impl_id(tensor: Tensor) -> int:
+    """Which implementation the object has now; there is no public way to tell one from another."""
+    with as_plain():
+        return tensor._cdata  # type: ignore[no-any-return]
+
+
+def has_cpp_weak_reference(tensor: Tensor) -> bool:
+    """Whether C++ (CUDA graphs, an autocast cache) holds a weak reference, with which no exchange is possible.
+
+    Nothing tells but the exchange itself, so the tensor is exchanged with itself.
+    """
+    try:
+        swap_impl(tensor, tensor)
+    except RuntimeError:
+        return True
+    return False
+
+
+def use_count(tensor: Tensor) -> int:
+    """How many own the implementation: 1 for the object itself, more for views, graphs and C++."""
+    with as_plain():
+        return tensor._use_count()  # type: ignore[no-any-return, attr-defined]
+
+
+def has_gradient_edge(tensor: Tensor) -> bool:
+    """Whether an AccumulateGrad node exists for this leaf, that is: some graph, spent or not, leads to it."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return False
+    before = use_count(tensor)
+    edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes the node if there is none
+    existed = use_count(tensor) == before
+    del edge
+    return existed
+
+
+def as_class(kind: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
+    """A new object of ``kind`` over the memory of ``data``.
+
+    ``nn.Parameter(...)`` cannot make a subclass without calling its constructor, which may ask for anything.
+    """
+    made: Tensor = Tensor._make_subclass(kind, data.detach(), requires_grad)  # type: ignore[attr-defined]
+    return made
+
+
+def hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+    """The dictionaries of both kinds of hooks, ``None`` where there was never one."""
+    with as_plain():
+        return tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+def seat_hooks(tensor: Tensor) -> None:
+    """Hooks of both kinds that the object holds fire again, also those registered later.
+
+    The dictionaries belong to the object, but the implementation calls them: after an exchange the new one knows
+    nothing of them, and only an assignment tells it.
+    """
+    with as_plain():
+        hooks, post = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if hooks is not None:
+            tensor._backward_hooks = hooks
+        if post is not None:
+            tensor._post_accumulate_grad_hooks = post  # type: ignore[attr-defined]
+
+
+GRAD_SWITCH = torch._C._set_grad_enabled
+"""What ``no_grad`` calls on its way out; function modes see it, and an error there would leave gradients off."""
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def is_released(node: Any) -> bool:
+    """Whether backward has freed what this node saved, so that no gradient can pass it again.
+
+    Reads the raw saved variables first: the public accessors would run unpack hooks (recompute, read from disk).
+    """
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            raw = getattr(node, name)
+            saved = raw if isinstance(raw, (tuple, list)) else (raw,)
+            if any(one.data is not None or one.unpack_hook is not None for one in saved):
+                return False
+            if name != "_raw_saved_tensors":
+                getattr(node, name.removeprefix("_raw"))  # nothing was saved, or it is freed: only this tells which
+        except RuntimeError:
+            return True
+    return False
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """The tensors that a node has saved, without running unpack hooks."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                raw = getattr(node, name)
+                for one in raw if isinstance(raw, (tuple, list)) else (raw,):
+                    if isinstance(one.data, Tensor):
+                        yield one.data
+            except RuntimeError:
+                continue
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def flat_weight_refs(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the weak references that ``nn.RNNBase`` modules keep to their own weights."""
+    return {
+        id(ref)
+        for module in modules
+        if isinstance(module, nn.RNNBase)
+        for ref in getattr(module, "_flat_weight_refs", ())
+    }
+
+
+def forget_flat_weights(module: nn.RNNBase) -> None:
+    """The module has no weak reference to its weights, so that torch's own exchange does not refuse them."""
+    module._flat_weight_refs = []
+
+
+def renew_flat_weights(module: nn.RNNBase) -> None:
+    """The module's list of flat weights is that of its parameters, compact in memory where cuDNN wants it."""
+    module._init_flat_weights()
+
+
+def is_parametrization_cached() -> bool:
+    """Whether ``parametrize.cached()`` is active and holds computed weights, which a conversion would leave stale."""
+    return bool(getattr(parametrize, "_cache_enabled", 0)) and bool(getattr(parametrize, "_cache", None))
+
+
+def fsdp2_state(module: nn.Module) -> Any:
+    """FSDP2's state of a module that ``fully_shard`` was applied to, ``None`` for any other."""
+    get = getattr(module, "_get_fsdp_state", None)
+    return get() if get is not None else None
+
+
+def is_forwarded(state: Any) -> bool:
+    """Whether FSDP2 has run a forward, after which it holds buffers in the old dtype and on the old device."""
+    return getattr(state, "_is_root", None) is not None
+
+
+def renew_shards(state: Any) -> None:
+    """FSDP2 refers to the memory of the parameters that the module has now."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        for param in group.fsdp_params if group is not None else ():
+            param.reset_sharded_param()

@@ -1,0 +1,128 @@
+"""``.to()`` with every promise: the same objects, ties, grads, hooks, attributes; optimizer state follows."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .errors import ConversionError
+from .optimizer import Optimizers
+from .swap import Atomic, Exchange, said
+from .ties import Component, find_components, member_view, span_tensor
+from .weight import Weight
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def convert(
+    model: Model,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    optimizer: Optimizers = None,
+    atomic: Atomic = "checked",
+) -> Model:
+    """Every float or complex tensor of ``model`` is of ``dtype``, and every tensor on ``device``; returns ``model``.
+
+    Parameters and buffers are the objects that they were, with grads, hooks, ``requires_grad`` and attributes; what
+    shared memory still does, and was converted once.  Tensors that are right already are not touched.  A Weight takes
+    ``dtype`` as its compute dtype; its codes and scales stay.  ``optimizer`` (one or several): state follows.
+
+    ``atomic="checked"``: every refusal comes before the first change, and memory peaks one tensor above the model.
+    ``atomic="full"``: even an error in the middle, out of memory included, changes nothing; old and new fit at once.
+
+    Raises:
+        ConversionError: ``dtype`` is no float dtype, a complex tensor would lose its imaginary part, a tensor is on
+            ``meta`` or lazy, or something holds it (a graph, a view, a weak reference, DDP).
+        OptimizerError: the optimizer belongs to another model.
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.Linear(2, 2)
+    >>> weight = model.weight
+    >>> tt.convert(model, dtype=torch.bfloat16).weight is weight, weight.dtype
+    (True, torch.bfloat16)
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConversionError(f"dtype={dtype!r} is a {type(dtype).__name__}", fix="Give a torch.dtype.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConversionError(
+            f"cannot convert a model to {dtype}, which is not a float dtype",
+            fix="To store weights in few bits, use tt.quantize.",
+        )
+    place = None if device is None else _indexed(torch.device(device))
+    with Exchange(model, optimizer=optimizer, atomic=atomic, verb="convert") as exchange:
+        work = [c for c in find_components(model) if any(_differs(m.tensor, dtype, place) for m in c.members)]
+        _check(work, dtype, place)
+        exchange.check(member.tensor for component in work for member in component.members)
+        for component in work:
+            if len(component.members) == 1:
+                (member,) = component.members
+                exchange.put(member.tensor, converted(member.tensor, dtype, place))
+                continue
+            span = converted(span_tensor(component), dtype, place)
+            for member in component.members:
+                exchange.put(member.tensor, member_view(span, member))
+    return model
+
+
+def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+    """``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``. Runs once per piece of memory."""
+    with torch.no_grad():
+        return tensor.detach().to(device=device, dtype=dtype if _follows(tensor) else None)
+
+
+def _follows(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _differs(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> bool:
+    if is_lazy(tensor):
+        return True  # so that it is refused by name
+    return (device is not None and tensor.device != device) or (
+        dtype is not None and _follows(tensor) and tensor.dtype != dtype
+    )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """``cuda`` means the current one; tensors say which."""
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.empty(0, device=device).device
+
+
+def _check(components: list[Component], dtype: torch.dtype | None, device: torch.device | None) -> None:
+    """What ``.to`` would do wrong silently, or refuse half way."""
+    for component in components:
+        for member in component.members:
+            tensor, name = member.tensor, said(member.names)
+            if is_lazy(tensor):
+                continue  # the exchange says so
+            if tensor.is_meta and device is not None and device.type != "meta":
+                raise ConversionError(
+                    f"is on meta and has no values to move to {device}", name=name, fix="Use tt.materialize or tt.load."
+                )
+            if tensor.is_complex() and dtype is not None and not dtype.is_complex:
+                raise ConversionError(
+                    f"is {tensor.dtype}, {dtype} would drop its imaginary part",
+                    name=name,
+                    fix="Keep it in a module of its own, or store torch.view_as_real of it.",
+                )
+            if (
+                dtype is not None
+                and dtype.itemsize < 2
+                and isinstance(tensor, Weight)
+                and not tensor.scheme.transparent
+            ):
+                raise ConversionError(
+                    f"is a Weight, {dtype} cannot be its compute dtype", name=name, fix="Use two bytes or more."
+                )
+        if dtype is not None and component.dtype is None and len(component.members) > 1:
+            dtypes = ", ".join(f"{said(m.names)} is {m.tensor.dtype}" for m in component.members)
+            raise ConversionError(
+                f"overlaps in memory with another dtype ({dtypes}), so {dtype} cannot be given to one of them",
+                name=said(component.members[0].names),
+                fix="Convert the device only, or call tt.untie on one.",
+            )

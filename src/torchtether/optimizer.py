@@ -1,0 +1,168 @@
+"""Optimizers and the model under them: whether they belong together, and how state follows a changed parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import OptimizerError
+
+Optimizers = Optimizer | Iterable[Optimizer] | None
+Journal = list[Callable[[], None]]
+"""How to undo what was done, oldest first."""
+
+_SHOWN = 5
+
+
+def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
+    """The optimizers meant by one, several or none."""
+    if optimizer is None:
+        return ()
+    return (optimizer,) if hasattr(optimizer, "param_groups") else tuple(optimizer)  # type: ignore[return-value, arg-type]
+
+
+# -- do they belong together -------------------------------------------------------------------------------------------
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
+    """Returns if the optimizer holds every trainable parameter of ``model``, and no other tensor.
+
+    Frozen parameters may be absent. Several optimizers are taken together.
+
+    Raises:
+        OptimizerError: naming what the optimizer lacks, and what it holds that the model does not have (any more).
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.Linear(2, 2)
+    >>> tt.check_optimizer(model, torch.optim.SGD([model.weight]))
+    Traceback (most recent call last):
+    torchtether.errors.OptimizerError: bias: is trainable, the optimizer does not hold it. Add it, freeze it, or ...
+    """
+    missing, foreign = _difference(model, optimizer)
+    if missing or foreign:
+        raise _error(missing, foreign)
+
+
+def check_belongs(model: nn.Module, optimizer: Optimizers) -> None:
+    """Returns unless an optimizer is that of another model, or of this one before its parameters were replaced.
+
+    More lenient than ``check_optimizer``: one that trains a part of the model, or a loss beside it, can follow.
+    """
+    held = {id(parameter) for parameter in model.parameters()}
+    for one in optimizers_of(optimizer):
+        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+        if parameters and not any(id(parameter) in held for parameter in parameters):
+            raise _error(*_difference(model, one))
+    missing, foreign = _difference(model, optimizer)
+    if missing and foreign:
+        raise _error(missing, foreign)
+
+
+def _difference(model: nn.Module, optimizer: Optimizers) -> tuple[list[str], list[str]]:
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    held: set[int] = set()
+    foreign = []
+    for one in optimizers_of(optimizer):
+        for number, group in enumerate(one.param_groups):
+            labels = group.get("param_names") or [f"index {i}" for i in range(len(group["params"]))]
+            for label, parameter in zip(labels, group["params"], strict=True):
+                held.add(id(parameter))
+                if id(parameter) not in names:
+                    foreign.append(f"group {number}, {label}, shape {tuple(parameter.shape)}")
+    missing = [names[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
+    return (missing if optimizers_of(optimizer) else []), foreign
+
+
+def _error(missing: list[str], foreign: list[str]) -> OptimizerError:
+    said = []
+    if missing:
+        are = "is trainable" if len(missing) == 1 else "are trainable"
+        which = "it" if len(missing) == 1 else "them"
+        said.append(f"{are}, the optimizer does not hold {which}")
+    if foreign:
+        said.append(f"the optimizer holds {len(foreign)} that the model does not have ({_few(foreign, '; ')})")
+    fix = "Add it, freeze it, or build the optimizer from model.parameters()."
+    return OptimizerError(", and ".join(said), name=_few(missing, ", "), fix=fix)
+
+
+def _few(words: list[str], comma: str) -> str:
+    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    return comma.join(words[:_SHOWN]) + more
+
+
+# -- following ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A parameter, and what it was before."""
+
+    held: Tensor
+    dtype: torch.dtype
+    device: torch.device
+
+
+def follow(optimizer: Optimizers, changed: Iterable[Change], journal: Journal | None = None) -> None:
+    """State tensors are on their parameter's device, and in its dtype where they had its old one.
+
+    A state tensor changes dtype if it has a dimension and had the parameter's old float dtype: so moments follow, and
+    float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU, unless the optimizer is fused
+    or capturable.  State on ``meta`` has no values; it is dropped, and the next step makes it again.
+
+    Every entry of ``journal`` restores one state tensor.
+    """
+    changes = list(changed)
+    for one in optimizers_of(optimizer):
+        on_device = {
+            id(parameter): bool(group.get("fused") or group.get("capturable"))
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
+        for change in changes:
+            state = one.state.get(change.held)
+            if isinstance(state, dict) and (change.dtype, change.device) != (change.held.dtype, change.held.device):
+                _follow_one(one, change, state, on_device.get(id(change.held), False), journal)
+
+
+def _follow_one(
+    optimizer: Optimizer, change: Change, state: dict[str, Any], steps_move: bool, journal: Journal | None
+) -> None:
+    if change.device.type == "meta" != change.held.device.type and any(
+        isinstance(value, Tensor) and value.is_meta for value in state.values()
+    ):
+        if journal is not None:
+            journal.append(lambda: optimizer.state.__setitem__(change.held, state))
+        del optimizer.state[change.held]
+        return
+    for key, old in list(state.items()):
+        new = _followed(old, change, steps_move)
+        if new is not old:
+            if journal is not None:
+                journal.append(lambda key=key, old=old: state.__setitem__(key, old))  # type: ignore[misc]
+            state[key] = new
+            del old, new  # one state tensor above stock, not two
+
+
+def _followed(value: Any, change: Change, steps_move: bool) -> Any:
+    if isinstance(value, Tensor):
+        dtype, device = value.dtype, value.device
+        both = change.dtype.is_floating_point and change.held.dtype.is_floating_point
+        if both and value.dim() > 0 and dtype == change.dtype:
+            dtype = change.held.dtype
+        if device == change.device and (value.dim() > 0 or steps_move or device.type != "cpu"):
+            device = change.held.device
+        return value if (dtype, device) == (value.dtype, value.device) else value.detach().to(device, dtype)
+    if isinstance(value, list):
+        made = [_followed(item, change, steps_move) for item in value]
+        return made if any(new is not old for new, old in zip(made, value, strict=True)) else value
+    if isinstance(value, dict):
+        mapped = {key: _followed(item, change, steps_move) for key, item in value.items()}
+        return mapped if any(mapped[key] is not value[key] for key in value) else value
+    return value

@@ -1,0 +1,179 @@
+"""The scope in which *stock* torch calls keep a model's parameters attached."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ._stock import StockCall
+from ._torch import GRAD_SWITCH, check_torch
+from .optimizer import Optimizers, check_belongs, optimizers_of
+from .swap import LOCK, check_place
+from .ties import find_components, named_tensors, tie_of
+
+_NEAR = 12
+"""How many frames above a tensor function a conversion is looked for: ``_apply``, its function, and what that calls."""
+
+
+@contextmanager
+def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> Iterator[None]:
+    """Inside, stock ``.to()``, ``.bfloat16()``, ``.to_empty()`` and ``load_state_dict`` keep what they change attached.
+
+    Parameters and buffers are the objects that they were, with ties (object, view, buffer), grads, hooks of both kinds,
+    attributes and classes; state of ``optimizer`` (one or several) follows.  What holds a parameter is found before the
+    call changes anything.  A state dict may lack the aliases of tied tensors, must not contradict itself on them, and
+    its ``_metadata`` stays clean.
+
+    What it cannot promise, because torch does the walking: to take back a call that fails in the middle, and to run a
+    function of your own (``model._apply(f)``) once per tied tensor.  ``assign=True`` shares memory with the state dict,
+    as always.  Use ``tt.convert`` and ``tt.load`` where you can.
+
+    The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
+    and puts it back; it takes the lock of all converters, so a second thread waits.  Other threads that call stock
+    conversions meanwhile get torch's own swapping, without this care.
+
+    Args:
+        model: checked on entry. Needed for state dicts that lack aliases; the rest works for any model in the scope.
+
+    Raises:
+        ConversionError: in ``inference_mode``, or for DDP, FSDP1, a forwarded FSDP2; and from the calls inside.
+        OptimizerError: the optimizer is that of another model.
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.Linear(2, 2)
+    >>> weight = model.weight
+    >>> with tt.swapping(model):
+    ...     _ = model.bfloat16()
+    >>> model.weight is weight, weight.dtype
+    (True, torch.bfloat16)
+    """
+    check_torch()
+    optimizers = optimizers_of(optimizer)
+    with LOCK:
+        handles = []
+        if model is not None:
+            check_place(model.modules(), "convert")
+            check_belongs(model, optimizers)
+            handles.append(model.register_load_state_dict_pre_hook(_fill_aliases))
+        scope = _Scope(optimizers)
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with scope:
+                yield
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+            for handle in handles:
+                handle.remove()
+            scope.end_call()
+
+
+class _Scope(TorchFunctionMode):
+    """Sees every tensor function of this thread, and so each stock conversion just before its first change."""
+
+    def __init__(self, optimizer: Optimizers) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._call: StockCall | None = None
+        self._frame: FrameType | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is GRAD_SWITCH:
+            return func(*args, **(kwargs or {}))
+        frame = _conversion_frame(self._frame, loads=func is Tensor.module_load)
+        if frame is not self._frame:
+            self.end_call()
+            if frame is not None:
+                self._begin(frame)
+        if self._call is not None:
+            self._call.settle()
+            for argument in args[:1]:
+                self._call.touch(argument)
+            if func is Tensor.module_load:
+                return self._call.load(*args, **(kwargs or {}))
+            return self._call.fresh(func(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def _begin(self, frame: FrameType) -> None:
+        local = frame.f_locals
+        root: nn.Module = local["self"]
+        loads = frame.f_code.co_name == "load_state_dict"
+        self._call = StockCall(root, self._optimizer, loads=loads, metadata=local.get("metadata") if loads else None)
+        self._frame = frame
+        if loads:
+            self._call.handles.append(root.register_load_state_dict_post_hook(lambda module, keys: self._end_load()))
+        self._call.begin()
+
+    def _end_load(self) -> None:
+        error = self._call and self._call.error
+        self.end_call()
+        if error:
+            raise error  # torch has caught it, and would repeat it for every name
+
+    def end_call(self) -> None:
+        """What the last stock call changed is attached again."""
+        call, self._call, self._frame = self._call, None, None
+        if call is not None:
+            call.end()
+
+
+def _conversion_frame(current: FrameType | None, *, loads: bool) -> FrameType | None:
+    """The outermost frame of the ``load_state_dict`` or ``_apply`` that asks for this function, if one does.
+
+    Frames say which module is converted, for any module and thread, without replacing methods of ``nn.Module``.
+    ``current`` is the answer of the last time: a load asks for more than ``module_load`` until it ends.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    steps = 0
+    while frame is not None:
+        if frame is current:
+            return frame
+        name = frame.f_code.co_name
+        if name == "_apply" and not loads and steps <= _NEAR and _is_of_module(frame):
+            while frame.f_back is not None and frame.f_back.f_code.co_name == "_apply":
+                frame = frame.f_back
+            return frame
+        if name == "load_state_dict" and loads and _is_of_module(frame):
+            return frame
+        steps += 1
+        if steps > _NEAR and not loads and current is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _is_of_module(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), nn.Module)
+
+
+def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Names of tied tensors that the state dict lacks are there, as the owner's tensor or a view of it."""
+    known = set(module.state_dict(keep_vars=True))
+    tensors = named_tensors(module)
+    for component in find_components(module):
+        tie = tie_of(component)
+        present = [name for name in component.names if prefix + name in state_dict]
+        if tie is None or not present:
+            continue
+        for alias, view in zip(tie.names, tie.views, strict=True):
+            if alias in present or alias not in known:
+                continue
+            twins = [n for n, other in zip(tie.names, tie.views, strict=True) if other == view and n in present]
+            if twins:
+                state_dict[prefix + alias] = state_dict[prefix + twins[0]]
+            elif view is not None and tie.owner in present:
+                given, held = state_dict[prefix + tie.owner], tensors[tie.owner]
+                plain = type(given) in (Tensor, nn.Parameter) and view.dtype == held.dtype
+                if plain and given.stride() == held.stride():
+                    state_dict[prefix + alias] = given.detach().as_strided(
+                        view.size, view.stride, given.storage_offset() + view.offset
+                    )

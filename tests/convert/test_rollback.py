@@ -1,0 +1,149 @@
+"""All or nothing: a failure at any point leaves everything bit for bit as it was."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+
+from tests.convert.models import KINDS, rig, snapshot
+from torchtether import ConversionError, swap
+from torchtether.convert import convert
+from torchtether.ties import find_ties
+
+room = importlib.import_module("torchtether.convert")  # the package has a function of this name
+optimizers = importlib.import_module("torchtether.optimizer")
+
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def failing(function, at):
+    """``function``, which runs out of memory the ``at``-th time (from 0)."""
+    count = itertools.count()
+
+    def call(*args, **kwargs):
+        if next(count) == at:
+            raise MemoryError("injected")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def attempt(made, to, patch):
+    """Converts with a fault at each possible point in turn; everything is as before after each; at last it succeeds."""
+    before, ties = snapshot(made.model, made.optimizer), find_ties(made.model)
+    for at in itertools.count():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            patch(monkeypatch, at)
+            try:
+                convert(made.model, dtype=to, optimizer=made.optimizer, atomic="full")
+            except MemoryError:
+                assert snapshot(made.model, made.optimizer) == before
+                assert find_ties(made.model) == ties
+            else:
+                return at
+
+
+@kinds
+def test_a_failing_conversion_function_changes_nothing(kind):
+    made = rig(kind)
+    points = attempt(made, torch.float64, lambda mp, at: mp.setattr(room, "converted", failing(room.converted, at)))
+    assert points >= 2
+    made.step()
+
+
+@kinds
+@pytest.mark.parametrize("step", ["swap_impl", "seat_hooks", "grad_shell", "_shell", "Replacement"])
+def test_a_failure_between_the_steps_of_an_exchange_changes_nothing(kind, step):
+    """Also where an object is half exchanged: its implementation is the new one, its class and hooks the old ones."""
+    made = rig(kind)
+    original = getattr(swap, step)
+
+    def patch(monkeypatch, at):
+        broken = failing(original, at)
+        # the way back may use the same steps
+        undo = swap.Replacement.undo
+
+        def mended(self):
+            monkeypatch.setattr(swap, step, original)
+            undo(self)
+
+        monkeypatch.setattr(swap.Replacement, "undo", mended)
+        monkeypatch.setattr(swap, step, broken)
+
+    assert attempt(made, torch.float64, patch) >= 2
+    made.step()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad"])
+def test_a_failure_while_state_follows_changes_nothing(optimizer):
+    made = rig(KINDS["tied_3"], optimizer)
+    points = attempt(
+        made, torch.float64, lambda mp, at: mp.setattr(optimizers, "_followed", failing(optimizers._followed, at))
+    )
+    assert points >= 4
+
+
+def test_a_rolled_back_model_trains_as_if_nothing_had_happened():
+    made, other = rig(KINDS["view_transposed"]), rig(KINDS["view_transposed"])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(room, "converted", failing(room.converted, 2))
+        with pytest.raises(MemoryError):
+            convert(made.model, dtype=torch.bfloat16, optimizer=made.optimizer, atomic="full")
+    made.seen.clear()
+    assert made.step() == other.step()
+    assert made.seen  # hooks fire
+
+
+def test_without_full_the_error_says_what_was_done(monkeypatch):
+    made = rig(KINDS["plain"])
+    monkeypatch.setattr(room, "converted", failing(room.converted, 2))
+    text = r"convert stopped after 2 of 4 tensors, the last a\.bias: MemoryError: injected\. .*atomic='full'"
+    with pytest.raises(ConversionError, match=text) as caught:
+        convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    for parameter in made.model.parameters():  # what was done is consistent with its state
+        assert made.optimizer.state[parameter]["exp_avg"].dtype == parameter.dtype == parameter.grad.dtype
+
+
+def test_without_full_a_failure_before_the_first_change_stays_itself(monkeypatch):
+    made = rig(KINDS["plain"])
+    before = snapshot(made.model, made.optimizer)
+    monkeypatch.setattr(room, "converted", failing(room.converted, 0))
+    with pytest.raises(MemoryError):
+        convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    assert snapshot(made.model, made.optimizer) == before
+
+
+@pytest.mark.parametrize("step", ["swap_impl", "seat_hooks"])
+def test_without_full_no_object_is_left_half_exchanged(step, monkeypatch):
+    made = rig(KINDS["subclass"])
+    before = snapshot(made.model, made.optimizer)
+    original = getattr(swap, step)
+    broken = failing(original, 0)
+    undo = swap.Replacement.undo
+    monkeypatch.setattr(swap.Replacement, "undo", lambda self: (monkeypatch.setattr(swap, step, original), undo(self)))
+    monkeypatch.setattr(swap, step, broken)
+    with pytest.raises(MemoryError):
+        convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    assert snapshot(made.model, made.optimizer) == before
+    made.step()
+
+
+def test_an_interrupt_is_not_hidden(monkeypatch):
+    made = rig(KINDS["plain"])
+    calls = itertools.count()
+
+    def interrupted(tensor, *to):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return tensor.detach().double()
+
+    monkeypatch.setattr(room, "converted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(made.model, dtype=torch.float64)
+
+
+def test_atomic_has_two_values():
+    with pytest.raises(ConversionError, match="neither 'checked' nor 'full'"):
+        convert(torch.nn.Linear(2, 2), dtype=torch.float64, atomic="maybe")
