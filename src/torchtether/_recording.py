@@ -1,0 +1,393 @@
+"""How tensors on ``meta`` were computed: recorded while a model is built, run again later on a real device.
+
+Each op that makes or writes memory on ``meta`` is a step.  Tensors in it are written down as ``Ref``: which memory, and
+the geometry over it.  So views need no steps, and no tensor, parameter or not, is kept alive by the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ._storage import is_strided, storage_id
+from .errors import ConversionError
+
+_SMALL = 2**20
+"""Elements up to which a real tensor that enters the record is copied at once; larger ones when the record ends."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor, as geometry over memory number ``memory`` of its program."""
+
+    memory: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool = False
+    is_neg: bool = False
+
+
+@dataclass
+class Const:
+    """A real tensor that entered the record; where it is not a copy, ``version`` tells whether it was changed since."""
+
+    tensor: Tensor
+    version: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op. ``op`` is its name, so that a record can be pickled; empty for a constant."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    makes: tuple[tuple[int, Ref], ...]
+    touches: frozenset[int]
+    default_dtype: torch.dtype
+    is_random: bool = False
+
+    @property
+    def fills(self) -> bool:
+        """Whether the step gives values; ``empty`` gives memory only."""
+        return "empty" not in self.op
+
+
+@dataclass
+class Program:
+    """The steps by their number, and for each memory the numbers of those that make or write it."""
+
+    steps: dict[int, Step] = field(default_factory=dict)
+    history: dict[int, list[int]] = field(default_factory=dict)
+
+    def slice(self, memories: Iterable[int]) -> list[int]:
+        """The numbers of all steps on which the final contents of ``memories`` depend, in order."""
+        needed, chosen, todo = set[int](), set[int](), list(memories)
+        while todo:
+            memory = todo.pop()
+            if memory not in needed:
+                needed.add(memory)
+                for number in self.history.get(memory, ()):
+                    if number not in chosen:
+                        chosen.add(number)
+                        todo += self.steps[number].touches
+        return sorted(chosen)
+
+    def knows(self, memory: int) -> bool:
+        """Whether everything that ``memory`` depends on was made by a step, and something filled it."""
+        numbers = self.slice([memory])
+        steps = [self.steps[number] for number in numbers]
+        made = {ref.memory for step in steps for _, ref in step.makes}
+        touched = {m for step in steps for m in step.touches}
+        return touched <= made and any(self.steps[number].fills for number in self.history.get(memory, ()))
+
+    def is_random(self, memory: int) -> bool:
+        return any(self.steps[number].is_random for number in self.slice([memory]))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to compute one tensor."""
+
+    program: Program
+    ref: Ref
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+        return self  # nothing in it changes
+
+
+# -- recording --------------------------------------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """While active, every op on ``meta`` is written to ``program``; ``close`` drops all but what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program = Program()
+        self._numbers: dict[int, int] = {}
+        self._memories: list[torch.UntypedStorage] = []  # alive while recording, so that no id is used twice
+        self._consts: list[Const] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first op, which takes seconds, to keep it out of here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not hasattr(func, "_schema"):  # a higher-order op
+            return func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            real = self._real_answer(func, args, kwargs)
+            if real is None:
+                raise
+            out = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, real)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """The tensor as a Ref; its memory gets a number if it has none."""
+        key = storage_id(tensor)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._memories.append(tensor.untyped_storage())
+        return Ref(
+            self._numbers[key],
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def recipe(self, tensor: Tensor) -> Recipe | None:
+        """How to compute ``tensor``; ``None`` where the record does not say."""
+        if not _is_meta(tensor) or storage_id(tensor) not in self._numbers:
+            return None
+        ref = self.ref(tensor)
+        return Recipe(self.program, ref) if self.program.knows(ref.memory) else None
+
+    def add_constant(self, made: Tensor, value: Tensor) -> None:
+        """``made``, on ``meta``, holds ``value``: ``torch.tensor`` on ``meta`` never shows its numbers to an op."""
+        ref = self.ref(made)
+        if ref.memory not in self.program.history:
+            self._append(Step("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """The values that ``tensor`` would have on the CPU, for building code that asks; ``None`` if not determined."""
+        recipe = self.recipe(tensor)
+        if recipe is None or self.program.is_random(recipe.ref.memory):
+            return None
+        return Replay([recipe], torch.device("cpu")).tensor(recipe)
+
+    def close(self, kept: Iterable[Recipe]) -> None:
+        """Keeps the steps that ``kept`` need, and lets go of every tensor and memory of the model."""
+        wanted = self.program.slice({recipe.ref.memory for recipe in kept})
+        self.program.steps = {number: self.program.steps[number] for number in wanted}
+        self.program.history = {
+            memory: [n for n in numbers if n in self.program.steps] for memory, numbers in self.program.history.items()
+        }
+        for step in self.program.steps.values():
+            for const in tree_leaves((step.args, step.kwargs)):
+                if isinstance(const, Const) and const.version is not None:
+                    const.tensor, const.version = const.tensor.detach().clone(), None
+        self._numbers.clear()
+        self._memories.clear()
+        self._consts.clear()
+
+    def is_stale(self, recipe: Recipe) -> bool:
+        """Whether a large real tensor that went into ``recipe`` was changed after that."""
+        steps = (self.program.steps[number] for number in self.program.slice([recipe.ref.memory]))
+        consts = (x for step in steps for x in tree_leaves((step.args, step.kwargs)) if isinstance(x, Const))
+        return any(const.version not in (None, const.tensor._version) for const in consts)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x if isinstance(x, Tensor) else None for x in tree_leaves(out)]
+        if not any(x is not None and x.is_meta for x in (*inputs, *outputs)):
+            return
+        if any(x is not None and x.is_meta and not is_strided(x) for x in (*inputs, *outputs)):
+            return  # wrappers and sparse tensors: their memory stays unknown to the record
+        fresh = [
+            i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in self._numbers
+        ]
+        written = [x for x in _written(func, args, kwargs) if _is_meta(x)]
+        if not fresh and not written:
+            return  # a view, or a question
+        touched = {self.ref(x).memory for x in inputs if _is_meta(x)}
+        makes = tuple((i, self.ref(x)) for i in fresh if (x := outputs[i]) is not None)
+        step = Step(
+            func.name() if "." in func.name().partition("::")[2] else f"{func.name()}.default",
+            tuple(tree_map(self._note, args)),
+            tree_map(self._note, kwargs),
+            makes,
+            frozenset(touched),
+            torch.get_default_dtype(),
+            torch.Tag.nondeterministic_seeded in func.tags,
+        )
+        self._append(step, {self.ref(x).memory for x in written})
+
+    def _append(self, step: Step, written: Iterable[int] = ()) -> None:
+        number = len(self.program.steps)
+        self.program.steps[number] = step
+        for memory in dict.fromkeys([*(ref.memory for _, ref in step.makes), *written]):
+            self.program.history.setdefault(memory, []).append(number)
+
+    def _note(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self.ref(value) if _is_meta(value) else self._const(value)
+
+    def _const(self, value: Tensor) -> Const:
+        if value.numel() <= _SMALL or value.is_inference():
+            return Const(value.detach().clone())
+        # the tensor itself: what detach makes inside a dispatch mode has a version of its own
+        const = Const(value, value._version)
+        self._consts.append(const)
+        return const
+
+    def _real_answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What ``func`` gives on real values, for ops that depend on them (``nonzero``); ``None`` if unknown."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
+        values = {id(x): self.value_of(x) for x in tensors}
+        if not tensors or any(value is None for value in values.values()) or _written(func, args, kwargs):
+            return None
+        args, kwargs = tree_map(lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_FROM_DATA: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
+"""Functions that read Python data, and where it stands among their arguments."""
+
+_ASKS = {
+    getattr(Tensor, name)
+    for name in "item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __array__ __contains__".split()
+}
+"""Methods that need values, and that refuse ``meta`` before any op runs."""
+
+
+class DataReader(TorchFunctionMode):
+    """Beside a Recorder: shows it what never becomes an op."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS and _is_meta(args[0]):
+            value = self.recorder.value_of(args[0])
+            if value is not None:
+                return func(value, *args[1:], **kwargs)
+        out = func(*args, **kwargs)
+        where = _FROM_DATA.get(func)
+        if where is not None and _is_meta(out):
+            data = args[where] if len(args) > where else kwargs.get("data", kwargs.get("obj"))
+            if not isinstance(data, Tensor):
+                self.recorder.add_constant(out, torch.tensor(data, dtype=out.dtype, device="cpu"))
+        return out
+
+
+def _is_meta(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_meta and is_strided(tensor)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that ``func`` writes to, as its schema says."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return found
+
+
+# -- replaying --------------------------------------------------------------------------------------------------------
+
+
+class Replay:
+    """The values of ``recipes`` on ``device``: every step that any of them needs runs once, in the recorded order."""
+
+    def __init__(self, recipes: Iterable[Recipe], device: torch.device) -> None:
+        self.device = device
+        self._memory: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._taken: set[int] = set()
+        recipes = list(recipes)
+        before = torch.get_default_dtype()
+        try:
+            for program in {id(recipe.program): recipe.program for recipe in recipes}.values():
+                self._run(program, {recipe.ref.memory for recipe in recipes if recipe.program is program})
+        finally:
+            torch.set_default_dtype(before)
+
+    def tensor(self, recipe: Recipe) -> Tensor:
+        """The tensor of ``recipe``. Recipes over one memory give tensors over one memory."""
+        return self._tensor(id(recipe.program), recipe.ref)
+
+    def _run(self, program: Program, targets: set[int]) -> None:
+        numbers = program.slice(targets)
+        last = {
+            m: n for n in numbers for m in (*program.steps[n].touches, *(r.memory for _, r in program.steps[n].makes))
+        }
+        done: dict[int, list[int]] = {}
+        for memory, number in last.items():
+            if memory not in targets:
+                done.setdefault(number, []).append(memory)
+        for number in numbers:
+            with torch.no_grad():
+                self._step(id(program), program.steps[number])
+            for memory in done.get(number, ()):
+                self._memory.pop((id(program), memory), None)
+
+    def _step(self, program: int, step: Step) -> None:
+        if torch.get_default_dtype() != step.default_dtype:
+            torch.set_default_dtype(step.default_dtype)
+
+        def real(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return self._tensor(program, value)
+            if isinstance(value, Const):
+                return value.tensor
+            return self.device if isinstance(value, torch.device) and value.type == "meta" else value
+
+        args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
+        out = _op(step.op)(*args, **kwargs) if step.op else args[0].to(self.device, copy=True)
+        outputs = tree_leaves(out)
+        for i, ref in step.makes:
+            if (program, ref.memory) not in self._memory:
+                self._memory[program, ref.memory] = self._laid_out(outputs[i], ref, step)
+
+    def _laid_out(self, tensor: Tensor, ref: Ref, step: Step) -> torch.UntypedStorage:
+        """The memory of ``tensor``, whose geometry is that of ``ref``; a copy if the real op chose another one."""
+        if tensor.dtype != ref.dtype or tuple(tensor.shape) != ref.size:
+            on_meta, real = f"{ref.dtype} {ref.size}", f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ConversionError(
+                f"{step.op} gave {on_meta} on meta, and {real} on {self.device}",
+                fix="Build the model on the device itself.",
+            )
+        laid = (tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
+        if laid == (ref.stride, ref.offset, ref.is_conj, ref.is_neg) and storage_id(tensor) not in self._taken:
+            self._taken.add(storage_id(tensor))
+            return tensor.untyped_storage()
+        extent = sum((n - 1) * step for n, step in zip(ref.size, ref.stride, strict=True)) + 1 if tensor.numel() else 0
+        memory = torch.empty(ref.offset + extent, dtype=ref.dtype, device=self.device).untyped_storage()
+        _over(memory, ref, self.device).copy_(tensor)
+        return memory
+
+    def _tensor(self, program: int, ref: Ref) -> Tensor:
+        return _over(self._memory[program, ref.memory], ref, self.device)
+
+
+def _over(memory: torch.UntypedStorage, ref: Ref, device: torch.device) -> Tensor:
+    made = torch.empty(0, dtype=ref.dtype, device=device)
+    made.set_(memory, ref.offset, ref.size, ref.stride)
+    made = made.conj() if ref.is_conj else made
+    return torch.ops.aten._neg_view(made) if ref.is_neg else made  # type: ignore[no-any-return]
+
+
+def _op(name: str) -> Callable[..., Any]:
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    return op
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Inside the block new tensors lie on ``meta``, and how they were computed is recorded."""
+    recorder = Recorder()
+    with torch.device("meta"), DataReader(recorder), recorder:
+        yield recorder

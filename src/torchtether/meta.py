@@ -1,0 +1,347 @@
+"""Models on ``meta``: built without memory, then made real with everything that their constructors computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
+
+from ._recording import Recipe, Recorder, Replay, recording
+from ._storage import is_strided
+from .errors import ConversionError
+from .module_load import encoded_as
+from .swap import Exchange
+from .ties import Component, find_components, member_view, named_tensors, span_tensor, tie_of
+from .weight import Weight
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_RECIPE = "_tether_recipe"
+"""Under this attribute a tensor on ``meta`` carries how it was computed."""
+
+_RECIPES = "_tether_recipes"
+"""Under this attribute a module carries the same for buffers, which ``.to(dtype)`` makes anew, and plain tensors."""
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Modules built inside the block lie on ``meta`` and remember how each of their tensors was computed.
+
+    As ``torch.device("meta")``, and ``materialize`` or ``load`` can bring back exactly what the constructors computed
+    (rotary frequencies, masks, ``torch.tensor`` constants), which no checkpoint stores.  Code that asks for values
+    (``.item()``, ``.tolist()``, ``nonzero``) gets them where they are determined.  Modules are watched in this thread.
+
+    >>> import torch, torchtether as tt
+    >>> with tt.on_meta():
+    ...     norm = torch.nn.BatchNorm1d(2)
+    >>> norm.running_var.device.type, tt.materialize(norm).running_var
+    ('meta', tensor([1., 1.]))
+    """
+    with _modules_built() as modules, recording() as recorder:
+        yield
+        _remember(modules, recorder)
+
+
+@contextmanager
+def _modules_built() -> Iterator[dict[int, nn.Module]]:
+    """Every module to which this thread registers a parameter, a buffer or a module."""
+    built: dict[int, nn.Module] = {}
+    thread = threading.get_ident()
+
+    def watch(parent: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == thread:
+            built[id(parent)] = parent
+            if isinstance(value, nn.Module):
+                built[id(value)] = value
+
+    handles = [
+        hooks.register_module_parameter_registration_hook(watch),
+        hooks.register_module_buffer_registration_hook(watch),
+        hooks.register_module_module_registration_hook(watch),
+    ]
+    try:
+        yield built
+    finally:
+        for handle in handles:
+            handle.remove()
+        built.clear()
+
+
+def _remember(modules: dict[int, nn.Module], recorder: Recorder) -> None:
+    """Every tensor of ``modules`` that the record explains carries its recipe."""
+    kept: list[Recipe] = []
+    for module in modules.values():
+        own: dict[str, Recipe] = {}
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+        for name, tensor in {**module._parameters, **module._buffers, **plain}.items():
+            recipe = None if tensor is None or is_lazy(tensor) else recorder.recipe(tensor)
+            if recipe is not None and tensor is not None and not recorder.is_stale(recipe):
+                setattr(tensor, _RECIPE, recipe)
+                kept.append(recipe)
+                if name not in module._parameters:
+                    own[name] = recipe
+        if own:
+            module.__dict__[_RECIPES] = own
+    recorder.close(kept)
+
+
+def materialize(
+    model: Model, device: torch.device | str | int = "cpu", *, init: Callable[[nn.Module], Any] | None = None
+) -> Model:
+    """Every tensor of ``model`` that was on ``meta`` is real, on ``device``, and is the same object as before.
+
+    What was built inside ``on_meta`` is what its constructor computes: parameters as they were initialised there,
+    buffers exactly.  Anything else is initialised by ``reset_parameters`` of its module.  ``init(module)``, if given,
+    is called instead, after the record, for every module with a new tensor in or below it, children first, as
+    ``Module.apply`` does.  Each tensor is initialised once, by the module of its owner; ties, views among them, hold.
+    What is real already is not touched.
+
+    Raises:
+        ConversionError: a tensor has neither record nor ``reset_parameters`` nor ``init``, or something holds it;
+            nothing has changed.  Or ``reset_parameters`` left a tensor unset: it is named.
+
+    >>> import torch, torchtether as tt
+    >>> with torch.device("meta"):
+    ...     layer = torch.nn.Linear(2, 2)
+    >>> before = layer.weight; tt.materialize(layer).weight is before, before.device.type
+    (True, 'cpu')
+    """
+    place = torch.device(device)
+    if place.type == "meta":
+        raise ConversionError("cannot materialize on meta", fix="Name a real device.")
+    modules = dict(model.named_modules())
+    work = [component for component in find_components(model) if any(m.tensor.is_meta for m in component.members)]
+    work.sort(key=lambda component: all(m.tensor._base is None for m in component.members))  # views go first
+    plain = {(id(m), name): recipe for m in modules.values() for name, recipe in _plain_recipes(m).items()}
+    if not work and not plain:
+        _forget(model)
+        return model
+    recipes = {id(component): recipes_of(component, modules) for component in work}
+    recorded = [component for component in work if recipes[id(component)]]
+    others = [component for component in work if not recipes[id(component)]]
+    _check_init(others, modules, init)
+    with Exchange(model, verb="materialize") as exchange:
+        _check_held(exchange, work)
+        wanted = [recipe for made in recipes.values() for recipe in made.values()]
+        replay = Replay([*wanted, *plain.values()], place)
+        for component in recorded:
+            _put(exchange, _replayed(component, recipes[id(component)], replay, place))
+        for component in others:
+            _put(exchange, _reserved(component, place))
+        for module in modules.values():
+            for name in _plain_recipes(module):
+                module.__dict__[name] = replay.tensor(plain[id(module), name])
+    _forget(model)
+    _initialise(work if init is not None else others, modules, init)
+    return model
+
+
+def _forget(model: nn.Module) -> None:
+    """No tensor or module carries a recipe any more."""
+    for tensor in named_tensors(model).values():
+        tensor.__dict__.pop(_RECIPE, None)
+    for module in model.modules():
+        module.__dict__.pop(_RECIPES, None)
+
+
+def _check_held(exchange: Exchange, components: Iterable[Component]) -> None:
+    """A buffer that is a view of another one holds it; ``_put`` exchanges the view first, and then nothing does."""
+    tensors = [member.tensor for component in components for member in component.members]
+    bases = {id(tensor._base) for tensor in tensors}
+    exchange.check([tensor for tensor in tensors if id(tensor) not in bases])
+
+
+def _put(exchange: Exchange, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for held, new in sorted(pairs, key=lambda pair: pair[0]._base is None):
+        exchange.put(held, new)
+
+
+# -- what was recorded ------------------------------------------------------------------------------------------------
+
+
+def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int, Recipe]:
+    """By index of the member: its recipe. Empty unless the owner has one, whose memory is that of all."""
+    tie = tie_of(component)
+    owner = component.names[0] if tie is None else tie.owner
+    found = {}
+    for i, member in enumerate(component.members):
+        recipe = getattr(member.tensor, _RECIPE, None)
+        for name in member.names if recipe is None and len(component.members) == 1 else ():
+            path, _, leaf = name.rpartition(".")
+            recipe = recipe or (vars(modules[path]).get(_RECIPES, {}).get(leaf) if path in modules else None)
+        if isinstance(recipe, Recipe) and recipe.ref.size == tuple(member.tensor.shape):
+            found[i] = recipe
+    has_owner = any(owner in component.members[i].names for i in found)
+    return found if has_owner else {}
+
+
+def _plain_recipes(module: nn.Module) -> dict[str, Recipe]:
+    """The recipes of tensors on ``meta`` that are mere attributes of the module, which no conversion walks."""
+    own = vars(module)
+    return {
+        name: recipe
+        for name, recipe in own.get(_RECIPES, {}).items()
+        if isinstance(own.get(name), Tensor) and own[name].is_meta
+    }
+
+
+def _replayed(
+    component: Component, recipes: dict[int, Recipe], replay: Replay, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each member with its new contents; where one memory was recorded for all, they share it again."""
+    members = component.members
+    memories = {(id(recipe.program), recipe.ref.memory) for recipe in recipes.values()}
+    as_recorded = len(recipes) == len(members) and all(_matches(members[i].tensor, r) for i, r in recipes.items())
+    if len(memories) == 1 and as_recorded:
+        for i, member in enumerate(members):
+            yield member.tensor, replay.tensor(recipes[i])
+        return
+    tie = tie_of(component)
+    owner = next(i for i in recipes if tie is None or tie.owner in members[i].names)
+    value = replay.tensor(recipes[owner])
+    held = members[owner].tensor
+    if isinstance(held, Weight) and not held.scheme.transparent:
+        span: Tensor = encoded_as(held, value.to(held.dtype))
+        for member in members:
+            yield member.tensor, member_view(span, member)
+        return
+    span = torch.zeros_like(span_tensor(component), device=device)
+    if not isinstance(span, Weight) and component.nbytes:
+        target = member_view(span, members[owner])
+        (target.values_of() if isinstance(target, Weight) else target).copy_(value)
+    for member in members:
+        yield member.tensor, member_view(span, member)
+
+
+def _matches(tensor: Tensor, recipe: Recipe) -> bool:
+    ref = recipe.ref
+    return not isinstance(tensor, Weight) and (tensor.dtype, tuple(tensor.stride())) == (ref.dtype, ref.stride)
+
+
+# -- what modules initialise ------------------------------------------------------------------------------------------
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """``reset_parameters``; ``nn.MultiheadAttention`` spells it with an underscore."""
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def _check_init(components: Iterable[Component], modules: dict[str, nn.Module], init: Any) -> None:
+    if init is not None:
+        return
+    lost = [
+        component.names[0]
+        for component in components
+        if not any(_reset_of(modules[p]) for p in _paths(component) if p in modules)
+        and not is_lazy(component.members[0].tensor)
+        and component.members[0].tensor.numel()
+    ]
+    if lost:
+        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+        raise ConversionError(
+            f"{', '.join(lost[:8])}{more}: on meta, with neither a record of how it was computed nor reset_parameters",
+            fix="Build the model inside tt.on_meta(), or pass init=.",
+        )
+
+
+def _paths(component: Component) -> list[str]:
+    """The modules that hold the component, that of the owner first."""
+    tie = tie_of(component)
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in (component.names if tie is None else tie.names)))
+
+
+def _reserved(component: Component, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each member with memory that ``_is_unset`` knows again."""
+    held = component.members[0].tensor
+    if isinstance(held, Weight) and not held.scheme.transparent:
+        zeros = torch.zeros((), dtype=held.dtype, device=device).expand(held.shape)
+        span: Tensor = encoded_as(held, zeros)
+    else:
+        span = torch.empty_like(span_tensor(component), device=device)
+    for piece in _pieces(span):
+        piece.fill_(_mark(piece.dtype))
+    for member in component.members:
+        yield member.tensor, member_view(span, member)
+
+
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors in which a mark can be left, and is lost with the first write: of a Weight its scales.
+
+    A bool has no value to spare for a mark, so nothing is said about it.
+    """
+    if isinstance(tensor, Weight):
+        own = [part for part in tensor.parts.values() if tensor.scheme.transparent or part.is_floating_point()]
+        return [piece for part in own for piece in _pieces(part)]
+    return [] if tensor.dtype == torch.bool or tensor.numel() == 0 or not is_strided(tensor) else [tensor]
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    """Whether nothing was written since ``_reserved``."""
+    pieces = _pieces(tensor)
+    return bool(pieces) and all(map(_is_marked, pieces))
+
+
+def _is_marked(piece: Tensor) -> bool:
+    first = piece[(0,) * piece.dim()]  # most tensors are set, and one element tells
+    for part in (first, piece):
+        wide = part.float() if part.dtype.is_floating_point and part.dtype.itemsize == 1 else part
+        if not bool(
+            (wide != wide if wide.is_floating_point() or wide.is_complex() else wide == _mark(wide.dtype)).all()
+        ):
+            return False
+    return True
+
+
+def _initialise(components: list[Component], modules: dict[str, nn.Module], init: Any) -> None:
+    """Each of ``components`` is set once: what the holder of an alias would set again keeps its owner's values."""
+    holders: dict[str, list[Component]] = {}
+    for component in components:
+        for path in _paths(component):
+            holders.setdefault(path, []).append(component)
+    owners = {id(component): _paths(component)[0] for component in components}
+    done: set[int] = set()
+    for path in _in_order(modules, holders, owners) if init is None else _children_first(modules, holders):
+        module, own = modules[path], holders.get(path, [])
+        call = _reset_of(module) if init is None else partial(init, module)
+        if call is None or (own and all(id(c) in done and owners[id(c)] != path for c in own)):
+            continue
+        safe = [c.members[0].tensor for c in own if id(c) in done and owners[id(c)] != path]
+        kept = [(tensor, tensor.detach().clone()) for tensor in safe]
+        call()
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+        done.update(id(c) for c in own)
+    unset = [c.names[0] for c in components if any(_is_unset(m.tensor) for m in c.members)]
+    if unset:
+        who = "reset_parameters" if init is None else "init"
+        more = f" and {len(unset) - 8} more" if len(unset) > 8 else ""
+        raise ConversionError(
+            f"{', '.join(unset[:8])}{more}: on {components[0].members[0].tensor.device} now, but {who} did not set it",
+            fix="Build the model inside tt.on_meta(), or set it in init=.",
+        )
+
+
+def _in_order(modules: Iterable[str], holders: dict[str, Any], owners: dict[int, str]) -> list[str]:
+    """The modules with new tensors of their own: owners before those that hold aliases only."""
+    own = [path for path in modules if path in holders]
+    first = set(owners.values())
+    return [path for path in own if path in first] + [path for path in own if path not in first]
+
+
+def _children_first(modules: Iterable[str], holders: Iterable[str]) -> list[str]:
+    """The modules with new tensors in or below them, as ``Module.apply`` goes, for which ``init`` is written."""
+    above = {path[:end] for path in holders for end in (0, len(path), *(i for i, c in enumerate(path) if c == "."))}
+    return sorted((path for path in modules if path in above), key=lambda path: -(path.count(".") + bool(path)))

@@ -1,0 +1,197 @@
+"""Quantizing and dequantizing a model in place, under its optimizer, with its ties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .errors import SchemeError
+from .module_load import module_load
+from .rules import Rules, order_of, schemes_for
+from .schemes import Scheme
+from .spec import Tie
+from .swap import Exchange
+from .ties import Component, Member, find_components, member_view, span_tensor, tie_of
+from .weight import Weight
+
+Atomic = Literal["checked", "full"]
+
+_CHUNK = 2**20
+"""Elements looked at in one go by the check for values that are not finite."""
+
+
+def quantize(
+    model: nn.Module,
+    rules: Rules,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    atomic: Atomic = "checked",
+) -> nn.Module:
+    """The parameters that ``rules`` choose are Weights; each is the same Parameter object as before.
+
+    ``rules``: ``None``; a scheme or its name, for the weight of every ``nn.Linear``; or globs over parameter names,
+    each with a scheme or ``None``, the first match wins.  A tied group is quantized once and stays tied.  A Weight of
+    the wanted scheme is left alone, one of another scheme is encoded again, a tensor on ``meta`` becomes a Weight on
+    ``meta``.  Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without
+    ``assign=True``.
+
+    Raises:
+        RuleError, SchemeError: the rules or the values do not fit; nothing has changed.
+        ConversionError: something holds a parameter; nothing has changed.
+
+    >>> import torch, torchtether as tt
+    >>> layer = torch.nn.Linear(8, 8); before = layer.weight
+    >>> tt.quantize(layer, "int8").weight is before, isinstance(before, tt.Weight)
+    (True, True)
+    """
+    components = find_components(model)
+    ties = {id(component): tie_of(component) for component in components}
+    schemes = schemes_for(model, rules, [tie for tie in ties.values() if tie is not None])
+    plan = []
+    for component in components:
+        tie = ties[id(component)]
+        scheme = schemes.get(component.names[0] if tie is None else tie.owner)
+        if scheme is not None and not _is_held_in(component, scheme):
+            _check_finite(component, scheme)
+            plan.append((component, tie, scheme))
+    with Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange:
+        exchange.check([member.tensor for component, _, _ in plan for member in component.members])
+        for component, tie, scheme in plan:
+            _put(exchange, component.members, _encoded(component, tie, scheme))
+    _keep_loading(model, (name for component, _, _ in plan for name in component.names))
+    return model
+
+
+def dequantize(
+    model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, atomic: Atomic = "checked"
+) -> nn.Module:
+    """Every Weight of the model is a plain tensor of its values; each is the same Parameter object as before.
+
+    Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.
+
+    Raises:
+        ConversionError: something holds a parameter; nothing has changed.
+        TieError: two Weights share only some of their parts; nothing has changed.
+
+    >>> import torch, torchtether as tt
+    >>> layer = tt.quantize(torch.nn.Linear(8, 8), "int8"); before = layer.weight
+    >>> tt.dequantize(layer).weight is before, isinstance(before, tt.Weight)
+    (True, False)
+    """
+    plan = [c for c in find_components(model) if any(isinstance(m.tensor, Weight) for m in c.members)]
+    spans = [span_tensor(component) for component in plan]
+    with Exchange(model, optimizer=optimizer, atomic=atomic, verb="dequantize") as exchange:
+        weights = [[m for m in component.members if isinstance(m.tensor, Weight)] for component in plan]
+        exchange.check([member.tensor for members in weights for member in members])
+        for members, span in zip(weights, spans, strict=True):
+            _put(exchange, members, _decoded(span, members))
+    _keep_loading(model, (name for component in plan for name in component.names))
+    return model
+
+
+def _put(exchange: Exchange, members: Sequence[Member], made: list[Any]) -> None:
+    """A function of its own, so that no variable keeps old contents alive while the next tensor is made."""
+    for member, new in zip(members, made, strict=True):
+        exchange.put(member.tensor, new)
+
+
+def _is_held_in(component: Component, scheme: Scheme) -> bool:
+    return all(isinstance(m.tensor, Weight) and m.tensor.scheme == scheme for m in component.members)
+
+
+def _decoded(span: Tensor, members: Sequence[Member]) -> list[Tensor]:
+    """One plain tensor per member, all over the same memory."""
+    if isinstance(span, Weight):
+        values = span.dequantize()
+        return [values.as_strided(member.view.size, member.view.stride) for member in members]
+    return [_wrapped(member_view(span, member)) for member in members]
+
+
+def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weight]:
+    """One Weight per member, all over the same parts."""
+    if scheme.transparent:
+        return [Weight.encode(_wrapped(member.tensor), scheme, tie=tie) for member in component.members]
+    owner = next(m for m in component.members if tie is None or tie.owner in m.names)
+    weight = Weight.encode(owner.tensor, scheme, tie=tie)
+    made: list[Weight] = []
+    for member in component.members:
+        view = None if tie is None else tie.views[tie.names.index(member.names[0])]
+        order = None if view is None else order_of(view, owner.tensor)
+        made.append(weight.detach() if order is None else weight.permute(order))  # type: ignore[arg-type]
+    return made
+
+
+def _wrapped(tensor: Tensor) -> Tensor:
+    """The memory itself, where a transparent Weight wraps it, so that views stay views."""
+    return (tensor.values_of() if isinstance(tensor, Weight) else tensor).detach()
+
+
+def _check_finite(component: Component, scheme: Scheme) -> None:
+    """Raises before anything changes. Encoding would find it too, but after the tensors before this one."""
+    tensor = component.members[0].tensor.detach()
+    if scheme.transparent or tensor.is_meta:
+        return
+    values = tensor.values_of() if isinstance(tensor, Weight) else tensor
+    rows = values.view(1) if values.dim() == 0 else values
+    step = max(_CHUNK // max(rows[:1].numel(), 1), 1)
+    for chunk in rows.split(step) if rows.numel() else ():
+        good = torch.isfinite(chunk.float())
+        if not good.all():
+            bad = int((~good).sum())
+            raise SchemeError(
+                f"{bad} or more of its {values.numel()} values are not finite in float32, so {scheme} cannot hold it",
+                name=component.names[0],
+                fix="Repair the values, or exclude it with a rule of None.",
+            )
+
+
+# -- stock load_state_dict afterwards ---------------------------------------------------------------------------------
+
+
+def _keep_loading(model: nn.Module, names: Iterable[str]) -> None:
+    """The modules that hold ``names`` have the load hook, each once."""
+    paths = {name.rpartition(".")[0] for name in names}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in paths:
+            add_load_hook(module)
+
+
+def add_load_hook(module: nn.Module) -> None:
+    """Stock ``load_state_dict`` of ``module`` follows the policy of ``module_load``, the swap flag on or off."""
+    present = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    if keep_policy not in present:
+        module.register_load_state_dict_pre_hook(keep_policy)
+
+
+def keep_policy(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+) -> None:
+    """Runs before torch loads the module's own tensors: what ``assign=True`` would replace is loaded here instead.
+
+    The held Parameter takes what the policy says, and then stands in the (local copy of the) state dict itself, so
+    that torch assigns it to where it is.  With ``assign=False`` torch copies in place, which a Weight answers; with
+    the swap flag on torch asks ``Tensor.module_load``; shapes that differ are torch's to report.
+    """
+    errors: list[str] = rest[-1]
+    is_assigned = local_metadata.get("assign_to_params_buffers", False)
+    if not is_assigned or torch.__future__.get_swap_module_params_on_conversion():
+        return
+    buffers = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+    for leaf, held in {**module._parameters, **buffers}.items():
+        key = prefix + leaf
+        given = state_dict.get(key)
+        if held is None or not isinstance(given, Tensor) or given is held or given.shape != held.shape:
+            continue
+        if not (isinstance(held, Weight) or isinstance(given, Weight)):
+            continue
+        try:
+            made = module_load(None, held, given, assign=True)
+            with Exchange(module, verb="load") as exchange:
+                exchange.check([held])
+                exchange.put(held, made)
+        except Exception as error:  # as torch does: every tensor is tried, and all errors are reported at once
+            errors.append(f'While loading the parameter named "{key}", an exception occurred : {error}')
+        state_dict[key] = held

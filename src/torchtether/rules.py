@@ -1,0 +1,134 @@
+"""Which scheme each parameter gets: from what the user asks to one scheme per tied group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .errors import RuleError, SchemeError
+from .schemes import Plain, Scheme, resolve
+from .spec import Tie, View, WeightSpec
+from .ties import named_tensors, nearest
+from .weight import Weight
+
+_EXCLUDE = "Exclude it with a rule of None."
+
+Rules = Scheme | str | Mapping[str, Scheme | str | None] | None
+"""``None``; a scheme or its name, for every ``nn.Linear``; or globs over parameter names, the first match wins."""
+
+
+def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str, Scheme]:
+    """The scheme of each tied group or single parameter that is to be quantized, by its owner's name.
+
+    Raises:
+        RuleError: a glob matches nothing, a scheme is unknown, two rules ask for different things in one tied group,
+            or a tied group has an alias that a quantized owner cannot keep.
+        SchemeError: a scheme does not fit a parameter's shape or dtype.
+
+    >>> import torch, torchtether as tt
+    >>> schemes_for(torch.nn.Linear(4, 4), {"*.bias": None, "weight": "int8"}, ())
+    Traceback (most recent call last):
+    torchtether.errors.RuleError: *.bias: this rule matches no parameter, the nearest is 'bias'. Correct or remove it.
+    """
+    if rules is None:
+        return {}
+    asked = _of_mapping(model, rules) if isinstance(rules, Mapping) else _of_linears(model, resolve(rules))
+    tie_of = {name: tie for tie in ties for name in tie.names}
+    tensors = named_tensors(model)
+    chosen: dict[str, Scheme] = {}
+    for name, scheme in asked.items():
+        tie = tie_of.get(name)
+        first = name if tie is None else next(other for other in tie.names if other in asked)
+        if asked[first] != scheme:
+            raise RuleError(
+                f"the rules ask for {_say(scheme)}, and for {_say(asked[first])} under {first}, to which it is tied",
+                name=name,
+                fix="Ask for the same under both names, or call tt.untie.",
+            )
+        owner = name if tie is None else tie.owner
+        if scheme is not None and owner not in chosen:
+            _check_fit(owner, tensors[owner], scheme)
+            if tie is not None and not scheme.transparent:
+                _check_aliases(tie, tensors, scheme)
+            chosen[owner] = scheme
+    return chosen
+
+
+def _of_linears(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
+    asked: dict[str, Scheme | None] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module._parameters.get("weight") is not None:
+            asked[f"{path}.weight" if path else "weight"] = scheme
+    if not asked:
+        raise RuleError(
+            "the model has no nn.Linear with a weight, to which a bare scheme applies",
+            fix="Give a mapping of parameter names: {'*.weight': 'int8'}.",
+        )
+    return asked
+
+
+def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> dict[str, Scheme | None]:
+    resolved = {glob: None if scheme is None else _resolve(glob, scheme) for glob, scheme in rules.items()}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for glob in resolved:
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = nearest(glob, names)
+            what = f", the nearest is {near!r}" if near else ""
+            raise RuleError(f"this rule matches no parameter{what}", name=glob, fix="Correct or remove it.")
+    asked: dict[str, Scheme | None] = {}
+    for name in names:
+        matching = (glob for glob in resolved if fnmatchcase(name, glob))
+        for glob in matching:
+            asked.setdefault(name, resolved[glob])  # the first match wins
+    return asked
+
+
+def _resolve(glob: str, scheme: Scheme | str) -> Scheme:
+    try:
+        return resolve(scheme)
+    except RuleError as error:
+        raise error.named(glob) from None
+
+
+def _say(scheme: Scheme | None) -> str:
+    return "no scheme" if scheme is None else str(scheme)
+
+
+def _check_fit(name: str, tensor: Tensor, scheme: Scheme) -> None:
+    if is_lazy(tensor):
+        raise SchemeError("is lazy and has no shape yet", name=name, fix="Run one forward first.")
+    other = hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, Weight)
+    if other or tensor.layout != torch.strided or tensor.is_nested:
+        kind = type(tensor).__name__ if other else "nested tensor" if tensor.is_nested else f"{tensor.layout} tensor"
+        raise SchemeError(f"is a {kind}, which cannot become a Weight", name=name, fix=_EXCLUDE)
+    if not scheme.transparent and not tensor.is_floating_point():
+        raise SchemeError(f"is {tensor.dtype}, which {scheme} cannot hold", name=name, fix=_EXCLUDE)
+    scheme.check(tuple(tensor.shape), name=name)
+
+
+def _check_aliases(tie: Tie, tensors: Mapping[str, Tensor], scheme: Scheme) -> None:
+    """Every alias must be the whole owner, in another order of dimensions at most: parts have no other views."""
+    owner = tensors[tie.owner]
+    for name, view in zip(tie.names, tie.views, strict=True):
+        if view is not None and order_of(view, owner) is None:
+            raise RuleError(
+                f"is a view of {tie.owner} (size {view.size}, stride {view.stride}, offset {view.offset}), "
+                f"which {scheme} cannot keep: it stores the whole",
+                name=name,
+                fix=f"Call tt.untie(model, {name!r}) first, or exclude both.",
+            )
+
+
+def order_of(view: View, owner: Tensor) -> tuple[int, ...] | None:
+    """The permutation that turns the contiguous ``owner`` into ``view``; ``None`` if it is no permutation."""
+    if view.dtype != owner.dtype or view.offset or not owner.is_contiguous():
+        return None
+    try:
+        spec = WeightSpec(view.size, view.stride, view.dtype, Plain())
+        return spec.order if spec.base == tuple(owner.shape) else None
+    except SchemeError:
+        return None

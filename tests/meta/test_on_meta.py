@@ -1,0 +1,354 @@
+"""What a constructor computes comes back exactly: a catalogue of buffers."""
+
+import copy
+import gc
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchtether as tt
+from tests.ties.models import transposed
+from torchtether._recording import Recorder, Replay
+
+F = torch.nn.functional
+
+
+def rotary():
+    return 1.0 / (10000 ** (torch.arange(0, 16, 2, dtype=torch.int64).float() / 16))
+
+
+def causal_mask():
+    return torch.tril(torch.ones(6, 6, dtype=torch.bool)).view(1, 1, 6, 6)
+
+
+def additive_mask():
+    mask = torch.full((5, 5), float("-inf"))
+    return torch.triu(mask, diagonal=1)
+
+
+def sinusoid():
+    table = torch.zeros(10, 8)
+    position = torch.arange(10, dtype=torch.float).unsqueeze(1)
+    step = torch.exp(torch.arange(0, 8, 2).float() * -(math.log(10000.0) / 8))
+    table[:, 0::2] = torch.sin(position * step)
+    table[:, 1::2] = torch.cos(position * step)
+    return table.unsqueeze(0)
+
+
+def complex_rotary():
+    angles = torch.outer(torch.arange(6), rotary())
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def conjugate():
+    return complex_rotary().conj()
+
+
+def negative():
+    return complex_rotary().conj().imag
+
+
+def constant():
+    return torch.tensor([1.5, -2.0, 3.25])
+
+
+def constant_of_ints():
+    return torch.tensor([[1, 2], [3, 4]])
+
+
+def scalar():
+    return torch.tensor(7, dtype=torch.int32)
+
+
+def as_tensor():
+    return torch.as_tensor([0.1, 0.2], dtype=torch.float64)
+
+
+def from_numpy():
+    return torch.as_tensor(np.linspace(0, 1, 5, dtype=np.float32))
+
+
+def new_tensor():
+    return torch.zeros(2, dtype=torch.float16).new_tensor([5, 6])
+
+
+def in_place():
+    table = torch.ones(4, 4)
+    table.mul_(3).add_(torch.eye(4)).clamp_(max=3.5)
+    table[1].fill_(-1)
+    table[table < 0] = 9
+    table[2, 3] = 7
+    return table
+
+
+def view():
+    return torch.arange(24.0).view(2, 3, 4).transpose(0, 2)[1:, :, 0]
+
+
+def expanded():
+    return torch.arange(5).expand((1, -1))
+
+
+def half():
+    return torch.linspace(0, 1, 7).half()
+
+
+def default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return torch.arange(6) / 7 + torch.ones(6)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def relative_positions():
+    """Swin's index table."""
+    grid = torch.stack(torch.meshgrid([torch.arange(3), torch.arange(3)], indexing="ij")).flatten(1)
+    relative = (grid[:, :, None] - grid[:, None, :]).permute(1, 2, 0).contiguous()
+    relative[:, :, 0] += 2
+    relative[:, :, 1] += 2
+    relative[:, :, 0] *= 5
+    return relative.sum(-1)
+
+
+def alibi():
+    slopes = torch.tensor([2 ** (-8 * (i + 1) / 4) for i in range(4)])
+    return slopes.view(4, 1, 1) * torch.arange(6).view(1, 1, 6)
+
+
+def data_dependent():
+    return torch.tensor([0, 3, 0, 1]).nonzero().flatten()
+
+
+def kernel():
+    window = torch.hann_window(6, periodic=False)
+    return F.pad((window / window.sum()).outer(window), (1, 1))
+
+
+def from_cpu():
+    """Some code names the CPU, and moves what it made there."""
+    return (torch.arange(4.0, device="cpu") * 2).to(torch.empty(0).device)
+
+
+def empty():
+    return torch.zeros(0, 4)
+
+
+CATALOGUE = [
+    rotary, causal_mask, additive_mask, sinusoid, complex_rotary, conjugate, negative, constant, constant_of_ints,
+    scalar, as_tensor, from_numpy, new_tensor, in_place, view, expanded, half, default_dtype, relative_positions, alibi,
+    data_dependent, kernel, from_cpu, empty,
+]  # fmt: skip
+
+
+class Holder(nn.Module):
+    def __init__(self, make, persistent=False):
+        super().__init__()
+        self.register_buffer("it", make(), persistent=persistent)
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("through", ["as built", "deepcopy", "pickle"])
+def test_buffers_come_back_exactly(make, through):
+    expected = make()
+    with tt.on_meta():
+        model = Holder(make)
+    assert model.it.is_meta
+    if through == "deepcopy" and make not in (conjugate, negative):  # stock deepcopy refuses lazy bits on meta
+        model.it = copy.deepcopy(model.it)
+    if through == "pickle" and make not in (conjugate, negative):
+        model = pickle.loads(pickle.dumps(model))
+    buffer = model.it
+    assert tt.materialize(model) is model
+    assert model.it is buffer
+    assert (buffer.dtype, buffer.shape) == (expected.dtype, expected.shape)
+    assert buffer.stride() == expected.stride() or through == "deepcopy"
+    assert torch.equal(buffer, expected)
+    assert not [name for name in (*vars(buffer), *vars(model)) if "tether" in name]
+
+
+def test_a_deepcopied_model_keeps_its_buffers():
+    with tt.on_meta():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model.register_buffer("inv", rotary(), persistent=False)
+    other = tt.materialize(copy.deepcopy(model))
+    assert torch.equal(other.inv, rotary())
+    assert model.inv.is_meta
+    assert torch.equal(tt.materialize(model).inv, rotary())
+
+
+def test_buffers_follow_a_dtype_conversion_on_meta():
+    with tt.on_meta():
+        model = Holder(rotary)
+    model.bfloat16()
+    assert torch.equal(tt.materialize(model).it, rotary().bfloat16())
+
+
+def test_writes_after_registration_and_between_modules_count():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("a", torch.zeros(4))
+            self.register_buffer("tail", self.a[2:])
+            self.a[1] = 5
+            self.tail.add_(1)
+            self.same = self.a
+
+    eager = Late()
+    with tt.on_meta():
+        model = Late()
+    tt.materialize(model)
+    assert torch.equal(model.a, eager.a)
+    assert torch.equal(model.tail, eager.tail)
+    model.a.zero_()
+    assert not model.tail.any()
+    assert model.same is model.a
+    assert [tie.names for tie in tt.find_ties(model)] == [("a", "tail")]
+
+
+def test_tensors_that_are_mere_attributes_come_back():
+    class Attribute(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slopes = alibi()
+            self.linear = nn.Linear(2, 2)
+
+    with tt.on_meta():
+        model = Attribute()
+    assert torch.equal(tt.materialize(model).slopes, alibi())
+
+
+def test_code_that_asks_for_values_gets_them():
+    with tt.on_meta():
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        table = torch.arange(4).tolist()
+        asked = (bool(torch.ones(1)), int(torch.tensor(3)), torch.equal(torch.ones(2), torch.ones(2)))
+    assert rates == [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+    assert table == [0, 1, 2, 3]
+    assert asked == (True, 3, True)
+
+
+def test_random_values_are_not_made_up():
+    with tt.on_meta(), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        torch.rand(1).item()
+
+
+def test_parameters_are_what_their_constructor_makes():
+    """Also where reset_parameters knows nothing of it: zeroed residual branches, bare parameters."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+            nn.init.zeros_(self.down.weight)
+            self.scale = nn.Parameter(torch.full((3,), 0.5))
+            self.emb = nn.Embedding(5, 4, padding_idx=2)
+            self.register_buffer("shadow", self.up.weight.detach().clone())
+
+    torch.manual_seed(3)
+    eager = Block()
+    with tt.on_meta():
+        model = Block()
+    torch.manual_seed(3)
+    tt.materialize(model)
+    for name, tensor in eager.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_dropped_tie_partner_and_a_tie_made_later():
+    with tt.on_meta():
+        model = nn.ModuleDict({"emb": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+        nn.init.constant_(model["emb"].weight, 2.0)
+        nn.init.constant_(model["head"].weight, 3.0)
+    tt.tie(model, "head.weight", "emb.weight")
+    tt.materialize(model)
+    assert model["emb"].weight is model["head"].weight
+    assert torch.equal(model["emb"].weight, torch.full((6, 4), 3.0))
+
+
+def test_a_large_real_tensor_that_changes_later_is_not_trusted():
+    with tt.on_meta():
+        source = torch.zeros(2**20 + 1, device="cpu")
+        model = nn.Module()
+        model.register_buffer("kept", source.to("meta"))
+        other = torch.ones(2**20 + 1, device="cpu")
+        model.register_buffer("lost", other.to("meta"))
+        other.zero_()
+    with pytest.raises(tt.ConversionError, match=r"^lost: on meta, with neither a record"):
+        tt.materialize(model)
+
+
+def test_the_record_keeps_nothing_of_the_model():
+    with tt.on_meta():
+        model = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.BatchNorm1d(4))
+    reference = weakref.ref(model[0])
+    program = model[1].running_var._tether_recipe.program
+    assert not [x for x in gc.get_referrers(model[0].weight) if isinstance(x, Recorder)]
+    del model
+    gc.collect()
+    assert reference() is None
+    assert program.steps
+
+
+def test_an_error_inside_leaves_no_hook_and_no_mode():
+    hooks = torch.nn.modules.module
+    tables = (hooks._global_buffer_registration_hooks, hooks._global_parameter_registration_hooks)
+    before = [len(table) for table in tables]
+    with pytest.raises(ZeroDivisionError), tt.on_meta():
+        nn.Linear(2, 1 // 0)
+    assert [len(table) for table in tables] == before
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_an_alias_alone_does_not_tell_the_owners_values():
+    with tt.on_meta():
+        model = transposed()
+    del model.a._tether_recipe
+    with pytest.raises(tt.ConversionError, match=r"^a: on meta, with neither a record"):
+        tt.materialize(model)
+
+
+def test_replaying_frees_what_only_led_to_the_result():
+    with tt.on_meta():
+        model = Holder(sinusoid)
+    assert len(Replay([model.it._tether_recipe], torch.device("cpu"))._memory) == 1
+
+
+def test_replaying_restores_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    with tt.on_meta():
+        model = nn.Module()
+        model.register_buffer("it", torch.arange(6) / 7)
+    torch.set_default_dtype(torch.float32)
+    assert tt.materialize(model).it.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_compiler_is_not_imported():
+    code = "import sys, torch, torchtether as tt\nwith tt.on_meta(): torch.nn.Linear(2, 2)\n"
+    subprocess.run([sys.executable, "-c", code + "assert 'torch._dynamo' not in sys.modules"], check=True)
+
+
+def test_another_thread_is_not_recorded():
+    made = []
+    with tt.on_meta():
+        thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+    assert made[0].weight.device.type == "cpu"
+    assert not vars(made[0].weight)
+
+
+def test_what_cannot_run_still_says_so():
+    with tt.on_meta(), pytest.raises(RuntimeError, match="must match"):
+        torch.ones(2, 3) + torch.ones(4)
