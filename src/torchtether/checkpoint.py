@@ -1,0 +1,242 @@
+"""A checkpoint, opened: a lazy mapping from names to tensors, whatever its files and its format are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .files import HIDDEN, Store, Tick, no_tick, scratch
+from .formats import PLAIN, Entry, recognise
+from .schemes import Plain
+from .spec import Tie, View, WeightSpec, contiguous_stride
+from .weight import Weight
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """Every tensor of a checkpoint by name, aliases included; nothing is read before it is asked for.
+
+        checkpoint.ties      which names are one tensor, owner first
+        checkpoint.format    how quantized weights are spelled: "native", or "safetensors" where there are none
+        checkpoint.spec(n)   shape, stride, dtype and scheme of ``n``, without reading it
+
+    Tied names give the same memory, in any order of asking; for that, tied tensors stay in memory until ``close``.
+    Every other tensor is read anew each time, into memory of its own. Quantized weights come as ``Weight``.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.store = Store(path)
+        try:
+            found, entries = recognise(self.store.header, self.store.record, self.store.config())
+        except BaseException:
+            self.store.close()
+            raise
+        self._format = found
+        self.path = self.store.path
+        self.format = found.name if found else PLAIN
+        self.ties: tuple[Tie, ...] = self.store.record.ties
+        self._alias: dict[str, tuple[str, View | None]] = {
+            alias: (tie.owner, view)
+            for tie in self.ties
+            for alias, view in zip(tie.aliases, tie.views[1:], strict=True)
+        }
+        self.entries: Mapping[str, Entry] = {name: e for name, e in entries.items() if name not in self._alias}
+        """What is stored, by name: owners, and what is not tied."""
+        self.copies: Mapping[str, Entry] = {name: e for name, e in entries.items() if name in self._alias}
+        """Aliases that are stored too."""
+        self._tied = {tie.owner for tie in self.ties}
+        self._kept: dict[str, Tensor] = {}
+
+    # -- a mapping ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[str]:
+        names = [*self.entries, *self._alias]
+        return iter(sorted(name for name in names if not name.startswith(HIDDEN)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self.entries or name in self._alias or name in self.store.flat)
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, view = self.find(name)
+        whole = self._kept.get(owner)
+        if whole is None:
+            whole = self.read(owner)
+            if owner in self._tied or owner in self.store.flat.values():
+                self._kept[owner] = whole
+        made = whole if view is None else view_of(whole, view)
+        return made.detach()
+
+    def find(self, name: str) -> tuple[str, View | None]:
+        """Where ``name`` is: the owner that is stored, and the view of it that ``name`` is. Raises KeyError."""
+        if name in self.entries:
+            return name, None
+        if name in self._alias:
+            return self._alias[name]
+        if name in self.store.flat:
+            return self.store.flat[name], None
+        raise KeyError(name)
+
+    @property
+    def flat(self) -> Mapping[str, str]:
+        """``alias: owner`` as other writers note it; there to be found, never listed."""
+        return self.store.flat
+
+    def spec(self, name: str) -> WeightSpec:
+        """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
+        owner, view = self.find(name)
+        entry = self.entries[owner]
+        whole = entry.spec or WeightSpec(entry.shape, entry.stride, entry.dtype, Plain())
+        if view is None:
+            return whole
+        return whole.replace(shape=view.size, stride=view.stride, dtype=view.dtype)
+
+    def nbytes(self, name: str) -> int:
+        """The bytes that are read for ``name``."""
+        entry = self.entries[self.find(name)[0]]
+        return sum(self.store.stored(key).nbytes for key in entry.keys.values())
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read(self, owner: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
+        """The stored tensor or Weight ``owner`` in new memory on ``device``, with its own strides and dtype."""
+        tie = next((tie for tie in self.ties if tie.owner == owner), None)
+        return self._read(self.entries[owner], device=device, tick=tick, tie=tie)
+
+    def _read(
+        self, entry: Entry, *, device: torch.device | str = "cpu", tick: Tick = no_tick, tie: Tie | None = None
+    ) -> Tensor:
+        if entry.spec is None:
+            made = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
+            self.store.read_into(entry.keys["tensor"], made, tick)
+            return made
+        tensors: dict[str, Tensor] = {}
+        for role, key in entry.keys.items():
+            stored = self.store.stored(key)
+            tensors[role] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            self.store.read_into(key, tensors[role], tick)
+        assert self._format is not None
+        return Weight(self._format.unpack(entry, tensors), entry.spec.replace(tie=tie))
+
+    def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
+        """The values of ``name`` on the CPU, contiguous if plain, to be dropped soon; see ``files.scratch``."""
+        owner, view = self.find(name)
+        entry = self.entries[owner]
+        if entry.spec is None and view is None:
+            made = scratch(entry.shape, entry.dtype)
+            self.store.read_into(entry.keys["tensor"], made, tick)
+            return made
+        made = self._read(entry, tick=tick)
+        return made if view is None else view_of(made, view)
+
+    def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:
+        """Fills the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
+        owner, view = self.find(name)
+        entry = self.entries[owner]
+        if view is None and entry.spec is None:
+            self.store.read_into(entry.keys["tensor"], out, tick)
+            return
+        made = self.read(owner, tick=tick)
+        values = made if view is None else view_of(made, view)
+        out.detach().copy_(values.dequantize() if isinstance(values, Weight) else values)
+
+    def is_same(self, one: str, other: str) -> bool:
+        """Whether two names hold the same bits in the same shape and dtype, because they are tied or by comparison."""
+        (home, view), (other_home, other_view) = self.find(one), self.find(other)
+        if (home, view) == (other_home, other_view):
+            return True
+        return self._is_equal(self.entries[home], view, self.entries[other_home], other_view)
+
+    def check_copy(self, alias: str) -> None:
+        """Raises CheckpointError if the stored copy of ``alias`` is not what its tie says."""
+        owner, view = self._alias[alias]
+        if not self._is_equal(self.entries[owner], view, self.copies[alias], None):
+            raise CheckpointError(
+                f"its stored copy differs from {owner}, of which the record makes it an alias",
+                name=f"{self.path}: {alias}",
+                fix="Another tool has edited the file. Save it again with aliases='drop'.",
+            )
+
+    def _is_equal(self, one: Entry, view: View | None, other: Entry, other_view: View | None) -> bool:
+        if view is None and other_view is None:
+            return (one.shape, one.dtype, one.spec, one.keys.keys()) == (
+                other.shape,
+                other.dtype,
+                other.spec,
+                other.keys.keys(),
+            ) and all(self.store.is_equal(key, other.keys[role]) for role, key in one.keys.items())
+        first, second = self._read(one), self._read(other)
+        first = first if view is None else view_of(first, view)
+        second = second if other_view is None else view_of(second, other_view)
+        return _same_bits(first, second)
+
+    def close(self) -> None:
+        """Afterwards nothing can be read; tensors that were handed out stay."""
+        self._kept.clear()
+        self.store.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors, {len(self.ties)} ties)"
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """The checkpoint at ``path`` is open: a safetensors file, a folder of them, or an index.
+
+    Raises CheckpointError, naming file and key, if a file is absent, damaged, or lies.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save(torch.nn.Linear(2, 3), folder)
+    ...     with tt.open(folder) as checkpoint:
+    ...         print(list(checkpoint), checkpoint["weight"].shape)
+    ['bias', 'weight'] torch.Size([3, 2])
+    """
+    return Checkpoint(path)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if isinstance(one, Weight) or isinstance(other, Weight):
+        return (
+            isinstance(one, Weight)
+            and isinstance(other, Weight)
+            and one.spec.replace(tie=None) == other.spec.replace(tie=None)
+            and all(_same_bits(part, other.parts[name]) for name, part in one.parts.items())
+        )
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+def view_of(whole: Tensor, view: View) -> Tensor:
+    """The alias of geometry ``view`` over the memory of ``whole``, which a tie names as its owner."""
+    if isinstance(whole, Weight) and not whole.scheme.transparent:
+        return _view_of_weight(whole, view)
+    storage = whole.untyped_storage()
+    start = whole.storage_offset() * whole.element_size() + view.offset * view.dtype.itemsize
+    if start % view.dtype.itemsize:
+        raise CheckpointError(f"a view of {view.dtype} cannot begin at byte {start}")
+    made = torch.empty(0, dtype=view.dtype, device=whole.device)
+    return made.set_(storage, start // view.dtype.itemsize, view.size, view.stride)
+
+
+def _view_of_weight(whole: Weight, view: View) -> Weight:
+    spec = whole.spec
+    if len(view.size) == len(spec.shape) and sorted(view.size) == sorted(spec.shape) and view.offset == 0:
+        return whole.map(Tensor.detach, spec.replace(shape=view.size, stride=view.stride))
+    row = contiguous_stride(spec.shape)[0]
+    rows: Weight = whole.detach().narrow(0, view.offset // row, view.size[0])  # type: ignore[assignment]
+    return rows

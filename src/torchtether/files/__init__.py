@@ -1,0 +1,36 @@
+"""The only room with a door to the disk: safetensors files, their index, and the record of ties and weights."""
+
+from .dtypes import CODES, DTYPES
+from .folder import folder_for, remove_stale
+from .header import Header, Stored
+from .index import INDEX_SUFFIX, SUFFIX, format_index
+from .memory import scratch
+from .reader import TensorFile, Tick, no_tick
+from .record import HIDDEN, KEY, Record, part_key
+from .replacing import replacing
+from .store import Store
+from .writer import check_writable, write_tensors
+
+__all__ = [
+    "CODES",
+    "DTYPES",
+    "HIDDEN",
+    "INDEX_SUFFIX",
+    "KEY",
+    "SUFFIX",
+    "Header",
+    "Record",
+    "Store",
+    "Stored",
+    "TensorFile",
+    "Tick",
+    "check_writable",
+    "folder_for",
+    "format_index",
+    "no_tick",
+    "part_key",
+    "remove_stale",
+    "replacing",
+    "scratch",
+    "write_tensors",
+]

@@ -1,0 +1,103 @@
+"""Which files make up a checkpoint: one file, a folder, or an index that says which shard holds which tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .header import HEADER_LIMIT
+from .strict_json import parse_object
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What ``model.safetensors.index.json`` says: in which file, beside it, each tensor is."""
+
+    path: Path
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, Any]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The shards, in the order of their names."""
+        return tuple(self.path.parent / name for name in sorted(set(self.weight_map.values())))
+
+
+def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
+    """The safetensors files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
+
+    Raises CheckpointError if there is none, or if it is not clear which of several is meant.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _find_in_folder(path)
+    if not path.exists():
+        raise CheckpointError("there is no such file or folder", name=str(path))
+    if path.suffix == ".json":
+        index = read_index(path)
+        return index.files, index
+    return (path,), None
+
+
+def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("."))
+    single = folder / f"model{SUFFIX}"
+    if len(indexes) > 1 or (indexes and single in files):
+        names = ", ".join(file.name for file in (*indexes, single))
+        raise CheckpointError(
+            f"the folder holds several checkpoints: {names}", name=str(folder), fix="Give the path of one."
+        )
+    if indexes:
+        index = read_index(indexes[0])
+        return index.files, index
+    if single in files:
+        return (single,), None
+    if not files:
+        raise CheckpointError("the folder holds no safetensors file", name=str(folder))
+    return tuple(files), None
+
+
+def read_index(path: Path) -> Index:
+    """The index at ``path``; raises CheckpointError unless it names files beside it, all of them there."""
+    name = str(path)
+    try:
+        if path.stat().st_size > HEADER_LIMIT:
+            raise CheckpointError(f"the index has more than {HEADER_LIMIT} bytes", name=name)
+        found = parse_object(path.read_bytes(), name=name, what="index", floats=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", name=name) from None
+    weight_map, metadata = found.get("weight_map"), found.get("metadata") or {}
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+        raise CheckpointError(
+            "the index needs an object weight_map", name=name, fix="Is it an index of safetensors files?"
+        )
+    for key, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain_name(file):
+            raise CheckpointError(
+                f"the index puts it in {file!r}, which is not a file beside the index", name=f"{name}: {key}"
+            )
+    index = Index(path, weight_map, metadata)
+    for file in index.files:
+        if not file.is_file():
+            raise CheckpointError(
+                f"the index names {file.name}, which is not there", name=name, fix="Fetch every shard."
+            )
+    return index
+
+
+def _is_plain_name(name: str) -> bool:
+    return bool(name) and name not in {".", ".."} and not set(name) & set("/\\:\0") and name.endswith(SUFFIX)
+
+
+def format_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
+    """The bytes of an index; equal arguments give equal bytes."""
+    record = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
+    return (json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

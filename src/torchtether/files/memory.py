@@ -1,0 +1,59 @@
+"""Tensors as bytes: the memory of a contiguous one, and any other in contiguous pieces of bounded size."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..schemes import Shape
+
+PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside any checkpoint
+
+
+_OWN_MAPPING = 2**20  # bytes; below it a mapping costs more than it saves
+
+
+def scratch(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor for a short while; its memory is the system's again as soon as it is dropped.
+
+    ``torch.empty`` allocates with malloc, which keeps up to 64 MB of what is freed for itself.
+    """
+    made = torch.empty(shape, dtype=dtype, device="meta")
+    if made.nbytes < _OWN_MAPPING:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(_anonymous(made.nbytes), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    if hasattr(mmap, "MAP_PRIVATE"):  # shared anonymous memory, the default, would live in /dev/shm
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, not copied."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views that make up ``tensor`` in row-major order, each of at most ``limit`` bytes (or of one element).
+
+    >>> [piece.tolist() for piece in pieces(torch.arange(6).view(2, 3).t(), 16)]
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    if tensor.nbytes <= limit or tensor.dim() == 0:
+        if tensor.numel():
+            yield tensor
+        return
+    row = max(tensor[0].nbytes, 1)
+    if row > limit:
+        for inner in tensor:
+            yield from pieces(inner, limit)
+        return
+    step = limit // row
+    for at in range(0, tensor.shape[0], step):
+        piece = tensor[at : at + step]
+        yield piece[0] if step == 1 else piece

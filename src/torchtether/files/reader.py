@@ -1,0 +1,140 @@
+"""Reading a safetensors file: the header once, then any tensor by position, straight into the memory it is for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .header import HEADER_LIMIT, Stored, parse_header
+from .memory import PIECE, memory_of, pieces, scratch
+
+Tick = Callable[[int], None]
+"""Told how many bytes have just been read or written."""
+
+
+def no_tick(nbytes: int) -> None:
+    """Nobody wants to know."""
+
+
+class TensorFile:
+    """An open safetensors file: ``header`` is checked, and tensors are read by position. Threads may share it.
+
+    Raises CheckpointError, naming the file and the tensor, if the file is not what it says, also if it shrinks.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.name = str(path)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
+        try:
+            self.header = parse_header(*self._header_text(), name=self.name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _header_text(self) -> tuple[bytes, int]:
+        try:
+            size = os.fstat(self._descriptor).st_size
+            length = bytearray(8)
+            if size < 8:
+                raise CheckpointError(f"the file has {size} bytes, a safetensors file has 8 or more", name=self.name)
+            self._read(memoryview(length), 0, "header")
+            count = int.from_bytes(length, "little")
+            if count > HEADER_LIMIT:
+                raise CheckpointError(
+                    f"the header takes {count} bytes, the format allows {HEADER_LIMIT}",
+                    name=self.name,
+                    fix="Is it a safetensors file?",
+                )
+            if 8 + count > size:
+                raise CheckpointError(f"the header takes {count} bytes, the file has {size}", name=self.name)
+            text = bytearray(count)
+            self._read(memoryview(text), 8, "header")
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
+        return bytes(text), size
+
+    def stored(self, key: str) -> Stored:
+        """Where and what ``key`` is."""
+        return self.header.tensors[key]
+
+    def read(self, key: str, tick: Tick = no_tick) -> Tensor:
+        """The tensor ``key`` as stored, contiguous, in memory of its own."""
+        stored = self.stored(key)
+        made = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        self.read_into(key, made, tick)
+        return made
+
+    def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
+        """Fills ``out``, of the shape of ``key`` and any strides, dtype and device, with its values.
+
+        Where ``out`` is contiguous, on the CPU and of the stored dtype, the bytes go straight there; otherwise they go
+        through pieces of bounded size.
+        """
+        stored = self.stored(key)
+        if tuple(out.shape) != stored.shape:
+            raise CheckpointError(f"it has shape {stored.shape}, not {tuple(out.shape)}", name=f"{self.name}: {key}")
+        if not stored.nbytes:
+            return
+        out = out.detach()
+        at = stored.start
+        if out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._read(memory_of(out), at, key, tick)
+            torch.autograd.graph.increment_version(out)  # autograd did not see the bytes arrive
+            return
+        limit = PIECE * out.element_size() // max(stored.dtype.itemsize, out.element_size())
+        for piece in pieces(out, limit):
+            given = scratch(tuple(piece.shape), stored.dtype)
+            self._read(memory_of(given), at, key, tick)
+            piece.copy_(given)
+            at += given.nbytes
+
+    def pieces(self, key: str) -> Iterator[bytearray]:
+        """The bytes of ``key``, a bounded piece at a time."""
+        stored = self.stored(key)
+        for at in range(0, stored.nbytes, PIECE):
+            piece = bytearray(min(PIECE, stored.nbytes - at))
+            self._read(memoryview(piece), stored.start + at, key)
+            yield piece
+
+    def _read(self, memory: memoryview, at: int, key: str, tick: Tick = no_tick) -> None:
+        while memory:
+            try:
+                count = os.preadv(self._descriptor, [memory[:PIECE]], at)
+            except OSError as error:
+                self._fail(f"cannot be read: {error.strerror}", key)
+            if count == 0:
+                self._fail(f"the file ended at byte {at}, {len(memory)} bytes early", key)
+            tick(count)
+            memory, at = memory[count:], at + count
+
+    def _fail(self, what: str, key: str) -> NoReturn:
+        raise CheckpointError(what, name=f"{self.name}: {key}") from None
+
+    def close(self) -> None:
+        """Afterwards nothing can be read; tensors that were read stay."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.close()

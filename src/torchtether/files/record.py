@@ -1,0 +1,272 @@
+"""What a file remembers beyond its tensors: ties, quantized weights and strides, in one metadata key.
+
+    "torchtether": {"v": 1, "ties": [...], "weights": {...}, "strides": {...}, "copies": [...]}
+
+    ties     Tie.to_json() each; the owner is a stored tensor, a weight, or a hidden storage (below)
+    weights  name: WeightSpec.to_json() and "parts"; part p of weight n is the tensor n.p
+    strides  name: the strides of a stored tensor that is dense and not contiguous; its data are in row-major order
+    copies   aliases that are stored too, for readers that want every key; equal to what the tie says
+
+Views count from the first byte of their owner *as it lies in memory*, that is after its strides are restored. A tie
+whose owner begins with ``torchtether.storage.`` is memory that no named tensor covers whole: stored flat, gaps zero.
+
+Reading believes nothing: an alias cannot chain, shadow a stored tensor, reach past its owner, overlap itself or be
+larger than its owner, so a small file stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError, TetherError
+from ..schemes import Shape
+from ..spec import Tie, View, WeightSpec, contiguous_stride
+from .dtypes import CODES
+from .header import Stored
+from .strict_json import is_count, parse_object
+
+KEY = "torchtether"
+HIDDEN = "torchtether.storage."
+_LIMIT = 16 * 2**20  # bytes of JSON
+_FIELDS = {"v", "ties", "weights", "strides", "copies"}
+_RESERVED = {"", "__metadata__"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """The facts about some stored tensors that the safetensors header has no place for."""
+
+    ties: tuple[Tie, ...] = ()
+    weights: Mapping[str, WeightSpec] = field(default_factory=dict)
+    strides: Mapping[str, Shape] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
+
+    def only(self, names: Iterable[str]) -> Record:
+        """The record of the owners, weights and tensors ``names``: what the shard that holds them carries."""
+        wanted = set(names)
+        ties = tuple(tie for tie in self.ties if tie.owner in wanted)
+        return Record(
+            ties,
+            {name: spec for name, spec in self.weights.items() if name in wanted},
+            {name: stride for name, stride in self.strides.items() if name in wanted},
+            frozenset(name for name in self.copies if any(name in tie.aliases for tie in ties)),
+        )
+
+    @staticmethod
+    def union(records: Iterable[Record], *, name: str) -> Record:
+        """All of ``records`` as one; raises CheckpointError if two speak of one name."""
+        ties: list[Tie] = []
+        weights: dict[str, WeightSpec] = {}
+        strides: dict[str, Shape] = {}
+        copies: set[str] = set()
+        seen: set[str] = set()
+        for record in records:
+            names = {known for tie in record.ties for known in tie.names} | record.weights.keys()
+            if not seen.isdisjoint(names):
+                raise CheckpointError("two shards have a record of it", name=f"{name}: {min(seen & names)}")
+            seen |= names
+            ties += record.ties
+            weights |= record.weights
+            strides |= record.strides
+            copies |= record.copies
+        return Record(tuple(sorted(ties, key=lambda tie: tie.owner)), weights, strides, frozenset(copies))
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata that a file of these tensors carries: this record, and for other readers ``alias: owner``."""
+        made = {KEY: self._text(), "format": "pt"}  # accelerate and huggingface_hub refuse files without the latter
+        for tie in self.ties:
+            for alias, view in zip(tie.aliases, tie.views[1:], strict=True):
+                if view is None and alias not in made:
+                    made[alias] = tie.owner
+        return made
+
+    def _text(self) -> str:
+        record: dict[str, Any] = {"v": 1}
+        if self.ties:
+            record["ties"] = [tie.to_json() for tie in sorted(self.ties, key=lambda tie: tie.owner)]
+        if self.weights:
+            record["weights"] = {name: _weight_to_json(spec) for name, spec in self.weights.items()}
+        if self.strides:
+            record["strides"] = {name: list(stride) for name, stride in self.strides.items()}
+        if self.copies:
+            record["copies"] = sorted(self.copies)
+        return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def part_key(name: str, part: str) -> str:
+    """The key under which part ``part`` of the Weight ``name`` is stored."""
+    return f"{name}.{part}"
+
+
+def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Record:
+    """The record in the metadata of the file ``name``, which stores ``stored``; raises CheckpointError if it lies."""
+    if len(text) > _LIMIT:
+        raise CheckpointError(f"the record takes {len(text)} bytes, more than {_LIMIT}", name=name)
+    found = parse_object(text, name=name, what="torchtether record", floats=True)
+    if found.get("v") != 1 or not found.keys() <= _FIELDS:
+        raise CheckpointError(
+            f"the record has version {found.get('v')!r} and fields {', '.join(sorted(found))[:80]}, this package reads"
+            " version 1",
+            name=name,
+            fix="Upgrade torchtether.",
+        )
+    for key, kind in (("ties", list), ("weights", dict), ("strides", dict), ("copies", list)):
+        if not isinstance(found.setdefault(key, kind()), kind):
+            raise CheckpointError(f"{key} in the record is not a {kind.__name__}", name=name)
+    weights = {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in found["weights"].items()}
+    parts = {part_key(key, part) for key, spec in weights.items() for part in spec.scheme.layout(spec.base)}
+    strides = {key: _strides(entry, stored.get(key), where=f"{name}: {key}") for key, entry in found["strides"].items()}
+    if not all(isinstance(key, str) for key in found["copies"]):
+        raise CheckpointError("copies in the record are not names", name=name)
+    record = Record(_ties(found["ties"], name), weights, strides, frozenset(found["copies"]))
+    _check_ties(record, stored, parts, name)
+    return record
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _weight_to_json(spec: WeightSpec) -> dict[str, Any]:
+    return {**spec.replace(tie=None).to_json(), "parts": list(spec.scheme.layout(spec.base))}
+
+
+def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -> WeightSpec:
+    if not isinstance(entry, dict) or not isinstance(entry.get("parts"), list):
+        raise CheckpointError("the weight record names no parts", name=where)
+    if not entry.keys() <= {"shape", "dtype", "scheme", "stride", "parts"}:
+        raise CheckpointError(f"the weight record holds {', '.join(sorted(entry))[:80]}", name=where)
+    if key in stored or key in _RESERVED:
+        raise CheckpointError("it is recorded as a weight and stored as a tensor", name=where)
+    try:
+        spec = WeightSpec.from_json({name: value for name, value in entry.items() if name != "parts"})
+        is_plain = spec.stride == contiguous_stride(spec.shape)
+        if not is_plain and not _is_dense(spec.shape, spec.stride):
+            raise CheckpointError(f"shape {spec.shape} does not go with stride {spec.stride}")
+        layout = {
+            name: (part.dtype or spec.dtype, tuple(part.shape)) for name, part in spec.scheme.layout(spec.base).items()
+        }
+    except TetherError as error:
+        raise CheckpointError(f"the weight record cannot be: {error}", name=where) from None
+    except Exception as error:  # a scheme, perhaps not ours, was given fields of the wrong type
+        raise CheckpointError(f"the weight record cannot be: {type(error).__name__}: {error}", name=where) from None
+    if not spec.dtype.is_floating_point or list(layout) != entry["parts"]:
+        raise CheckpointError(
+            f"the weight record names parts {entry['parts']}, {spec.scheme} has {list(layout)}", name=where
+        )
+    for part, (dtype, shape) in layout.items():
+        found = stored.get(part_key(key, part))
+        if found is None:
+            raise CheckpointError(f"its part {part_key(key, part)!r} is absent", name=where, fix="Is a shard missing?")
+        if (found.dtype, found.shape) != (dtype, shape):
+            raise CheckpointError(
+                f"its part {part!r} is {found.dtype} {found.shape}, {spec.scheme} needs {dtype} {shape}", name=where
+            )
+    return spec
+
+
+# -- strides ----------------------------------------------------------------------------------------------------------
+
+
+def _strides(entry: Any, stored: Stored | None, *, where: str) -> Shape:
+    if stored is None:
+        raise CheckpointError("its strides are recorded, it is not stored", name=where)
+    fits = isinstance(entry, list) and len(entry) == len(stored.shape) and all(is_count(n) for n in entry)
+    if not fits or not _is_dense(stored.shape, tuple(entry)):
+        raise CheckpointError(f"strides {str(entry)[:80]} do not lay out shape {stored.shape} densely", name=where)
+    return tuple(entry)
+
+
+def _is_dense(shape: Shape, stride: Shape) -> bool:
+    """Whether the strides visit every place of ``prod(shape)`` places once."""
+    if 0 in shape:
+        return True
+    step = 1
+    for size, jump in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda pair: pair[1]):
+        if jump != step:
+            return False
+        step *= size
+    return True
+
+
+# -- ties -------------------------------------------------------------------------------------------------------------
+
+
+def _ties(entries: list[Any], name: str) -> tuple[Tie, ...]:
+    try:
+        return tuple(Tie.from_json(entry) for entry in entries)
+    except TetherError as error:
+        raise CheckpointError(f"a tie record cannot be: {error}", name=name) from None
+    except TypeError as error:
+        raise CheckpointError(f"a tie record cannot be: {error}", name=name) from None
+
+
+def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], name: str) -> None:
+    seen: set[str] = set()
+    copies = set(record.copies)
+    for tie in record.ties:
+        where = f"{name}: {tie.owner}"
+        if tie.owner in record.weights:
+            spec = record.weights[tie.owner]
+            nbytes, limit = None, math.prod(spec.shape)
+        elif tie.owner in stored and tie.owner not in parts:
+            spec, nbytes = None, stored[tie.owner].nbytes
+        else:
+            raise CheckpointError("the record ties names to it, this file does not store it", name=where)
+        for alias, view in zip(tie.names, tie.views, strict=True):
+            what = f"{name}: {alias}"
+            if alias in seen:
+                raise CheckpointError("two ties name it", name=what)
+            seen.add(alias)
+            if alias == tie.owner:
+                continue
+            if alias in copies:
+                copies.discard(alias)
+            elif alias in stored or alias in record.weights:
+                raise CheckpointError(f"it is stored, and recorded as an alias of {tie.owner}", name=what)
+            if alias in _RESERVED or alias.startswith(HIDDEN) or alias in parts:
+                raise CheckpointError("an alias cannot have this name", name=what)
+            if view is None:
+                continue
+            if spec is not None:
+                _check_weight_view(view, spec, limit, what)
+            else:
+                assert nbytes is not None
+                _check_view(view, nbytes, what)
+    if copies:
+        raise CheckpointError("it is recorded as a copy, no tie names it", name=f"{name}: {min(copies)}")
+
+
+def _check_view(view: View, nbytes: int, where: str) -> None:
+    """The alias stays within its owner's bytes and visits no byte twice, in Python integers."""
+    if view.dtype not in CODES or len(view.size) > 64:
+        raise CheckpointError(f"an alias of {view.dtype} and rank {len(view.size)} cannot be", name=where)
+    item = view.dtype.itemsize
+    extent = 0 if 0 in view.size else sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True)) + 1
+    if (view.offset + extent) * item > nbytes:
+        raise CheckpointError(
+            f"the alias reaches byte {(view.offset + extent) * item} of its owner's {nbytes}", name=where
+        )
+    if math.prod(max(n, 1) for n in view.size) * item > max(nbytes, 16):
+        raise CheckpointError(f"the alias of size {view.size} is larger than its owner of {nbytes} bytes", name=where)
+    reach = 1  # sorted by stride, each must step over all that the smaller ones reach
+    for jump, size in sorted((s, n) for n, s in zip(view.size, view.stride, strict=True) if n > 1):
+        if jump < reach:
+            raise CheckpointError(f"the alias of size {view.size} and stride {view.stride} overlaps itself", name=where)
+        reach = jump * (size - 1) + reach
+
+
+def _check_weight_view(view: View, spec: WeightSpec, limit: int, where: str) -> None:
+    """The alias is the Weight with its dimensions in another order, or some of its rows."""
+    if view.dtype != spec.dtype and not view.dtype.is_floating_point:
+        raise CheckpointError(f"an alias of {view.dtype} of a {spec.dtype} weight cannot be", name=where)
+    dims = sorted(zip(view.size, view.stride, strict=True))
+    if dims == sorted(zip(spec.shape, spec.stride, strict=True)) and view.offset == 0:
+        return
+    row = limit // max(spec.shape[0], 1)
+    is_rows = view.size[1:] == spec.shape[1:] and view.stride == spec.stride and view.offset % max(row, 1) == 0
+    if not (is_rows and spec.is_contiguous and view.offset + view.size[0] * row <= limit):
+        raise CheckpointError(f"an alias of size {view.size} is neither the weight turned nor rows of it", name=where)

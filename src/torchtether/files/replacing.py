@@ -1,0 +1,62 @@
+"""Writing a file so that readers see the old one or the new one, and nothing between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from ..errors import CheckpointError
+
+
+@contextlib.contextmanager
+def replacing(*paths: Path) -> Iterator[list[FileIO]]:
+    """Inside, one open file per path to write to; afterwards they are at ``paths``, in that order, durable.
+
+    Each file is written beside its target and renamed over it when all are written, so an error, a full disk or a
+    killed process leaves the old ones as they were. A symbolic link is followed. A new file gets the mode that the
+    umask asks for, a replaced one keeps its own. Raises CheckpointError where the disk refuses.
+    """
+    targets = [Path(os.path.realpath(path)) for path in paths]
+    made: list[tuple[Path, FileIO]] = []
+    try:
+        for target in targets:
+            if target.is_dir():
+                raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
+            made.append(_beside(target))
+        yield [file for _, file in made]
+        for _, file in made:
+            os.fsync(file.fileno())
+            file.close()
+        for (temporary, _), target in zip(made, targets, strict=True):
+            os.replace(temporary, target)
+        for folder in {target.parent for target in targets}:
+            _sync_folder(folder)
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str) else str(paths[0])
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
+    finally:
+        for temporary, file in made:
+            file.close()
+            temporary.unlink(missing_ok=True)
+
+
+def _beside(target: Path) -> tuple[Path, FileIO]:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    file = FileIO(descriptor, "wb", closefd=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+    return temporary, file
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

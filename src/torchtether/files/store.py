@@ -1,0 +1,147 @@
+"""All files of one checkpoint as one: its stored tensors by key, and the record that goes with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .header import Header, Stored
+from .index import Index, find_files
+from .reader import TensorFile, Tick, no_tick
+from .record import KEY, Record, parse_record
+
+
+class Store:
+    """The open files of a checkpoint, checked against each other; keys are those that are stored, nothing is resolved.
+
+    header   what all files store, and their metadata
+    record   what they remember: ties, weights, strides
+    flat     ``alias: owner`` pairs of other writers, to be believed for a name that somebody asks for, never listed
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.name = str(path)
+        paths, self.index = find_files(path)
+        self.files: list[TensorFile] = []
+        try:
+            for file in paths:
+                self.files.append(TensorFile(file))
+            self._home = _homes(self.files, self.index)
+            self.header = Header(
+                {key: file.header.tensors[key] for key, file in sorted(self._home.items())},
+                {key: value for file in self.files for key, value in file.header.metadata.items()},
+            )
+            self.record, self.has_record = _record(self.files, self.index)
+            self.flat = {} if self.has_record else _flat_pairs(self.header, self.index)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self.files[0].path.parent
+
+    def file_of(self, key: str) -> TensorFile:
+        """The file that stores ``key``."""
+        return self._home[key]
+
+    def stored(self, key: str) -> Stored:
+        """Where and what ``key`` is."""
+        return self.header.tensors[key]
+
+    def read(self, key: str, tick: Tick = no_tick) -> Tensor:
+        """The tensor as stored, contiguous, in memory of its own."""
+        return self._home[key].read(key, tick)
+
+    def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
+        """Fills ``out`` with the values of ``key``, whatever its strides, dtype and device."""
+        self._home[key].read_into(key, out, tick)
+
+    def is_equal(self, key: str, other: str) -> bool:
+        """Whether two keys store the same bits, compared in bounded pieces."""
+        one, two = self.stored(key), self.stored(other)
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        return all(
+            mine == theirs
+            for mine, theirs in zip(self._home[key].pieces(key), self._home[other].pieces(other), strict=True)
+        )
+
+    def config(self) -> Mapping[str, Any]:
+        """What ``config.json`` beside the files says; empty without one. Formats may be announced there."""
+        path = self.folder / "config.json"
+        try:
+            found = json.loads(path.read_bytes()) if path.is_file() else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"cannot be read: {error}", name=str(path)) from None
+        return found if isinstance(found, dict) else {}
+
+    def close(self) -> None:
+        """Afterwards nothing can be read; tensors that were read stay."""
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile]:
+    homes: dict[str, TensorFile] = {}
+    for file in files:
+        for key in file.header.tensors:
+            if key in homes:
+                raise CheckpointError(f"{homes[key].path.name} stores it too", name=f"{file.name}: {key}")
+            homes[key] = file
+    if index is not None:
+        for key, name in index.weight_map.items():
+            if key not in homes or homes[key].path.name != name:
+                where = f"is in {homes[key].path.name}" if key in homes else "is in no shard"
+                raise CheckpointError(f"the index puts it in {name}, it {where}", name=f"{index.path}: {key}")
+        for key in homes:
+            if key not in index.weight_map:
+                raise CheckpointError("the index does not name it", name=f"{homes[key].name}: {key}")
+    return homes
+
+
+def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]:
+    found = [
+        parse_record(file.header.metadata[KEY], file.header.tensors, name=file.name)
+        for file in files
+        if KEY in file.header.metadata
+    ]
+    record = Record.union(found, name=str(index.path) if index else files[0].name)
+    stored = {key for file in files for key in file.header.tensors}
+    for tie in record.ties:
+        for alias in tie.aliases:
+            if (alias in stored or alias in record.weights) and alias not in record.copies:
+                raise CheckpointError(
+                    f"it is stored, and another shard records it as an alias of {tie.owner}", name=alias
+                )
+    if index is not None and isinstance(index.metadata.get(KEY), str):
+        everything = {key: one for file in files for key, one in file.header.tensors.items()}
+        whole = parse_record(index.metadata[KEY], everything, name=str(index.path))
+        if whole.metadata() != record.metadata():
+            raise CheckpointError("its record is not that of the shards", name=str(index.path), fix="Save it again.")
+    return record, bool(found)
+
+
+def _flat_pairs(header: Header, index: Index | None) -> dict[str, str]:
+    pairs = {**header.metadata, **(index.metadata if index else {})}
+    return {
+        alias: owner
+        for alias, owner in pairs.items()
+        if alias not in header.tensors and isinstance(owner, str) and owner in header.tensors
+    }

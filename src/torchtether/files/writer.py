@@ -1,0 +1,51 @@
+"""Writing a safetensors file, tensor by tensor: the same tensors and metadata give the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .header import format_header
+from .memory import PIECE, memory_of, pieces
+from .reader import Tick, no_tick
+
+
+def write_tensors(
+    file: FileIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, name: str, tick: Tick = no_tick
+) -> None:
+    """Writes ``tensors``, of any strides, on any device, to ``file``; scratch stays below one piece.
+
+    Values are what the tensor shows: conjugated and negated views are resolved, non-contiguous ones are written in
+    row-major order. Raises CheckpointError for tensors without storage or of a dtype that the format lacks.
+    """
+    for key, tensor in tensors.items():
+        check_writable(key, tensor)
+    header, order = format_header({key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}, metadata, name=name)
+    _write(file, memoryview(header))
+    for key in order:
+        for piece in pieces(tensors[key].detach(), PIECE):
+            flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
+            _write(file, flat)
+            tick(len(flat))
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raises CheckpointError, naming ``name``, if the format cannot hold ``tensor``."""
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"a {type(tensor).__name__} is not a tensor", name=name, fix="Leave it out.")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise CheckpointError(
+            f"a {tensor.layout} tensor has no place in safetensors", name=name, fix="Call .to_dense()."
+        )
+    if tensor.device.type == "meta":
+        raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
+
+
+def _write(file: FileIO, memory: memoryview) -> None:
+    while memory:
+        count = file.write(memory)
+        memory = memory[count or 0 :]

@@ -1,0 +1,45 @@
+"""Our own format: part ``p`` of the Weight ``n`` is the plain tensor ``n.p``; the record says scheme and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..files import Header, Record, part_key
+from ..weight import Weight
+from .entry import Entry
+
+name = "native"
+
+
+def recognise(header: Header, record: Record, config: Mapping[str, Any]) -> dict[str, Entry] | None:
+    """The Weights in the record, by name; ``None`` if there are none."""
+    if not record.weights:
+        return None
+    return {
+        name: Entry(
+            {part: part_key(name, part) for part in spec.scheme.layout(spec.base)},
+            spec.shape,
+            spec.stride,
+            spec.dtype,
+            spec,
+        )
+        for name, spec in record.weights.items()
+    }
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts: they are stored as they are."""
+    return dict(tensors)
+
+
+def pack(name: str, weight: Weight) -> dict[str, Tensor]:
+    """The tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
+
+    >>> import torch, torchtether as tt
+    >>> sorted(pack("w", tt.Weight.encode(torch.eye(4), tt.int8())))
+    ['w.qdata', 'w.scale']
+    """
+    return {part_key(name, part): tensor.detach() for part, tensor in weight.parts.items()}

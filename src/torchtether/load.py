@@ -1,0 +1,392 @@
+"""Loading a checkpoint into a model: plan, check, stream. The model keeps its Parameter objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from . import meta
+from .checkpoint import Checkpoint, view_of
+from .errors import LoadError, SchemeError
+from .files import Tick, no_tick
+from .module_load import encoded_as
+from .plan import Draft, Rename, Step, Ties, draft
+from .quantize import add_load_hook
+from .report import LoadReport, Meter, Progress, said_bytes, ticking
+from .rules import Rules, order_of
+from .swap import Exchange
+from .ties import Member, member_view, named_tensors, tie, untie
+from .weight import Weight
+
+_SHOWN = 12
+
+
+class LoadPlan:
+    """What ``load`` will do: every step, and every fault, found without touching the model.
+
+    ``faults`` is a tuple of one-line texts, empty if the load can go ahead; ``print(plan)`` shows steps and faults.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        found: Draft,
+        options: dict[str, Any],
+        optimizer: Any = None,
+    ) -> None:
+        self.model, self.checkpoint = model, checkpoint
+        self.steps: tuple[Step, ...] = tuple(found.steps)
+        self.faults: tuple[str, ...] = tuple(found.faults)
+        self.missing_keys: tuple[str, ...] = tuple(found.missing)
+        self.unexpected_keys: tuple[str, ...] = tuple(found.unexpected)
+        self.bytes = sum(step.nbytes for step in self.steps)
+        self._draft, self._options, self._optimizer = found, options, optimizer
+
+    def __str__(self) -> str:
+        lines = [f"{self.checkpoint!r}: {len(self.steps)} steps, {said_bytes(self.bytes)}, {len(self.faults)} faults"]
+        lines += [f"  fault: {fault}" for fault in self.faults]
+        lines += [f"  {_said(step, self.checkpoint)}" for step in self.steps]
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Raises LoadError, with every fault in its text, if there is one."""
+        if self.faults:
+            more = f" | and {len(self.faults) - _SHOWN} more" if len(self.faults) > _SHOWN else ""
+            count = "" if len(self.faults) == 1 else f"{len(self.faults)} faults: "
+            raise LoadError(
+                f"{count}{' | '.join(self.faults[:_SHOWN])}{more}",
+                name=str(self.checkpoint.path),
+                fix="" if len(self.faults) <= _SHOWN else "All of them are in tt.plan_load(...).faults.",
+            )
+
+    def apply(self, *, progress: Progress = None) -> LoadReport:
+        """Does it. Raises LoadError, before anything changes, if there is a fault or the model has changed since."""
+        self.check()
+        if self._draft.tie or self._draft.untie:
+            return self._apply_file_ties(progress)
+        _check_unchanged(self.model, self.steps)
+        with Meter() as meter, ticking(progress, self.bytes, "load") as tick:
+            self._stream(tick)
+            self._replay()
+        held = {name: tensor for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
+        return LoadReport(
+            self.missing_keys,
+            self.unexpected_keys,
+            tuple(step.tie for step in self.steps if step.tie is not None),
+            {
+                s.name: str(s.held.scheme)
+                for s in self.steps
+                if isinstance(s.held, Weight) and not s.held.scheme.transparent
+            },
+            tuple(held),
+            len(self.steps),
+            self.bytes,
+            meter.seconds,
+            meter.peak,
+        )
+
+    def _apply_file_ties(self, progress: Progress) -> LoadReport:
+        """``ties="file"``: the model gets the file's ties first, which makes new Parameters of the names concerned."""
+        for name in self._draft.untie:
+            untie(self.model, name)
+        for owner, alias in self._draft.tie:
+            tie(self.model, owner, alias)
+        options = {**self._options, "ties": "match"}
+        again = LoadPlan(
+            self.model, self.checkpoint, draft(self.model, self.checkpoint, **options), options, self._optimizer
+        )
+        return again.apply(progress=progress)
+
+    def _stream(self, tick: Tick) -> None:
+        """First everything that takes new memory for a tensor on meta, which can fail without harm; then the rest."""
+        fresh = [step for step in self.steps if not step.in_place and step.held.is_meta]
+        other = [step for step in self.steps if not step.in_place and not step.held.is_meta]
+        for step in self.steps:
+            if not step.held.is_meta:
+                _check_encodes(step, self.checkpoint)
+        if fresh or other:
+            with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
+                exchange.check([member.tensor for step in (*fresh, *other) for member in step.component.members])
+                made = [_contents(step, self.checkpoint, tick) for step in fresh]
+                for step, contents in zip(fresh, made, strict=True):
+                    _put(exchange, step, contents)
+                for step in other:
+                    _put(exchange, step, _contents(step, self.checkpoint, tick))
+            _keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
+        for step in self.steps:
+            if step.in_place:
+                _fill(step, self.checkpoint, tick)
+
+    def _replay(self) -> None:
+        """What ``tt.on_meta`` recorded and no file stores is computed again, exactly as the constructors did.
+
+        If something else is missing too, all of it stays on meta, for ``tt.materialize``.
+        """
+        left = {name for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
+        if left <= set(self._draft.recorded):
+            meta.materialize(self.model, self._options["device"] or "cpu")
+
+    def close(self) -> None:
+        """The files are closed; the plan cannot be applied any more."""
+        self.checkpoint.close()
+
+
+def plan_load(
+    model: nn.Module,
+    path: Path | str,
+    *,
+    quantize: Rules = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    ties: Ties = "match",
+    rename: Rename = None,
+    optimizer: Any = None,
+) -> LoadPlan:
+    """What ``load`` with the same arguments would do; the model is untouched. See ``load`` for the arguments.
+
+    Only headers are read, and the values of names that must agree because they are tied.
+    Raises CheckpointError if the files cannot be read; everything else is in ``faults``.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save(torch.nn.Linear(2, 3), folder)
+    ...     tt.plan_load(torch.nn.Linear(2, 4), folder).faults[0]
+    'weight: the checkpoint has shape (3, 2), the model has (4, 2)'
+    """
+    options: dict[str, Any] = {
+        "quantize": quantize,
+        "dtype": dtype,
+        "device": device,
+        "strict": strict,
+        "ties": ties,
+        "rename": rename,
+    }
+    checkpoint = Checkpoint(path)
+    try:
+        return LoadPlan(model, checkpoint, draft(model, checkpoint, **options), options, optimizer)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def load(
+    model: nn.Module,
+    path: Path | str,
+    *,
+    quantize: Rules = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    ties: Ties = "match",
+    rename: Rename = None,
+    progress: Progress = None,
+    optimizer: Any = None,
+) -> LoadReport:
+    """The model holds the values of the checkpoint at ``path``, in the Parameter objects that it had before.
+
+    ``path``      a safetensors file, a folder of them, or an index
+    ``quantize``  rules as of ``tt.quantize``; a Weight that the model holds stays one without them
+    ``dtype``     float tensors get this (compute) dtype. By default a tensor on ``meta`` takes that of the file, as
+                  ``load_state_dict(assign=True)`` does, and a real one keeps its own, as ``assign=False`` does
+    ``device``    where tensors go. By default real ones stay where they are, and those on ``meta`` go to the CPU
+    ``strict``    a missing or unexpected key is a fault; otherwise it is reported, and what is missing is left as it is
+    ``ties``      where file and model disagree about what is tied: ``"match"`` is a fault; ``"model"`` keeps the
+                  model's ties and takes the owner's values; ``"file"`` changes the model's, and the names concerned get
+                  new Parameters
+    ``rename``    what the file's names are called in the model: a mapping, (regex, replacement) pairs applied in order,
+                  or a function that may return ``None`` to leave a name out
+    ``progress``  ``True`` for a bar, or a function of (bytes done, bytes in all)
+    ``optimizer`` its state follows its parameters' device and dtype
+
+    A real tensor that keeps dtype and device is filled where it is, so whatever shares its memory sees the values.
+    Tied names are loaded once; a name that the file leaves out because it is tied to another is satisfied. A weight
+    that the file holds quantized becomes a ``Weight``. Non-persistent buffers that are real are left alone; on ``meta``
+    they come back as ``tt.on_meta`` recorded them, or from the file.
+
+    Raises:
+        CheckpointError: a file is absent or damaged; nothing has changed.
+        LoadError: the checkpoint does not fit the model; all faults are listed, and nothing has changed.
+        ConversionError: something holds a parameter that must be exchanged; nothing has changed.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+    ...     tt.save(torch.nn.Linear(2, 3, device="cpu"), folder)
+    ...     model = torch.nn.Linear(2, 3)
+    ...     weight = model.weight
+    ...     report = tt.load(model, folder)
+    >>> model.weight is weight, weight.device.type, report.missing_keys
+    (True, 'cpu', ())
+    """
+    plan = plan_load(
+        model,
+        path,
+        quantize=quantize,
+        dtype=dtype,
+        device=device,
+        strict=strict,
+        ties=ties,
+        rename=rename,
+        optimizer=optimizer,
+    )
+    try:
+        return plan.apply(progress=progress)
+    finally:
+        plan.close()
+
+
+# -- one step ---------------------------------------------------------------------------------------------------------
+
+
+def _put(exchange: Exchange, step: Step, contents: Sequence[Tensor]) -> None:
+    for member, new in zip(step.component.members, contents, strict=True):
+        exchange.put(member.tensor, new)
+
+
+def _fill(step: Step, checkpoint: Checkpoint, tick: Tick) -> None:
+    """The values go where the tensors are; the first source is written last, so it has the last word."""
+    for source in reversed(step.sources):
+        held = step.component.members[source.member].tensor
+        with torch.no_grad():
+            if not isinstance(held, Weight):
+                checkpoint.read_into(source.key, held, tick)
+            elif held.scheme.transparent:
+                checkpoint.read_into(source.key, held.values_of(), tick)
+            else:
+                held.copy_(checkpoint.read_briefly(source.key, tick))
+
+
+def _read(key: str, checkpoint: Checkpoint, tick: Tick, device: torch.device | str = "cpu") -> Tensor:
+    home, view = checkpoint.find(key)
+    whole = checkpoint.read(home, device=device, tick=tick)
+    return whole if view is None else view_of(whole, view)
+
+
+def _contents(step: Step, checkpoint: Checkpoint, tick: Tick) -> list[Tensor]:
+    """New contents for every member of the component, over one memory."""
+    members = step.component.members
+    if step.is_given:
+        given = _read(step.sources[0].key, checkpoint, tick, step.device)
+        assert isinstance(given, Weight)
+        return _shared(step, cast(Weight, given.to(step.dtype)))
+    if step.scheme is not None and not step.scheme.transparent:
+        return _shared(step, _encoded(step, checkpoint, tick))
+    made = _plain(step, checkpoint, tick)
+    if step.scheme is not None:
+        made = [Weight.encode(_memory(tensor), step.scheme) for tensor in made]
+    return [_with_tie(new, step) for new in made] if len(members) > 1 or isinstance(made[0], Weight) else made
+
+
+def _encoded(step: Step, checkpoint: Checkpoint, tick: Tick) -> Weight:
+    """The owner's values, in the dtype of the file so that no more memory is needed, encoded."""
+    assert step.scheme is not None
+    held = step.held
+    if len(step.component.members) == 1 or step.component.nbytes == 0:
+        values = checkpoint.read_briefly(step.sources[0].key, tick).to(step.device)
+    else:
+        given = checkpoint.spec(step.sources[0].key).dtype
+        values = _plain(step, checkpoint, tick, dtype=given)[_index(step)]
+    try:
+        if isinstance(held, Weight) and held.scheme == step.scheme:
+            made = encoded_as(held, values)
+        else:
+            made = Weight.encode(_memory(values), step.scheme)
+    except SchemeError as error:
+        raise error.named(step.name) from None
+    return cast(Weight, made.to(step.dtype))
+
+
+def _shared(step: Step, weight: Weight) -> list[Tensor]:
+    """One Weight per member, all over the same parts."""
+    owner, tied, made = step.held, step.tie, []
+    weight = weight.map(Tensor.detach, weight.spec.replace(tie=tied))
+    for member in step.component.members:
+        if isinstance(member.tensor, Weight) and member.tensor is not owner:
+            made.append(member_view(weight, member))
+            continue
+        view = None if tied is None else tied.views[tied.names.index(member.names[0])]
+        order = None if view is None else order_of(view, owner)
+        made.append(weight.detach() if order is None else weight.permute(order))
+    return made
+
+
+def _plain(step: Step, checkpoint: Checkpoint, tick: Tick, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """One tensor per member, all over one new memory, filled from the sources."""
+    dtype, component = dtype or step.dtype, step.component
+    if len(component.members) == 1 or component.nbytes == 0:
+        made = [_empty(step, component.members[0], checkpoint, dtype)]
+    else:
+        mixed = component.dtype is None
+        count = component.nbytes if mixed else component.nbytes // component.members[0].tensor.element_size()
+        span = torch.zeros(count, dtype=torch.uint8 if mixed else dtype, device=step.device)
+        made = [member_view(span, member) for member in component.members]
+    for source in reversed(step.sources):
+        checkpoint.read_into(source.key, _memory(made[source.member]), tick)
+    return made
+
+
+def _empty(step: Step, member: Member, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """Memory with the strides that the file remembers, or else those of the model."""
+    held, spec = member.tensor, checkpoint.spec(step.sources[0].key)
+    like = torch.empty_strided(held.shape, held.stride(), device="meta")
+    stride = torch.empty_like(like).stride()  # what is not dense becomes so, in the same order
+    if not spec.is_contiguous and checkpoint.find(step.sources[0].key)[1] is None:
+        stride = spec.stride
+    made = torch.empty_strided(held.shape, stride, dtype=dtype, device=step.device)
+    return held.around(made) if isinstance(held, Weight) else made
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    return tensor.values_of() if isinstance(tensor, Weight) else tensor
+
+
+def _index(step: Step) -> int:
+    return next(i for i, member in enumerate(step.component.members) if step.name in member.names)
+
+
+def _with_tie(new: Tensor, step: Step) -> Tensor:
+    if not isinstance(new, Weight):
+        return new
+    return new.map(Tensor.detach, new.spec.replace(tie=step.tie))
+
+
+# -- before and after -------------------------------------------------------------------------------------------------
+
+
+def _check_unchanged(model: nn.Module, steps: Sequence[Step]) -> None:
+    now = named_tensors(model)
+    for step in steps:
+        for member in step.component.members:
+            if any(now.get(name) is not member.tensor for name in member.names):
+                raise LoadError(
+                    "it is another tensor than when the load was planned", name=member.names[0], fix="Plan again."
+                )
+
+
+def _check_encodes(step: Step, checkpoint: Checkpoint) -> None:
+    """Values that cannot be encoded are found while nothing has changed; for a real model that takes a rehearsal."""
+    if not step.is_given and step.scheme is not None and not step.scheme.transparent:
+        _encoded(step, checkpoint, no_tick)
+
+
+def _keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:
+    """Stock ``load_state_dict`` will not silently un-quantize what was quantized here."""
+    paths = {name.rpartition(".")[0] for step in steps for name in step.component.names}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in paths:
+            add_load_hook(module)
+
+
+def _said(step: Step, checkpoint: Checkpoint) -> str:
+    given = checkpoint.spec(step.sources[0].key)
+    names = " = ".join([step.name, *(name for name in step.component.names if name != step.name)])
+    keys = ", ".join(source.key for source in step.sources if source.key != source.name)
+    how = "filled" if step.in_place else "new"
+    scheme = "" if step.scheme is None and not step.is_given else f" as {step.scheme or given.scheme}"
+    origin = f" from {keys}" if keys else ""
+    return f"{names}{origin}: {list(given.shape)} {given.dtype} -> {step.dtype} on {step.device}{scheme}, {how}"

@@ -1,0 +1,531 @@
+"""What a load will do, name by name, with every fault found before anything is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from . import meta
+from ._storage import Block, is_strided
+from .checkpoint import Checkpoint, view_of
+from .errors import CheckpointError, TetherError
+from .rules import Rules, order_of, schemes_for
+from .schemes import Scheme, Shape
+from .spec import Tie, View
+from .ties import Component, Member, find_components, nearest, tie_of
+from .weight import Weight
+
+Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str | None] | None
+Ties = Literal["match", "file", "model"]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes that values may be converted between while they are loaded."""
+
+_GUESSES = 8  # names to look for in all others; each takes a while, and whoever has more has another problem
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One name of the model, and the name in the checkpoint that fills it."""
+
+    member: int
+    name: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happens to one component of the model: its memory is filled, or its tensors get new contents.
+
+    ``sources`` come in order of precedence; where they overlap they agree, or the first has been chosen.
+    ``scheme`` is what the values are encoded in; ``is_given`` says that the checkpoint holds the Weight already.
+    """
+
+    name: str
+    component: Component
+    tie: Tie | None
+    sources: tuple[Source, ...]
+    dtype: torch.dtype
+    device: torch.device
+    scheme: Scheme | None
+    is_given: bool
+    in_place: bool
+    nbytes: int
+
+    @property
+    def held(self) -> Tensor:
+        """The tensor of the owner."""
+        return next(m.tensor for m in self.component.members if self.name in m.names)
+
+
+@dataclass
+class Draft:
+    """The steps of a load, what stands in its way, and what it leaves out."""
+
+    steps: list[Step] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    recorded: list[str] = field(default_factory=list)
+    """Non-persistent buffers on ``meta`` that ``tt.on_meta`` recorded, and that will be computed again."""
+    used: list[str] = field(default_factory=list)
+    """Non-persistent buffers on ``meta`` that the checkpoint fills."""
+    lost: list[str] = field(default_factory=list)
+    """Non-persistent buffers on ``meta`` that nobody knows."""
+    untie: list[str] = field(default_factory=list)
+    tie: list[tuple[str, str]] = field(default_factory=list)
+    """With ``ties="file"``: what to do to the model first."""
+
+
+def draft(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    quantize: Rules = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    ties: Ties = "match",
+    rename: Rename = None,
+) -> Draft:
+    """Matches ``checkpoint`` with ``model`` by headers alone; values are read only where two names must agree."""
+    return _Drafter(model, checkpoint, quantize, dtype, device, strict, ties, rename).draft
+
+
+class _Drafter:
+    """One pass over a model and a checkpoint; ``draft`` is what it found."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        quantize: Rules,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        strict: bool,
+        ties: Ties,
+        rename: Rename,
+    ) -> None:
+        self.draft = Draft()
+        self.checkpoint, self.dtype, self.ties = checkpoint, dtype, ties
+        self.device = None if device is None else torch.device(device)
+        if ties not in ("match", "file", "model"):
+            self._fault("ties", f"{ties!r} is none of 'match', 'file', 'model'")
+        if dtype is not None and dtype not in FLOATS:
+            fix = "Use quantize=." if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else "Give a float dtype."
+            self._fault("dtype", f"{dtype} is not a dtype to compute in. {fix}")
+            self.dtype = None
+        self.components = find_components(model)
+        self.modules = dict(model.named_modules())
+        self.transient = transient_names(model)
+        self.owner_tie = self._model_ties()
+        self.schemes = self._schemes(model, quantize)
+        self.available, listed = self._available(rename)
+        known = {name for component in self.components for name in component.names}
+        for component in self.components:
+            self._match(component)
+        self.surplus = {key for name, key in self.available.items() if key in listed and name not in known}
+        unused = self.transient - {*self.draft.used}
+        self.draft.unexpected = [
+            key for name, key in self.available.items() if key in listed and (name not in known or name in unused)
+        ]
+        self._check_file_ties()
+        self._check_copies()
+        if strict:
+            self._refuse_leftovers(known)
+
+    def _fault(self, name: str, what: str) -> None:
+        self.draft.faults.append(" ".join(f"{name}: {what}".split()))
+
+    # -- what the model and the user say --------------------------------------------------------------------------
+
+    def _model_ties(self) -> dict[int, Tie]:
+        found = {}
+        for component in self.components:
+            try:
+                tie = tie_of(component)
+            except TetherError as error:
+                self.draft.faults.append(str(error))
+                continue
+            if tie is not None:
+                found[id(component)] = tie
+        return found
+
+    def _schemes(self, model: nn.Module, quantize: Rules) -> dict[str, Scheme]:
+        try:
+            return schemes_for(model, quantize, self.owner_tie.values())
+        except TetherError as error:
+            self.draft.faults.append(str(error))
+            return {}
+
+    def _available(self, rename: Rename) -> tuple[dict[str, str], set[str]]:
+        """The checkpoint's names by what the model calls them; and those that must not be left over."""
+        new_name = renamer(rename)
+        listed = set(self.checkpoint)
+        available: dict[str, str] = {}
+        for key in [*self.checkpoint, *self.checkpoint.flat]:
+            name = new_name(key)
+            if name is None:
+                continue
+            if name in available:
+                if key in listed:
+                    self._fault(name, f"the checkpoint's {available[name]} and {key} are both renamed to it")
+                continue
+            available[name] = key
+        return available, listed
+
+    # -- one component --------------------------------------------------------------------------------------------
+
+    def _match(self, component: Component) -> None:
+        tie = self.owner_tie.get(id(component))
+        owner = tie.owner if tie else component.names[0]
+        order = tie.names if tie else component.names
+        index = {name: i for i, member in enumerate(component.members) for name in member.names}
+        sources = [Source(index[name], name, self.available[name]) for name in order if name in self.available]
+        if all(name in self.transient for name in component.names):
+            self._match_transient(component, sources)
+            return
+        if not sources:
+            self.draft.missing += [name for name in component.names if name not in self.transient]
+            return
+        if not all([self._check_shape(component.members[source.member], source) for source in sources]):
+            return
+        member = next(m for m in component.members if owner in m.names)
+        chosen = self._settle(component, sources, owner)
+        step = self._step(component, chosen, owner, member) if chosen else None
+        if step is not None:
+            self.draft.steps.append(step)
+
+    def _match_transient(self, component: Component, sources: list[Source]) -> None:
+        """Non-persistent buffers: real ones stay as they are, those on meta come from their record, or from the file.
+
+        The record comes first, because files of old store such buffers in a dtype of their own; from there one is
+        taken only if dtype and shape are those of the model.
+        """
+        member = component.members[0]
+        if not member.tensor.is_meta:
+            return
+        if is_recorded(component, self.modules):
+            self.draft.recorded += component.names
+            return
+        fits = [s for s in sources if _is_like(self.checkpoint, s.key, component.members[s.member].tensor)]
+        if not fits or len(component.members) > 1:
+            self.draft.lost += component.names
+            return
+        self.draft.used += component.names
+        tie, device = self.owner_tie.get(id(component)), self.device or torch.device("cpu")
+        nbytes = self.checkpoint.nbytes(fits[0].key)
+        name, dtype = member.names[0], member.tensor.dtype
+        self.draft.steps.append(Step(name, component, tie, (fits[0],), dtype, device, None, False, False, nbytes))
+
+    def _check_shape(self, member: Member, source: Source) -> bool:
+        if is_lazy(member.tensor):
+            self._fault(source.name, "it is lazy and has no shape yet. Run one forward first.")
+            return False
+        held, given = tuple(member.tensor.shape), self.checkpoint.spec(source.key).shape
+        if held != given:
+            self._fault(source.name, f"the checkpoint has shape {given}, the model has {held}")
+            return False
+        return True
+
+    def _settle(self, component: Component, sources: list[Source], owner: str) -> list[Source]:
+        """The sources to use, first wins; faults if two disagree, or if some memory has no source."""
+        if len(component.members) == 1:
+            first, *others = sources
+            for other in others:
+                if not self.checkpoint.is_same(first.key, other.key):
+                    self._disagree(first.name, other.name)
+            return [first]
+        if self._is_as_recorded(component, sources, owner):
+            return [source for source in sources if source.name == owner]
+        if component.nbytes == 0:
+            return self._settle_weights(sources, owner)
+        return self._settle_views(component, sources)
+
+    def _disagree(self, owner: str, name: str) -> None:
+        if self.ties == "match":
+            self._fault(
+                name,
+                f"the model ties it to {owner}, the checkpoint has other values for it. "
+                "Load with ties='model' (the owner's values), or ties='file' (untied).",
+            )
+        elif self.ties == "file":
+            self.draft.untie.append(name)
+
+    def _is_as_recorded(self, component: Component, sources: list[Source], owner: str) -> bool:
+        """Whether the file records for every name the very view that the model has."""
+        tie = self.owner_tie[id(component)]
+        base = next((source.key for source in sources if source.name == owner), None)
+        if base is None:
+            return False
+        home, whole = self.checkpoint.find(base)
+        laid = next(member.view.stride for member in component.members if owner in member.names)
+        if whole is not None or (any(tie.views) and self.checkpoint.spec(base).stride != laid):
+            return False
+        for source in sources:
+            place, view = self.checkpoint.find(source.key)
+            wanted = tie.views[tie.names.index(source.name)]
+            if place != home or _geometry(view) != _geometry(wanted):
+                return False
+        return True
+
+    def _settle_weights(self, sources: list[Source], owner: str) -> list[Source]:
+        """Weights over the same parts: the owner's values are everybody's."""
+        first = next((source for source in sources if source.name == owner), None)
+        if first is None:
+            self._fault(owner, f"the checkpoint has {sources[0].key}, a view of it, but not {owner} itself")
+            return []
+        home = self.checkpoint.find(first.key)[0]
+        for other in sources:
+            if self.checkpoint.find(other.key)[0] != home:
+                self._disagree(owner, other.name)
+        return [first]
+
+    def _settle_views(self, component: Component, sources: list[Source]) -> list[Source]:
+        """Lays every source into a copy of the memory: overlaps must agree, and nothing may be left without one."""
+        dtypes = {self.checkpoint.spec(source.key).dtype for source in sources}
+        if component.dtype is not None and len(dtypes) > 1:
+            self._fault(sources[0].name, f"it shares memory with names that the checkpoint has in {_list(dtypes)}")
+            return []
+        common = dtypes.pop() if component.dtype is not None else None
+        for source in sources:
+            spec = self.checkpoint.spec(source.key)
+            held = component.members[source.member].tensor.dtype
+            if not spec.scheme.transparent or (common is None and spec.dtype != held):
+                self._fault(source.name, f"the checkpoint has {spec.scheme} {spec.dtype} for a view of {held} memory")
+                return []
+        itemsize = 1 if common is None else common.itemsize
+        unit = 1 if component.dtype is None else component.dtype.itemsize
+        bits = torch.zeros(component.nbytes // unit, dtype=_BITS[itemsize], device="cpu")
+        is_set = torch.zeros(component.nbytes // unit, dtype=torch.bool, device="cpu")
+        for source in sources:
+            member = component.members[source.member]
+            place, done = _laid(bits, member, component), _laid(is_set, member, component)
+            given = self.checkpoint.read(self.checkpoint.find(source.key)[0])
+            view = self.checkpoint.find(source.key)[1]
+            given = (given if view is None else view_of(given, view)).contiguous()
+            given = given.view(_BITS[itemsize] if common else torch.uint8).reshape(place.shape)
+            if bool(((place != given) & done).any()):
+                self._disagree(sources[0].name, source.name)
+            place.copy_(torch.where(done, place, given))
+            done.fill_(True)
+        named = {source.name for source in sources}
+        for member in component.members:
+            if not bool(_laid(is_set, member, component).all()):
+                self.draft.missing += [
+                    name for name in member.names if name not in named and name not in self.transient
+                ]
+        return sources
+
+    def _step(self, component: Component, sources: list[Source], owner: str, member: Member) -> Step | None:
+        held = member.tensor
+        spec = self.checkpoint.spec(sources[0].key)
+        home = self.checkpoint.find(sources[0].key)[0]
+        is_given = self.checkpoint.entries[home].spec is not None
+        try:
+            target = self._dtype(held, spec.dtype, is_given)
+        except TetherError as error:
+            self._fault(sources[0].name, error.what)
+            return None
+        if component.dtype is None and component.nbytes and target != held.dtype:
+            self._fault(owner, f"its memory is shared under several dtypes, so it cannot become {target}")
+            return None
+        device = self.device or (torch.device("cpu") if held.is_meta else held.device)
+        holds = held.scheme if isinstance(held, Weight) and not held.scheme.transparent else None
+        scheme = self.schemes.get(owner, holds)
+        if not is_strided(held) and not isinstance(held, Weight):
+            kind = type(held).__name__ if held.layout == torch.strided else f"{held.layout} tensor"
+            self._fault(owner, f"it is a {kind}, which cannot be loaded from a file")
+            return None
+        if is_given and self.schemes.get(owner, spec.scheme) != spec.scheme:
+            self._fault(
+                owner,
+                f"the checkpoint holds it as {spec.scheme}, the rules ask for {self.schemes[owner]}. "
+                "Load without that rule, or quantize from the float checkpoint.",
+            )
+            return None
+        if is_given and not held.is_floating_point():
+            self._fault(owner, f"the checkpoint holds it as {spec.scheme}, the model has {held.dtype}")
+            return None
+        if is_given and len(component.members) > 1 and not self._can_share(component, owner):
+            self._fault(
+                owner, f"the checkpoint holds it as {spec.scheme}, the model has views into it that need a plain tensor"
+            )
+            return None
+        stays = device == held.device and target == held.dtype and not held.is_meta
+        as_it_is = holds is not None if is_given else scheme == holds and not _overlaps_itself(held)
+        nbytes = sum(self.checkpoint.nbytes(source.key) for source in sources)
+        tie = self.owner_tie.get(id(component))
+        return Step(owner, component, tie, tuple(sources), target, device, scheme, is_given, stays and as_it_is, nbytes)
+
+    def _can_share(self, component: Component, owner: str) -> bool:
+        tie = self.owner_tie[id(component)]
+        held = next(m.tensor for m in component.members if owner in m.names)
+        return all(view is None or order_of(view, held) is not None for view in tie.views)
+
+    def _dtype(self, held: Tensor, given: torch.dtype, is_given: bool) -> torch.dtype:
+        """The dtype that the tensor will have; raises if the values would not survive."""
+        if given in FLOATS and held.dtype in FLOATS:
+            return self.dtype or (given if held.is_meta else held.dtype)
+        if given == held.dtype:
+            return given
+        both_complex = given.is_complex and held.dtype.is_complex
+        both_whole = not any(d.is_complex or d.is_floating_point for d in (given, held.dtype))
+        if (both_complex or both_whole) and torch.promote_types(given, held.dtype) == held.dtype:
+            return held.dtype
+        if (
+            held.dtype.is_floating_point
+            and (both_whole or given.itemsize == 1 or not given.is_floating_point)
+            and not given.is_complex
+        ):
+            raise CheckpointError(
+                f"the checkpoint has {given}, codes without a scale that this package recognises, "
+                f"the model has {held.dtype}"
+            )
+        raise CheckpointError(f"the checkpoint has {given}, which {held.dtype} in the model cannot hold")
+
+    # -- the checkpoint as a whole --------------------------------------------------------------------------------
+
+    def _check_file_ties(self) -> None:
+        """Names that the file ties and the model keeps apart."""
+        home = {name: component for component in self.components for name in component.names}
+        name_of = {key: name for name, key in self.available.items() if name in home}
+        groups = [list(tie.names) for tie in self.checkpoint.ties]
+        for alias, owner in self.checkpoint.flat.items():
+            groups.append([owner, alias])
+        for keys in groups:
+            present = [(name_of[key], key) for key in keys if key in name_of]
+            for i, (name, key) in enumerate(present):
+                for other, other_key in present[:i]:
+                    if home[name] is not home[other] and self._share(key, other_key):
+                        self._apart(other, name)
+                        break
+
+    def _share(self, key: str, other: str) -> bool:
+        one, two = (self._block(self.checkpoint.find(k)[1], k) for k in (key, other))
+        return one.overlaps(two)
+
+    def _block(self, view: View | None, key: str) -> Block:
+        spec = self.checkpoint.spec(key)
+        item, size, stride = spec.dtype.itemsize, spec.shape, spec.stride
+        extent = 0 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+        start = (view.offset if view else 0) * item
+        return Block(0, start, start + extent * item, size, stride, item)
+
+    def _apart(self, owner: str, name: str) -> None:
+        if self.ties == "match":
+            self._fault(
+                name,
+                f"the checkpoint ties it to {owner}, the model keeps them apart. "
+                f"Call tt.tie(model, {owner!r}, {name!r}), or load with ties='file' (tied) or 'model' (two copies).",
+            )
+        elif self.ties == "file":
+            self.draft.tie.append((owner, name))
+
+    def _check_copies(self) -> None:
+        for alias in self.checkpoint.copies:
+            try:
+                self.checkpoint.check_copy(alias)
+            except CheckpointError as error:
+                self.draft.faults.append(str(error))
+
+    def _refuse_leftovers(self, known: Iterable[str]) -> None:
+        names = list(known)
+        for i, name in enumerate(self.draft.missing):
+            self._fault(name, f"the checkpoint does not have it{_near(name, self.available) if i < _GUESSES else ''}")
+        for name in self.draft.lost:
+            self._fault(
+                name,
+                "it is a non-persistent buffer on meta, which the checkpoint does not have either. "
+                "Build the model under tt.on_meta().",
+            )
+        over = [key for key in self.draft.unexpected if key in self.surplus]
+        for i, key in enumerate(over):
+            self._fault(key, f"the model does not have it{_near(key, names) if i < _GUESSES else ''}")
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def renamer(rename: Rename) -> Callable[[str], str | None]:
+    """What a name in the checkpoint is called in the model; ``None`` for one that is to be left out.
+
+    >>> renamer([(r"^model\\.", ""), (r"gamma$", "weight")])("model.norm.gamma")
+    'norm.weight'
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    if isinstance(rename, Mapping):
+        table = dict(rename)
+        return lambda name: table.get(name, name)
+    patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+
+    def substitute(name: str) -> str:
+        for pattern, replacement in patterns:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return substitute
+
+
+def transient_names(model: nn.Module) -> set[str]:
+    """The names of buffers that are not persistent, which a state dict leaves out."""
+    return {
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf in module._non_persistent_buffers_set
+    }
+
+
+def is_recorded(component: Component, modules: dict[str, nn.Module]) -> bool:
+    """Whether the model was built under ``tt.on_meta()``, which knows how the component was computed."""
+    return bool(meta.recipes_of(component, modules))
+
+
+def _is_like(checkpoint: Checkpoint, key: str, held: Tensor) -> bool:
+    spec = checkpoint.spec(key)
+    return spec.scheme.transparent and spec.dtype == held.dtype and spec.shape == tuple(held.shape)
+
+
+def _geometry(view: View | None) -> tuple[Shape, Shape, int] | None:
+    return None if view is None else (view.size, view.stride, view.offset)
+
+
+def _laid(memory: Tensor, member: Member, component: Component) -> Tensor:
+    """The places of ``member`` in ``memory``, which counts elements, or bytes where a component has several dtypes."""
+    view = member.view
+    if component.dtype is not None:
+        return memory.as_strided(view.size, view.stride, view.offset)
+    item = view.dtype.itemsize
+    return memory.as_strided((*view.size, item), (*(step * item for step in view.stride), 1), view.offset * item)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place (``expand``), so that it cannot be written to."""
+    if isinstance(tensor, Weight) or tensor.numel() == 0:
+        return False
+    reach = 1
+    for step, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if step < reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    found = nearest(name, names)
+    return f", the nearest is {found!r}" if found else ""
+
+
+def _list(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(map(str, dtypes)))

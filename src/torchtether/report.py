@@ -1,0 +1,142 @@
+"""What was done, in words and numbers: reports, progress bars, peak memory, tables."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .spec import Tie
+
+Progress = bool | Callable[[int, int], Any] | None
+"""``True`` for a bar on stderr, or a function that is told (bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did. ``missing_keys`` and ``unexpected_keys`` are torch's words; with ``strict`` both are empty.
+
+    ``unexpected_keys`` also names non-persistent buffers that the file stores and the model computes itself.
+    """
+
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    tied: tuple[Tie, ...] = ()
+    quantized: Mapping[str, str] = field(default_factory=dict)
+    on_meta: tuple[str, ...] = ()
+    """What has no memory yet, because the checkpoint did not have it."""
+    tensors: int = 0
+    bytes: int = 0
+    """Read from the files."""
+    seconds: float = 0.0
+    peak: int | None = None
+    """Anonymous memory at its highest, above what there was before; ``None`` where the system does not tell."""
+
+    def __str__(self) -> str:
+        words = [f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"]
+        if self.peak is not None:
+            words.append(f"peak {said_bytes(self.peak)}")
+        if self.quantized:
+            words.append(f"{len(self.quantized)} quantized")
+        if self.tied:
+            words.append("tied: " + ", ".join(map(str, self.tied[:4])) + ("" if len(self.tied) < 5 else ", ..."))
+        for what, names in (
+            ("missing", self.missing_keys),
+            ("unexpected", self.unexpected_keys),
+            ("still on meta", self.on_meta),
+        ):
+            if names:
+                words.append(f"{what}: {', '.join(names[:4])}{'' if len(names) < 5 else f' and {len(names) - 4} more'}")
+        return "; ".join(words)
+
+
+def said_bytes(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> said_bytes(2_469_606_400)
+    '2.47 GB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if abs(count) < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+@contextmanager
+def ticking(progress: Progress, total: int, verb: str) -> Iterator[Callable[[int], None]]:
+    """Inside, a function to be told of every piece of bytes that is done."""
+    if not progress:
+        yield lambda nbytes: None
+    elif callable(progress):
+        done = 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(done, total)
+
+        yield tell
+    else:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # not needed to import the package
+
+        with tqdm(total=total, unit="B", unit_scale=True, desc=verb, file=sys.stderr) as bar:
+            yield bar.update
+
+
+class Meter:
+    """How long a block takes, and how much anonymous memory it needs at most, above what there was before.
+
+    Pages of mapped files are not counted. A thread looks every two milliseconds, so shorter peaks may be missed.
+    """
+
+    def __enter__(self) -> Meter:
+        self.seconds = 0.0
+        self.peak: int | None = None
+        self._before = anonymous_memory()
+        self._highest = self._before
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if self._before is not None:
+            self._thread.start()
+        self._start = time.perf_counter()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.look()
+
+    def look(self) -> None:
+        """Counts what there is now."""
+        now = anonymous_memory()
+        if now is not None and self._highest is not None:
+            self._highest = max(self._highest, now)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds = time.perf_counter() - self._start
+        self._done.set()
+        if self._before is not None and self._highest is not None:
+            self._thread.join()
+            self.look()
+            self.peak = self._highest - self._before
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def anonymous_memory() -> int | None:
+    """The bytes of memory of the process's own that are resident; ``None`` where the system does not tell."""
+    try:
+        text = _STATUS.read_text()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("RssAnon:")]
+    return int(found[0]) * 1024 if found else None

@@ -1,0 +1,345 @@
+"""Saving a model so that it comes back the same, and so that other tools can read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from ._storage import blocks_of
+from .checkpoint import view_of
+from .errors import CheckpointError, TieError
+from .files import (
+    HIDDEN,
+    INDEX_SUFFIX,
+    KEY,
+    SUFFIX,
+    Record,
+    Tick,
+    check_writable,
+    folder_for,
+    format_index,
+    part_key,
+    remove_stale,
+    replacing,
+    write_tensors,
+)
+from .formats import native
+from .report import Progress, ticking
+from .schemes import Shape
+from .spec import Tie, View, WeightSpec
+from .ties import Component, find_components, member_view, tie_of
+from .weight import Weight
+
+Aliases = Literal["drop", "copy"]
+
+
+def save(
+    model: nn.Module | Mapping[str, Tensor],
+    path: Path | str,
+    *,
+    format: Literal["native"] = "native",
+    aliases: Aliases = "drop",
+    max_shard_size: int | str | None = None,
+    progress: Progress = None,
+) -> None:
+    """The tensors of ``model`` (or of a state dict) are at ``path``, each once, with their ties, strides and schemes.
+
+    ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``
+    ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on
+    ``aliases``         ``"drop"`` stores tied tensors once, and the other names as a record; ``"copy"`` stores all, for
+                        readers that want every key. Either way they are one tensor again when we read them
+    ``max_shard_size``  a number of bytes, or ``"5GB"``: beyond it, shards and an index. No tensor is cut
+    ``progress``        ``True`` for a bar, or a function of (bytes done, bytes in all)
+
+    Equal tensors give equal bytes. Each file is written beside its target and renamed, so that the old one is whole
+    until the new one is. Pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``, if you pass a mapping.
+    A scheme that changes no value (``Plain``) is not recorded: its tensor is stored as it is.
+
+    Raises:
+        CheckpointError: a tensor has no values or no dtype in the format, two keys collide, or the disk refuses.
+        TieError: Weights of a state dict say that they are tied, and differ.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"a": torch.ones(2, 3), "b": torch.ones(3).expand(2, 3)}, folder + "/x.safetensors")
+    ...     tt.open(folder + "/x.safetensors")["a"].tolist()
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    if format != "native":
+        raise CheckpointError(f"unknown format {format!r}, known is 'native'", name="format")
+    if aliases not in ("drop", "copy"):
+        raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
+    groups = _groups(_named(model), copy=aliases == "copy")
+    shards = list(_shards(groups, _limit(max_shard_size)))
+    path = Path(path)
+    is_folder = path.suffix != SUFFIX
+    folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
+    folder_for(folder)
+    names = _file_names(stem, len(shards))
+    targets = [folder / name for name in names]
+    total = sum(group.nbytes for group in groups)
+    index = _index(groups, shards, names)
+    everything = [*targets, *([folder / f"{stem}{INDEX_SUFFIX}"] if index else [])]
+    with ticking(progress, total, "save") as tick, replacing(*everything) as files:
+        for target, shard, file in zip(targets, shards, files, strict=False):
+            _write(shard, file, str(target), tick)
+        if index:
+            files[-1].write(index)
+    if is_folder:
+        remove_stale(folder, stem, keep={file.name for file in everything})
+
+
+# -- what is to be stored ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """One component: what is stored for it, under which keys, and what the record says."""
+
+    stored: dict[str, Tensor] = field(default_factory=dict)
+    ties: list[Tie] = field(default_factory=list)
+    weights: dict[str, WeightSpec] = field(default_factory=dict)
+    strides: dict[str, Shape] = field(default_factory=dict)
+    copies: set[str] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.stored.values())
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Stores ``tensor`` as ``name``: its parts, or itself with its strides."""
+        if isinstance(tensor, Weight) and not tensor.scheme.transparent:
+            self.stored |= native.pack(name, tensor)
+            self.weights[name] = tensor.spec.replace(tie=None)
+            return
+        tensor = _memory(tensor)
+        check_writable(name, tensor)
+        self.stored[name] = tensor
+        if tensor.numel() and not tensor.is_contiguous():
+            # what has gaps becomes dense in the same order, as ``clone`` would have it
+            self.strides[name] = tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a state dict holds, as the live objects."""
+    found: Mapping[str, Any] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not name:
+            raise CheckpointError("a tensor needs a name that is not empty", name=repr(name))
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"a {type(tensor).__name__} is not a tensor", name=name, fix="Leave it out.")
+        if tensor.is_meta:
+            raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
+        if name.startswith(HIDDEN):
+            raise CheckpointError(f"names that begin with {HIDDEN} are taken", name=name, fix="Rename it.")
+    return dict(found)
+
+
+class _Tensors:
+    """A mapping of tensors that ``find_components`` can read as if it were a module."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self._named = named
+
+    def named_parameters(self, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._named.items() if isinstance(tensor, nn.Parameter))
+
+    def named_buffers(self, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self._named.items() if not isinstance(tensor, nn.Parameter))
+
+
+def _groups(named: Mapping[str, Tensor], *, copy: bool) -> list[_Group]:
+    components = find_components(cast(nn.Module, _Tensors(named)))
+    claimed = _recorded(named, components)
+    taken = {name for tie in claimed for name in tie.aliases}
+    extra = {tie.owner: tie for tie in claimed}
+    groups = [
+        _group(component, named, extra, copy=copy) for component in components if taken.isdisjoint(component.names)
+    ]
+    keys: set[str] = set()
+    for group in groups:
+        for key in group.stored:
+            if key in keys or (key in named and key not in group.copies and _is_part(key, group)):
+                raise CheckpointError("two tensors would be stored under this key", name=key, fix="Rename one of them.")
+            keys.add(key)
+    return groups
+
+
+def _is_part(key: str, group: _Group) -> bool:
+    return any(
+        key == part_key(name, part) for name, spec in group.weights.items() for part in spec.scheme.layout(spec.base)
+    )
+
+
+def _group(component: Component, named: Mapping[str, Tensor], extra: Mapping[str, Tie], *, copy: bool) -> _Group:
+    group = _Group()
+    tie = tie_of(component)
+    if tie is None and component.names[0] in extra:
+        tie = extra[component.names[0]]
+    if tie is None:
+        group.add(component.names[0], component.members[0].tensor)
+        return group
+    if _is_whole(component, tie.owner, named):
+        group.add(tie.owner, named[tie.owner])
+    else:
+        hidden = HIDDEN + component.names[0]
+        group.stored[hidden] = _span(component)
+        views = {name: member.view for member in component.members for name in member.names}
+        tie = Tie((hidden, *views), (None, *views.values()), (True, *(False for _ in views)))
+    group.ties.append(tie)
+    if copy:
+        for alias in tie.aliases:
+            group.add(alias, named[alias])
+            group.strides.pop(alias, None)
+            group.copies.add(alias)
+    return group
+
+
+def _is_whole(component: Component, owner: str, named: Mapping[str, Tensor]) -> bool:
+    """Whether the owner covers all that the component reaches, without a gap, so that storing it stores all."""
+    if component.nbytes == 0 or len(component.members) == 1:
+        return True
+    (block,) = blocks_of(named[owner])
+    return block.is_dense and block.start == component.start and block.nbytes == component.nbytes
+
+
+def _span(component: Component) -> Tensor:
+    """The memory that the members cover, flat; what lies in the gaps between them is nobody's, and stays zero."""
+    dtype = component.dtype or torch.uint8
+    made = torch.zeros(component.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
+    for member in component.members:
+        _memory(member_view(made, member)).copy_(_memory(member.tensor).detach())
+    return made
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    return tensor.values_of() if isinstance(tensor, Weight) else tensor
+
+
+# -- ties that only the records know ----------------------------------------------------------------------------------
+
+
+def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) -> list[Tie]:
+    """Ties that Weights carry and that are no longer live, because a state dict was moved tensor by tensor.
+
+    Each is believed if the tensors are still equal; raises TieError if they are not.
+    """
+    home = {name: component for component in components for name in component.names}
+    found: dict[str, Tie] = {}
+    for tensor in named.values():
+        tie = tensor.tie if isinstance(tensor, Weight) else None
+        if tie is None or tie.owner not in named or tie.owner in found or len(home[tie.owner].names) > 1:
+            continue
+        kept = [i for i, name in enumerate(tie.names) if name in named and len(home[name].names) == 1]
+        if len(kept) < 2:
+            continue
+        for i in kept[1:]:
+            _check_still(tie.owner, named[tie.owner], tie.names[i], named[tie.names[i]], tie.views[i])
+        found[tie.owner] = Tie(*(tuple(values[i] for i in kept) for values in (tie.names, tie.views, tie.objects)))  # type: ignore[arg-type]
+    return list(found.values())
+
+
+def _check_still(owner: str, whole: Tensor, name: str, alias: Tensor, view: View | None) -> None:
+    try:
+        wanted = whole if view is None else view_of(_memory(whole) if _is_transparent(whole) else whole, view)
+        one, two = (_bits(tensor) for tensor in (wanted, alias))
+        same = len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    except RuntimeError:  # the view reaches past what is left of its owner
+        same = False
+    if not same:
+        raise TieError(
+            f"its record ties it to {owner}, and it has other values",
+            name=name,
+            fix="Call tt.tie or tt.untie before saving.",
+        )
+
+
+def _is_transparent(tensor: Tensor) -> bool:
+    return isinstance(tensor, Weight) and tensor.scheme.transparent
+
+
+def _bits(tensor: Tensor) -> list[Tensor]:
+    if isinstance(tensor, Weight) and not tensor.scheme.transparent:
+        return [bits for part in tensor.parts.values() for bits in _bits(part)]
+    tensor = _memory(tensor).detach()
+    return [tensor.contiguous().reshape(-1).view(torch.uint8)]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _limit(size: int | str | None) -> int | None:
+    """Bytes.
+
+    >>> _limit("1.5GB"), _limit("200MiB")
+    (1500000000, 209715200)
+    """
+    if size is None or (type(size) is int and size > 0):
+        return size
+    units = {
+        "": 1,
+        "k": 1000,
+        "m": 1000**2,
+        "g": 1000**3,
+        "t": 1000**4,
+        "ki": 2**10,
+        "mi": 2**20,
+        "gi": 2**30,
+        "ti": 2**40,
+    }
+    found = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", size.lower()) if isinstance(size, str) else None
+    )
+    if found is None or found[2] not in units or float(found[1]) == 0:
+        raise CheckpointError(f"{size!r} is no size", name="max_shard_size", fix="Give bytes, or text like '5GB'.")
+    return max(int(float(found[1]) * units[found[2]]), 1)
+
+
+def _shards(groups: list[_Group], limit: int | None) -> Iterator[list[_Group]]:
+    shard: list[_Group] = []
+    size = 0
+    for group in groups:
+        if shard and limit is not None and size + group.nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(group)
+        size += group.nbytes
+    yield shard
+
+
+def _file_names(stem: str, count: int) -> list[str]:
+    if count == 1:
+        return [f"{stem}{SUFFIX}"]
+    return [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
+
+
+def _record(groups: list[_Group]) -> Record:
+    return Record(
+        tuple(tie for group in groups for tie in group.ties),
+        {name: spec for group in groups for name, spec in group.weights.items()},
+        {name: stride for group in groups for name, stride in group.strides.items()},
+        frozenset(name for group in groups for name in group.copies),
+    )
+
+
+def _write(shard: list[_Group], file: Any, name: str, tick: Tick) -> None:
+    tensors = {key: tensor for group in shard for key, tensor in group.stored.items()}
+    write_tensors(file, tensors, _record(shard).metadata(), name=name, tick=tick)
+
+
+def _index(groups: list[_Group], shards: list[list[_Group]], names: list[str]) -> bytes:
+    """The index of several shards, with the whole record and, for other readers, ``alias: owner``; empty for one."""
+    if len(shards) == 1:
+        return b""
+    flat = _record(groups).metadata()
+    del flat["format"]
+    weight_map = {
+        key: name for name, shard in zip(names, shards, strict=True) for group in shard for key in group.stored
+    }
+    return format_index(weight_map, {**flat, KEY: flat[KEY], "total_size": sum(group.nbytes for group in groups)})
