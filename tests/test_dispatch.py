@@ -17,4 +17,4 @@ def test_an_op_has_one_answer():
         refuse(aten.mm.default, why="no")
     with pytest.raises(TetherError, match=r"aten\.resize_\.default has a rule already"):
         rule(aten.resize_.default)(lambda *args: None)
-    assert (RULES, KINDS, REFUSED) == before
+    assert before == (RULES, KINDS, REFUSED)

@@ -1,0 +1,47 @@
+"""Keeps a PyTorch model's parameters attached: to each other, to their optimizer and to their checkpoint."""
+
+from . import module_load as _module_load  # noqa: F401 - registers its rule
+from . import ops as _ops  # noqa: F401 - registers the rules
+from .checkpoint import Checkpoint
+from .checkpoint import open_checkpoint as open
+from .convert import convert
+from .errors import (
+    CheckpointError,
+    ConversionError,
+    LoadError,
+    OptimizerError,
+    RuleError,
+    SchemeError,
+    TetherError,
+    TieError,
+    UnsupportedOpError,
+)
+from .load import LoadPlan, load, plan_load
+from .meta import materialize, on_meta
+from .optimizer import check_optimizer
+from .quantize import dequantize, quantize
+from .report import LoadReport
+from .save import save
+from .schemes import Affine, Codebook, Plain, ScaledFloat, Scheme, fp8, int4, int8, mxfp4, nf4, nvfp4
+from .spec import Tie, View, WeightSpec
+from .swapping import swapping
+from .ties import check_ties, find_ties, tie, untie
+from .weight import Weight
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # checkpoints
+    "load", "plan_load", "save", "open", "Checkpoint", "LoadPlan", "LoadReport",
+    # conversions
+    "convert", "quantize", "dequantize", "swapping", "on_meta", "materialize",
+    # ties and optimizers
+    "find_ties", "check_ties", "tie", "untie", "check_optimizer",
+    # the nouns
+    "Weight", "WeightSpec", "Tie", "View",
+    # schemes
+    "Scheme", "Affine", "ScaledFloat", "Codebook", "Plain", "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4",
+    # errors
+    "TetherError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError", "SchemeError",
+    "TieError", "UnsupportedOpError",
+]  # fmt: skip
