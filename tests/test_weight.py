@@ -237,3 +237,47 @@ def test_empty_weights_do_what_empty_tensors_do(row, shape):
     assert F.linear(torch.zeros(3, shape[1]), weight).shape == (3, shape[0])
     weight.mul_(2).zero_()
     assert copy.deepcopy(weight).spec == weight.spec
+
+
+def test_rows_of_different_scales_are_not_joined_but_read():
+    """One scale for all rows cannot serve two tensors: their values are joined instead."""
+    scheme = tt.Affine(block=(None, None))
+    one, two = tt.Weight.encode(rand(4, 8), scheme), tt.Weight.encode(rand(4, 8, seed=1) * 100, scheme)
+    joined = torch.cat([one, two])
+    assert type(joined) is torch.Tensor
+    assert torch.equal(joined, torch.cat([one.dequantize(), two.dequantize()]))
+    same = torch.cat([one, one])
+    assert isinstance(same, tt.Weight)
+    assert torch.equal(same.dequantize(), torch.cat([one.dequantize()] * 2))
+
+
+def test_room_made_like_a_weight_holds_no_wild_index():
+    """What rows share may index columns; left as the allocator gave it, reading the room would crash."""
+    weight = tt.Weight.encode(rand(4, 64), tt.Affine(block=(1, 16), act_order=True))
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with the largest integers
+    try:
+        room = torch.empty_like(weight)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not room.parts["g_idx"].any()
+    room.dequantize()
+
+
+def test_several_weights_are_all_encoded_before_one_is_written():
+    weights = [weight_of(), weight_of()]
+    before = [w.dequantize() for w in weights]
+    with pytest.raises(tt.SchemeError, match="not finite"):
+        torch._foreach_add_(weights, [torch.ones(16, 64), torch.full((16, 64), float("nan"))])
+    assert all(torch.equal(w.dequantize(), values) for w, values in zip(weights, before, strict=True))
+
+
+def test_module_load_keeps_the_tie_of_the_module_and_checks_shapes():
+    tie = tt.Tie(("emb.weight", "head.weight"))
+    other = weight_of(tt.int4(32), tie=tt.Tie(("x", "y")))
+    for held in (weight_of(tie=tie), weight_of(), rand(16, 64)):
+        made = held.module_load(other, assign=True)
+        assert made.tie == (held.tie if isinstance(held, tt.Weight) else None)
+        assert made.scheme == other.scheme
+        for assign in (False, True):
+            with pytest.raises(tt.SchemeError, match=r"shape \(8, 64\), the module holds \(16, 64\)"):
+                held.module_load(weight_of(rows=8), assign=assign)

@@ -35,13 +35,6 @@ class TetherError(Exception):
         """The same error about ``name``; a name that is already there stays."""
         return self if self.name else type(self)(self.what, name=name, fix=self.fix)
 
-    def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments do not survive the default
-        return _rebuild, (type(self), self.what, self.name, self.fix)
-
-
-def _rebuild(kind: type[TetherError], what: str, name: str, fix: str) -> TetherError:
-    return kind(what, name=name, fix=fix)
-
 
 class UnsupportedOpError(TetherError, NotImplementedError):
     """A Weight has no rule for this op, or not for these arguments."""
