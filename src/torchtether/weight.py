@@ -192,6 +192,12 @@ class Weight(Tensor):
     ) -> Weight:
         return cls({name.removeprefix(_PART): part for name, part in inner.items()}, spec)
 
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's cache of compiled graphs knows a Weight by: everything but its values."""
+        spec = json.dumps(self._spec.to_json(), sort_keys=True)
+        parts = [(name, str(p.dtype), tuple(p.shape), p.stride(), str(p.device)) for name, p in self.parts.items()]
+        return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad}"
+
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None

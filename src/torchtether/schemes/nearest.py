@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,8 @@ def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
     return count
 
 
-def nearest_codes(table: Sequence[float]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+@lru_cache(maxsize=64)
+def nearest_codes(table: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """The thresholds between the values of ``table``, ascending, and the code of each value between them.
 
     A number halfway goes to the lower value.  Of equal values (0 and -0) the first code is used.
@@ -35,6 +38,6 @@ def nearest_codes(table: Sequence[float]) -> tuple[tuple[float, ...], tuple[int,
     for code, value in enumerate(table):
         first.setdefault(value, code)
     ascending = sorted(first)
-    values = torch.tensor(ascending, dtype=torch.float32, device="cpu")
-    middles = (values[1:] + values[:-1]) / 2
+    values = np.array(ascending, dtype=np.float32)  # numpy, because a compiler may be tracing torch just now
+    middles = (values[1:] + values[:-1]) / np.float32(2)
     return tuple(middles.tolist()), tuple(first[value] for value in ascending)
