@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from .module_load import encoded_as
 from .plan import Draft, Rename, Step, Ties, draft
 from .quantize import add_load_hook
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
-from .rules import Rules, order_of
+from .rules import Rules, order_of, unmatched
 from .swap import Exchange
 from .ties import Member, member_view, named_tensors, tie, untie
 from .weight import Weight
@@ -29,6 +30,7 @@ class LoadPlan:
     """What ``load`` will do: every step, and every fault, found without touching the model.
 
     ``faults`` is a tuple of one-line texts, empty if the load can go ahead; ``print(plan)`` shows steps and faults.
+    ``left`` names what has not been loaded yet.
     """
 
     def __init__(
@@ -40,12 +42,22 @@ class LoadPlan:
         optimizer: Any = None,
     ) -> None:
         self.model, self.checkpoint = model, checkpoint
+        self._options, self._optimizer = options, optimizer
+        self._done: set[str] = set()
+        self._take(found)
+
+    def _take(self, found: Draft) -> None:
         self.steps: tuple[Step, ...] = tuple(found.steps)
         self.faults: tuple[str, ...] = tuple(found.faults)
         self.missing_keys: tuple[str, ...] = tuple(found.missing)
         self.unexpected_keys: tuple[str, ...] = tuple(found.unexpected)
         self.bytes = sum(step.nbytes for step in self.steps)
-        self._draft, self._options, self._optimizer = found, options, optimizer
+        self._draft = found
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The names that ``apply`` will load, because it has not yet; one of each tied group."""
+        return tuple(step.name for step in self.steps if not self._done.issuperset(step.component.names))
 
     def __str__(self) -> str:
         lines = [f"{self.checkpoint!r}: {len(self.steps)} steps, {said_bytes(self.bytes)}, {len(self.faults)} faults"]
@@ -64,49 +76,90 @@ class LoadPlan:
                 fix="" if len(self.faults) <= _SHOWN else "All of them are in tt.plan_load(...).faults.",
             )
 
-    def apply(self, *, progress: Progress = None) -> LoadReport:
-        """Does it. Raises LoadError, before anything changes, if there is a fault or the model has changed since."""
+    def apply(self, *, only: str | Sequence[str] | None = None, progress: Progress = None) -> LoadReport:
+        """What is ``left`` is loaded; with ``only``, the names that a glob matches and what is tied to them.
+
+        Everything else stays exactly as it was, what is on ``meta`` there included; a later ``apply`` does the rest.
+        Each step is done once: after an error, ``apply`` goes on with the steps that were not finished. Buffers that
+        ``tt.on_meta`` recorded come back together, with the ``apply`` whose ``only`` covers the last of them and leaves
+        nothing else on ``meta``.
+
+        Raises LoadError, before anything changes, if there is a fault, a glob matches no name of the model, or the
+        model has changed since.
+
+        >>> import torch, torchtether as tt, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+        ...     tt.save(torch.nn.Linear(2, 3, device="cpu"), folder)
+        ...     plan = tt.plan_load(torch.nn.Linear(2, 3), folder)
+        ...     print(plan.apply(only="*bias").on_meta, plan.left)
+        ...     print(plan.apply().on_meta, plan.left)
+        ('weight',) ('weight',)
+        () ()
+        """
         self.check()
+        wanted = self._wanted(only)
         if self._draft.tie or self._draft.untie:
-            return self._apply_file_ties(progress)
-        _check_unchanged(self.model, self.steps)
-        with Meter() as meter, ticking(progress, self.bytes, "load") as tick:
-            self._stream(tick)
-            self._replay()
+            self._take_file_ties(wanted)
+        steps = [
+            step
+            for step in self.steps
+            if not wanted.isdisjoint(step.component.names) and not self._done.issuperset(step.component.names)
+        ]
+        _check_unchanged(self.model, steps)
+        nbytes = sum(step.nbytes for step in steps)
+        with Meter() as meter, ticking(progress, nbytes, "load") as tick:
+            self._stream(steps, tick)
+            if wanted.issuperset(self._draft.recorded):
+                self._replay()
         held = {name: tensor for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
         return LoadReport(
             self.missing_keys,
             self.unexpected_keys,
-            tuple(step.tie for step in self.steps if step.tie is not None),
-            {
-                s.name: str(s.held.scheme)
-                for s in self.steps
-                if isinstance(s.held, Weight) and not s.held.scheme.transparent
-            },
+            tuple(step.tie for step in steps if step.tie is not None),
+            {s.name: str(s.held.scheme) for s in steps if isinstance(s.held, Weight) and not s.held.scheme.transparent},
             tuple(held),
-            len(self.steps),
-            self.bytes,
+            len(steps),
+            nbytes,
             meter.seconds,
             meter.peak,
         )
 
-    def _apply_file_ties(self, progress: Progress) -> LoadReport:
-        """``ties="file"``: the model gets the file's ties first, which makes new Parameters of the names concerned."""
-        for name in self._draft.untie:
-            untie(self.model, name)
-        for owner, alias in self._draft.tie:
-            tie(self.model, owner, alias)
-        options = {**self._options, "ties": "match"}
-        again = LoadPlan(
-            self.model, self.checkpoint, draft(self.model, self.checkpoint, **options), options, self._optimizer
-        )
-        return again.apply(progress=progress)
+    def _wanted(self, only: str | Sequence[str] | None) -> set[str]:
+        """The names of the model that ``only`` matches, with all that they share memory with."""
+        names = list(named_tensors(self.model))
+        if only is None:
+            return set(names)
+        globs = [only] if isinstance(only, str) else list(only)
+        for glob, near in unmatched(globs, names).items():
+            raise LoadError(f"only= matches no tensor of the model{near}", name=glob, fix="Correct or remove it.")
+        wanted = {name for name in names if any(fnmatchcase(name, glob) for glob in globs)}
+        for group in (*(component.names for component in self._draft.components), *self._draft.tie):
+            if not wanted.isdisjoint(group):
+                wanted.update(group)
+        return wanted
 
-    def _stream(self, tick: Tick) -> None:
+    def _take_file_ties(self, wanted: set[str]) -> None:
+        """``ties="file"``: the model gets the file's ties first, which makes new Parameters of the names concerned."""
+        here = [name for name in self._draft.untie if name in wanted]
+        pairs = [pair for pair in self._draft.tie if not wanted.isdisjoint(pair)]
+        if not here and not pairs:
+            return
+        is_all = (len(here), len(pairs)) == (len(self._draft.untie), len(self._draft.tie))
+        _check_unchanged(self.model, self.steps)
+        for name in here:
+            untie(self.model, name)
+        for owner, alias in pairs:
+            tie(self.model, owner, alias)
+        if is_all:
+            self._options = {**self._options, "ties": "match"}
+        self._take(draft(self.model, self.checkpoint, **self._options))
+        self.check()
+
+    def _stream(self, steps: Sequence[Step], tick: Tick) -> None:
         """First everything that takes new memory for a tensor on meta, which can fail without harm; then the rest."""
-        fresh = [step for step in self.steps if not step.in_place and step.held.is_meta]
-        other = [step for step in self.steps if not step.in_place and not step.held.is_meta]
-        for step in self.steps:
+        fresh = [step for step in steps if not step.in_place and step.held.is_meta]
+        other = [step for step in steps if not step.in_place and not step.held.is_meta]
+        for step in steps:
             if not step.held.is_meta:
                 _check_encodes(step, self.checkpoint)
         if fresh or other:
@@ -118,9 +171,11 @@ class LoadPlan:
                 for step in other:
                     _put(exchange, step, _contents(step, self.checkpoint, tick))
             _keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
-        for step in self.steps:
+            self._done.update(name for step in (*fresh, *other) for name in step.component.names)
+        for step in steps:
             if step.in_place:
                 _fill(step, self.checkpoint, tick)
+                self._done.update(step.component.names)
 
     def _replay(self) -> None:
         """What ``tt.on_meta`` recorded and no file stores is computed again, exactly as the constructors did.

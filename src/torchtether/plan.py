@@ -83,6 +83,8 @@ class Draft:
     untie: list[str] = field(default_factory=list)
     tie: list[tuple[str, str]] = field(default_factory=list)
     """With ``ties="file"``: what to do to the model first."""
+    components: tuple[Component, ...] = ()
+    """The tensors of the model, grouped by the memory that they share."""
 
 
 def draft(
@@ -123,7 +125,7 @@ class _Drafter:
             fix = "Use quantize=." if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else "Give a float dtype."
             self._fault("dtype", f"{dtype} is not a dtype to compute in. {fix}")
             self.dtype = None
-        self.components = find_components(model)
+        self.components = self.draft.components = find_components(model)
         self.modules = dict(model.named_modules())
         self.transient = transient_names(model)
         self.owner_tie = self._model_ties()

@@ -30,7 +30,7 @@ class LoadReport:
     tied: tuple[Tie, ...] = ()
     quantized: Mapping[str, str] = field(default_factory=dict)
     on_meta: tuple[str, ...] = ()
-    """What has no memory yet, because the checkpoint did not have it."""
+    """What has no memory yet, because the checkpoint did not have it, or ``only`` left it out."""
     tensors: int = 0
     bytes: int = 0
     """Read from the files."""

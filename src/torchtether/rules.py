@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -74,17 +74,28 @@ def _of_linears(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
 def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> dict[str, Scheme | None]:
     resolved = {glob: None if scheme is None else _resolve(glob, scheme) for glob, scheme in rules.items()}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for glob in resolved:
-        if not any(fnmatchcase(name, glob) for name in names):
-            near = nearest(glob, names)
-            what = f", the nearest is {near!r}" if near else ""
-            raise RuleError(f"this rule matches no parameter{what}", name=glob, fix="Correct or remove it.")
+    for glob, near in unmatched(resolved, names).items():
+        raise RuleError(f"this rule matches no parameter{near}", name=glob, fix="Correct or remove it.")
     asked: dict[str, Scheme | None] = {}
     for name in names:
         matching = (glob for glob in resolved if fnmatchcase(name, glob))
         for glob in matching:
             asked.setdefault(name, resolved[glob])  # the first match wins
     return asked
+
+
+def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:
+    """The globs that match none of ``names``, each with words that tell the nearest name.
+
+    >>> unmatched(["*.bias", "emb.*"], ["emb.weight", "bias"])
+    {'*.bias': ", the nearest is 'bias'"}
+    """
+    found = {}
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = nearest(glob, names)
+            found[glob] = f", the nearest is {near!r}" if near else ""
+    return found
 
 
 def _resolve(glob: str, scheme: Scheme | str) -> Scheme:
