@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +15,12 @@ from .checkpoint import Checkpoint, view_of
 from .errors import LoadError, SchemeError
 from .files import Tick, no_tick
 from .module_load import encoded_as
-from .plan import Draft, Rename, Step, Ties, draft
+from .plan import Device, Draft, Dtype, Rename, Step, Ties, draft
 from .quantize import add_load_hook
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
 from .rules import Rules, order_of, unmatched
 from .swap import Exchange
-from .ties import Member, member_view, named_tensors, tie, untie
+from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .weight import Weight
 
 _SHOWN = 12
@@ -184,7 +184,23 @@ class LoadPlan:
         """
         left = {name for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
         if left <= set(self._draft.recorded):
-            meta.materialize(self.model, self._options["device"] or "cpu")
+            given, cpu = self._options["device"], torch.device("cpu")
+            places = {name: self._draft.devices.get(name, cpu) for name in self._draft.recorded}
+            first = next(iter(places.values()), cpu) if isinstance(given, Mapping) else torch.device(given or cpu)
+            meta.materialize(self.model, first)
+            self._move({name: place for name, place in places.items() if place != first})
+
+    def _move(self, places: dict[str, torch.device]) -> None:
+        """Buffers that were computed on one device go where they were asked to be."""
+        components = [component for component in find_components(self.model) if component.names[0] in places]
+        if not components:
+            return
+        with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
+            exchange.check([member.tensor for component in components for member in component.members])
+            for component in components:
+                span = span_tensor(component).to(places[component.names[0]])
+                for member in component.members:
+                    exchange.put(member.tensor, member_view(span, member))
 
     def close(self) -> None:
         """The files are closed; the plan cannot be applied any more."""
@@ -196,8 +212,8 @@ def plan_load(
     path: Path | str,
     *,
     quantize: Rules = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    dtype: Dtype = None,
+    device: Device = None,
     strict: bool = True,
     ties: Ties = "match",
     rename: Rename = None,
@@ -235,8 +251,8 @@ def load(
     path: Path | str,
     *,
     quantize: Rules = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    dtype: Dtype = None,
+    device: Device = None,
     strict: bool = True,
     ties: Ties = "match",
     rename: Rename = None,
@@ -249,7 +265,9 @@ def load(
     ``quantize``  rules as of ``tt.quantize``; a Weight that the model holds stays one without them
     ``dtype``     float tensors get this (compute) dtype. By default a tensor on ``meta`` takes that of the file, as
                   ``load_state_dict(assign=True)`` does, and a real one keeps its own, as ``assign=False`` does
-    ``device``    where tensors go. By default real ones stay where they are, and those on ``meta`` go to the CPU
+    ``device``    where tensors go. By default real ones stay where they are, and those on ``meta`` go to the CPU.
+                  Both take globs over the model's names too: ``{"*norm*": torch.float32, "*": torch.bfloat16}``; the
+                  first match wins, ``None`` and no match mean the default, tied names are asked for the same
     ``strict``    a missing or unexpected key is a fault; otherwise it is reported, and what is missing is left as it is
     ``ties``      where file and model disagree about what is tied: ``"match"`` is a fault; ``"model"`` keeps the
                   model's ties and takes the owner's values; ``"file"`` changes the model's, and the names concerned get

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from . import meta
 from ._storage import Block, is_strided
 from .checkpoint import Checkpoint, view_of
 from .errors import CheckpointError, TetherError
-from .rules import Rules, order_of, schemes_for
+from .rules import Rules, order_of, schemes_for, unmatched
 from .schemes import Scheme, Shape
 from .spec import Tie, View
 from .ties import Component, Member, find_components, nearest, tie_of
@@ -23,6 +24,14 @@ from .weight import Weight
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str | None] | None
 Ties = Literal["match", "file", "model"]
+
+Value = TypeVar("Value")
+
+Dtype = torch.dtype | Mapping[str, torch.dtype | None] | None
+"""One for all, or globs over the model's names, the first match wins; ``None`` is the default of ``load``."""
+
+Device = torch.device | str | Mapping[str, torch.device | str | None] | None
+"""As ``Dtype``."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that values may be converted between while they are loaded."""
@@ -83,6 +92,8 @@ class Draft:
     untie: list[str] = field(default_factory=list)
     tie: list[tuple[str, str]] = field(default_factory=list)
     """With ``ties="file"``: what to do to the model first."""
+    devices: dict[str, torch.device] = field(default_factory=dict)
+    """Where the names go for which a device was asked."""
     components: tuple[Component, ...] = ()
     """The tensors of the model, grouped by the memory that they share."""
 
@@ -92,8 +103,8 @@ def draft(
     checkpoint: Checkpoint,
     *,
     quantize: Rules = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    dtype: Dtype = None,
+    device: Device = None,
     strict: bool = True,
     ties: Ties = "match",
     rename: Rename = None,
@@ -110,25 +121,22 @@ class _Drafter:
         model: nn.Module,
         checkpoint: Checkpoint,
         quantize: Rules,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        dtype: Dtype,
+        device: Device,
         strict: bool,
         ties: Ties,
         rename: Rename,
     ) -> None:
         self.draft = Draft()
-        self.checkpoint, self.dtype, self.ties = checkpoint, dtype, ties
-        self.device = None if device is None else torch.device(device)
+        self.checkpoint, self.ties = checkpoint, ties
         if ties not in ("match", "file", "model"):
             self._fault("ties", f"{ties!r} is none of 'match', 'file', 'model'")
-        if dtype is not None and dtype not in FLOATS:
-            fix = "Use quantize=." if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else "Give a float dtype."
-            self._fault("dtype", f"{dtype} is not a dtype to compute in. {fix}")
-            self.dtype = None
         self.components = self.draft.components = find_components(model)
         self.modules = dict(model.named_modules())
         self.transient = transient_names(model)
         self.owner_tie = self._model_ties()
+        self.dtypes = self._asked("dtype", dtype, _check_dtype)
+        self.devices = self.draft.devices = self._asked("device", device, _check_device)
         self.schemes = self._schemes(model, quantize)
         self.available, listed = self._available(rename)
         known = {name for component in self.components for name in component.names}
@@ -167,6 +175,41 @@ class _Drafter:
         except TetherError as error:
             self.draft.faults.append(str(error))
             return {}
+
+    def _asked(self, what: str, asked: Any, check: Callable[[Any], Value]) -> dict[str, Value]:
+        """What the user asks for, under every name of each component; names without an answer have the default."""
+        rules = asked if isinstance(asked, Mapping) else {"*": asked}
+        values: dict[str, Value | None] = {}
+        for glob, value in rules.items():
+            try:
+                values[glob] = None if value is None else check(value)
+            except (ValueError, TypeError, RuntimeError) as error:
+                self._fault(f"{what}: {glob}" if rules is asked else what, str(error))
+        names = [name for component in self.components for name in component.names]
+        if rules is asked:
+            for glob, near in unmatched(rules, names).items():
+                self._fault(f"{what}: {glob}", f"this rule matches no tensor of the model{near}. Correct or remove it.")
+        found: dict[str, Value] = {}
+        for component in self.components:
+            tie = self.owner_tie.get(id(component))
+            answers = {}
+            for name in tie.names if tie else component.names:
+                glob = next((glob for glob in rules if fnmatchcase(name, glob)), None)
+                if glob in values:
+                    answers[name] = values[glob]
+            for name, answer in answers.items():
+                first, value = next(iter(answers.items()))
+                if answer != value:
+                    self._fault(
+                        name,
+                        f"{what}= asks for {answer or 'the default'}, and for {value or 'the default'} under {first}, "
+                        "to which it is tied. Ask for the same under both names, or call tt.untie.",
+                    )
+                    break
+            value = next(iter(answers.values()), None)
+            if value is not None:
+                found.update((name, value) for name in component.names)
+        return found
 
     def _available(self, rename: Rename) -> tuple[dict[str, str], set[str]]:
         """The checkpoint's names by what the model calls them; and those that must not be left over."""
@@ -223,9 +266,9 @@ class _Drafter:
             self.draft.lost += component.names
             return
         self.draft.used += component.names
-        tie, device = self.owner_tie.get(id(component)), self.device or torch.device("cpu")
         nbytes = self.checkpoint.nbytes(fits[0].key)
         name, dtype = member.names[0], member.tensor.dtype
+        tie, device = self.owner_tie.get(id(component)), self.devices.get(name, torch.device("cpu"))
         self.draft.steps.append(Step(name, component, tie, (fits[0],), dtype, device, None, False, False, nbytes))
 
     def _check_shape(self, member: Member, source: Source) -> bool:
@@ -333,14 +376,14 @@ class _Drafter:
         home = self.checkpoint.find(sources[0].key)[0]
         is_given = self.checkpoint.entries[home].spec is not None
         try:
-            target = self._dtype(held, spec.dtype, is_given)
+            target = self._dtype(held, spec.dtype, self.dtypes.get(owner))
         except TetherError as error:
             self._fault(sources[0].name, error.what)
             return None
         if component.dtype is None and component.nbytes and target != held.dtype:
             self._fault(owner, f"its memory is shared under several dtypes, so it cannot become {target}")
             return None
-        device = self.device or (torch.device("cpu") if held.is_meta else held.device)
+        device = self.devices.get(owner, torch.device("cpu") if held.is_meta else held.device)
         holds = held.scheme if isinstance(held, Weight) and not held.scheme.transparent else None
         scheme = self.schemes.get(owner, holds)
         if not is_strided(held) and not isinstance(held, Weight):
@@ -373,10 +416,10 @@ class _Drafter:
         held = next(m.tensor for m in component.members if owner in m.names)
         return all(view is None or order_of(view, held) is not None for view in tie.views)
 
-    def _dtype(self, held: Tensor, given: torch.dtype, is_given: bool) -> torch.dtype:
+    def _dtype(self, held: Tensor, given: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
         """The dtype that the tensor will have; raises if the values would not survive."""
         if given in FLOATS and held.dtype in FLOATS:
-            return self.dtype or (given if held.is_meta else held.dtype)
+            return asked or (given if held.is_meta else held.dtype)
         if given == held.dtype:
             return given
         both_complex = given.is_complex and held.dtype.is_complex
@@ -431,6 +474,12 @@ class _Drafter:
             )
         elif self.ties == "file":
             self.draft.tie.append((owner, name))
+            for what, asked in (("dtype", self.dtypes), ("device", self.devices)):
+                if asked.get(name) != asked.get(owner):  # type: ignore[attr-defined]
+                    self._fault(
+                        name,
+                        f"the checkpoint ties it to {owner}, and {what}= asks for different things under the two names",
+                    )
 
     def _check_copies(self) -> None:
         for alias in self.checkpoint.copies:
@@ -455,6 +504,20 @@ class _Drafter:
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _check_dtype(dtype: Any) -> torch.dtype:
+    if dtype not in FLOATS:
+        fix = "Use quantize=." if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else "Give a float dtype."
+        raise ValueError(f"{dtype} is not a dtype to compute in. {fix}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def _check_device(device: Any) -> torch.device:
+    made = torch.device(device)
+    if made.type == "meta":
+        raise ValueError("nothing can be loaded to meta. Name a real device.")
+    return made
 
 
 def renamer(rename: Rename) -> Callable[[str], str | None]:
