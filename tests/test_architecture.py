@@ -31,6 +31,7 @@ LEVELS = [
     {"swapping"},
     {"files"},
     {"formats"},
+    {"slices"},
     {"checkpoint"},
     {"plan"},
     {"report"},

@@ -13,6 +13,7 @@ from .errors import CheckpointError
 from .files import HIDDEN, Store, Tick, no_tick, scratch
 from .formats import PLAIN, Entry, recognise
 from .schemes import Plain
+from .slices import TensorSlice
 from .spec import Tie, View, WeightSpec, contiguous_stride
 from .weight import Weight
 
@@ -23,6 +24,7 @@ class Checkpoint(Mapping[str, Tensor]):
         checkpoint.ties      which names are one tensor, owner first
         checkpoint.format    how quantized weights are spelled: "native", or "safetensors" where there are none
         checkpoint.spec(n)   shape, stride, dtype and scheme of ``n``, without reading it
+        checkpoint.get_slice(n)[2:5]    rows of ``n``, without reading the rest
 
     Tied names give the same memory, in any order of asking; for that, tied tensors stay in memory until ``close``.
     Every other tensor is read anew each time, into memory of its own. Quantized weights come as ``Weight``.
@@ -72,6 +74,28 @@ class Checkpoint(Mapping[str, Tensor]):
                 self._kept[owner] = whole
         made = whole if view is None else view_of(whole, view)
         return made.detach()
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """``name``, of which ``[...]`` reads a part without the rest; always into memory of its own.
+
+        Aliases are sliced as they are, whatever view of their owner they are. Raises KeyError.
+
+        >>> import torch, torchtether as tt, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tt.save({"w": torch.arange(12).view(4, 3)}, folder)
+        ...     with tt.open(folder) as checkpoint:
+        ...         print(checkpoint.get_slice("w")[1:3, :2].tolist())
+        [[3, 4], [6, 7]]
+        """
+        owner, view = self.find(name)
+        return TensorSlice(
+            self.store,
+            self.entries[owner],
+            view,
+            self.spec(name),
+            f"{self.path}: {name}",
+            lambda: self.read_briefly(name),
+        )
 
     def find(self, name: str) -> tuple[str, View | None]:
         """Where ``name`` is: the owner that is stored, and the view of it that ``name`` is. Raises KeyError."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..schemes import Shape
+from ..spec import View
 from .header import HEADER_LIMIT, Stored, parse_header
 from .memory import PIECE, memory_of, pieces, scratch
 
@@ -21,6 +23,14 @@ Tick = Callable[[int], None]
 
 def no_tick(nbytes: int) -> None:
     """Nobody wants to know."""
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _extent(size: Shape, stride: Shape) -> int:
+    """Elements from the first to the last one, both counted."""
+    return sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
 
 
 class TensorFile:
@@ -98,6 +108,35 @@ class TensorFile:
             self._read(memory_of(given), at, key, tick)
             piece.copy_(given)
             at += given.nbytes
+
+    def read_view(self, key: str, view: View, tick: Tick = no_tick) -> Tensor:
+        """The elements of ``key`` that ``view`` names over its stored bytes, contiguous, in memory of their own.
+
+        Nothing before the first or after the last of them is read; what lies between goes through bounded pieces.
+        """
+        bits = _BITS.get(view.dtype.itemsize, view.dtype)  # some dtypes have no copies of their own
+        made = torch.empty(view.size, dtype=bits, device="cpu")
+        if made.numel():
+            item = view.dtype.itemsize
+            if (view.offset + _extent(view.size, view.stride)) * item > self.stored(key).nbytes:
+                self._fail(f"{view} reaches past its {self.stored(key).nbytes} bytes", key)
+            self._gather(key, made, view.stride, self.stored(key).start + view.offset * item, tick)
+        return made.view(view.dtype)
+
+    def _gather(self, key: str, out: Tensor, stride: Shape, at: int, tick: Tick) -> None:
+        size, item = tuple(out.shape), out.element_size()
+        extent = _extent(size, stride)
+        if out.is_contiguous() and all(n == 1 or s == t for n, s, t in zip(size, stride, out.stride(), strict=True)):
+            self._read(memory_of(out), at, key, tick)
+        elif extent * item <= PIECE:
+            given = scratch((extent,), out.dtype)
+            self._read(memory_of(given), at, key, tick)
+            out.copy_(given.as_strided(size, stride))
+        else:  # along the longest stride, so that the halves hardly overlap in the file
+            dim = max((d for d in range(out.dim()) if size[d] > 1), key=lambda d: stride[d])
+            half = size[dim] // 2
+            self._gather(key, out.narrow(dim, 0, half), stride, at, tick)
+            self._gather(key, out.narrow(dim, half, size[dim] - half), stride, at + half * stride[dim] * item, tick)
 
     def pieces(self, key: str) -> Iterator[bytearray]:
         """The bytes of ``key``, a bounded piece at a time."""

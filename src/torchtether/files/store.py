@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..spec import View
 from .header import Header, Stored
 from .index import Index, find_files
 from .reader import TensorFile, Tick, no_tick
@@ -64,6 +65,10 @@ class Store:
     def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
         """Fills ``out`` with the values of ``key``, whatever its strides, dtype and device."""
         self._home[key].read_into(key, out, tick)
+
+    def read_view(self, key: str, view: View) -> Tensor:
+        """The elements of ``key`` that ``view`` names, contiguous, in memory of its own."""
+        return self._home[key].read_view(key, view)
 
     def is_equal(self, key: str, other: str) -> bool:
         """Whether two keys store the same bits, compared in bounded pieces."""

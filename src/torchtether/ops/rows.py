@@ -6,37 +6,48 @@ A part says how many elements one of its dim-0 entries covers (``Part.span``); t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOpError
-from ..schemes import Scheme, Shape, same_bits
+from ..schemes import Part, Scheme, Shape, same_bits
 from ..weight import Weight
 
 
 def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
     """The parts of rows ``start:stop`` of the base tensor, as views. Raises where a block would be cut in two."""
-    shape = weight.spec.base
+    cuts = part_rows(weight.scheme.layout(weight.spec.base), weight.spec.base, start, stop)
+    return {name: weight.parts[name].detach() if cut is None else weight.parts[name][cut] for name, cut in cuts.items()}
+
+
+def part_rows(layout: Mapping[str, Part], shape: Shape, start: int, stop: int) -> dict[str, slice | None]:
+    """The dim-0 entries of each part that hold rows ``start:stop`` of ``shape``; ``None`` for a part that all need.
+
+    Raises UnsupportedOpError where a block would be cut in two, and says at which multiples of rows none is.
+
+    >>> from torchtether.schemes import int8
+    >>> part_rows(int8().layout((6, 4)), (6, 4), 2, 5)
+    {'qdata': slice(2, 5, None), 'scale': slice(2, 5, None)}
+    """
     row = math.prod(shape[1:])
-    layout = weight.scheme.layout(shape)
-    cut = {}
-    for name, part in weight.parts.items():
-        span = layout[name].span
-        if row == 0 and part.dim() and part.shape[0] == shape[0]:  # nothing to count spans in
-            cut[name] = part[start:stop]
-            continue
-        if span == 0:
-            cut[name] = part.detach()
-            continue
-        if start * row % span or (stop * row % span and stop != shape[0]):
+    cuts: dict[str, slice | None] = {}
+    for name, part in layout.items():
+        span = part.span
+        if row == 0 and part.shape and part.shape[0] == shape[0]:  # nothing to count spans in
+            cuts[name] = slice(start, stop)
+        elif span == 0:
+            cuts[name] = None
+        elif start * row % span or (stop * row % span and stop != shape[0]):
+            rows = math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
             raise UnsupportedOpError(
                 f"rows {start}:{stop} of a Weight of shape {tuple(shape)} cut a block of {span} elements of {name!r}",
-                fix="Cut at multiples of the block, or call .dequantize() first.",
+                fix=f"Cut at multiples of {rows} rows, or call .dequantize() first.",
             )
-        cut[name] = part[start * row // span : math.ceil(stop * row / span)]
-    return cut
+        else:
+            cuts[name] = slice(start * row // span, math.ceil(stop * row / span))
+    return cuts
 
 
 def view_parts(scheme: Scheme, parts: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:

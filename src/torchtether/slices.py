@@ -1,0 +1,133 @@
+"""Reading a part of a stored tensor: rows, columns, one expert of many, without the rest."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError, UnsupportedOpError
+from .files import Store
+from .formats import Entry
+from .ops.rows import part_rows
+from .schemes import Shape
+from .spec import View, WeightSpec, contiguous_stride
+from .weight import Weight
+
+Index = int | slice | EllipsisType
+
+
+class TensorSlice:
+    """A tensor of a checkpoint from which ``[...]`` reads a part, as from a plain tensor: integers, slices, ``...``.
+
+        piece.shape, piece.dtype    those of the whole tensor
+        piece[2:5]                  rows, on the CPU, in memory of their own, contiguous
+        piece[:, :8]                columns: the rows are read in bounded pieces, and cut
+
+    What lies before the first and after the last element asked for is not read.  Of a quantized tensor whole rows are
+    read, as a ``Weight``, at multiples of the rows that share a block.
+    """
+
+    def __init__(
+        self, store: Store, entry: Entry, view: View | None, spec: WeightSpec, name: str, whole: Callable[[], Tensor]
+    ) -> None:
+        self.name, self.shape, self.dtype = name, spec.shape, spec.dtype
+        self._store, self._entry, self._view, self._spec, self._whole = store, entry, view, spec, whole
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
+        entries = self._checked(index if isinstance(index, tuple) else (index,))
+        if self._entry.spec is not None and not self._entry.spec.scheme.transparent:
+            return self._rows(entries)
+        view = self._view
+        if view is None:  # values are stored in row-major order, whatever their strides in memory
+            view = View(self.dtype, self.shape, contiguous_stride(self.shape))
+        elif self._entry.stride != contiguous_stride(self._entry.shape):  # the alias counts in strides of its owner
+            return self._whole()[entries].clone(memory_format=torch.contiguous_format)
+        part = _meta(view.size, view.stride)[entries]
+        made = View(view.dtype, tuple(part.shape), tuple(part.stride()), view.offset + int(part.storage_offset()))
+        return self._store.read_view(next(iter(self._entry.keys.values())), made)
+
+    def _checked(self, index: tuple[Any, ...]) -> tuple[int | slice, ...]:
+        """One entry per dimension, all of them within the shape; torch itself says what is out of range."""
+        entries: list[int | slice] = []
+        for one in index:
+            if one is Ellipsis and index.count(Ellipsis) == 1:
+                entries += [slice(None)] * (len(self.shape) - len(index) + 1)
+            elif isinstance(one, slice):
+                entries.append(one)
+            elif isinstance(one, (bool, Tensor)) or not hasattr(one, "__index__"):
+                raise CheckpointError(
+                    f"a {type(one).__name__} does not name a part that can be read by itself",
+                    name=self.name,
+                    fix="Give integers, slices, and '...' once.",
+                )
+            else:
+                entries.append(operator.index(one))
+        entries += [slice(None)] * (len(self.shape) - len(entries))
+        _meta(self.shape, contiguous_stride(self.shape))[tuple(entries)]
+        return tuple(entries)
+
+    def _rows(self, entries: tuple[int | slice, ...]) -> Tensor:
+        """Rows of a Weight: the rows of its parts, if no block is cut."""
+        whole, order = self._entry.spec, self._spec.order
+        assert whole is not None
+        start, stop, only = 0, whole.base[0] if whole.base else 1, None
+        for dim, one in enumerate(entries):
+            size = self.shape[dim]
+            first, last, step = one.indices(size) if isinstance(one, slice) else (one % size, one % size + 1, 1)
+            if (first, last, step) == (0, size, 1) and isinstance(one, slice):
+                if order[dim] == 0:
+                    start, stop = 0, size
+                continue
+            if order[dim] != 0 or step != 1 or (len(order) == 1 and any(p.span > 1 for p in self._layout().values())):
+                raise UnsupportedOpError(
+                    f"of a {whole.scheme} only whole rows, one after the other, can be read by themselves",
+                    name=self.name,
+                    fix="Read rows (or the whole), and cut the values: .dequantize().",
+                )
+            start, stop, only = (first, last, None) if isinstance(one, slice) else (first, last, dim)
+        if stop <= start:
+            start = stop = 0
+        if self._view is not None and self._view.offset:
+            row = contiguous_stride(whole.base)[0]
+            start, stop = start + self._view.offset // row, stop + self._view.offset // row
+        made = self._read_rows(whole, start, stop)
+        return made if only is None else made.select(only, 0).map(lambda part: part, cut=False)  # type: ignore[attr-defined,no-any-return]
+
+    def _layout(self) -> dict[str, Any]:
+        assert self._entry.spec is not None
+        return self._entry.spec.scheme.layout(self._entry.spec.base)
+
+    def _read_rows(self, whole: WeightSpec, start: int, stop: int) -> Weight:
+        try:
+            cuts = part_rows(self._layout(), whole.base, start, stop)
+        except UnsupportedOpError as error:
+            raise error.named(self.name) from None
+        parts = {}
+        for role, cut in cuts.items():
+            key = self._entry.keys[role]
+            stored = self._store.stored(key)
+            stride = contiguous_stride(stored.shape)
+            first, last = (0, 0) if cut is None else (cut.start, cut.stop)
+            size = stored.shape if cut is None else (last - first, *stored.shape[1:])
+            parts[role] = self._store.read_view(
+                key, View(stored.dtype, size, stride, first * stride[0] if stride else 0)
+            )
+        base = (stop - start, *whole.base[1:])
+        return Weight(parts, WeightSpec.of(base, self.dtype, whole.scheme).permute(self._spec.order))
+
+    def __repr__(self) -> str:
+        return f"TensorSlice({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+
+def _meta(size: Shape, stride: Shape) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=torch.uint8, device="meta")
