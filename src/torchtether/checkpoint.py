@@ -218,7 +218,10 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """The checkpoint at ``path`` is open: a safetensors file, a folder of them, or an index.
+    """The checkpoint at ``path`` is open: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
+
+    Of a ``.pt``, ``.pth`` or ``.bin`` file only a state dict is read, with ``weights_only=True``; tensors that shared
+    storage when it was saved are tied.
 
     Raises CheckpointError, naming file and key, if a file is absent, damaged, or lies.
 

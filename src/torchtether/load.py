@@ -261,7 +261,7 @@ def load(
 ) -> LoadReport:
     """The model holds the values of the checkpoint at ``path``, in the Parameter objects that it had before.
 
-    ``path``      a safetensors file, a folder of them, or an index
+    ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin)
     ``quantize``  rules as of ``tt.quantize``; a Weight that the model holds stays one without them
     ``dtype``     float tensors get this (compute) dtype. By default a tensor on ``meta`` takes that of the file, as
                   ``load_state_dict(assign=True)`` does, and a real one keeps its own, as ``assign=False`` does

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..schemes import Shape
 from ..spec import View
-from .header import HEADER_LIMIT, Stored, parse_header
+from .header import HEADER_LIMIT, Header, Stored, parse_header
 from .memory import PIECE, memory_of, pieces, scratch
 
 Tick = Callable[[int], None]
@@ -47,10 +47,13 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
         try:
-            self.header = parse_header(*self._header_text(), name=self.name)
+            self.header = self._parse()
         except BaseException:
             self.close()
             raise
+
+    def _parse(self) -> Header:
+        return parse_header(*self._header_text(), name=self.name)
 
     def _header_text(self) -> tuple[bytes, int]:
         try:

@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..spec import View
 from .header import Header, Stored
 from .index import Index, find_files
+from .pickled import PICKLED, PickledFile
 from .reader import TensorFile, Tick, no_tick
 from .record import KEY, Record, parse_record
 
@@ -33,7 +34,7 @@ class Store:
         self.files: list[TensorFile] = []
         try:
             for file in paths:
-                self.files.append(TensorFile(file))
+                self.files.append((PickledFile if file.suffix in PICKLED else TensorFile)(file))
             self._home = _homes(self.files, self.index)
             self.header = Header(
                 {key: file.header.tensors[key] for key, file in sorted(self._home.items())},
