@@ -35,6 +35,7 @@ LEVELS = [
     {"checkpoint"},
     {"plan"},
     {"report"},
+    {"writing"},
     {"load", "save"},
     {"demo"},
     {"cli"},

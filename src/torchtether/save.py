@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,27 +13,13 @@ from torch import Tensor, nn
 from ._storage import blocks_of
 from .checkpoint import view_of
 from .errors import CheckpointError, TieError
-from .files import (
-    HIDDEN,
-    INDEX_SUFFIX,
-    KEY,
-    SUFFIX,
-    Record,
-    Tick,
-    check_writable,
-    folder_for,
-    format_index,
-    part_key,
-    remove_stale,
-    replacing,
-    write_tensors,
-)
+from .files import HIDDEN, check_writable
 from .formats import native
-from .report import Progress, ticking
-from .schemes import Shape
-from .spec import Tie, View, WeightSpec
+from .report import Progress
+from .spec import Tie, View
 from .ties import Component, find_components, member_view, tie_of
 from .weight import Weight
+from .writing import Group, write_groups
 
 Aliases = Literal["drop", "copy"]
 
@@ -76,54 +61,39 @@ def save(
     if aliases not in ("drop", "copy"):
         raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
     groups = _groups(_named(model), copy=aliases == "copy")
-    shards = list(_shards(groups, _limit(max_shard_size)))
-    path = Path(path)
-    is_folder = path.suffix != SUFFIX
-    folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
-    folder_for(folder)
-    names = _file_names(stem, len(shards))
-    targets = [folder / name for name in names]
-    total = sum(group.nbytes for group in groups)
-    index = _index(groups, shards, names)
-    everything = [*targets, *([folder / f"{stem}{INDEX_SUFFIX}"] if index else [])]
-    with ticking(progress, total, "save") as tick, replacing(*everything) as files:
-        for target, shard, file in zip(targets, shards, files, strict=False):
-            _write(shard, file, str(target), tick)
-        if index:
-            files[-1].write(index)
-    if is_folder:
-        remove_stale(folder, stem, keep={file.name for file in everything})
+    write_groups(groups, Path(path), max_shard_size=max_shard_size, progress=progress)
 
 
 # -- what is to be stored ---------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Group:
-    """One component: what is stored for it, under which keys, and what the record says."""
+class _Group(Group):
+    """One component, whose tensors are there already."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
-    ties: list[Tie] = field(default_factory=list)
-    weights: dict[str, WeightSpec] = field(default_factory=dict)
-    strides: dict[str, Shape] = field(default_factory=dict)
-    copies: set[str] = field(default_factory=set)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.stored.values())
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.stored.items())
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Stores ``tensor`` as ``name``: its parts, or itself with its strides."""
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
-            self.stored |= native.pack(name, tensor)
+            for key, part in native.pack(name, tensor).items():
+                self.put(key, part)
             self.weights[name] = tensor.spec.replace(tie=None)
             return
         tensor = _memory(tensor)
-        check_writable(name, tensor)
-        self.stored[name] = tensor
+        self.put(name, tensor)
         if tensor.numel() and not tensor.is_contiguous():
             # what has gaps becomes dense in the same order, as ``clone`` would have it
             self.strides[name] = tuple(torch.empty_like(tensor, device="meta").stride())
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Stores ``tensor`` under ``key``."""
+        check_writable(key, tensor)
+        self.stored[key] = tensor
+        self.layout[key] = (tensor.dtype, tuple(tensor.shape))
 
 
 def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -159,22 +129,7 @@ def _groups(named: Mapping[str, Tensor], *, copy: bool) -> list[_Group]:
     claimed = _recorded(named, components)
     taken = {name for tie in claimed for name in tie.aliases}
     extra = {tie.owner: tie for tie in claimed}
-    groups = [
-        _group(component, named, extra, copy=copy) for component in components if taken.isdisjoint(component.names)
-    ]
-    keys: set[str] = set()
-    for group in groups:
-        for key in group.stored:
-            if key in keys or (key in named and key not in group.copies and _is_part(key, group)):
-                raise CheckpointError("two tensors would be stored under this key", name=key, fix="Rename one of them.")
-            keys.add(key)
-    return groups
-
-
-def _is_part(key: str, group: _Group) -> bool:
-    return any(
-        key == part_key(name, part) for name, spec in group.weights.items() for part in spec.scheme.layout(spec.base)
-    )
+    return [_group(component, named, extra, copy=copy) for component in components if taken.isdisjoint(component.names)]
 
 
 def _group(component: Component, named: Mapping[str, Tensor], extra: Mapping[str, Tie], *, copy: bool) -> _Group:
@@ -189,7 +144,7 @@ def _group(component: Component, named: Mapping[str, Tensor], extra: Mapping[str
         group.add(tie.owner, named[tie.owner])
     else:
         hidden = HIDDEN + component.names[0]
-        group.stored[hidden] = _span(component)
+        group.put(hidden, _span(component))
         views = {name: member.view for member in component.members for name in member.names}
         tie = Tie((hidden, *views), (None, *views.values()), (True, *(False for _ in views)))
     group.ties.append(tie)
@@ -269,77 +224,3 @@ def _bits(tensor: Tensor) -> list[Tensor]:
         return [bits for part in tensor.parts.values() for bits in _bits(part)]
     tensor = _memory(tensor).detach()
     return [tensor.contiguous().reshape(-1).view(torch.uint8)]
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def _limit(size: int | str | None) -> int | None:
-    """Bytes.
-
-    >>> _limit("1.5GB"), _limit("200MiB")
-    (1500000000, 209715200)
-    """
-    if size is None or (type(size) is int and size > 0):
-        return size
-    units = {
-        "": 1,
-        "k": 1000,
-        "m": 1000**2,
-        "g": 1000**3,
-        "t": 1000**4,
-        "ki": 2**10,
-        "mi": 2**20,
-        "gi": 2**30,
-        "ti": 2**40,
-    }
-    found = (
-        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", size.lower()) if isinstance(size, str) else None
-    )
-    if found is None or found[2] not in units or float(found[1]) == 0:
-        raise CheckpointError(f"{size!r} is no size", name="max_shard_size", fix="Give bytes, or text like '5GB'.")
-    return max(int(float(found[1]) * units[found[2]]), 1)
-
-
-def _shards(groups: list[_Group], limit: int | None) -> Iterator[list[_Group]]:
-    shard: list[_Group] = []
-    size = 0
-    for group in groups:
-        if shard and limit is not None and size + group.nbytes > limit:
-            yield shard
-            shard, size = [], 0
-        shard.append(group)
-        size += group.nbytes
-    yield shard
-
-
-def _file_names(stem: str, count: int) -> list[str]:
-    if count == 1:
-        return [f"{stem}{SUFFIX}"]
-    return [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
-
-
-def _record(groups: list[_Group]) -> Record:
-    return Record(
-        tuple(tie for group in groups for tie in group.ties),
-        {name: spec for group in groups for name, spec in group.weights.items()},
-        {name: stride for group in groups for name, stride in group.strides.items()},
-        frozenset(name for group in groups for name in group.copies),
-    )
-
-
-def _write(shard: list[_Group], file: Any, name: str, tick: Tick) -> None:
-    tensors = {key: tensor for group in shard for key, tensor in group.stored.items()}
-    write_tensors(file, tensors, _record(shard).metadata(), name=name, tick=tick)
-
-
-def _index(groups: list[_Group], shards: list[list[_Group]], names: list[str]) -> bytes:
-    """The index of several shards, with the whole record and, for other readers, ``alias: owner``; empty for one."""
-    if len(shards) == 1:
-        return b""
-    flat = _record(groups).metadata()
-    del flat["format"]
-    weight_map = {
-        key: name for name, shard in zip(names, shards, strict=True) for group in shard for key in group.stored
-    }
-    return format_index(weight_map, {**flat, KEY: flat[KEY], "total_size": sum(group.nbytes for group in groups)})

@@ -9,7 +9,7 @@ from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import replacing
 from .store import Store
-from .writer import check_writable, write_tensors
+from .writer import check_writable, write_made, write_tensors
 
 __all__ = [
     "CODES",
@@ -32,5 +32,6 @@ __all__ = [
     "remove_stale",
     "replacing",
     "scratch",
+    "write_made",
     "write_tensors",
 ]

@@ -100,8 +100,8 @@ def _stored(entry: Any, first: int, *, where: str) -> tuple[Stored, int]:
 
 def format_header(
     tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str], *, name: str
-) -> tuple[bytes, list[str]]:
-    """The bytes that open a file of ``tensors``, the length included, and the order in which their data follow.
+) -> tuple[bytes, dict[str, int]]:
+    """The bytes that open a file of ``tensors``, the length included, and the byte of the file at which each begins.
 
     The same arguments give the same bytes: metadata sorted by key, tensors by item size (largest first, which keeps
     every one aligned) and then by name. Raises CheckpointError for what the format cannot hold.
@@ -113,13 +113,14 @@ def format_header(
             raise CheckpointError("this name is reserved by the format", name=key, fix="Rename the tensor.")
     order = sorted(tensors, key=lambda key: (-tensors[key][0].itemsize, key))
     entries: dict[str, Any] = {_METADATA: {key: metadata[key] for key in sorted(metadata)}} if metadata else {}
+    start: dict[str, int] = {}
     at = 0
     for key in order:
         dtype, shape = tensors[key]
         stop = at + math.prod(shape) * dtype.itemsize
         written = [*shape[:-1], shape[-1] * 2] if CODES[dtype] == "F4" else list(shape)
         entries[key] = {"dtype": CODES[dtype], "shape": written, "data_offsets": [at, stop]}
-        at = stop
+        start[key], at = at, stop
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -127,4 +128,5 @@ def format_header(
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
         raise CheckpointError(f"the header takes {len(text)} bytes, the format allows {HEADER_LIMIT}", name=name)
-    return len(text).to_bytes(8, "little") + text, order
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {key: first + at for key, at in start.items()}

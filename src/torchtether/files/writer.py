@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import FileIO
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..schemes import Shape
 from .header import format_header
 from .memory import PIECE, memory_of, pieces
 from .reader import Tick, no_tick
+
+Layout = Mapping[str, tuple[torch.dtype, Shape]]
+"""What a file is going to hold: dtype and shape by key."""
 
 
 def write_tensors(
@@ -24,13 +28,34 @@ def write_tensors(
     """
     for key, tensor in tensors.items():
         check_writable(key, tensor)
-    header, order = format_header({key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}, metadata, name=name)
+    layout = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    write_made(file, layout, tensors.items(), metadata, name=name, tick=tick)
+
+
+def write_made(
+    file: FileIO,
+    layout: Layout,
+    made: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+    *,
+    name: str,
+    tick: Tick = no_tick,
+) -> None:
+    """As ``write_tensors``, for tensors that are made one at a time, in any order, each with the place it is for.
+
+    Each is dropped before the next is asked for, and the order leaves no trace in the file.
+    Raises CheckpointError if they are not what ``layout`` says.
+    """
+    header, start = format_header(layout, metadata, name=name)
     _write(file, memoryview(header))
-    for key in order:
-        for piece in pieces(tensors[key].detach(), PIECE):
-            flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
-            _write(file, flat)
-            tick(len(flat))
+    for key, tensor in made:
+        if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
+            raise CheckpointError(f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}", name=key)
+        file.seek(start.pop(key))
+        _write_tensor(file, tensor, tick)
+        del tensor
+    if start:
+        raise CheckpointError("it was to be written and was not made", name=min(start))
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
@@ -43,6 +68,13 @@ def check_writable(name: str, tensor: Tensor) -> None:
         )
     if tensor.device.type == "meta":
         raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
+
+
+def _write_tensor(file: FileIO, tensor: Tensor, tick: Tick) -> None:
+    for piece in pieces(tensor.detach(), PIECE):
+        flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
+        _write(file, flat)
+        tick(len(flat))
 
 
 def _write(file: FileIO, memory: memoryview) -> None:

@@ -1,0 +1,169 @@
+"""Checkpoints as they are written: groups of tensors, each made when its turn comes, to one file or to shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .files import (
+    INDEX_SUFFIX,
+    KEY,
+    SUFFIX,
+    Record,
+    Tick,
+    folder_for,
+    format_index,
+    remove_stale,
+    replacing,
+    write_made,
+)
+from .report import Progress, ticking
+from .schemes import Shape
+from .spec import Tie, WeightSpec
+
+
+@dataclass
+class Group:
+    """What stays in one shard: a tensor with all that is tied to it, its keys, and what the record says.
+
+    ``layout`` is known before any tensor is made, because the header comes first.
+    """
+
+    layout: dict[str, tuple[torch.dtype, Shape]] = field(default_factory=dict)
+    ties: list[Tie] = field(default_factory=list)
+    weights: dict[str, WeightSpec] = field(default_factory=dict)
+    strides: dict[str, Shape] = field(default_factory=dict)
+    copies: set[str] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are written for it."""
+        made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.layout.values()]
+        return sum(tensor.nbytes for tensor in made)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of ``layout``, made now."""
+        raise NotImplementedError(f"{type(self).__name__}.tensors")
+
+
+def write_groups(
+    groups: Sequence[Group],
+    path: Path,
+    *,
+    max_shard_size: int | str | None = None,
+    progress: Progress = None,
+    verb: str = "save",
+) -> None:
+    """All of ``groups`` is at ``path``, a ``.safetensors`` file or a folder, in shards where it must be.
+
+    Every file is written beside its target, and renamed when all are written. Raises CheckpointError if two tensors
+    have one key, before anything is written, or where the disk refuses.
+    """
+    check_keys(groups)
+    shards = list(_shards(groups, _limit(max_shard_size)))
+    is_folder = path.suffix != SUFFIX
+    folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
+    folder_for(folder)
+    names = _file_names(stem, len(shards))
+    targets = [folder / name for name in names]
+    index = _index(groups, shards, names)
+    everything = [*targets, *([folder / f"{stem}{INDEX_SUFFIX}"] if index else [])]
+    total = sum(group.nbytes for group in groups)
+    with ticking(progress, total, verb) as tick, replacing(*everything) as files:
+        for target, shard, file in zip(targets, shards, files, strict=False):
+            _write(shard, file, str(target), tick)
+        if index:
+            files[-1].write(index)
+    if is_folder:
+        remove_stale(folder, stem, keep={file.name for file in everything})
+
+
+def check_keys(groups: Sequence[Group]) -> None:
+    """Raises CheckpointError if a key is stored twice, or is also the name of a Weight or an alias."""
+    names = {name for group in groups for name in group.weights}
+    names |= {alias for group in groups for tie in group.ties for alias in tie.aliases if alias not in group.copies}
+    keys: set[str] = set()
+    for group in groups:
+        for key in group.layout:
+            if key in keys or key in names:
+                raise CheckpointError("two tensors would be stored under this key", name=key, fix="Rename one of them.")
+            keys.add(key)
+
+
+def _limit(size: int | str | None) -> int | None:
+    """Bytes.
+
+    >>> _limit("1.5GB"), _limit("200MiB")
+    (1500000000, 209715200)
+    """
+    if size is None or (type(size) is int and size > 0):
+        return size
+    units = {
+        "": 1,
+        "k": 1000,
+        "m": 1000**2,
+        "g": 1000**3,
+        "t": 1000**4,
+        "ki": 2**10,
+        "mi": 2**20,
+        "gi": 2**30,
+        "ti": 2**40,
+    }
+    found = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", size.lower()) if isinstance(size, str) else None
+    )
+    if found is None or found[2] not in units or float(found[1]) == 0:
+        raise CheckpointError(f"{size!r} is no size", name="max_shard_size", fix="Give bytes, or text like '5GB'.")
+    return max(int(float(found[1]) * units[found[2]]), 1)
+
+
+def _shards(groups: Sequence[Group], limit: int | None) -> Iterator[list[Group]]:
+    shard: list[Group] = []
+    size = 0
+    for group in groups:
+        if shard and limit is not None and size + group.nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(group)
+        size += group.nbytes
+    yield shard
+
+
+def _file_names(stem: str, count: int) -> list[str]:
+    if count == 1:
+        return [f"{stem}{SUFFIX}"]
+    return [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
+
+
+def _record(groups: Sequence[Group]) -> Record:
+    return Record(
+        tuple(tie for group in groups for tie in group.ties),
+        {name: spec for group in groups for name, spec in group.weights.items()},
+        {name: stride for group in groups for name, stride in group.strides.items()},
+        frozenset(name for group in groups for name in group.copies),
+    )
+
+
+def _write(shard: list[Group], file: FileIO, name: str, tick: Tick) -> None:
+    layout = {key: what for group in shard for key, what in group.layout.items()}
+    made = (pair for group in shard for pair in group.tensors())
+    write_made(file, layout, made, _record(shard).metadata(), name=name, tick=tick)
+
+
+def _index(groups: Sequence[Group], shards: list[list[Group]], names: list[str]) -> bytes:
+    """The index of several shards, with the whole record and, for other readers, ``alias: owner``; empty for one."""
+    if len(shards) == 1:
+        return b""
+    flat = _record(groups).metadata()
+    del flat["format"]
+    weight_map = {
+        key: name for name, shard in zip(names, shards, strict=True) for group in shard for key in group.layout
+    }
+    return format_index(weight_map, {**flat, KEY: flat[KEY], "total_size": sum(group.nbytes for group in groups)})
