@@ -16,7 +16,7 @@ from .errors import CheckpointError, TieError
 from .files import HIDDEN, check_writable
 from .formats import native
 from .report import Progress
-from .spec import Tie, View
+from .spec import Tie, View, contiguous_stride
 from .ties import Component, find_components, member_view, tie_of
 from .weight import Weight
 from .writing import Group, write_groups
@@ -87,7 +87,9 @@ class _Group(Group):
         self.put(name, tensor)
         if tensor.numel() and not tensor.is_contiguous():
             # what has gaps becomes dense in the same order, as ``clone`` would have it
-            self.strides[name] = tuple(torch.empty_like(tensor, device="meta").stride())
+            stride = tuple(torch.empty_like(tensor, device="meta").stride())
+            if stride != contiguous_stride(tuple(tensor.shape)):
+                self.strides[name] = stride
 
     def put(self, key: str, tensor: Tensor) -> None:
         """Stores ``tensor`` under ``key``."""

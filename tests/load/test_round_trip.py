@@ -305,3 +305,10 @@ def test_models_used_here_have_the_ties_they_claim():
         2,
         0,
     ]
+
+
+def test_what_has_gaps_and_becomes_contiguous_needs_no_record_of_strides(tmp_path):
+    tt.save({"wide": torch.arange(3.0).expand(2, 3)}, tmp_path / "x.safetensors")
+    with tt.open(tmp_path / "x.safetensors") as checkpoint:
+        assert checkpoint.store.record.strides == {}
+        assert checkpoint["wide"].tolist() == [[0, 1, 2], [0, 1, 2]]
