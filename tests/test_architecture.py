@@ -37,6 +37,7 @@ LEVELS = [
     {"report"},
     {"writing"},
     {"load", "save"},
+    {"transform", "verify"},
     {"demo"},
     {"cli"},
 ]

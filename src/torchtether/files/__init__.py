@@ -1,7 +1,7 @@
 """The only room with a door to the disk: safetensors files, their index, and the record of ties and weights."""
 
 from .dtypes import CODES, DTYPES
-from .folder import folder_for, remove_stale
+from .folder import carry_over, folder_for, new_folder, remove_stale
 from .header import Header, Stored
 from .index import INDEX_SUFFIX, SUFFIX, format_index
 from .memory import scratch
@@ -24,9 +24,11 @@ __all__ = [
     "Stored",
     "TensorFile",
     "Tick",
+    "carry_over",
     "check_writable",
     "folder_for",
     "format_index",
+    "new_folder",
     "no_tick",
     "part_key",
     "remove_stale",

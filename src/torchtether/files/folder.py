@@ -1,14 +1,20 @@
-"""Folders of checkpoints: made when needed, and cleared of the shards that a new save has replaced."""
+"""Folders of checkpoints: made when needed or all at once, and cleared of the shards that a new save has replaced."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .index import INDEX_SUFFIX, SUFFIX
+from .replacing import sync_folder
+
+_COMPANIONS = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
 
 
 def folder_for(path: Path) -> None:
@@ -30,3 +36,38 @@ def remove_stale(folder: Path, stem: str, *, keep: AbstractSet[str]) -> None:
         if ours.fullmatch(file.name) and file.name not in keep:
             with contextlib.suppress(FileNotFoundError):
                 file.unlink()
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Inside, an empty folder to fill; afterwards it is at ``path``, by one rename: no reader sees a part of it.
+
+    After an error or an interrupt nothing is left; a killed process leaves a hidden folder beside ``path``.
+    Raises CheckpointError if ``path`` is there already and not an empty folder, or where the disk refuses.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError("it is there already", name=str(path), fix="Give a new or an empty folder.")
+    folder_for(target.parent)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        temporary.mkdir()
+        yield temporary
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def carry_over(source: Path, target: Path) -> None:
+    """What stands beside the tensors in ``source`` (config, tokenizer, license) is in ``target`` too, byte for byte.
+
+    Code is not among it, nor is anything that is hidden, or in a folder of its own.
+    """
+    for file in sorted(source.iterdir()):
+        is_ours = file.name.endswith((SUFFIX, ".index.json")) or file.name.startswith(".")
+        is_companion = file.suffix in _COMPANIONS or file.name.upper().startswith("LICENSE")
+        if file.is_file() and is_companion and not is_ours:
+            shutil.copyfile(file, target / file.name)

@@ -34,7 +34,7 @@ def replacing(*paths: Path) -> Iterator[list[FileIO]]:
         for (temporary, _), target in zip(made, targets, strict=True):
             os.replace(temporary, target)
         for folder in {target.parent for target in targets}:
-            _sync_folder(folder)
+            sync_folder(folder)
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else str(paths[0])
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
@@ -53,7 +53,8 @@ def _beside(target: Path) -> tuple[Path, FileIO]:
     return temporary, file
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """The names in ``folder`` are on the disk, where the file system can say so."""
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:

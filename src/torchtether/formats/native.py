@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..files import Header, Record, part_key
+from ..schemes import Shape
+from ..spec import WeightSpec
 from ..weight import Weight
 from .entry import Entry
 
@@ -33,6 +36,12 @@ def recognise(header: Header, record: Record, config: Mapping[str, Any]) -> dict
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parts: they are stored as they are."""
     return dict(tensors)
+
+
+def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
+    """What ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+    parts = spec.scheme.layout(spec.base)
+    return {part_key(name, part): (what.dtype or spec.dtype, tuple(what.shape)) for part, what in parts.items()}
 
 
 def pack(name: str, weight: Weight) -> dict[str, Tensor]:

@@ -3,12 +3,13 @@
 from .affine import Affine
 from .bits import same_bits
 from .codebook import Codebook
-from .named import fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
+from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
 from .plain import Plain
 from .scaled_float import ScaledFloat
 from .scheme import SCHEMES, Part, Parts, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
 
 __all__ = [
+    "NAMED",
     "SCHEMES",
     "Affine",
     "Codebook",

@@ -1,0 +1,327 @@
+"""From checkpoint to checkpoint without the model's code: one tensor in memory at a time, ties and strides kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, view_of
+from .errors import CheckpointError, RuleError, SchemeError
+from .files import HIDDEN, SUFFIX, carry_over, new_folder
+from .formats import Entry, native
+from .report import Progress
+from .rules import order_of
+from .save import Aliases
+from .schemes import Scheme, dtype_name, resolve
+from .spec import Tie, View, WeightSpec, contiguous_stride
+from .weight import Weight
+from .writing import Group, write_groups
+
+SMALLEST = 32
+"""A matrix with a side below this is left alone by default: a gate or a position bias, nothing that saves memory."""
+
+_EMBEDDINGS = {"wte", "wpe", "shared"}
+
+
+@dataclass(frozen=True)
+class TransformReport:
+    """What was written: how many tensors, how many of them became another thing, and the bytes before and after."""
+
+    tensors: int
+    changed: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_checkpoint(
+    source: Path | str,
+    target: Path | str,
+    scheme: Scheme | str,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    max_shard_size: int | str | None = None,
+    progress: Progress = None,
+) -> TransformReport:
+    """``target`` is the checkpoint ``source`` with its matrices in ``scheme``, as ``tt.load(quantize=)`` makes them.
+
+    Without the model's code names and shapes must tell what a linear layer is. By default those are the 2-D float
+    tensors called ``*.weight`` with both sides of at least ``SMALLEST``, heads included, and not embeddings (a module
+    called ``*emb*``, ``wte``, ``wpe`` or ``shared``), unless one is tied to a name that is none. Norms have one
+    dimension and are never among them. With ``include`` the globs say instead; ``exclude`` takes away from either.
+    A glob that matches any name of a tied group speaks for the group, which is quantized once.
+
+    See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing or what cannot be
+    quantized, and SchemeError if the scheme does not fit a shape or met values that are not finite.
+    """
+    scheme = resolve(scheme)
+
+    def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
+        ties = ties_of(checkpoint)
+        chosen = _chosen(checkpoint, ties, scheme, include, exclude)
+        return [
+            _Streamed.of(checkpoint, name, ties.get(name), scheme=scheme if name in chosen else None)
+            for name in checkpoint.entries
+        ]
+
+    return _transform(source, target, groups_of, max_shard_size, progress, "quantize")
+
+
+def convert_checkpoint(
+    source: Path | str,
+    target: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    aliases: Aliases = "drop",
+    max_shard_size: int | str | None = None,
+    progress: Progress = None,
+) -> TransformReport:
+    """``target`` is the checkpoint ``source`` with other shards, aliases dropped or stored too, floats in ``dtype``.
+
+    Ties, strides and schemes are kept; of a quantized weight ``dtype`` is the compute dtype, and its codes stay. Names
+    that other writers only note as ``alias: owner`` become ties. ``target`` is a ``.safetensors`` file that is not
+    there yet, or a folder that is not there or empty; a folder comes into being whole, by one rename, and also gets
+    what stands beside the tensors of a source folder (``config.json``, the tokenizer). Scratch is one tensor.
+
+    Raises CheckpointError if ``source`` is damaged, ``target`` is taken, the disk refuses, or ``dtype`` would change
+    what is not only values: 8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
+    """
+
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise CheckpointError(f"{dtype_name(dtype)} is no dtype to compute in", name="dtype", fix="Try 'bfloat16'.")
+
+    def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
+        ties = ties_of(checkpoint)
+        return [
+            _Streamed.of(checkpoint, name, ties.get(name), dtype=dtype, copy=aliases == "copy")
+            for name in checkpoint.entries
+        ]
+
+    return _transform(source, target, groups_of, max_shard_size, progress, "convert")
+
+
+def _transform(
+    source: Path | str,
+    target: Path | str,
+    groups_of: Callable[[Checkpoint], list[_Streamed]],
+    max_shard_size: int | str | None,
+    progress: Progress,
+    verb: str,
+) -> TransformReport:
+    source, target = Path(source), Path(target)
+    is_file = target.suffix == SUFFIX
+    if is_file and target.exists():
+        raise CheckpointError("it is there already", name=str(target), fix="Remove it, or give another name.")
+    if is_file and max_shard_size is not None:
+        raise CheckpointError("one file has no shards", name=str(target), fix="Give a folder, or no max_shard_size.")
+    with Checkpoint(source) as checkpoint:
+        groups = groups_of(checkpoint)
+        for alias in checkpoint.copies:
+            checkpoint.check_copy(alias)
+        if is_file:
+            write_groups(groups, target, progress=progress, verb=verb)
+        else:
+            with new_folder(target) as folder:
+                write_groups(groups, folder, max_shard_size=max_shard_size, progress=progress, verb=verb)
+                if source.suffix != SUFFIX:
+                    carry_over(checkpoint.store.folder, folder)
+        return TransformReport(
+            len(checkpoint),
+            tuple(group.name for group in groups if group.is_changed),
+            sum(checkpoint.nbytes(name) for name in checkpoint.entries),
+            sum(group.nbytes for group in groups),
+        )
+
+
+def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:
+    """The ties of a checkpoint by owner: those of its record, or else what another writer noted."""
+    noted: dict[str, list[str]] = {}
+    for alias, owner in sorted(checkpoint.flat.items()):
+        is_name = alias not in ("", "format") and not alias.startswith(HIDDEN)  # "format: pt" is no tie
+        if is_name and owner in checkpoint.entries and alias not in checkpoint.entries:
+            noted.setdefault(owner, []).append(alias)
+    return {tie.owner: tie for tie in checkpoint.ties} | {
+        owner: Tie((owner, *aliases)) for owner, aliases in noted.items()
+    }
+
+
+# -- one group --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Streamed(Group):
+    """One stored tensor with its ties: read, changed and written when its turn comes."""
+
+    name: str = ""
+    is_changed: bool = False
+    made: Callable[[], Iterator[tuple[str, Tensor]]] = field(default=lambda: iter(()))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self.made()
+
+    @staticmethod
+    def of(
+        checkpoint: Checkpoint,
+        name: str,
+        tie: Tie | None,
+        *,
+        scheme: Scheme | None = None,
+        dtype: torch.dtype | None = None,
+        copy: bool = False,
+    ) -> _Streamed:
+        """``name`` in ``scheme``, or in ``dtype``, or as it is; with ``copy`` its aliases are stored too."""
+        entry = checkpoint.entries[name]
+        dtype = _dtype(entry, name, tie, dtype)
+        group = _Streamed(name=name, is_changed=scheme is not None or dtype != entry.dtype)
+        given = entry.spec or (WeightSpec.of(entry.shape, entry.dtype, scheme) if scheme else None)
+        spec = None if given is None else given.replace(dtype=dtype, tie=None)
+        group._add(name, entry.shape, dtype, spec)
+        if spec is None and entry.stride != contiguous_stride(entry.shape) and 0 not in entry.shape:
+            group.strides[name] = entry.stride
+        if tie is not None:
+            tie = Tie(tie.names, tuple(_retyped(view, entry.dtype, dtype) for view in tie.views), tie.objects)
+            group.ties.append(tie)
+        stored: list[tuple[str, View | None]] = [(name, None)]
+        if copy and tie is not None:
+            for alias, view in zip(tie.aliases, tie.views[1:], strict=True):
+                size, stride = (entry.shape, entry.stride) if view is None else (view.size, view.stride)
+                part = spec if spec is None or view is None else spec.replace(shape=size, stride=stride)
+                group._add(alias, size, dtype if view is None else view.dtype, part)
+                group.copies.add(alias)
+                stored.append((alias, view))
+
+        def made() -> Iterator[tuple[str, Tensor]]:
+            whole = _read(checkpoint, name, scheme, dtype)
+            for key, view in stored:
+                tensor = whole if view is None else view_of(whole, view)
+                yield from native.pack(key, tensor).items() if isinstance(tensor, Weight) else [(key, tensor)]
+
+        group.made = made
+        return group
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, spec: WeightSpec | None) -> None:
+        if spec is None:
+            self.layout[name] = (dtype, tuple(shape))
+            return
+        self.weights[name] = spec
+        self.layout |= native.layout(name, spec)
+
+
+def _dtype(entry: Entry, name: str, tie: Tie | None, dtype: torch.dtype | None) -> torch.dtype:
+    """What ``name`` becomes where floats are to become ``dtype``; raises CheckpointError if that is not only values."""
+    shared = {entry.dtype} | {view.dtype for view in (tie.views if tie else ()) if view is not None}
+    if dtype is None or shared == {dtype} or not any(one.is_floating_point for one in shared):
+        return entry.dtype
+    if entry.spec is None and entry.dtype.itemsize == 1 and entry.dtype.is_floating_point:
+        raise CheckpointError(
+            f"is {dtype_name(entry.dtype)} without a scale that we know, and cannot become {dtype_name(dtype)}",
+            name=name,
+        )
+    if len(shared) > 1:
+        raise CheckpointError(
+            f"its memory is shared as {' and '.join(sorted(map(dtype_name, shared)))}, and cannot become "
+            f"{dtype_name(dtype)}",
+            name=name,
+            fix="Untie the names in the model first.",
+        )
+    return dtype
+
+
+def _retyped(view: View | None, old: torch.dtype, new: torch.dtype) -> View | None:
+    if view is None or view.dtype != old:
+        return view
+    return View(new, view.size, view.stride, view.offset)
+
+
+def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch.dtype) -> Tensor:
+    """``name`` in new memory with its own strides, as it is to be written."""
+    if scheme is not None:
+        try:
+            return Weight.encode(checkpoint.read_briefly(name), scheme)
+        except SchemeError as error:
+            raise error.named(name) from None
+    given = checkpoint.read(name)
+    made = given.to(dtype)
+    if made is not given and not isinstance(made, Weight) and _overflows(given, made):
+        raise CheckpointError(f"it holds numbers too large for {dtype_name(dtype)}", name=name)
+    return made
+
+
+def _overflows(given: Tensor, made: Tensor) -> bool:
+    """Whether finite numbers became infinite; only where there is something infinite or NaN does it take memory."""
+    if not made.numel() or all(bool(end.isfinite()) for end in made.aminmax()):
+        return False
+    return bool((made.isinf() & ~given.isinf()).any())
+
+
+# -- what is quantized ------------------------------------------------------------------------------------------------
+
+
+def _chosen(
+    checkpoint: Checkpoint, ties: Mapping[str, Tie], scheme: Scheme, include: Sequence[str], exclude: Sequence[str]
+) -> set[str]:
+    """The owners that are to be quantized; raises RuleError or SchemeError for what was asked and cannot be."""
+    names_of = {owner: ties[owner].names if owner in ties else (owner,) for owner in checkpoint.entries}
+    every = [name for names in names_of.values() for name in names]
+    for glob in (*include, *exclude):
+        if not any(fnmatchcase(name, glob) for name in every):
+            raise RuleError("this glob matches no tensor", name=glob, fix="Correct or remove it.")
+    chosen: set[str] = set()
+    for owner, names in names_of.items():
+        if any(fnmatchcase(name, glob) for name in names for glob in exclude):
+            continue
+        obstacle = _obstacle(checkpoint.entries[owner], owner, ties.get(owner))
+        if include:
+            asked = next((name for name in names for glob in include if fnmatchcase(name, glob)), None)
+            if asked is None:
+                continue
+            if obstacle:
+                raise RuleError(obstacle, name=asked, fix="Leave it out with --exclude.")
+        elif obstacle or not _is_linear(names, checkpoint.entries[owner].shape):
+            continue
+        try:
+            scheme.check(checkpoint.entries[owner].shape)
+        except SchemeError as error:
+            raise SchemeError(error.what, name=owner, fix="Leave it out with --exclude.") from None
+        chosen.add(owner)
+    if not chosen:
+        raise RuleError("nothing in it is to be quantized", name=str(checkpoint.path), fix="Name it with --include.")
+    return chosen
+
+
+def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
+    """Why ``entry`` cannot be quantized; empty if it can."""
+    if entry.spec is not None:
+        return f"is quantized already, as {entry.spec.scheme}"
+    if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+        return f"is {dtype_name(entry.dtype)}, which is not quantized"
+    if owner.startswith(HIDDEN):
+        return "is a slice of memory that other names share"
+    held = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="meta")
+    for alias, view in zip(tie.names, tie.views, strict=True) if tie else ():
+        if view is not None and order_of(view, held) is None:
+            return f"is stored once for {alias} too, which is a view of it that a quantized weight cannot keep"
+    return ""
+
+
+def _is_linear(names: Sequence[str], shape: Sequence[int]) -> bool:
+    """Whether it looks like the weight of a linear layer, by one of its names at least.
+
+    >>> _is_linear(["model.embed_tokens.weight"], (64, 32))
+    False
+    >>> _is_linear(["model.embed_tokens.weight", "lm_head.weight"], (64, 32))
+    True
+    """
+    if len(shape) != 2 or min(shape) < SMALLEST:
+        return False
+    paths = [name.split(".") for name in names]
+    return any(path[-1] == "weight" and not _is_embedding(path[-2] if len(path) > 1 else "") for path in paths)
+
+
+def _is_embedding(module: str) -> bool:
+    return "emb" in module.lower() or module in _EMBEDDINGS
