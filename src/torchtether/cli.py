@@ -1,18 +1,28 @@
-"""The command line: ``torchtether inspect PATH`` and ``torchtether demo``."""
+"""The command line: checkpoints inspected, verified, quantized and converted without the model's code."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint, open_checkpoint
-from .errors import TetherError
+from .errors import CheckpointError, TetherError
 from .report import said_bytes
-from .schemes import Plain, dtype_name
+from .schemes import NAMED, Plain, dtype_from_name, dtype_name
+from .spec import View
+from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
+from .verify import VerifyReport, verify_checkpoint
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Verb = Callable[[argparse.Namespace], None]
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,39 +46,94 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtether", description="Checkpoints that remember ties and quantization.")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-    inspect = verbs.add_parser("inspect", help="what a checkpoint holds, without reading the tensors")
-    inspect.add_argument("path", type=Path, help="a safetensors file, a folder of them, or an index")
-    inspect.set_defaults(verb=_inspect)
-    demo = verbs.add_parser("demo", help="load, train, convert and save a small tied model, beside stock torch")
-    demo.set_defaults(verb=_demo)
+
+    def add(name: str, verb: Verb, help: str, *paths: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=help, description=help)
+        made.set_defaults(verb=verb)
+        for path in paths:
+            made.add_argument(path, type=Path, help=_PATHS[path])
+        return made
+
+    inspect = add("inspect", _inspect, "what a checkpoint holds, without reading the tensors", "path")
+    inspect.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    add("ties", _ties, "which names of a checkpoint are one tensor, as a tree", "path")
+    verify = add("verify", _verify, "read every byte of a checkpoint and check every record", "path")
+    verify.add_argument("--against", type=Path, metavar="SRC", help="compare every tensor with this checkpoint's")
+    quantize = add("quantize", _quantize, "a float checkpoint as a quantized one", "source", "target")
+    quantize.add_argument("--scheme", required=True, choices=tuple(NAMED), help="how each chosen tensor is stored")
+    quantize.add_argument(
+        "--include", action="append", default=[], metavar="GLOB", help="what to quantize, instead of linear layers"
+    )
+    quantize.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="what to leave as it is")
+    convert = add(
+        "convert", _convert, "a checkpoint in another dtype, other shards, or with aliases", "source", "target"
+    )
+    convert.add_argument("--dtype", choices=_DTYPES, help="what floats become; codes of quantized weights stay")
+    convert.add_argument(
+        "--aliases", choices=("drop", "copy"), default="drop", help="whether tied tensors are stored once (drop)"
+    )
+    for verb in (quantize, convert):
+        verb.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB; beyond it, shards and an index")
+    add("demo", _demo, "load, train, convert and save a small tied model, beside stock torch")
     return parser
 
 
+_PATHS = {
+    "path": "a safetensors file, a folder of them, or an index",
+    "source": "a safetensors file, a folder of them, or an index",
+    "target": "a folder that is new or empty, or a new .safetensors file",
+}
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
 def _inspect(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
+    with open_checkpoint(arguments.path) as checkpoint:
+        if arguments.json:
+            print(json.dumps(_facts(checkpoint), indent=2, sort_keys=True))
+        else:
+            _show(checkpoint)
+
+
+def _show(checkpoint: Checkpoint) -> None:
     from rich.table import Table
 
+    console = _console()
+    table = Table("name", "dtype", "shape", "bytes", "kind", box=None, pad_edge=False)
+    for name in checkpoint:
+        spec = checkpoint.spec(name)
+        nbytes = said_bytes(checkpoint.nbytes(name)) if name in checkpoint.entries else ""
+        shape = " x ".join(map(str, spec.shape)) or "()"
+        table.add_row(name, dtype_name(spec.dtype), shape, nbytes, _kind(checkpoint, name))
+    console.print(table)
+    print("")
+    _show_ties(checkpoint)
+    for scheme, (count, size) in _totals(checkpoint).items():
+        print(f"{scheme}: {count} tensors, {said_bytes(size)}")
+    files = len(checkpoint.store.files)
+    total = sum(checkpoint.nbytes(name) for name in checkpoint.entries)
+    print(
+        f"{len(checkpoint)} tensors, {said_bytes(total)} in {files} file{'s' * (files > 1)}, "
+        f"format {checkpoint.format}, {len(checkpoint.ties)} ties"
+    )
+
+
+def _ties(arguments: argparse.Namespace) -> None:
     with open_checkpoint(arguments.path) as checkpoint:
-        console = Console()
-        if not console.is_terminal:
-            console.width = 200  # names must not be cut in a file or a pipe
-        table = Table("name", "dtype", "shape", "bytes", "kind", box=None, pad_edge=False)
-        total = 0
-        for name in checkpoint:
-            nbytes = checkpoint.nbytes(name) if name in checkpoint.entries else 0
-            total += nbytes
-            spec = checkpoint.spec(name)
-            shape = " x ".join(map(str, spec.shape)) or "()"
-            table.add_row(
-                name, dtype_name(spec.dtype), shape, said_bytes(nbytes) if nbytes else "", _kind(checkpoint, name)
-            )
-        console.print(table)
-        files = len(checkpoint.store.files)
-        console.print(
-            f"{len(checkpoint)} tensors, {said_bytes(total)} in {files} file{'s' * (files > 1)}, "
-            f"format {checkpoint.format}, {len(checkpoint.ties)} ties",
-            highlight=False,
-        )
+        _show_ties(checkpoint)
+        print(f"{len(ties_of(checkpoint))} ties")
+
+
+def _show_ties(checkpoint: Checkpoint) -> None:
+    for owner, tie in ties_of(checkpoint).items():
+        print(owner)
+        for i, (alias, view) in enumerate(zip(tie.aliases, tie.views[1:], strict=True), 1):
+            print(f"{'└──' if i == len(tie.aliases) else '├──'} {alias}{_geometry(view)}")
+
+
+def _geometry(view: View | None) -> str:
+    return "" if view is None else f" (view {list(view.size)}, stride {list(view.stride)}, offset {view.offset})"
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
@@ -79,10 +144,112 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
     return f"= {owner}" if view is None else f"= {owner} (view, stride {list(view.stride)}, offset {view.offset})"
 
 
+def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """How many tensors are stored in each scheme, or as plain tensors of each dtype, and their bytes."""
+    found: dict[str, tuple[int, int]] = {}
+    for name in checkpoint.entries:
+        spec = checkpoint.spec(name)
+        scheme = dtype_name(spec.dtype) if isinstance(spec.scheme, Plain) else str(spec.scheme)
+        count, nbytes = found.get(scheme, (0, 0))
+        found[scheme] = (count + 1, nbytes + checkpoint.nbytes(name))
+    return dict(sorted(found.items(), key=lambda item: (-item[1][1], item[0])))
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What ``inspect --json`` prints. The keys are a promise; new ones may come."""
+    tensors = {}
+    for name in checkpoint:
+        (owner, view), spec = checkpoint.find(name), checkpoint.spec(name)
+        tensors[name] = {
+            "dtype": dtype_name(spec.dtype),
+            "shape": list(spec.shape),
+            "stride": list(spec.stride),
+            "bytes": checkpoint.nbytes(name) if owner == name else 0,
+            "scheme": None if isinstance(spec.scheme, Plain) else spec.scheme.to_json(),
+            "owner": owner,
+            "view": view and view.to_json(),
+        }
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "files": [file.path.name for file in checkpoint.store.files],
+        "bytes": sum(checkpoint.nbytes(name) for name in checkpoint.entries),
+        "tensors": tensors,
+        "ties": [tie.to_json() for tie in ties_of(checkpoint).values()],
+        "schemes": {
+            scheme: {"tensors": count, "bytes": nbytes} for scheme, (count, nbytes) in _totals(checkpoint).items()
+        },
+    }
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    report = verify_checkpoint(arguments.path, against=arguments.against, progress=sys.stderr.isatty())
+    if report.differences:
+        _show_differences(report)
+    if report.faults:
+        more = f" | and {len(report.faults) - 1} more" if len(report.faults) > 1 else ""
+        raise CheckpointError(f"{report.faults[0]}{more}", name=str(arguments.path))
+    print(f"{report.tensors} tensors, {said_bytes(report.bytes)}: nothing wrong")
+
+
+def _show_differences(report: VerifyReport) -> None:
+    from rich.table import Table
+
+    table = Table("name", "max abs error", "SQNR dB", "scheme", box=None, pad_edge=False)
+    for one in report.differences:
+        table.add_row(one.name, f"{one.largest:.3g}", f"{one.sqnr:.1f}", one.scheme)
+    _console().print(table)
+
+
+# -- making -----------------------------------------------------------------------------------------------------------
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    report = quantize_checkpoint(
+        arguments.source,
+        arguments.target,
+        arguments.scheme,
+        include=arguments.include,
+        exclude=arguments.exclude,
+        max_shard_size=arguments.max_shard_size,
+        progress=sys.stderr.isatty(),
+    )
+    _say_made(arguments.target, report, "quantized")
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    report = convert_checkpoint(
+        arguments.source,
+        arguments.target,
+        dtype=None if arguments.dtype is None else dtype_from_name(arguments.dtype),
+        aliases=arguments.aliases,
+        max_shard_size=arguments.max_shard_size,
+        progress=sys.stderr.isatty(),
+    )
+    _say_made(arguments.target, report, "converted")
+
+
+def _say_made(target: Path, report: TransformReport, done: str) -> None:
+    before, after = said_bytes(report.bytes_before), said_bytes(report.bytes_after)
+    print(f"{target}: {len(report.changed)} of {report.tensors} tensors {done}, {before} -> {after}")
+
+
 def _demo(arguments: argparse.Namespace) -> None:
     from .demo import run_demo
 
     run_demo()
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)  # names are not ours, and may hold brackets
+    if not console.is_terminal:
+        console.width = 200  # names must not be cut in a file or a pipe
+    return console
 
 
 if __name__ == "__main__":

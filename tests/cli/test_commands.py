@@ -1,13 +1,16 @@
 """The command line, as somebody calls it: words on stdout, one line on stderr, exit codes."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import save_model
+from torch import nn
 
 import torchtether as tt
-from tests.load.models import Turned, build
+from tests.load.models import MODELS, Tied, Turned, build
 from torchtether import demo
 from torchtether.cli import main
 
@@ -18,14 +21,121 @@ def test_inspect_shows_tensors_ties_and_schemes(tmp_path, capsys):
     tt.save(model, tmp_path, max_shard_size=300)
     assert main(["inspect", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "8 tensors" in text.replace("9 tensors", "8 tensors")
-    assert "format native" in text
-    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+    assert text.splitlines()[-1] == "8 tensors, 584 B in 2 files, format native, 1 ties"
+    table, tree = text.split("\n\n")
+    lines = {line.split()[0]: line for line in table.splitlines()}
     assert "float32" in lines["emb.weight"]
     assert "12 x 8" in lines["emb.weight"]
     assert "= emb.weight" in lines["head.weight"]
     assert "= emb.weight (view, stride [1, 8], offset 0)" in lines["turned"]
     assert "Affine" in lines["mid.weight"]
+    assert tree.splitlines()[:-1] == [
+        "emb.weight",
+        "├── head.weight",
+        "└── turned (view [8, 12], stride [1, 8], offset 0)",
+        "float32: 4 tensors, 480 B",
+        "Affine(bits=8): 1 tensors, 96 B",
+        "int64: 1 tensors, 8 B",
+    ]
+
+
+def test_inspect_gives_json_with_stable_keys(tmp_path, capsys):
+    model = build(Turned)
+    tt.quantize(model, {"mid.weight": "int8"})
+    tt.save(model, tmp_path)
+    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"path", "format", "files", "bytes", "tensors", "ties", "schemes"}
+    assert found["tensors"]["mid.weight"] == {
+        "dtype": "float32",
+        "shape": [8, 8],
+        "stride": [8, 1],
+        "bytes": 96,
+        "scheme": {"kind": "affine"},
+        "owner": "mid.weight",
+        "view": None,
+    }
+    assert found["tensors"]["turned"]["owner"] == "emb.weight"
+    assert found["tensors"]["turned"]["view"]["stride"] == [1, 8]
+    assert found["ties"][0]["names"] == ["emb.weight", "head.weight", "turned"]
+    assert found["bytes"] == sum(one["bytes"] for one in found["tensors"].values())
+    assert found["bytes"] == sum(one["bytes"] for one in found["schemes"].values())
+
+
+def test_ties_shows_trees_also_of_names_that_others_note(tmp_path, capsys):
+    tt.save(build(Turned), tmp_path / "ours")
+    save_model(build(Tied), str(tmp_path / "theirs.safetensors"))
+    assert main(["ties", str(tmp_path / "ours")]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == ["emb.weight", "├── head.weight"]
+    assert main(["ties", str(tmp_path / "theirs.safetensors")]) == 0
+    assert capsys.readouterr().out.splitlines() == ["emb.weight", "└── head.weight", "1 ties"]
+    tt.save({"a": torch.ones(2)}, tmp_path / "none.safetensors")
+    assert main(["ties", str(tmp_path / "none.safetensors")]) == 0
+    assert capsys.readouterr().out == "0 ties\n"
+
+
+def test_verify_reads_every_byte(tmp_path, capsys):
+    """A damaged scale, a file that is cut, a header that lies: exit code 1 and one line that says where."""
+    tt.save(nn.Linear(64, 64), tmp_path / "x.safetensors")
+    assert main(["quantize", str(tmp_path / "x.safetensors"), str(tmp_path / "q.safetensors"), "--scheme", "int8"]) == 0
+    good = (tmp_path / "q.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "q.safetensors")]) == 0
+    assert "2 tensors, 4.61 kB: nothing wrong" in capsys.readouterr().out
+    with tt.open(tmp_path / "q.safetensors") as checkpoint:
+        at = checkpoint.store.stored("weight.scale").start
+    for name, damaged in {
+        "weight": good[:at] + b"\xff" * 4 + good[at + 4 :],
+        "cut short": good[:-1],
+        "header": b"\0" + good[1:],
+    }.items():
+        (tmp_path / "bad.safetensors").write_bytes(damaged)
+        assert main(["verify", str(tmp_path / "bad.safetensors")]) == 1
+        error = capsys.readouterr().err
+        assert name in error
+        assert error.count("\n") == 1
+
+
+def test_verify_against_shows_the_worst_first(tmp_path, capsys):
+    source = {"a.weight": torch.randn(64, 64), "b.weight": torch.randn(64, 64), "c": torch.arange(3)}
+    tt.save(source, tmp_path / "x.safetensors")
+    made = {**source, "a.weight": tt.Weight.encode(source["a.weight"], tt.int4(32))}
+    made["b.weight"] = tt.Weight.encode(source["b.weight"], tt.int8())
+    tt.save(made, tmp_path / "q.safetensors")
+    arguments = ["verify", str(tmp_path / "q.safetensors"), "--against", str(tmp_path / "x.safetensors")]
+    assert main(arguments) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in table] == ["name", "a.weight", "b.weight", "c", "3"]
+    assert 15 < float(table[1][2]) < 30 < float(table[2][2]) < 50
+    assert table[3][1:] == ["0", "inf"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": torch.ones(2)}, "a: it is off by up to 1, and should be the same"),
+        ({"a": torch.zeros(3)}, "a: it has shape (3,), in "),
+        ({"extra": torch.zeros(3)}, "extra: "),
+        ({"a": None}, "a: it is in "),
+        ({"w": tt.Weight.encode(torch.full((4, 4), 2.0), tt.int8())}, "more than Affine(bits=8) allows"),
+        ({"a": torch.ones(2), "w": torch.zeros(4, 4)}, "| and 1 more"),
+    ],
+)
+def test_verify_against_another_source_exits_1(tmp_path, capsys, change, words):
+    source = {"a": torch.zeros(2), "w": torch.ones(4, 4), "f8": torch.ones(3).to(torch.float8_e4m3fn)}
+    tt.save(source, tmp_path / "x.safetensors")
+    made = {name: tensor for name, tensor in {**source, **change}.items() if tensor is not None}
+    tt.save(made, tmp_path / "y.safetensors")
+    assert main(["verify", str(tmp_path / "y.safetensors"), "--against", str(tmp_path / "x.safetensors")]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_verify_against_itself_finds_nothing(tmp_path, kind, capsys):
+    tt.save(build(kind), tmp_path, aliases="copy")
+    assert main(["verify", str(tmp_path), "--against", str(tmp_path)]) == 0
 
 
 def test_errors_are_one_line_and_exit_1(tmp_path, capsys):
@@ -38,7 +148,10 @@ def test_errors_are_one_line_and_exit_1(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "absent")]) == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-verb"], ["inspect"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["no-such-verb"], ["inspect"], ["quantize", "a", "b"], ["convert", "a", "b", "--dtype", "int8"]],
+)
 def test_what_is_not_understood_exits_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -1,0 +1,295 @@
+"""quantize and convert: what loading and saving would do, one tensor at a time, or nothing at all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+
+import torchtether as tt
+from tests.load.models import MODELS, Slices, Storage, Tied, build
+from torchtether import transform
+from torchtether.cli import main
+from torchtether.files import write_tensors
+from torchtether.schemes import NAMED
+
+
+class Net(Tied):
+    """Large enough that its matrices look like linear layers; the embedding is tied to the head, and turned."""
+
+    def __init__(self):
+        super().__init__(64, 128)
+        self.pos_emb = nn.Embedding(40, 128)
+        self.turned = nn.Parameter(self.emb.weight.detach().t())
+        self.register_buffer("table", torch.randn(64, 64))
+
+
+RULES = {"emb.weight": "int8", "head.weight": "int8", "turned": "int8", "mid.weight": "int8"}
+
+
+def files_of(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "source"
+    tt.save(build(Net), path, max_shard_size="60kB")
+    (path / "config.json").write_text('{"model_type": "net"}')
+    (path / "tokenizer.model").write_bytes(b"\0\1")
+    (path / "notes.bin").write_bytes(b"not ours")
+    return path
+
+
+@pytest.mark.parametrize("scheme", sorted(NAMED))
+def test_quantize_makes_what_loading_makes(source, tmp_path, scheme, capsys):
+    """Byte for byte: the file that a model loaded with ``quantize=`` would save."""
+    rules = dict.fromkeys(RULES, scheme)
+    assert main(["quantize", str(source), str(tmp_path / "made"), "--scheme", scheme]) == 0
+    assert "2 of 10 tensors quantized" in capsys.readouterr().out
+    model = build(Net, meta=True, seed=2)
+    tt.load(model, source, quantize=rules)
+    tt.save(model, tmp_path / "wanted")
+    made = files_of(tmp_path / "made")
+    assert made["model.safetensors"] == files_of(tmp_path / "wanted")["model.safetensors"]
+    assert sorted(made) == ["config.json", "model.safetensors", "tokenizer.model"]
+    assert made["tokenizer.model"] == b"\0\1"
+    again = build(Net, meta=True, seed=3)
+    tt.load(again, tmp_path / "made")
+    assert again.head.weight is again.emb.weight
+    assert isinstance(again.emb.weight, tt.Weight)
+    assert torch.equal(again.turned.dequantize(), model.emb.weight.dequantize().t())
+    assert main(["verify", str(tmp_path / "made"), "--against", str(source)]) == 0
+
+
+def test_embeddings_are_left_alone_unless_a_head_is_tied_to_them(source, tmp_path):
+    report = transform.quantize_checkpoint(source, tmp_path / "made", "int8")
+    assert report.changed == ("emb.weight", "mid.weight")
+    assert report.bytes_after < report.bytes_before
+    tt.save({"emb.weight": torch.randn(64, 64), "fc.weight": torch.randn(64, 64)}, tmp_path / "apart.safetensors")
+    assert transform.quantize_checkpoint(tmp_path / "apart.safetensors", tmp_path / "b", "int8").changed == (
+        "fc.weight",
+    )
+
+
+def test_include_and_exclude_speak_for_tied_groups(source, tmp_path):
+    def changed(target, **globs):
+        return transform.quantize_checkpoint(source, tmp_path / target, "int8", **globs).changed
+
+    assert changed("a", exclude=["head.*"]) == ("mid.weight",)
+    assert changed("b", include=["head.*", "table"]) == ("emb.weight", "table")
+    assert changed("c", include=["*.weight"], exclude=["norm.*", "turned"]) == ("mid.weight", "pos_emb.weight")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--include", "no.such"], "no.such: this glob matches no tensor"),
+        (["--exclude", "no.such"], "no.such: this glob matches no tensor"),
+        (["--include", "steps"], "steps: is int64, which is not quantized"),
+        (["--exclude", "*"], "nothing in it is to be quantized"),
+        (["--max-shard-size", "five"], "'five' is no size"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_leaves_nothing(source, tmp_path, capsys, options, words):
+    assert main(["quantize", str(source), str(tmp_path / "made"), "--scheme", "int8", *options]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_scheme_that_does_not_fit_and_values_that_cannot_be_name_the_tensor(tmp_path, capsys):
+    tt.save({"scale": torch.tensor(1.0)}, tmp_path / "odd.safetensors")
+    arguments = ["quantize", str(tmp_path / "odd.safetensors"), str(tmp_path / "a"), "--scheme", "int8"]
+    assert main([*arguments, "--include", "*"]) == 1
+    assert "torchtether: scale: " in capsys.readouterr().err
+    tt.save({"fc.weight": torch.full((64, 64), torch.nan)}, tmp_path / "nan.safetensors")
+    assert main(["quantize", str(tmp_path / "nan.safetensors"), str(tmp_path / "a"), "--scheme", "int8"]) == 1
+    assert "torchtether: fc.weight: " in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_is_quantized_stays_as_it_is(source, tmp_path, capsys):
+    transform.quantize_checkpoint(source, tmp_path / "one", "int4", include=["mid.weight"])
+    transform.quantize_checkpoint(tmp_path / "one", tmp_path / "two", "int8")
+    with tt.open(tmp_path / "one") as one, tt.open(tmp_path / "two") as two:
+        assert one.spec("mid.weight") == two.spec("mid.weight")
+        assert isinstance(two["emb.weight"], tt.Weight)
+    arguments = ["quantize", str(tmp_path / "one"), str(tmp_path / "x"), "--scheme", "int8", "--include", "mid.*"]
+    assert main(arguments) == 1
+    assert "mid.weight: is quantized already, as Affine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("aliases", ["drop", "copy"])
+def test_convert_makes_what_saving_makes(tmp_path, kind, aliases):
+    """The same bytes as ``tt.save(aliases=)``, from either spelling of the source, in shards too."""
+    model = build(kind)
+    tt.save(model, tmp_path / "drop")
+    tt.save(model, tmp_path / "copy", aliases="copy")
+    tt.save(model, tmp_path / "wanted", aliases=aliases)
+    for spelled in ("drop", "copy"):
+        transform.convert_checkpoint(tmp_path / spelled, tmp_path / f"from-{spelled}", aliases=aliases)
+        assert files_of(tmp_path / f"from-{spelled}") == files_of(tmp_path / "wanted")
+    transform.convert_checkpoint(tmp_path / "drop", tmp_path / "shards", aliases=aliases, max_shard_size=1)
+    with tt.open(tmp_path / "shards") as made, tt.open(tmp_path / "wanted") as wanted:
+        assert len(made.store.files) == len(made.entries)
+        assert sorted(made.ties, key=str) == sorted(wanted.ties, key=str)
+        assert all(made.spec(name) == wanted.spec(name) for name in wanted)
+
+
+@pytest.mark.parametrize("kind", [Tied, Net, Slices])
+@pytest.mark.parametrize("aliases", ["drop", "copy"])
+def test_convert_dtype_makes_what_loading_in_it_makes(tmp_path, kind, aliases):
+    model = build(kind)
+    tt.save(model, tmp_path / "source")
+    tt.convert(model, dtype=torch.bfloat16)
+    tt.save(model, tmp_path / "wanted", aliases=aliases)
+    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "made"), "--dtype", "bfloat16"]
+    assert main([*arguments, "--aliases", aliases]) == 0
+    assert files_of(tmp_path / "made") == files_of(tmp_path / "wanted")
+
+
+def test_convert_dtype_of_a_quantized_weight_keeps_its_codes(source, tmp_path):
+    transform.quantize_checkpoint(source, tmp_path / "one", "int8")
+    for aliases in ("drop", "copy"):
+        transform.convert_checkpoint(tmp_path / "one", tmp_path / aliases, dtype=torch.bfloat16, aliases=aliases)
+        with tt.open(tmp_path / "one") as one, tt.open(tmp_path / aliases) as two:
+            assert two["turned"].dtype == torch.bfloat16
+            assert all(torch.equal(part, two["turned"].parts[key]) for key, part in one["turned"].parts.items())
+        assert main(["verify", str(tmp_path / aliases)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (lambda: {"a": torch.ones(4).to(torch.float8_e4m3fn)}, "a: is float8_e4m3fn without a scale that we know"),
+        (lambda: {"a": torch.full((2,), 1e6)}, "a: it holds numbers too large for float16"),
+        (lambda: build(Storage), "x: its memory is shared as float32 and int32"),
+    ],
+)
+def test_a_dtype_that_would_change_more_than_values_is_refused(tmp_path, capsys, tensors, words):
+    tt.save(tensors(), tmp_path / "x.safetensors")
+    arguments = ["convert", str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors"), "--dtype", "float16"]
+    assert main(arguments) == 1
+    assert words in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_infinities_of_the_source_stay(tmp_path):
+    tt.save({"mask": torch.tensor([0.0, -torch.inf])}, tmp_path / "x.safetensors")
+    transform.convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.safetensors", dtype=torch.float16)
+    assert load_file(tmp_path / "y.safetensors")["mask"].tolist() == [0, -torch.inf]
+
+
+def test_names_that_safetensors_only_notes_become_ties(tmp_path):
+    save_model(build(Tied), str(tmp_path / "model.safetensors"))
+    transform.convert_checkpoint(tmp_path / "model.safetensors", tmp_path / "made.safetensors")
+    with tt.open(tmp_path / "made.safetensors") as made:
+        assert [set(tie.names) for tie in made.ties] == [{"emb.weight", "head.weight"}]
+    model = build(Tied, meta=True)
+    assert tt.load(model, tmp_path / "made.safetensors").missing_keys == ()
+
+
+def test_the_format_of_a_file_is_no_tie(tmp_path):
+    save_file({"pt": torch.ones(2)}, tmp_path / "x.safetensors", metadata={"format": "pt", "twin": "pt"})
+    transform.convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
+    with tt.open(tmp_path / "y.safetensors") as made:
+        assert list(made) == ["pt", "twin"]
+
+
+def test_a_copy_that_differs_stops_it(tmp_path, capsys):
+    tt.save(build(Tied), tmp_path / "x.safetensors", aliases="copy")
+    with tt.open(tmp_path / "x.safetensors") as checkpoint:
+        metadata = checkpoint.store.header.metadata
+    tensors = load_file(tmp_path / "x.safetensors")
+    tensors["head.weight"] = tensors["head.weight"] + 1
+    with open(tmp_path / "y.safetensors", "wb", buffering=0) as file:
+        write_tensors(file, tensors, metadata, name="y")
+    assert main(["convert", str(tmp_path / "y.safetensors"), str(tmp_path / "z.safetensors")]) == 1
+    assert "stored copy differs" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "y.safetensors")]) == 1
+    assert "stored copy differs" in capsys.readouterr().err
+    assert not (tmp_path / "z.safetensors").exists()
+
+
+# -- the target -------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_that_is_taken_is_left_alone(source, tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine").write_text("mine")
+    (tmp_path / "x.safetensors").write_text("mine")
+    for target in (taken, tmp_path / "x.safetensors"):
+        assert main(["convert", str(source), str(target)]) == 1
+        assert "it is there already" in capsys.readouterr().err
+    assert files_of(taken) == {"mine": b"mine"}
+    assert (tmp_path / "x.safetensors").read_text() == "mine"
+    assert main(["convert", str(source), str(tmp_path / "y.safetensors"), "--max-shard-size", "1MB"]) == 1
+    assert "one file has no shards" in capsys.readouterr().err
+
+
+def test_an_empty_folder_is_filled_and_parents_are_made(source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "empty", tmp_path / "new" / "folder"):
+        assert main(["convert", str(source), str(target), "--max-shard-size", "50kB"]) == 0
+        assert json.loads((target / "config.json").read_text()) == {"model_type": "net"}
+        assert main(["verify", str(target), "--against", str(source)]) == 0
+
+
+@pytest.mark.parametrize("target", ["made", "made.safetensors"])
+def test_an_interrupt_at_any_tensor_leaves_nothing(source, tmp_path, monkeypatch, capsys, target):
+    """Ctrl-C is raised at each tensor in turn, until a run gets through."""
+    stock, left = transform._read, 0
+
+    def interrupted(*arguments):
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        return stock(*arguments)
+
+    monkeypatch.setattr(transform, "_read", interrupted)
+    arguments = ["quantize", str(source), str(tmp_path / target), "--scheme", "int8"]
+    codes = []
+    for count in range(20):
+        left = count
+        codes.append(main(arguments))
+        if codes[-1] == 0:
+            break
+        assert os.listdir(tmp_path) == ["source"]
+        assert capsys.readouterr().err == "torchtether: interrupted\n"
+    assert codes[-1] == 0
+    assert len(codes) > 5
+    assert set(codes[:-1]) == {130}
+
+
+_KILLED = """
+import os, signal, sys
+from torchtether import transform
+from torchtether.cli import main
+stock, left = transform._read, int(sys.argv.pop(1))
+def killed(*arguments):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return stock(*arguments)
+transform._read = killed
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_process_leaves_nothing_at_the_target(source, tmp_path):
+    arguments = ["3", "quantize", str(source), str(tmp_path / "made"), "--scheme", "int8", "--max-shard-size", "20kB"]
+    assert subprocess.run([sys.executable, "-c", _KILLED, *arguments]).returncode == -signal.SIGKILL
+    assert not (tmp_path / "made").exists()
+    assert main(["verify", str(tmp_path / "made")]) == 1
+    assert main(arguments[1:]) == 0
