@@ -12,7 +12,7 @@ from torch import Tensor
 from .errors import CheckpointError
 from .files import HIDDEN, Store, Tick, no_tick, scratch
 from .formats import PLAIN, Entry, recognise
-from .schemes import Plain
+from .schemes import Plain, same_bits
 from .slices import TensorSlice
 from .spec import Tie, View, WeightSpec, contiguous_stride
 from .weight import Weight
@@ -198,7 +198,7 @@ class Checkpoint(Mapping[str, Tensor]):
         first, second = self._read(one), self._read(other)
         first = first if view is None else view_of(first, view)
         second = second if other_view is None else view_of(second, other_view)
-        return _same_bits(first, second)
+        return _is_same(first, second)
 
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were handed out stay."""
@@ -235,17 +235,15 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     return Checkpoint(path)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _is_same(one: Tensor, other: Tensor) -> bool:
     if isinstance(one, Weight) or isinstance(other, Weight):
         return (
             isinstance(one, Weight)
             and isinstance(other, Weight)
             and one.spec.replace(tie=None) == other.spec.replace(tie=None)
-            and all(_same_bits(part, other.parts[name]) for name, part in one.parts.items())
+            and all(same_bits(part, other.parts[name]) for name, part in one.parts.items())
         )
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return same_bits(one, other)
 
 
 def view_of(whole: Tensor, view: View) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -113,21 +113,8 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(found)
 
 
-class _Tensors:
-    """A mapping of tensors that ``find_components`` can read as if it were a module."""
-
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
-        self._named = named
-
-    def named_parameters(self, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in self._named.items() if isinstance(tensor, nn.Parameter))
-
-    def named_buffers(self, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in self._named.items() if not isinstance(tensor, nn.Parameter))
-
-
 def _groups(named: Mapping[str, Tensor], *, copy: bool) -> list[_Group]:
-    components = find_components(cast(nn.Module, _Tensors(named)))
+    components = find_components(named)
     claimed = _recorded(named, components)
     taken = {name for tie in claimed for name in tie.aliases}
     extra = {tie.owner: tie for tie in claimed}

@@ -7,7 +7,7 @@ processes and ``meta``.  Nothing here is keyed by tensor or weak reference, and 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,13 +19,16 @@ from .errors import TieError
 from .spec import Tie, View
 from .weight import Weight
 
+Tensors = nn.Module | Mapping[str, Tensor]
+"""What has named tensors: a module, or a state dict of live tensors."""
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, then every buffer, under every name that it has, in module order."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+
+def named_tensors(model: Tensors) -> dict[str, Tensor]:
+    """Every parameter, then every other tensor, under every name that it has, in module order."""
+    if isinstance(model, nn.Module):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    return dict(sorted(model.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 
 
 # -- what shares memory -----------------------------------------------------------------------------------------------
@@ -61,7 +64,7 @@ class Component:
         return tuple(name for member in self.members for name in member.names)
 
 
-def find_components(model: nn.Module) -> tuple[Component, ...]:
+def find_components(model: Tensors) -> tuple[Component, ...]:
     """The model's tensors, grouped so that two are together if and only if they share an element, in module order.
 
     Slices of one storage that share no element are apart.  Also on ``meta``, where only the memory object tells.

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtether.schemes.bits import lookup, pack, packed_size, unpack
+from torchtether.schemes.bits import lookup, pack, packed_size, same_bits, unpack
 
 every_width = pytest.mark.parametrize("bits", range(1, 9))
 
@@ -72,3 +72,15 @@ def test_strided_codes_and_streams_are_read_as_they_are(bits):
     packed = pack(codes, bits)
     assert torch.equal(packed, pack(codes.contiguous(), bits))
     assert torch.equal(unpack(packed.t().contiguous().t(), bits, 21), codes)
+
+
+def test_same_bits_compares_bits_of_any_dtype_and_stride():
+    grid = torch.arange(12.0).view(3, 4)
+    assert same_bits(grid[:, ::2], grid[:, ::2].clone())
+    assert not same_bits(grid[:, ::2], grid[:, 1::2])
+    assert same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
+    assert not same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, 1))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.complex64, torch.bool):
+        assert same_bits(torch.ones(3).to(dtype), torch.ones(3).to(dtype))
+        assert not same_bits(torch.ones(3).to(dtype), torch.ones(3))

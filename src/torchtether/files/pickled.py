@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class PickledFile(TensorFile):
         size = os.fstat(self._descriptor).st_size
         tensors: dict[str, Stored] = {}
         ties: list[Tie] = []
-        for component in find_components(cast(nn.Module, _Named(named))):
+        for component in find_components(named):
             where = f"{self.name}: {component.names[0]}"
             try:
                 tie = tie_of(component)
@@ -73,19 +73,6 @@ class PickledFile(TensorFile):
             if start + tensors[key].nbytes > size:
                 raise CheckpointError(f"it reaches byte {start + tensors[key].nbytes}, the file has {size}", name=where)
         return Header(tensors, Record(tuple(ties)).metadata())
-
-
-class _Named:
-    """A mapping of tensors that ``find_components`` can read as if it were a module."""
-
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
-        self._named = named
-
-    def named_parameters(self, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in self._named.items() if isinstance(tensor, nn.Parameter))
-
-    def named_buffers(self, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor) for name, tensor in self._named.items() if not isinstance(tensor, nn.Parameter))
 
 
 def _state(found: Any, name: str) -> dict[str, Tensor]:

@@ -116,4 +116,4 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits: ``torch.equal``, also for float8 and NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
