@@ -1,0 +1,27 @@
+"""Every tutorial runs, in a process of its own, and asserts what it claims."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs(path, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "error", str(path)], check=True, cwd=tmp_path, env=environment)
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_has_the_shape_of_one(path):
+    text = path.read_text()
+    assert re.match(r"\d\d_[a-z]+_", path.name), "NN_verb_object.py"
+    assert "without us, silently" in text
+    assert text.rstrip().splitlines()[-1].startswith("# %% Now break it")
+    assert f"tutorials/{path.name}" in (ROOT / "README.md").read_text()

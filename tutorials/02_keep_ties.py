@@ -1,0 +1,82 @@
+"""Keep tied weights tied: through files, conversions and quantization, and find out when they are not.
+
+You will be able to list what a model ties (also transposed and sliced views), to save it so that the file remembers,
+and to fail early when a tie breaks. Needs: torch. Takes: seconds.
+"""
+
+# %% Three kinds of ties: one object under two names, two Parameters over one storage, and a view.
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchtether as tt
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.emb.weight  # one object
+        self.table = nn.Parameter(self.emb.weight.data)  # another Parameter over the same storage
+        self.qkv = nn.Parameter(torch.randn(48, 16))
+        self.q = nn.Parameter(self.qkv.data[:16])  # a slice
+        self.back = nn.Parameter(self.qkv.data.t())  # a transpose
+
+
+model = Model()
+for tie in tt.find_ties(model):
+    print(tie)
+ties = tt.find_ties(model)
+assert len(ties) == 2
+
+# %% What goes wrong without us, silently: `.to()` splits every tie that is not one object.
+stock = Model().to(torch.float64)
+assert stock.head.weight is stock.emb.weight
+assert stock.q.data_ptr() != stock.qkv.data_ptr()  # the slice is a copy now, and trains apart
+try:
+    tt.check_ties(stock, ties)
+except tt.TieError as error:
+    print(error)
+else:
+    raise AssertionError("the ties were kept")
+
+# %% With us they are converted once and stay views; the optimizer's state follows.
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+tt.convert(model, dtype=torch.float64, optimizer=optimizer)
+assert [tie.names for tie in tt.find_ties(model)] == [tie.names for tie in ties]
+assert model.q.data_ptr() == model.qkv.data_ptr()
+
+# %% Or around stock calls that you cannot change.
+with tt.swapping(model, optimizer=optimizer):
+    model.float()
+assert model.q.data_ptr() == model.qkv.data_ptr()
+tt.check_ties(model, ties)
+
+# %% Files remember: each memory is stored once, and the record says who shares it, with geometry.
+folder = Path(tempfile.mkdtemp())
+tt.save(model, folder / "tied.safetensors")
+with tt.open(folder / "tied.safetensors") as checkpoint:
+    print(checkpoint.ties)
+    assert checkpoint["q"].data_ptr() == checkpoint["qkv"].data_ptr()  # the same memory, in any order of requests
+with tt.on_meta():
+    again = Model()
+tt.load(again, folder / "tied.safetensors")
+tt.check_ties(again, ties)
+assert torch.equal(again.back, model.qkv.t())
+
+# %% Quantizing a tied pair makes one Weight under both names. What cannot stay tied is refused, and says why.
+tt.untie(again, "table")
+tt.quantize(again, {"emb.weight": "int8"})
+assert again.head.weight is again.emb.weight
+assert isinstance(again.emb.weight, tt.Weight)
+try:
+    tt.quantize(again, {"qkv": "int8"})  # a slice has no parts of its own
+except tt.RuleError as error:
+    print(error)
+else:
+    raise AssertionError("a slice was quantized")
+
+# %% Now break it: set `again.head.weight = nn.Parameter(...)` and call tt.check_ties(again).
