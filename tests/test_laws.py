@@ -88,6 +88,18 @@ def test_what_an_op_writes_is_within_the_stated_bound(row, data):
 
 
 @each_scheme
+@pytest.mark.parametrize("factor", [0.013, 0.3, 7.0])
+def test_scales_follow_values_that_an_op_moves_far(row, factor):
+    """Kept scales must suit: after a large change the error is that of encoding afresh."""
+    weight = _weight(row)
+    values = weight.dequantize() * factor
+    weight.mul_(factor)
+    fresh = tt.Weight.encode(values, row.scheme)
+    bound = row.scheme.bound(fresh.parts, (12, 64)).max().item()
+    assert (weight.dequantize() - values).abs().max().item() <= bound * 1.01
+
+
+@each_scheme
 @settings(max_examples=15)
 @given(data=st.data())
 def test_gather_is_decode_then_index(row, data):

@@ -155,9 +155,10 @@ class Affine(Scheme):
         low = grid.reduce(values, torch.amin, g_idx=g_idx) / scale
         high = grid.reduce(values, torch.amax, g_idx=g_idx) / scale
         if self.symmetric:
-            is_used = torch.maximum(high, -low) >= min(self._highest, -self._lowest) - 0.5
+            is_used = torch.maximum(high, -low) >= max(self._highest, 1) * (1 - 2.0**-10)  # an end of the range
         else:
-            is_used = high.clamp_min(0) - low.clamp_max(0) >= self._steps - 1.01
+            # a rounded zero point may have cost one step of the range
+            is_used = high.clamp_min(0) - low.clamp_max(0) >= max(self._steps - 1.01, 0.49 * self._steps)
             zero = held["zero_point"].float() - self._zero_offset
             low, high = low + zero, high + zero
         keep = is_used & (low >= self._lowest - 0.5) & (high <= self._highest + 0.5)
