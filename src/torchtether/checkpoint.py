@@ -9,20 +9,23 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, scratch
-from .formats import PLAIN, Entry, recognise
+from .formats import PLAIN, Contents, Entry, recognise
 from .schemes import Plain, same_bits
 from .slices import TensorSlice
 from .spec import Tie, View, WeightSpec, contiguous_stride
 from .weight import Weight
+
+_SMALL = 16 * 2**20  # bytes that a format may read to find out how others are to be read
 
 
 class Checkpoint(Mapping[str, Tensor]):
     """Every tensor of a checkpoint by name, aliases included; nothing is read before it is asked for.
 
         checkpoint.ties      which names are one tensor, owner first
-        checkpoint.format    how quantized weights are spelled: "native", or "safetensors" where there are none
+        checkpoint.format    how quantized weights are spelled: "native", "gptq", ...; "safetensors" without any
+        checkpoint.faults    what is wrong with quantized weights that cannot be read, by name
         checkpoint.spec(n)   shape, stride, dtype and scheme of ``n``, without reading it
         checkpoint.get_slice(n)[2:5]    rows of ``n``, without reading the rest
 
@@ -33,13 +36,19 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(self, path: Path | str) -> None:
         self.store = Store(path)
         try:
-            found, entries = recognise(self.store.header, self.store.record, self.store.config())
+            store = self.store
+            contents = Contents(
+                store.header.tensors, store.header.metadata, store.record, store.beside(), self._read_small
+            )
+            format, found, entries = recognise(contents)
         except BaseException:
             self.store.close()
             raise
-        self._format = found
+        self._format = format
         self.path = self.store.path
-        self.format = found.name if found else PLAIN
+        self.format = format.name if format else PLAIN
+        self.faults: Mapping[str, str] = found.faults
+        """What is wrong with quantized weights that cannot be read, by name."""
         self.ties: tuple[Tie, ...] = self.store.record.ties
         self._alias: dict[str, tuple[str, View | None]] = {
             alias: (tie.owner, view)
@@ -105,6 +114,8 @@ class Checkpoint(Mapping[str, Tensor]):
             return self._alias[name]
         if name in self.store.flat:
             return self.store.flat[name], None
+        if name in self.faults:
+            raise CheckpointError(self.faults[name], name=f"{self.path}: {name}")
         raise KeyError(name)
 
     @property
@@ -128,6 +139,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
     # -- reading --------------------------------------------------------------------------------------------------
 
+    def _read_small(self, key: str) -> Tensor:
+        """A stored tensor that says how others are to be read."""
+        nbytes = self.store.stored(key).nbytes
+        if nbytes > _SMALL:
+            raise CheckpointError(f"takes {nbytes} bytes, too many for what it should say", name=f"{self.path}: {key}")
+        return self.store.read(key)
+
     def read(self, owner: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
         """The stored tensor or Weight ``owner`` in new memory on ``device``, with its own strides and dtype."""
         tie = next((tie for tie in self.ties if tie.owner == owner), None)
@@ -146,7 +164,10 @@ class Checkpoint(Mapping[str, Tensor]):
             tensors[role] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
             self.store.read_into(key, tensors[role], tick)
         assert self._format is not None
-        return Weight(self._format.unpack(entry, tensors), entry.spec.replace(tie=tie))
+        try:
+            return Weight(self._format.unpack(entry, tensors), entry.spec.replace(tie=tie))
+        except TetherError as error:
+            raise CheckpointError(error.what, name=f"{self.path}: {next(iter(entry.keys.values()))}") from None
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
         """The values of ``name`` on the CPU, contiguous if plain, to be dropped soon; see ``files.scratch``."""

@@ -129,6 +129,8 @@ class _Drafter:
     ) -> None:
         self.draft = Draft()
         self.checkpoint, self.ties = checkpoint, ties
+        for name, what in checkpoint.faults.items():
+            self._fault(name, what)
         if ties not in ("match", "file", "model"):
             self._fault("ties", f"{ties!r} is none of 'match', 'file', 'model'")
         self.components = self.draft.components = find_components(model)
@@ -237,6 +239,8 @@ class _Drafter:
         sources = [Source(index[name], name, self.available[name]) for name in order if name in self.available]
         if all(name in self.transient for name in component.names):
             self._match_transient(component, sources)
+            return
+        if not sources and not self.checkpoint.faults.keys().isdisjoint(order):
             return
         if not sources:
             self.draft.missing += [name for name in component.names if name not in self.transient]

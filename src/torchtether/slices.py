@@ -29,7 +29,8 @@ class TensorSlice:
         piece[:, :8]                columns: the rows are read in bounded pieces, and cut
 
     What lies before the first and after the last element asked for is not read.  Of a quantized tensor whole rows are
-    read, as a ``Weight``, at multiples of the rows that share a block.
+    read, as a ``Weight``, at multiples of the rows that share a block; of a format that lays its codes out otherwise
+    than we do, everything.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class TensorSlice:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
         entries = self._checked(index if isinstance(index, tuple) else (index,))
         if self._entry.spec is not None and not self._entry.spec.scheme.transparent:
-            return self._rows(entries)
+            return self._rows(entries) if self._is_in_parts() else self._whole()[entries].clone()
         view = self._view
         if view is None:  # values are stored in row-major order, whatever their strides in memory
             view = View(self.dtype, self.shape, contiguous_stride(self.shape))
@@ -102,6 +103,13 @@ class TensorSlice:
             start, stop = start + self._view.offset // row, stop + self._view.offset // row
         made = self._read_rows(whole, start, stop)
         return made if only is None else made.select(only, 0).map(lambda part: part, cut=False)  # type: ignore[attr-defined,no-any-return]
+
+    def _is_in_parts(self) -> bool:
+        """Whether the parts are stored as they are, so that some of their rows can be read."""
+        assert self._entry.spec is not None
+        stored = {role: self._store.stored(key) for role, key in self._entry.keys.items()}
+        layout = {role: (part.dtype or self._entry.dtype, tuple(part.shape)) for role, part in self._layout().items()}
+        return layout == {role: (one.dtype, one.shape) for role, one in stored.items()}
 
     def _layout(self) -> dict[str, Any]:
         assert self._entry.spec is not None

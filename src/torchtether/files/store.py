@@ -18,6 +18,11 @@ from .pickled import PICKLED, PickledFile
 from .reader import TensorFile, Tick, no_tick
 from .record import KEY, Record, parse_record
 
+BESIDE = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
+"""Files beside the tensors in which published formats keep what the tensors do not say."""
+
+_BESIDE_LIMIT = 64 * 2**20
+
 
 class Store:
     """The open files of a checkpoint, checked against each other; keys are those that are stored, nothing is resolved.
@@ -81,14 +86,25 @@ class Store:
             for mine, theirs in zip(self._home[key].pieces(key), self._home[other].pieces(other), strict=True)
         )
 
-    def config(self) -> Mapping[str, Any]:
-        """What ``config.json`` beside the files says; empty without one. Formats may be announced there."""
-        path = self.folder / "config.json"
-        try:
-            found = json.loads(path.read_bytes()) if path.is_file() else {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"cannot be read: {error}", name=str(path)) from None
-        return found if isinstance(found, dict) else {}
+    def beside(self) -> Mapping[str, Mapping[str, Any]]:
+        """The JSON objects beside the files that may announce a format, by file name.
+
+        Raises CheckpointError for one that cannot be read or is no JSON.
+        """
+        found: dict[str, Mapping[str, Any]] = {}
+        for name in BESIDE:
+            path = self.folder / name
+            try:
+                if not path.is_file():
+                    continue
+                if path.stat().st_size > _BESIDE_LIMIT:
+                    raise CheckpointError(f"is larger than {_BESIDE_LIMIT} bytes", name=str(path))
+                content = json.loads(path.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                raise CheckpointError(f"cannot be read: {error}", name=str(path)) from None
+            if isinstance(content, dict):
+                found[name] = content
+        return found
 
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were read stay."""

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ..files import Header, Record
 from ..spec import contiguous_stride
-from . import native
-from .entry import Entry, Format
+from . import fp8, native
+from .entry import Contents, Entry, Format, Found
 
-FORMATS: tuple[Format, ...] = (native,)
+FORMATS: tuple[Format, ...] = (native, fp8)
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
 PLAIN = "safetensors"
 """The name of the format that stores every tensor as it is."""
 
 
-def recognise(header: Header, record: Record, config: Mapping[str, Any]) -> tuple[Format | None, dict[str, Entry]]:
-    """The format of a checkpoint (``None``: plain tensors), and every tensor in it by name, quantized or not."""
+def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry]]:
+    """The format of a checkpoint (``None``: plain tensors), what it found, and every tensor by name, quantized or not.
+
+    Weights with a fault, and keys that only belong to the format, are not among the tensors.
+    """
     for format in FORMATS:
-        weights = format.recognise(header, record, config)
-        if weights is not None:
+        found = format.recognise(contents)
+        if found is not None:
             break
     else:
-        format, weights = None, {}
-    taken = {key for entry in weights.values() for key in entry.keys.values()}
-    entries = dict(weights)
-    for key, stored in header.tensors.items():
+        format, found = None, Found()
+    taken = {key for entry in found.weights.values() for key in entry.keys.values()} | found.spare
+    entries = dict(found.weights)
+    for key, stored in contents.tensors.items():
         if key not in taken:
-            stride = record.strides.get(key) or contiguous_stride(stored.shape)
+            stride = contents.record.strides.get(key) or contiguous_stride(stored.shape)
             entries[key] = Entry({"tensor": key}, stored.shape, stride, stored.dtype)
-    return format, dict(sorted(entries.items()))
+    return format, found, dict(sorted(entries.items()))
 
 
-__all__ = ["FORMATS", "PLAIN", "Entry", "Format", "native", "recognise"]
+__all__ = ["FORMATS", "PLAIN", "Contents", "Entry", "Format", "Found", "native", "recognise"]

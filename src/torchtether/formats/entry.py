@@ -1,25 +1,29 @@
-"""What a format says about one tensor of a model: what it is, and under which keys it is stored."""
+"""What a format sees of a checkpoint, and what it says about each quantized weight in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..files import Header, Record
-from ..schemes import Shape
+from ..errors import CheckpointError
+from ..files import Record, Stored
+from ..schemes import Scheme, Shape
 from ..spec import WeightSpec
+
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Entry:
     """One tensor as a checkpoint holds it. ``keys`` maps each of its roles to a stored key.
 
-    A plain tensor has one role, ``tensor``; ``stride`` is then how it lay in memory. A quantized one has ``spec``, and
-    the roles are those of its format.
+    A plain tensor has one role, ``tensor``; ``stride`` is then how it lay in memory. A quantized one has ``spec``, the
+    roles are those of its format, and ``options`` is what ``unpack`` has to know besides. Where all roles are named
+    like the parts of the scheme, with their dtypes and shapes, they are the parts, and rows can be read alone.
     """
 
     keys: Mapping[str, str]
@@ -27,6 +31,78 @@ class Entry:
     stride: Shape
     dtype: torch.dtype
     spec: WeightSpec | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(keys: Mapping[str, str], spec: WeightSpec, **options: Any) -> Entry:
+        """A quantized weight that ``spec`` describes, stored under ``keys``."""
+        return Entry(keys, spec.shape, spec.stride, spec.dtype, spec, options)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint stores and says: what a format is recognised by.
+
+    tensors   what is stored, by key: dtype and shape
+    metadata  strings that the writer put into the files
+    record    what our own files remember
+    beside    the JSON objects that stand beside the files, by file name: ``config.json`` and its like
+    read      the values of a stored tensor; for the few bytes that say how others are to be read
+    """
+
+    tensors: Mapping[str, Stored]
+    metadata: Mapping[str, str]
+    record: Record
+    beside: Mapping[str, Mapping[str, Any]]
+    read: Callable[[str], Tensor]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """``config.json``; empty where there is none."""
+        return self.beside.get("config.json", NOTHING)
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """``quantization_config`` of ``config.json``, also where a model of several parts keeps it under its text."""
+        for config in (self.config, self.config.get("text_config"), self.config.get("llm_config")):
+            found = config.get("quantization_config") if isinstance(config, Mapping) else None
+            if isinstance(found, Mapping):
+                return found
+        return NOTHING
+
+    @property
+    def method(self) -> str:
+        """``quant_method``, in lower case; empty where none is named."""
+        return str(self.quantization.get("quant_method") or "").lower()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in, as ``config.json`` has it; bfloat16 where it does not say."""
+        for config in (self.config, self.config.get("text_config")):
+            if isinstance(config, Mapping):
+                named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+                if named in ("float16", "bfloat16", "float32"):
+                    return getattr(torch, named)  # type: ignore[no-any-return]
+        return torch.bfloat16
+
+
+@dataclass
+class Found:
+    """What a format found in a checkpoint. Weights with a fault cannot be read, the others can.
+
+    weights  the quantized weights by name
+    faults   what is wrong, by the name of the weight concerned
+    spare    keys that belong to the format and make no tensor of the model
+    """
+
+    weights: dict[str, Entry] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    spare: set[str] = field(default_factory=set)
+
+    def fault(self, name: str, what: str, keys: Mapping[str, str] | None = None) -> None:
+        """``name`` cannot be read because of ``what``; its stored ``keys`` are no tensors of the model either."""
+        self.faults.setdefault(name, what)
+        self.spare.update((keys or {}).values())
 
 
 class Format(Protocol):
@@ -36,8 +112,59 @@ class Format(Protocol):
     def name(self) -> str:
         """What people call it."""
 
-    def recognise(self, header: Header, record: Record, config: Mapping[str, Any]) -> dict[str, Entry] | None:
-        """The quantized weights, by name, of a checkpoint in this format; ``None`` if it is not in this format."""
+    def recognise(self, contents: Contents) -> Found | None:
+        """The quantized weights of a checkpoint in this format; ``None`` if it is not in this format.
+
+        Raises CheckpointError for a variant that is known and not read, by name and with what to do.
+        """
 
     def unpack(self, entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parts of the Weight that ``entry`` describes, from its stored tensors by role."""
+        """The parts of the Weight that ``entry`` describes, from its stored tensors by role, with no rounding."""
+
+
+class Writable(Format, Protocol):
+    """A format that can be written too. Names are those of the weights; ``dtype`` of a spec is the compute dtype.
+
+    All three raise SchemeError, saying which scheme would do, for a spec that the format has no words for.
+    """
+
+    def layout(self, name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
+        """What ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+
+    def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """The tensors to store for the Weight ``weight``, by key: the inverse of ``recognise`` and ``unpack``."""
+
+    def announce(self, specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """What ``config.json`` and other files beside the tensors must say, by file name, for weights of these specs.
+
+        ``plain`` names the tensors that are stored as they are; formats that list what they leave out list them.
+        An object is merged into the file of that name, key by key.
+        """
+
+
+def expect(
+    tensors: Mapping[str, Stored],
+    keys: Mapping[str, str],
+    wanted: Mapping[str, tuple[tuple[torch.dtype, ...], Shape]],
+) -> str:
+    """What is wrong with the stored tensors of one weight: empty if each has one of its dtypes and its shape.
+
+    A shape matches with its dimensions of 1 left out too, because writers differ there.
+    """
+    for role, (dtypes, shape) in wanted.items():
+        if role not in keys:
+            return f"its {role} is absent"
+        stored = tensors[keys[role]]
+        if stored.dtype not in dtypes:
+            return f"its {role} is {stored.dtype}, not {' or '.join(map(str, dtypes))}"
+        if stored.shape != shape and [n for n in stored.shape if n != 1] != [n for n in shape if n != 1]:
+            return f"its {role} has shape {stored.shape}, not {shape}"
+    return ""
+
+
+def spec_of(shape: Shape, dtype: torch.dtype, scheme: Scheme, *, name: str) -> WeightSpec:
+    """The spec of a contiguous weight; CheckpointError, naming ``name``, if the scheme does not fit the shape."""
+    try:
+        return WeightSpec.of(shape, dtype, scheme)
+    except Exception as error:
+        raise CheckpointError(f"{scheme} does not fit shape {shape}: {error}", name=name) from None

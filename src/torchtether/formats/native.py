@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files import Header, Record, part_key
+from ..files import part_key
 from ..schemes import Shape
 from ..spec import WeightSpec
 from ..weight import Weight
-from .entry import Entry
+from .entry import Contents, Entry, Found
 
 name = "native"
 
 
-def recognise(header: Header, record: Record, config: Mapping[str, Any]) -> dict[str, Entry] | None:
+def recognise(contents: Contents) -> Found | None:
     """The Weights in the record, by name; ``None`` if there are none."""
-    if not record.weights:
+    weights = contents.record.weights
+    if not weights:
         return None
-    return {
-        name: Entry(
-            {part: part_key(name, part) for part in spec.scheme.layout(spec.base)},
-            spec.shape,
-            spec.stride,
-            spec.dtype,
-            spec,
-        )
-        for name, spec in record.weights.items()
-    }
+    return Found(
+        {
+            name: Entry.of({part: part_key(name, part) for part in spec.scheme.layout(spec.base)}, spec)
+            for name, spec in weights.items()
+        }
+    )
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

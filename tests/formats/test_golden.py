@@ -1,0 +1,83 @@
+"""Samples that the original packages wrote (tests/golden): they decode to what those packages decode them to."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import torchtether as tt
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SAMPLES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
+
+# One unit in the last place is allowed where no package decodes as it encodes; see the README of each.
+ONE_ULP = {"awq_gemv_g64", "modelopt_fp8_tensor"}
+
+
+class Bare(nn.Module):
+    """A Parameter that belongs to no layer, as experts have."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(shape))
+
+
+def _model(expected):
+    """A module with every tensor that the sample decodes to, under its name, on meta."""
+    root = nn.Module()
+    for name, what in expected.items():
+        path, _, leaf = name.rpartition(".")
+        module = root
+        for part in path.split("."):
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, nn.Parameter(torch.empty(what["shape"], device="meta")))
+    return root
+
+
+def _file(sample):
+    return next(path for path in (GOLDEN / sample).glob("model.*"))
+
+
+def _sha256(tensor):
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def check(name, tensor, what, sample):
+    assert isinstance(tensor, tt.Weight), f"{name} is not a Weight"
+    values = tensor.detach().to(getattr(torch, what["dtype"])).dequantize()
+    assert list(values.shape) == what["shape"]
+    if sample in ONE_ULP:
+        wanted = load_file(GOLDEN / sample / "expected.safetensors")[name]
+        ulp = torch.nextafter(wanted.abs(), torch.full_like(wanted, torch.inf)) - wanted.abs()
+        assert bool(((values.float() - wanted.float()).abs() <= ulp.float()).all())
+    else:
+        assert _sha256(values) == what["sha256"], f"{name} of {sample} decodes to other bits"
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_opened(sample):
+    expected = json.loads((GOLDEN / sample / "expected.json").read_text())
+    with tt.open(_file(sample)) as checkpoint:
+        assert checkpoint.format != "safetensors"
+        assert not checkpoint.faults
+        for name, what in expected.items():
+            check(name, checkpoint[name], what, sample)
+            assert checkpoint.spec(name).shape == tuple(what["shape"])
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_loaded(sample):
+    """Into plain modules, nothing left over but what the sample stores besides (biases)."""
+    expected = json.loads((GOLDEN / sample / "expected.json").read_text())
+    model = _model(expected)
+    report = tt.load(model, _file(sample), strict=False)
+    assert not report.missing_keys
+    assert all(key.endswith("bias") for key in report.unexpected_keys)
+    for name, what in expected.items():
+        check(name, model.get_parameter(name), what, sample)
