@@ -30,6 +30,7 @@ SCHEMES = [
     SchemeRow("int8-group16", tt.Affine(block=(1, 16))),
     SchemeRow("int8-block", tt.Affine(block=(4, 16)), ranks=(2, 3)),
     SchemeRow("int8-narrow", tt.Affine(narrow_range=True)),
+    SchemeRow("int8-unit", tt.Affine(narrow_range=True, unit=7.874015718698502e-3)),
     SchemeRow("int8-asym", tt.Affine(symmetric=False)),
     SchemeRow("uint8-asym", tt.Affine(signed=False, symmetric=False)),
     SchemeRow("int8-bf16-scale", tt.Affine(scale_dtype=torch.bfloat16)),

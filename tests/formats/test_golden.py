@@ -17,13 +17,8 @@ SAMPLES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 # One unit in the last place is allowed where no package decodes as it encodes; see the README of each.
 ONE_ULP = {"awq_gemv_g64", "modelopt_fp8_tensor"}
 
-
-class Bare(nn.Module):
-    """A Parameter that belongs to no layer, as experts have."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.value = nn.Parameter(torch.empty(shape))
+# bitsandbytes decodes fp4's second zero to 0 or to -0, by the path that it takes; their hashes are of zeros unsigned.
+EITHER_ZERO = {"bnb_fp4_plain_fp32", "bnb_fp4_dq_bf16"}
 
 
 def _model(expected):
@@ -57,6 +52,7 @@ def check(name, tensor, what, sample):
         ulp = torch.nextafter(wanted.abs(), torch.full_like(wanted, torch.inf)) - wanted.abs()
         assert bool(((values.float() - wanted.float()).abs() <= ulp.float()).all())
     else:
+        values = values + 0.0 if sample in EITHER_ZERO else values
         assert _sha256(values) == what["sha256"], f"{name} of {sample} decodes to other bits"
 
 

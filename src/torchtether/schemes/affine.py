@@ -43,7 +43,8 @@ class Affine(Scheme):
     ``(1, 128)`` group.  Symmetric scales are ``amax / (2**bits - 1) * 2``: both ends of the range lose half a step.
     ``narrow_range`` drops the lowest code, so that the largest value is kept exactly (optimum-quanto, bitsandbytes).
     ``reciprocal`` multiplies by ``1 / scale`` (torchao) where the default divides (compressed-tensors): ties at half
-    a step differ.  Scales are rounded to ``scale_dtype`` before they divide.
+    a step differ.  Scales are rounded to ``scale_dtype`` before they divide.  ``unit`` is a constant that multiplies
+    last, ``w ≈ ((q - zero_point) * scale) * unit``: bitsandbytes stores row maxima, and 1/127 is its unit.
 
     Error: half a step, ``scale / 2``, plus what rounding the scale took off the range.
 
@@ -66,6 +67,7 @@ class Affine(Scheme):
     scale_dtype: torch.dtype = torch.float32
     narrow_range: bool = False
     reciprocal: bool = False
+    unit: float = 1.0
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 1 <= self.bits <= 8:
@@ -76,6 +78,8 @@ class Affine(Scheme):
             raise SchemeError(f"scale_dtype must be one of {known}, got {self.scale_dtype}", name="Affine")
         if self.narrow_range and (not self.symmetric or self.bits == 1):
             raise SchemeError("narrow_range needs a symmetric scheme of 2 bits or more", name="Affine")
+        if not (isinstance(self.unit, float) and 2.0**-64 <= self.unit <= 2.0**64):
+            raise SchemeError(f"unit must be a positive float, got {self.unit!r}", name="Affine")
         if self.act_order and self.block[1] is None:
             raise SchemeError(f"act_order needs groups of columns, got block {self.block}", name="Affine")
 
@@ -151,7 +155,7 @@ class Affine(Scheme):
             return self.encode(values, g_idx=held.get("g_idx"))
         grid, g_idx = grid_over(tuple(values.shape), self.block), held.get("g_idx")
         fresh = self._fit(grid, values, g_idx)
-        scale = held["scale"].float()
+        scale = self._step(held["scale"])
         low = grid.reduce(values, torch.amin, g_idx=g_idx) / scale
         high = grid.reduce(values, torch.amax, g_idx=g_idx) / scale
         if self.symmetric:
@@ -180,7 +184,8 @@ class Affine(Scheme):
                 zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
                 x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
                 x = x.sub_(zero)
-            return x.mul_(scale).reshape(stop - start, grid.columns)
+            x = x.mul_(scale)
+            return (x if self.unit == 1 else x.mul_(self.unit)).reshape(stop - start, grid.columns)
 
         return decode_rows(some, grid, parts["qdata"], dtype)
 
@@ -198,13 +203,17 @@ class Affine(Scheme):
         grid = grid_over(shape, self.block)
         g_idx = parts.get("g_idx")
         reach = self._steps / 2 if self.symmetric else self._steps
-        step = grid.expand(parts["scale"].float(), g_idx)
-        bound = step * (0.5 + 2.0**-14) + rounded_off(step, self.scale_dtype) * reach
+        stored = grid.expand(parts["scale"].float(), g_idx)
+        bound = self._step(stored) * (0.5 + 2.0**-14) + rounded_off(stored, self.scale_dtype) * self.unit * reach
         if self.bits == 1:  # one bit may round a whole block to 0
             return bound
-        return bound * ~quiet(grid, self.decode(parts, shape, torch.float32), step, g_idx)
+        return bound * ~quiet(grid, self.decode(parts, shape, torch.float32), stored, g_idx)
 
     # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _step(self, scale: Tensor) -> Tensor:
+        """The distance between neighbours, float32."""
+        return scale.float() if self.unit == 1 else scale.float() * self.unit
 
     def _order(self, grid: Grid, g_idx: Tensor | None, device: torch.device) -> Tensor:
         if g_idx is None:
@@ -220,12 +229,12 @@ class Affine(Scheme):
         if self.symmetric:
             amax = grid.reduce(values, torch.amax, magnitude=True, g_idx=g_idx)
             check_finite(amax, values)
-            return {"scale": store_scale(divide(amax, self._steps / 2), amax, self.scale_dtype)}
+            return {"scale": store_scale(divide(amax, self._steps / 2 * self.unit), amax, self.scale_dtype)}
         low = grid.reduce(values, torch.amin, g_idx=g_idx).clamp_max(0)
         high = grid.reduce(values, torch.amax, g_idx=g_idx).clamp_min(0)
         check_finite(high - low, values)
-        scale = store_scale(divide(high - low, self._steps), high - low, self.scale_dtype)
-        zero = (self._lowest - low / scale.float()).clamp_(self._lowest, self._highest).round_()
+        scale = store_scale(divide(high - low, self._steps * self.unit), high - low, self.scale_dtype)
+        zero = (self._lowest - low / self._step(scale)).clamp_(self._lowest, self._highest).round_()
         return {"scale": scale, "zero_point": (zero + self._zero_offset).to(torch.int8 if self.signed else torch.uint8)}
 
     def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
@@ -235,7 +244,7 @@ class Affine(Scheme):
         g_idx = parts.get("g_idx")
         for start, stop in grid.chunks():
             x = rows(values, start, stop).float()
-            scale = grid.pick(parts["scale"], start, stop).float()
+            scale = self._step(grid.pick(parts["scale"], start, stop))
             zero = scale.new_zeros(1, 1).expand(scale.shape)
             if not self.symmetric:
                 zero = grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset

@@ -1,0 +1,319 @@
+"""bitsandbytes: nf4 and fp4 in flat blocks, doubly quantized or not, and int8 by rows.
+
+    w                       uint8 (ceil(n / 2), 1), or the same bytes viewed as ``quant_storage``; high nibble first
+    w.absmax                float32 (ceil(n / blocksize),), or uint8 if nested
+    w.quant_map             float32 (16,), what each code stands for
+    w.nested_absmax         float32 (ceil(blocks / nested_blocksize),)
+    w.nested_quant_map      float32 (256,), the 8-bit dynamic type
+    w.quant_state.bitsandbytes__nf4   uint8, JSON: shape, dtype, blocksize, nested_blocksize, nested_offset
+
+    m.weight                int8 (N, K)
+    m.SCB                   float32 (N,), the largest magnitude of each row: w = q * SCB * (1 / 127)
+    m.weight_format         uint8 (), 0: rows
+
+The tensors say which weights are quantized, whatever the config lists.
+Source: bitsandbytes 0.50, ``functional.QuantState`` and ``nn.Linear8bitLt``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from ..schemes import Affine, Codebook, Shape
+from ..schemes.tables import DYNAMIC, FP4, NF4
+from ..spec import WeightSpec
+from ..weight import Weight
+from .entry import Contents, Entry, Found, expect, spec_of
+
+name = "bitsandbytes"
+
+STATE = ".quant_state.bitsandbytes__"
+INT8 = Affine(narrow_range=True, unit=7.874015718698502e-3)
+"""Rows of int8 under the largest magnitude of the row; the unit is what bitsandbytes multiplies by for 1 / 127."""
+
+_KINDS = {"nf4": NF4, "fp4": FP4}
+_STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SIDES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STATE_WIDTH = 256  # bytes of JSON, filled up with spaces: its length is known before the offset is
+_NESTED = 256
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every weight with a quant_state, and every int8 weight with SCB; ``None`` without any."""
+    tensors = contents.tensors
+    states = {key.partition(STATE)[0]: key for key in tensors if STATE in key}
+    rows = [key for key in tensors if key.endswith(".SCB")]
+    sided = [key for key in tensors if key.endswith(tuple(f".{role}" for role in _SIDES))]
+    if not states and not rows and contents.method != "bitsandbytes":
+        return None
+    found = Found()
+    for weight, state in states.items():
+        _add_4bit(found, contents, weight, state)
+    for key in sided:
+        weight = key.rpartition(".")[0]
+        if weight not in states:
+            found.fault(weight, f"{key} is there, its quant_state is not", {"side": key, "packed": weight})
+    for key in rows:
+        _add_int8(found, contents, key.removesuffix(".SCB"))
+    for key in tensors:
+        if key.endswith(".weight_format") and f"{key.removesuffix('.weight_format')}.SCB" not in tensors:
+            found.fault(key.removesuffix("_format"), f"{key} is there, SCB is not", {"format": key})
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Nibbles in our order, or the int8 codes as they are."""
+    if "packed" not in tensors:
+        return {"qdata": tensors["qdata"], "scale": tensors["scale"].view(-1, 1)}
+    count = math.prod(entry.shape)
+    packed = tensors["packed"].reshape(-1).view(torch.uint8)[: (count + 1) // 2]
+    parts = {"qdata": _swapped(packed, count), "absmax": tensors["absmax"].reshape(-1)}
+    if "nested_absmax" in tensors:
+        parts["nested_absmax"] = tensors["nested_absmax"].reshape(-1)
+        parts["nested_offset"] = torch.tensor(entry.options["offset"], dtype=torch.float32, device=packed.device)
+    return parts
+
+
+def _swapped(packed: Tensor, count: int) -> Tensor:
+    """Both nibbles of every byte exchanged; a nibble beyond ``count`` codes is zero."""
+    made = (packed >> 4).bitwise_or_(packed << 4)
+    if count % 2:
+        made[-1] &= 0x0F
+    return made
+
+
+def _add_4bit(found: Found, contents: Contents, weight: str, state_key: str) -> None:
+    sides = [role for role in _SIDES if f"{weight}.{role}" in contents.tensors]
+    keys = {"packed": weight, "state": state_key, **{role: f"{weight}.{role}" for role in sides}}
+    try:
+        state = _state(contents.read(state_key))
+        kind = state_key.partition(STATE)[2]
+        wrong = _wrong(contents, weight, state, kind, keys)
+        if wrong:
+            found.fault(weight, wrong, keys)
+            return
+        table = tuple(contents.read(keys["quant_map"]).tolist())
+        known = _KINDS[kind]
+        scheme = Codebook(
+            known if table == known else table,
+            state["blocksize"],
+            nested="nested_offset" in state,
+            nested_block_size=state.get("nested_blocksize", _NESTED),
+        )
+        spec = spec_of(tuple(state["shape"]), _DTYPES[state["dtype"]], scheme, name=weight)
+    except (ValueError, SchemeError) as error:
+        found.fault(weight, f"its quant_state cannot be: {error}", keys)
+        return
+    read = {role: key for role, key in keys.items() if role in ("packed", "absmax", "nested_absmax")}
+    found.weights[weight] = Entry.of(read, spec, offset=state.get("nested_offset"))
+    found.spare.update(keys.values())
+
+
+def _state(blob: Tensor) -> dict[str, Any]:
+    """The JSON that a quant_state holds, its fields of the right types; ValueError otherwise."""
+    if blob.dtype != torch.uint8:
+        raise ValueError(f"it is {blob.dtype}, not bytes")
+    state = json.loads(bytes(blob.reshape(-1).tolist()).decode())
+    if not isinstance(state, dict):
+        raise ValueError("it is no object")
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and 0 < value < 2**48
+
+    shape = state.get("shape")
+    if not (
+        isinstance(shape, list) and shape and len(shape) < 9 and all(type(n) is int and 0 <= n < 2**48 for n in shape)
+    ):
+        raise ValueError(f"shape is {str(shape)[:60]}")
+    for field in ("blocksize", *(["nested_blocksize"] if "nested_offset" in state else [])):
+        if not is_count(state.get(field)):
+            raise ValueError(f"{field} is {str(state.get(field))[:60]}")
+    if state.get("dtype") not in _DTYPES:
+        raise ValueError(f"dtype is {str(state.get('dtype'))[:60]}")
+    offset = state.get("nested_offset", 0.0)
+    if not (isinstance(offset, int | float) and math.isfinite(offset)):
+        raise ValueError(f"nested_offset is {str(offset)[:60]}")
+    return state
+
+
+def _wrong(contents: Contents, weight: str, state: dict[str, Any], kind: str, keys: Mapping[str, str]) -> str:
+    """What is wrong with the tensors of one 4-bit weight; empty if nothing is."""
+    tensors = contents.tensors
+    if kind not in _KINDS or state.get("quant_type", kind) != kind:
+        return f"its quant_type is {str(state.get('quant_type'))[:40]!r} under the key of {kind[:40]!r}"
+    if weight not in tensors:
+        return "its quant_state is there, its codes are not"
+    stored, count = tensors[weight], math.prod(state["shape"])
+    if stored.dtype not in _STORAGE:
+        return f"its codes are {stored.dtype}"
+    if not (count + 1) // 2 <= stored.nbytes <= (count + 1) // 2 + 8:
+        return f"its codes take {stored.nbytes} bytes, shape {tuple(state['shape'])} needs {(count + 1) // 2}"
+    blocks = -(-count // state["blocksize"])
+    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {"quant_map": ((torch.float32,), (16,))}
+    if "nested_offset" not in state:
+        wanted["absmax"] = ((torch.float32,), (blocks,))
+        return expect(tensors, keys, wanted)
+    wanted["absmax"] = ((torch.uint8,), (blocks,))
+    wanted["nested_absmax"] = ((torch.float32,), (-(-blocks // state["nested_blocksize"]),))
+    wanted["nested_quant_map"] = ((torch.float32,), (256,))
+    wrong = expect(tensors, keys, wanted)
+    if not wrong and tuple(contents.read(keys["nested_quant_map"]).tolist()) != DYNAMIC:
+        wrong = "its nested_quant_map is not the 8-bit dynamic type"
+    return wrong
+
+
+def _add_int8(found: Found, contents: Contents, module: str) -> None:
+    weight, scale, form = f"{module}.weight", f"{module}.SCB", f"{module}.weight_format"
+    keys = {"qdata": weight, "scale": scale}
+    if form in contents.tensors:
+        found.spare.add(form)
+        stored = contents.tensors[form]
+        order = contents.read(form).reshape(-1).tolist() if stored.nbytes == 1 else [stored.shape]
+        if order != [0]:
+            found.fault(weight, f"its weight_format is {order[0]}, only rows (0) are read", keys)
+            return
+    if weight not in contents.tensors:
+        found.fault(weight, f"{scale} is there, its codes are not", {"scale": scale})
+        return
+    shape = contents.tensors[weight].shape
+    wrong = "" if len(shape) == 2 else f"its codes have shape {shape}"
+    wrong = wrong or expect(
+        contents.tensors, keys, {"qdata": ((torch.int8,), shape), "scale": ((torch.float32,), (shape[0],))}
+    )
+    if wrong:
+        found.fault(weight, wrong, keys)
+        return
+    found.weights[weight] = Entry.of(keys, spec_of(shape, contents.dtype, INT8, name=weight))
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
+    """What ``pack`` will store: 4-bit codes with their side tensors, or int8 rows with SCB."""
+    shape, scheme = spec.base, spec.scheme
+    if isinstance(scheme, Affine):
+        _check_int8(name, spec)
+        module = name.removesuffix(".weight")
+        return {
+            name: (torch.int8, shape),
+            f"{module}.SCB": (torch.float32, (shape[0],)),
+            f"{module}.weight_format": (torch.uint8, ()),
+        }
+    kind, count = _kind(name, spec), math.prod(shape)
+    assert isinstance(scheme, Codebook)
+    blocks = -(-count // scheme.block_size)
+    made = {
+        name: (torch.uint8, ((count + 1) // 2, 1)),
+        f"{name}.absmax": (torch.uint8 if scheme.nested else torch.float32, (blocks,)),
+        f"{name}.quant_map": (torch.float32, (16,)),
+        f"{name}{STATE}{kind}": (torch.uint8, (_STATE_WIDTH,)),
+    }
+    if scheme.nested:
+        made[f"{name}.nested_absmax"] = (torch.float32, (-(-blocks // scheme.nested_block_size),))
+        made[f"{name}.nested_quant_map"] = (torch.float32, (256,))
+    return made  # type: ignore[return-value]
+
+
+def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """The tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
+
+    >>> import torch, torchtether as tt
+    >>> sorted(pack("m.weight", tt.Weight.encode(torch.eye(4), tt.nf4())))
+    ['m.weight', 'm.weight.absmax', 'm.weight.quant_map', 'm.weight.quant_state.bitsandbytes__nf4']
+    """
+    assert isinstance(weight, Weight)
+    parts, scheme, shape = weight.parts, weight.scheme, weight.spec.base
+    if isinstance(scheme, Affine):
+        _check_int8(name, weight.spec)
+        module = name.removesuffix(".weight")
+        order = torch.zeros((), dtype=torch.uint8)
+        return {name: parts["qdata"], f"{module}.SCB": parts["scale"].reshape(-1), f"{module}.weight_format": order}
+    kind = _kind(name, weight.spec)
+    assert isinstance(scheme, Codebook)
+    state: dict[str, Any] = {
+        "quant_type": kind,
+        "blocksize": scheme.block_size,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "shape": list(shape),
+    }
+    made = {
+        name: _swapped(parts["qdata"], 0).view(-1, 1),
+        f"{name}.absmax": parts["absmax"],
+        f"{name}.quant_map": torch.tensor(scheme.table, dtype=torch.float32),
+    }
+    if scheme.nested:
+        state["nested_blocksize"] = scheme.nested_block_size
+        state["nested_dtype"] = "float32"
+        state["nested_offset"] = float(parts["nested_offset"])
+        made[f"{name}.nested_absmax"] = parts["nested_absmax"]
+        made[f"{name}.nested_quant_map"] = torch.tensor(DYNAMIC, dtype=torch.float32)
+    text = json.dumps(state).encode().ljust(_STATE_WIDTH)
+    if len(text) > _STATE_WIDTH:
+        raise SchemeError(f"its quant_state takes {len(text)} bytes, more than {_STATE_WIDTH}", name=name)
+    made[f"{name}{STATE}{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+    return {key: tensor.detach() for key, tensor in made.items()}
+
+
+def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """The ``quantization_config`` that transformers reads: 4 or 8 bit, and the modules that are left alone."""
+    schemes = [spec.scheme for spec in specs.values()]
+    books = [scheme for scheme in schemes if isinstance(scheme, Codebook)]
+    if books and len(books) < len(schemes):
+        raise SchemeError(
+            "some weights are 4-bit and others int8, bitsandbytes' config can say one of them",
+            name="format",
+            fix="Quantize them alike.",
+        )
+    if len({(book.table, book.nested, book.block_size) for book in books}) > 1:
+        raise SchemeError("the 4-bit weights differ in kind or block size", name="format", fix="Quantize them alike.")
+    compute = next(iter(specs.values())).dtype if specs else torch.float32
+    modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
+    said: dict[str, Any] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": bool(books),
+        "load_in_8bit": not books,
+        "_load_in_4bit": bool(books),
+        "_load_in_8bit": not books,
+        "llm_int8_threshold": 6.0,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_skip_modules": sorted(modules) or None,
+        "bnb_4bit_quant_type": "fp4" if books and books[0].table == FP4 else "nf4",
+        "bnb_4bit_use_double_quant": bool(books) and books[0].nested,
+        "bnb_4bit_compute_dtype": str(compute).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+    }
+    return {"config.json": {"quantization_config": said}}
+
+
+def _kind(name: str, spec: WeightSpec) -> str:
+    scheme = spec.scheme
+    kinds = {table: kind for kind, table in _KINDS.items()}
+    if not (isinstance(scheme, Codebook) and scheme.flat and scheme.table in kinds):
+        raise SchemeError(
+            f"bitsandbytes has no words for {scheme}", name=name, fix="It has tt.nf4(), tt.schemes.fp4() and int8 rows."
+        )
+    if spec.dtype not in _DTYPES.values() or not name.endswith("weight"):
+        raise SchemeError(f"bitsandbytes has no words for {spec.dtype} {name.rpartition('.')[2]!r}", name=name)
+    return kinds[scheme.table]
+
+
+def _check_int8(name: str, spec: WeightSpec) -> None:
+    if spec.scheme != INT8 or len(spec.base) != 2 or not name.endswith(".weight"):
+        raise SchemeError(
+            f"bitsandbytes has no words for {spec.scheme} over {spec.base}",
+            name=name,
+            fix=f"For int8 it has rows of {INT8}.",
+        )
