@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..spec import contiguous_stride
-from . import bitsandbytes, fp8, native
+from . import bitsandbytes, fp8, mxfp4, native
 from .entry import Contents, Entry, Format, Found
 
-FORMATS: tuple[Format, ...] = (native, bitsandbytes, fp8)
+FORMATS: tuple[Format, ...] = (native, bitsandbytes, fp8, mxfp4)
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
 PLAIN = "safetensors"

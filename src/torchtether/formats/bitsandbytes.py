@@ -67,8 +67,10 @@ def recognise(contents: Contents) -> Found | None:
     for key in rows:
         _add_int8(found, contents, key.removesuffix(".SCB"))
     for key in tensors:
-        if key.endswith(".weight_format") and f"{key.removesuffix('.weight_format')}.SCB" not in tensors:
-            found.fault(key.removesuffix("_format"), f"{key} is there, SCB is not", {"format": key})
+        module = key.removesuffix(".weight_format")
+        if module != key and f"{module}.SCB" not in tensors:
+            keys = {"format": key, "qdata": f"{module}.weight"}
+            found.fault(f"{module}.weight", f"{key} is there, {module}.SCB is not", keys)
     return found
 
 

@@ -56,7 +56,7 @@ def recognise(contents: Contents) -> Found | None:
         if packed:
             _add(found, contents, key, keys, ScaledFloat("e2m1", (1, 32), SCALES[-1]), _unpacked(stored.shape))
             continue
-        scheme = _scheme(stored, contents.tensors[scale], block if scale.endswith("_scale_inv") else None)
+        scheme = _scheme(stored, contents.tensors[scale], None if scale.endswith("_scale") else block)
         if isinstance(scheme, str):
             found.fault(key, scheme, keys)
         else:
