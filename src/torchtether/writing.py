@@ -154,7 +154,8 @@ def _record(groups: Sequence[Group]) -> Record:
 def _write(shard: list[Group], file: FileIO, name: str, tick: Tick) -> None:
     layout = {key: what for group in shard for key, what in group.layout.items()}
     made = (pair for group in shard for pair in group.tensors())
-    write_made(file, layout, made, _record(shard).metadata(), name=name, tick=tick)
+    record = _record(shard)
+    write_made(file, layout, made, lambda checksums: record.with_checksums(checksums).metadata(), name=name, tick=tick)
 
 
 def _index(groups: Sequence[Group], shards: list[list[Group]], names: list[str]) -> bytes:

@@ -72,7 +72,9 @@ VALUES = st.one_of(
     st.booleans(),
     st.integers(-2, 9),
     st.sampled_from([2**31, 2**47, 2**48, 2**63, 2**64, 1.5]),
-    st.sampled_from(["emb", "head", "w", "w.qdata", "x", "", "float32", "int4", "affine", "plain", "codebook"]),
+    st.sampled_from(
+        ["emb", "head", "w", "w.qdata", "x", "", "float32", "int4", "affine", "plain", "codebook", "00c0ffee"]
+    ),
     st.lists(st.integers(0, 9), max_size=3),
     st.just({}),
 )

@@ -1,6 +1,7 @@
 """The record of ties, weights and strides: what it says comes back, and what it must not say is refused."""
 
 import json
+import zlib
 
 import pytest
 import torch
@@ -74,6 +75,14 @@ LIES = {
     "strides_gap": ({"strides": {"a": [4, 1]}}, "a: strides .* do not lay out"),
     "strides_overlap": ({"strides": {"a": [1, 1]}}, "a: strides .* do not lay out"),
     "strides_kind": ({"strides": {"a": "no"}}, "a: strides 'no'|a: strides no"),
+    "crc_kind": ({"crc32": []}, "crc32 in the record is not a dict"),
+    "crc_absent": ({"crc32": {"b": "00000000"}}, "b: its checksum is recorded, it is not stored"),
+    "crc_number": ({"crc32": {"a": 0}}, "a: the checksum '0' is not 8 lower-case hex digits"),
+    "crc_short": ({"crc32": {"a": "0000000"}}, "a: the checksum '0000000' is not 8"),
+    "crc_long": ({"crc32": {"a": "000000000"}}, "a: the checksum '000000000' is not 8"),
+    "crc_upper": ({"crc32": {"a": "0000000A"}}, "a: the checksum '0000000A' is not 8"),
+    "crc_line": ({"crc32": {"a": "00000000\n"}}, "a: the checksum .* is not 8"),
+    "crc_digits": ({"crc32": {"a": "٠٠٠٠٠٠٠٠"}}, "a: the checksum .* is not 8"),
     "no_parts": ({"weights": {"w": {}}}, "w: the weight record names no parts"),
     "scheme": (weight(scheme={"kind": "nope"}), "w: the weight record cannot be: unknown scheme kind 'nope'"),
     "scheme_field": (weight(scheme={"kind": "affine", "bits": "x"}), "w: the weight record cannot be"),
@@ -126,10 +135,12 @@ def test_a_record_and_its_json_are_inverses():
         {"w": tt.WeightSpec.of((4, 8), torch.bfloat16, tt.int4(4))},
         {"t": (1, 4)},
         frozenset({"b"}),
+        {"t": 0xCBF43926, "a": 5},
     )
     text = record.metadata()[KEY]
     assert text == record.metadata()[KEY]
     assert json.loads(text)["v"] == 1
+    assert json.loads(text)["crc32"] == {"a": "00000005", "t": "cbf43926"}
     assert record.metadata()["b"] == "a"
     assert "c" not in record.metadata()  # the flat pair can only say "all of it"
     assert record.metadata()["format"] == "pt"
@@ -157,7 +168,7 @@ def sharded(folder, changes=None, drop=()):
     index = json.loads(path.read_text())
     for key, value in (changes or {}).items():
         where, _, name = key.partition("/")
-        index[where][name] = value
+        index[where][name] = value(index[where][name]) if callable(value) else value
     for name in drop:
         del index["weight_map"][name]
     path.write_text(json.dumps(index))
@@ -179,6 +190,11 @@ INDEX_LIES = {
     "absent_key": ({"weight_map/nope": SECOND}, (), "nope: the index puts it in .* it is in no shard"),
     "unnamed_key": ({}, ("y",), "y: the index does not name it"),
     "record": ({"metadata/torchtether": '{"v":1}'}, (), "its record is not that of the shards"),
+    "record_checksums": (
+        {"metadata/torchtether": lambda text: json.dumps({**json.loads(text), "crc32": {"y": "00000000"}})},
+        (),
+        "its record is not that of the shards",
+    ),
     "record_lies": ({"metadata/torchtether": "{"}, (), "not JSON"),
 }
 
@@ -199,6 +215,17 @@ def test_shards_know_the_ties_of_their_owners_and_the_index_all(tmp_path):
     assert index["weight_map"].keys() == {"emb", "y", "z"}
     assert index["metadata"]["head"] == "emb"
     assert index["metadata"]["total_size"] == 64
+
+
+def test_each_shard_has_the_checksums_of_its_own_tensors_and_the_index_none(tmp_path):
+    with tt.open(sharded(tmp_path)) as checkpoint:
+        for file in checkpoint.store.files:
+            found = json.loads(file.header.metadata[KEY])["crc32"]
+            assert found.keys() == file.header.tensors.keys()
+        wanted = {key: zlib.crc32(checkpoint[key].numpy().tobytes()) for key in ("emb", "y", "z")}
+        assert checkpoint.store.record.checksums == wanted
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert "crc32" not in json.loads(index["metadata"][KEY])
 
 
 def test_one_tensor_in_two_shards_is_refused(tmp_path):

@@ -1,11 +1,15 @@
 """What a file remembers beyond its tensors: ties, quantized weights and strides, in one metadata key.
 
-    "torchtether": {"v": 1, "ties": [...], "weights": {...}, "strides": {...}, "copies": [...]}
+    "torchtether": {"v": 1, "ties": [...], "weights": {...}, "strides": {...}, "copies": [...], "crc32": {...}}
 
     ties     Tie.to_json() each; the owner is a stored tensor, a weight, or a hidden storage (below)
     weights  name: WeightSpec.to_json() and "parts"; part p of weight n is the tensor n.p
     strides  name: the strides of a stored tensor that is dense and not contiguous; its data are in row-major order
     copies   aliases that are stored too, for readers that want every key; equal to what the tie says
+    crc32    key: the CRC-32 of its bytes in the file, as zlib and PNG compute it, in 8 lower-case hex digits
+
+Each file has the checksums of its own tensors, all that we write; an index has none. ``torchtether verify`` computes
+them again, loading and opening do not: the disk, the file system and the network have their own.
 
 Views count from the first byte of their owner *as it lies in memory*, that is after its strides are restored. A tie
 whose owner begins with ``torchtether.storage.`` is memory that no named tensor covers whole: stored flat, gaps zero.
@@ -18,8 +22,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import CheckpointError, TetherError
@@ -32,7 +37,8 @@ from .strict_json import is_count, parse_object
 KEY = "torchtether"
 HIDDEN = "torchtether.storage."
 _LIMIT = 16 * 2**20  # bytes of JSON
-_FIELDS = {"v", "ties", "weights", "strides", "copies"}
+_FIELDS = {"v", "ties", "weights", "strides", "copies", "crc32"}
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _RESERVED = {"", "__metadata__"}
 
 
@@ -44,17 +50,11 @@ class Record:
     weights: Mapping[str, WeightSpec] = field(default_factory=dict)
     strides: Mapping[str, Shape] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
+    checksums: Mapping[str, int] = field(default_factory=dict)
 
-    def only(self, names: Iterable[str]) -> Record:
-        """The record of the owners, weights and tensors ``names``: what the shard that holds them carries."""
-        wanted = set(names)
-        ties = tuple(tie for tie in self.ties if tie.owner in wanted)
-        return Record(
-            ties,
-            {name: spec for name, spec in self.weights.items() if name in wanted},
-            {name: stride for name, stride in self.strides.items() if name in wanted},
-            frozenset(name for name in self.copies if any(name in tie.aliases for tie in ties)),
-        )
+    def with_checksums(self, checksums: Mapping[str, int]) -> Record:
+        """The same record with these CRC-32 of stored tensors, by key."""
+        return replace(self, checksums=checksums)
 
     @staticmethod
     def union(records: Iterable[Record], *, name: str) -> Record:
@@ -63,6 +63,7 @@ class Record:
         weights: dict[str, WeightSpec] = {}
         strides: dict[str, Shape] = {}
         copies: set[str] = set()
+        checksums: dict[str, int] = {}
         seen: set[str] = set()
         for record in records:
             names = {known for tie in record.ties for known in tie.names} | record.weights.keys()
@@ -73,7 +74,8 @@ class Record:
             weights |= record.weights
             strides |= record.strides
             copies |= record.copies
-        return Record(tuple(sorted(ties, key=lambda tie: tie.owner)), weights, strides, frozenset(copies))
+            checksums |= record.checksums
+        return Record(tuple(sorted(ties, key=lambda tie: tie.owner)), weights, strides, frozenset(copies), checksums)
 
     def metadata(self) -> dict[str, str]:
         """The metadata that a file of these tensors carries: this record, and for other readers ``alias: owner``."""
@@ -94,6 +96,8 @@ class Record:
             record["strides"] = {name: list(stride) for name, stride in self.strides.items()}
         if self.copies:
             record["copies"] = sorted(self.copies)
+        if self.checksums:
+            record["crc32"] = {key: f"{checksum:08x}" for key, checksum in self.checksums.items()}
         return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -114,7 +118,7 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
             name=name,
             fix="Upgrade torchtether.",
         )
-    for key, kind in (("ties", list), ("weights", dict), ("strides", dict), ("copies", list)):
+    for key, kind in (("ties", list), ("weights", dict), ("strides", dict), ("copies", list), ("crc32", dict)):
         if not isinstance(found.setdefault(key, kind()), kind):
             raise CheckpointError(f"{key} in the record is not a {kind.__name__}", name=name)
     weights = {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in found["weights"].items()}
@@ -122,7 +126,8 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
     strides = {key: _strides(entry, stored.get(key), where=f"{name}: {key}") for key, entry in found["strides"].items()}
     if not all(isinstance(key, str) for key in found["copies"]):
         raise CheckpointError("copies in the record are not names", name=name)
-    record = Record(_ties(found["ties"], name), weights, strides, frozenset(found["copies"]))
+    checksums = {key: _checksum(entry, key, stored, where=f"{name}: {key}") for key, entry in found["crc32"].items()}
+    record = Record(_ties(found["ties"], name), weights, strides, frozenset(found["copies"]), checksums)
     _check_ties(record, stored, parts, name)
     return record
 
@@ -190,6 +195,17 @@ def _is_dense(shape: Shape, stride: Shape) -> bool:
             return False
         step *= size
     return True
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+
+
+def _checksum(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -> int:
+    if key not in stored:
+        raise CheckpointError("its checksum is recorded, it is not stored", name=where)
+    if not isinstance(entry, str) or not _CHECKSUM.fullmatch(entry):
+        raise CheckpointError(f"the checksum {str(entry)[:80]!r} is not 8 lower-case hex digits", name=where)
+    return int(entry, 16)
 
 
 # -- ties -------------------------------------------------------------------------------------------------------------

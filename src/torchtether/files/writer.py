@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 import torch
@@ -17,6 +19,11 @@ from .reader import Tick, no_tick
 Layout = Mapping[str, tuple[torch.dtype, Shape]]
 """What a file is going to hold: dtype and shape by key."""
 
+Metadata = Callable[[Mapping[str, int]], Mapping[str, str]]
+"""What a file says besides, given the CRC-32 of every tensor by key; as many bytes whatever they are."""
+
+_WORTH = 2**20  # bytes; below it a checksum is done before a thread has begun
+
 
 def write_tensors(
     file: FileIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, name: str, tick: Tick = no_tick
@@ -29,33 +36,42 @@ def write_tensors(
     for key, tensor in tensors.items():
         check_writable(key, tensor)
     layout = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    write_made(file, layout, tensors.items(), metadata, name=name, tick=tick)
+    write_made(file, layout, tensors.items(), lambda checksums: metadata, name=name, tick=tick)
 
 
 def write_made(
     file: FileIO,
     layout: Layout,
     made: Iterable[tuple[str, Tensor]],
-    metadata: Mapping[str, str],
+    metadata: Metadata,
     *,
     name: str,
     tick: Tick = no_tick,
 ) -> None:
     """As ``write_tensors``, for tensors that are made one at a time, in any order, each with the place it is for.
 
-    Each is dropped before the next is asked for, and the order leaves no trace in the file.
+    Each is dropped before the next is asked for, and the order leaves no trace in the file. The header comes first in
+    the file and is written twice: with checksums of 0 to know where the tensors begin, and with those that they had.
     Raises CheckpointError if they are not what ``layout`` says.
     """
-    header, start = format_header(layout, metadata, name=name)
+    header, start = format_header(layout, metadata(dict.fromkeys(layout, 0)), name=name)
     _write(file, memoryview(header))
-    for key, tensor in made:
-        if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
-            raise CheckpointError(f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}", name=key)
-        file.seek(start.pop(key))
-        _write_tensor(file, tensor, tick)
-        del tensor
+    checksums: dict[str, int] = {}
+    with ThreadPoolExecutor(1) as aside:
+        for key, tensor in made:
+            if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
+                given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
+                raise CheckpointError(given, name=key)
+            file.seek(start.pop(key))
+            checksums[key] = _write_tensor(file, tensor, aside, tick)
+            del tensor
     if start:
         raise CheckpointError("it was to be written and was not made", name=min(start))
+    final, _ = format_header(layout, metadata(checksums), name=name)
+    if final != header:
+        assert len(final) == len(header)
+        file.seek(0)
+        _write(file, memoryview(final))
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
@@ -70,11 +86,20 @@ def check_writable(name: str, tensor: Tensor) -> None:
         raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
 
 
-def _write_tensor(file: FileIO, tensor: Tensor, tick: Tick) -> None:
+def _write_tensor(file: FileIO, tensor: Tensor, aside: ThreadPoolExecutor, tick: Tick) -> int:
+    """Writes ``tensor`` and returns its CRC-32, which is computed ``aside`` while the system takes the bytes."""
+    checksum = 0
     for piece in pieces(tensor.detach(), PIECE):
         flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
-        _write(file, flat)
+        if len(flat) < _WORTH:
+            checksum = zlib.crc32(flat, checksum)
+            _write(file, flat)
+        else:
+            later = aside.submit(zlib.crc32, flat, checksum)
+            _write(file, flat)
+            checksum = later.result()
         tick(len(flat))
+    return checksum
 
 
 def _write(file: FileIO, memory: memoryview) -> None:
