@@ -189,7 +189,10 @@ def _verify(arguments: argparse.Namespace) -> None:
     if report.faults:
         more = f" | and {len(report.faults) - 1} more" if len(report.faults) > 1 else ""
         raise CheckpointError(f"{report.faults[0]}{more}", name=str(arguments.path))
-    print(f"{report.tensors} tensors, {said_bytes(report.bytes)}: nothing wrong")
+    without = f"; {report.without_checksum} of {report.stored} stored tensors have no checksum"
+    print(
+        f"{report.tensors} tensors, {said_bytes(report.bytes)}: nothing wrong{without if report.without_checksum else ''}"
+    )
 
 
 def _show_differences(report: VerifyReport) -> None:

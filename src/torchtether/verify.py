@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from torch import Tensor
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .files import Tick
+from .ops.rows import part_rows, view_parts
 from .report import Progress, ticking
-from .schemes import Parts, same_bits
+from .schemes import Parts, Scheme, Shape, same_bits
+from .schemes.blocks import flat
+from .spec import View, contiguous_stride
 from .weight import Weight
 
-_PIECE = 2**18  # elements that are compared at a time, in float64
+_PIECE = 2**18  # elements that are decoded and compared at a time, in float64
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,13 @@ class VerifyReport:
 
     tensors: int
     bytes: int
+    """Read from the files, copies of aliases included."""
     faults: tuple[str, ...]
     differences: tuple[Difference, ...] = ()
+    stored: int = 0
+    """How many tensors the files store: a quantized weight has several, an alias none."""
+    without_checksum: int = 0
+    """How many of those have no checksum, because another tool wrote the file, or we did before there were any."""
 
 
 def verify_checkpoint(
@@ -47,40 +56,60 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Every byte of ``path`` has been read and every record checked; what is wrong is in ``faults``.
 
-    Opening it checks headers, offsets, sizes, the index and the record. Here each tensor is read, stored copies of
-    aliases are compared with their owners, and quantized weights must decode to finite numbers. With ``against``
-    every name is compared with that checkpoint's: a name on one side only, another shape, values that are not the
-    source's in the dtype at hand, and errors beyond the bound of the scheme are faults. Scratch is one tensor; with
-    ``against``, where bounds are computed too, several times the largest.
+    Opening it checks headers, offsets, sizes, the index and the record. Here the bytes of each stored tensor are
+    compared with their checksum where the file has one, stored copies of aliases with their owners, and quantized
+    weights must decode to finite numbers. With ``against`` every name is compared with that checkpoint's: a name on
+    one side only, another shape, values that are not the source's in the dtype at hand, and errors beyond the bound of
+    the scheme are faults.
+
+    Scratch is small beside a large tensor that is plain, and the parts of one that is quantized. A whole tensor is
+    taken into memory only where its values cannot be had one after the other: where the other checkpoint has it turned,
+    or where it is beyond a bound that hangs on what all its rows share.
 
     Raises CheckpointError if a file cannot be opened, or ends early.
     """
     with Checkpoint(path) as checkpoint:
-        total = sum(checkpoint.nbytes(name) for name in checkpoint.entries)
-        faults: list[str] = []
+        stored = checkpoint.store.header.tensors
+        total = sum(one.nbytes for one in stored.values())
         with ticking(progress, total, "verify") as tick:
-            for name in checkpoint.entries:
-                _read(checkpoint, name, faults, tick)
-        for alias in checkpoint.copies:
+            faults = [fault for key in stored for fault in _wrong_bytes(checkpoint, key, tick)]
+        faults += _wrong_values(checkpoint, damaged={key for key, _ in faults})
+        differences: list[Difference] = []
+        words = [what for _, what in faults]
+        if against is not None:
+            with Checkpoint(against) as source:
+                differences = _compare(checkpoint, source, words, progress)
+        without = len(stored.keys() - checkpoint.store.record.checksums.keys())
+        return VerifyReport(len(checkpoint), total, tuple(words), tuple(differences), len(stored), without)
+
+
+def _wrong_bytes(checkpoint: Checkpoint, key: str, tick: Tick) -> Iterator[tuple[str, str]]:
+    """Reads all bytes of ``key``."""
+    file, wanted, found = checkpoint.store.file_of(key), checkpoint.store.record.checksums.get(key), 0
+    for piece in file.pieces(key):
+        found = found if wanted is None else zlib.crc32(piece, found)
+        tick(len(piece))
+    if wanted is not None and found != wanted:
+        yield key, f"{file.path.name}: {key}: its bytes have the checksum {found:08x}, the file records {wanted:08x}"
+
+
+def _wrong_values(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[tuple[str, str]]:
+    """What the bytes say that they cannot mean; of tensors that are ``damaged``, enough is said already."""
+    for name, entry in checkpoint.entries.items():
+        if entry.spec is not None and damaged.isdisjoint(entry.keys.values()):
+            weight = checkpoint.read_briefly(name).to(torch.float32)
+            assert isinstance(weight, Weight)
+            scheme = weight.scheme
+            runs = _runs(scheme, weight.parts, weight.spec.base, _PIECE)
+            if not all(bool(scheme.decode(parts, base, torch.float32).isfinite().all()) for parts, base in runs):
+                yield name, f"{name}: it decodes to values that are not finite"
+    for alias, entry in checkpoint.copies.items():
+        owner = checkpoint.entries[checkpoint.find(alias)[0]]
+        if damaged.isdisjoint((*entry.keys.values(), *owner.keys.values())):
             try:
                 checkpoint.check_copy(alias)
             except CheckpointError as error:
-                faults.append(str(error))
-        differences: list[Difference] = []
-        if against is not None:
-            with Checkpoint(against) as source:
-                differences = _compare(checkpoint, source, faults, progress)
-        return VerifyReport(len(checkpoint), total, tuple(faults), tuple(differences))
-
-
-def _read(checkpoint: Checkpoint, name: str, faults: list[str], tick: Tick) -> None:
-    entry = checkpoint.entries[name]
-    if entry.spec is None:
-        for key in entry.keys.values():
-            for piece in checkpoint.store.file_of(key).pieces(key):
-                tick(len(piece))
-    elif not all(bool(piece.isfinite().all()) for piece in _pieces(_values(checkpoint.read_briefly(name, tick)))):
-        faults.append(f"{name}: it decodes to values that are not finite")
+                yield alias, str(error)
 
 
 # -- against a source -------------------------------------------------------------------------------------------------
@@ -98,7 +127,8 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, faults: list[str], prog
             if shape != wanted:
                 faults.append(f"{name}: it has shape {shape}, in {source.path} {wanted}")
                 continue
-            one = _difference(name, checkpoint.read_briefly(name, tick), source.read_briefly(name))
+            one = _difference(name, checkpoint, source)
+            tick(checkpoint.nbytes(name))
             if not one.is_expected:
                 allowed = f"more than {one.scheme} allows" if one.scheme else "and should be the same"
                 faults.append(f"{name}: it is off by up to {one.largest:.3g}, {allowed}")
@@ -113,17 +143,33 @@ def _is_done(checkpoint: Checkpoint, source: Checkpoint, name: str) -> bool:
     return is_alias and name in source and source.find(owner) == source.find(name)
 
 
-def _difference(name: str, made: Tensor, given: Tensor) -> Difference:
-    if isinstance(made, Weight):
-        scheme, bound = str(made.scheme), _bound(made)
-        made, given = _values(made), _values(given)
-        limits: Iterator[Tensor] | None = _pieces(bound)
+def _difference(name: str, checkpoint: Checkpoint, source: Checkpoint) -> Difference:
+    mine, theirs = checkpoint.spec(name), source.spec(name)
+    if not mine.scheme.transparent:
+        order, dtype, scheme = mine.order, torch.float32, str(mine.scheme)
     else:
-        scheme, limits = "", None
-        given = given.to(made.dtype).dequantize() if isinstance(given, Weight) else given
+        order = tuple(range(len(mine.shape))) if theirs.scheme.transparent else theirs.order
+        dtype, scheme = mine.dtype if mine.dtype.is_floating_point else torch.float32, ""
+    count = math.prod(mine.shape)
+    is_shared = any(part.span == 0 for part in mine.scheme.layout(tuple(mine.base)).values()) if scheme else False
+    for limit in (_PIECE, count):
+        made = _stream(checkpoint, name, order, dtype, limit=limit, bounds=bool(scheme))
+        given = _stream(source, name, order, dtype)
+        largest, sqnr, is_expected = _measured(_together(made, given))
+        if is_expected or not is_shared:  # a bound of some rows may be tighter than that of all
+            break
+    return Difference(name, scheme, largest, sqnr, is_expected)
+
+
+Piece = tuple[Tensor, Tensor | None, Tensor]
+"""Elements, their bounds if they are quantized, and what they should be; all of one dimension."""
+
+
+def _measured(pieces: Iterable[Piece]) -> tuple[float, float, bool]:
+    """The largest error, the SQNR in decibels, and whether all is as it should be."""
     largest = noise = signal = 0.0
     is_expected = True
-    for mine, theirs in zip(_pieces(made), _pieces(given), strict=True):
+    for mine, limits, theirs in pieces:
         one, two = _numbers(mine), _numbers(theirs)
         error = (one - two).abs()
         error[(one == two) | (one.isnan() & two.isnan())] = 0
@@ -131,22 +177,12 @@ def _difference(name: str, made: Tensor, given: Tensor) -> Difference:
         if limits is None:
             is_expected &= same_bits(mine, theirs.to(mine.dtype))
         else:
-            is_expected &= bool((error <= next(limits).double() * (1 + 1e-6)).all())
+            is_expected &= bool((error <= limits.double() * (1 + 1e-6)).all())
         largest = max(largest, float(error.max()))
         noise += float(error.square().sum())
         signal += float(two.square().nan_to_num(0, 0, 0).sum())
     sqnr = math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
-    return Difference(name, scheme, largest, sqnr, is_expected)
-
-
-def _values(tensor: Tensor) -> Tensor:
-    """In float32, so that the dtype in which a weight computes adds no error of its own."""
-    return tensor.to(torch.float32).dequantize() if isinstance(tensor, Weight) else tensor
-
-
-def _bound(weight: Weight) -> Tensor:
-    parts: Parts = weight.parts
-    return weight.scheme.bound(parts, weight.spec.base).expand(weight.spec.base).permute(weight.spec.order)
+    return largest, sqnr, is_expected
 
 
 def _numbers(piece: Tensor) -> Tensor:
@@ -155,7 +191,86 @@ def _numbers(piece: Tensor) -> Tensor:
     return torch.view_as_real(piece).flatten().double() if piece.is_complex() else piece.double()
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    flat = tensor.reshape(-1)
-    for at in range(0, flat.numel(), _PIECE):
-        yield flat[at : at + _PIECE].contiguous()
+# -- tensors as streams -----------------------------------------------------------------------------------------------
+
+Stream = Iterator[tuple[Tensor, Tensor | None]]
+"""Elements in row-major order, some at a time, each time with their bounds or without."""
+
+
+def _together(made: Stream, given: Stream) -> Iterator[Piece]:
+    """Two streams of the same length, cut at the same places."""
+    theirs = torch.empty(0)
+    for mine, limits in made:
+        at = 0
+        while at < len(mine):
+            if not len(theirs):
+                theirs, _ = next(given)
+            stop = at + min(len(mine) - at, len(theirs))
+            yield mine[at:stop], None if limits is None else limits[at:stop], theirs[: stop - at]
+            theirs, at = theirs[stop - at :], stop
+
+
+def _stream(
+    checkpoint: Checkpoint,
+    name: str,
+    order: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    limit: int = _PIECE,
+    bounds: bool = False,
+) -> Stream:
+    """The elements of the tensor whose dimensions in ``order`` are ``name``; quantized ones decoded to ``dtype``."""
+    owner, view = checkpoint.find(name)
+    entry, spec = checkpoint.entries[owner], checkpoint.spec(name)
+    count = math.prod(spec.shape)
+    if not spec.scheme.transparent:
+        weight = checkpoint.read_briefly(name).to(dtype)
+        assert isinstance(weight, Weight)
+        if weight.spec.order == order:
+            scheme = weight.scheme
+            for parts, base in _runs(scheme, weight.parts, weight.spec.base, limit):
+                bound = scheme.bound(parts, base).expand(base).reshape(-1) if bounds else None
+                yield scheme.decode(parts, base, dtype).reshape(-1), bound
+            return
+        whole = weight.dequantize()
+    elif entry.spec is None and order == tuple(range(len(order))) and _is_run(view, entry.stride, entry.shape):
+        key, first = entry.keys["tensor"], 0 if view is None else view.offset
+        for at in range(0, count, limit):
+            size = (min(limit, count - at),)
+            yield checkpoint.store.read_view(key, View(spec.dtype, size, (1,), first + at)), None
+        return
+    else:
+        whole = checkpoint.read_briefly(name)
+        whole = whole.values_of() if isinstance(whole, Weight) else whole
+    whole = whole.permute([order.index(dim) for dim in range(len(order))])
+    for at in range(0, count, limit):
+        yield flat(whole, at, min(at + limit, count)), None
+
+
+def _is_run(view: View | None, stride: Shape, shape: Shape) -> bool:
+    """Whether a file stores the elements one after the other; those of an owner are in row-major order in any case."""
+    is_plain = stride == contiguous_stride(shape)
+    return view is None or (is_plain and view.stride == contiguous_stride(view.size))
+
+
+def _runs(scheme: Scheme, parts: Parts, shape: Shape, limit: int) -> Iterator[tuple[Parts, Shape]]:
+    """A quantized tensor of ``shape`` as smaller ones, in order, of about ``limit`` elements where blocks allow it."""
+    count = math.prod(shape)
+    if count <= limit:
+        yield parts, shape
+        return
+    for less in ((count,), (count // shape[-1], shape[-1])):
+        if len(less) < len(shape) and scheme.can_view(shape, less):
+            shape, parts = less, view_parts(scheme, dict(parts), less)
+            break
+    layout, row = scheme.layout(shape), count // shape[0]
+    step = math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
+    step *= max(limit // (step * row), 1)
+    if step >= shape[0]:
+        yield parts, shape
+        return
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        cuts = part_rows(layout, shape, start, stop)
+        some = {name: part if cuts[name] is None else part[cuts[name]] for name, part in parts.items()}
+        yield from _runs(scheme, some, (stop - start, *shape[1:]), limit)
