@@ -14,7 +14,7 @@ from ._storage import blocks_of
 from .checkpoint import view_of
 from .errors import CheckpointError, TieError
 from .files import HIDDEN, check_writable
-from .formats import native
+from .formats import Writable, writable
 from .report import Progress
 from .spec import Tie, View, contiguous_stride
 from .ties import Component, find_components, member_view, tie_of
@@ -28,7 +28,7 @@ def save(
     model: nn.Module | Mapping[str, Tensor],
     path: Path | str,
     *,
-    format: Literal["native"] = "native",
+    format: str = "native",
     aliases: Aliases = "drop",
     max_shard_size: int | str | None = None,
     progress: Progress = None,
@@ -36,7 +36,9 @@ def save(
     """The tensors of ``model`` (or of a state dict) are at ``path``, each once, with their ties, strides and schemes.
 
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``
-    ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on
+    ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on. Others
+                        spell quantized weights as a package does, and say so in the ``config.json`` of the folder, which
+                        keeps what else it says: ``"bitsandbytes"``. Ties of whole tensors stay, views are an error
     ``aliases``         ``"drop"`` stores tied tensors once, and the other names as a record; ``"copy"`` stores all, for
                         readers that want every key. Either way they are one tensor again when we read them
     ``max_shard_size``  a number of bytes, or ``"5GB"``: beyond it, shards and an index. No tensor is cut
@@ -48,7 +50,8 @@ def save(
 
     Raises:
         CheckpointError: a tensor has no values or no dtype in the format, two keys collide, or the disk refuses.
-        TieError: Weights of a state dict say that they are tied, and differ.
+        TieError: Weights of a state dict say that they are tied, and differ; or ``format`` has no words for a view.
+        SchemeError: ``format`` has no words for the scheme of a Weight.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,12 +59,11 @@ def save(
     ...     tt.open(folder + "/x.safetensors")["a"].tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    if format != "native":
-        raise CheckpointError(f"unknown format {format!r}, known is 'native'", name="format")
+    target = writable(format)
     if aliases not in ("drop", "copy"):
         raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
-    groups = _groups(_named(model), copy=aliases == "copy")
-    write_groups(groups, Path(path), max_shard_size=max_shard_size, progress=progress)
+    groups = _groups(_named(model), target, copy=aliases == "copy")
+    write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress)
 
 
 # -- what is to be stored ---------------------------------------------------------------------------------------------
@@ -72,16 +74,18 @@ class _Group(Group):
     """One component, whose tensors are there already."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
+    packed: dict[str, Weight] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.stored.items())
+        yield from self.stored.items()
+        for name, weight in self.packed.items():
+            yield from self.format.pack(name, weight).items()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Stores ``tensor`` as ``name``: its parts, or itself with its strides."""
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
-            for key, part in native.pack(name, tensor).items():
-                self.put(key, part)
-            self.weights[name] = tensor.spec.replace(tie=None)
+            self.put_weight(name, tensor.spec.replace(tie=None))
+            self.packed[name] = tensor
             return
         tensor = _memory(tensor)
         self.put(name, tensor)
@@ -113,16 +117,22 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(found)
 
 
-def _groups(named: Mapping[str, Tensor], *, copy: bool) -> list[_Group]:
+def _groups(named: Mapping[str, Tensor], format: Writable, *, copy: bool) -> list[_Group]:
     components = find_components(named)
     claimed = _recorded(named, components)
     taken = {name for tie in claimed for name in tie.aliases}
     extra = {tie.owner: tie for tie in claimed}
-    return [_group(component, named, extra, copy=copy) for component in components if taken.isdisjoint(component.names)]
+    return [
+        _group(component, named, extra, format, copy=copy)
+        for component in components
+        if taken.isdisjoint(component.names)
+    ]
 
 
-def _group(component: Component, named: Mapping[str, Tensor], extra: Mapping[str, Tie], *, copy: bool) -> _Group:
-    group = _Group()
+def _group(
+    component: Component, named: Mapping[str, Tensor], extra: Mapping[str, Tie], format: Writable, *, copy: bool
+) -> _Group:
+    group = _Group(format)
     tie = tie_of(component)
     if tie is None and component.names[0] in extra:
         tie = extra[component.names[0]]
@@ -136,7 +146,7 @@ def _group(component: Component, named: Mapping[str, Tensor], extra: Mapping[str
         group.put(hidden, _span(component))
         views = {name: member.view for member in component.members for name in member.names}
         tie = Tie((hidden, *views), (None, *views.values()), (True, *(False for _ in views)))
-    group.ties.append(tie)
+    group.put_tie(tie)
     if copy:
         for alias in tie.aliases:
             group.add(alias, named[alias])

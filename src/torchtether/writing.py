@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, SchemeError, TieError
 from .files import (
     INDEX_SUFFIX,
     KEY,
@@ -20,22 +21,26 @@ from .files import (
     Tick,
     folder_for,
     format_index,
+    read_beside,
     remove_stale,
     replacing,
     write_made,
 )
+from .formats import Writable, native, restated
 from .report import Progress, ticking
 from .schemes import Shape
-from .spec import Tie, WeightSpec
+from .spec import Tie, WeightSpec, contiguous_stride
 
 
 @dataclass
 class Group:
     """What stays in one shard: a tensor with all that is tied to it, its keys, and what the record says.
 
-    ``layout`` is known before any tensor is made, because the header comes first.
+    ``layout`` is known before any tensor is made, because the header comes first. ``weights`` are the quantized ones,
+    in the words of ``format``.
     """
 
+    format: Writable = native
     layout: dict[str, tuple[torch.dtype, Shape]] = field(default_factory=dict)
     ties: list[Tie] = field(default_factory=list)
     weights: dict[str, WeightSpec] = field(default_factory=dict)
@@ -48,6 +53,28 @@ class Group:
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.layout.values()]
         return sum(tensor.nbytes for tensor in made)
 
+    def put_weight(self, name: str, spec: WeightSpec) -> None:
+        """``name`` will be stored as a Weight of ``spec``; raises SchemeError if the format has no words for it."""
+        if self.format is not native and spec.stride != contiguous_stride(spec.shape):
+            raise SchemeError(
+                f"{self.format.name} has no words for a quantized weight of shape {spec.shape} and stride {spec.stride}",
+                name=name,
+                fix="Save as 'native'.",
+            )
+        self.weights[name] = spec
+        self.layout |= self.format.layout(name, spec)
+
+    def put_tie(self, tie: Tie) -> None:
+        """Names that are one tensor; raises TieError for views, which only our own format remembers."""
+        view = next((pair for pair in zip(tie.names, tie.views, strict=True) if pair[1] is not None), None)
+        if view is not None and self.format is not native:
+            raise TieError(
+                f"it is a view of {tie.owner}, and {self.format.name} has no words for views",
+                name=view[0],
+                fix="Save as 'native', or untie it.",
+            )
+        self.ties.append(tie)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of ``layout``, made now."""
         raise NotImplementedError(f"{type(self).__name__}.tensors")
@@ -57,12 +84,14 @@ def write_groups(
     groups: Sequence[Group],
     path: Path,
     *,
+    format: Writable = native,
     max_shard_size: int | str | None = None,
     progress: Progress = None,
     verb: str = "save",
 ) -> None:
     """All of ``groups`` is at ``path``, a ``.safetensors`` file or a folder, in shards where it must be.
 
+    What ``format`` has to say beside the tensors goes into the JSON files of the folder, which keep what else they say.
     Every file is written beside its target, and renamed when all are written. Raises CheckpointError if two tensors
     have one key, before anything is written, or where the disk refuses.
     """
@@ -74,20 +103,43 @@ def write_groups(
     names = _file_names(stem, len(shards))
     targets = [folder / name for name in names]
     index = _index(groups, shards, names)
-    everything = [*targets, *([folder / f"{stem}{INDEX_SUFFIX}"] if index else [])]
+    beside = _beside(groups, format, folder, is_folder)
+    extra = {**({f"{stem}{INDEX_SUFFIX}": index} if index else {}), **beside}
+    everything = [*targets, *(folder / name for name in extra)]
     total = sum(group.nbytes for group in groups)
     with ticking(progress, total, verb) as tick, replacing(*everything) as files:
         for target, shard, file in zip(targets, shards, files, strict=False):
             _write(shard, file, str(target), tick)
-        if index:
-            files[-1].write(index)
+        for text, file in zip(extra.values(), files[len(targets) :], strict=True):
+            file.write(text)
     if is_folder:
         remove_stale(folder, stem, keep={file.name for file in everything})
 
 
+def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:
+    """The JSON files beside the tensors that ``format`` changes, whole; what another format said there is taken out."""
+    specs = {name: spec for group in groups for name, spec in group.weights.items()}
+    taken = {key for name, spec in specs.items() for key in format.layout(name, spec)}
+    said = format.announce(specs, [key for group in groups for key in group.layout if key not in taken])
+    if not is_folder:
+        if said:
+            raise CheckpointError(
+                f"{format.name} needs {' and '.join(sorted(said))} beside the tensors", name=str(folder), fix="Give a folder."
+            )
+        return {}
+    there = read_beside(folder)
+    made = {}
+    for name in sorted({*said, *(["config.json"] if "config.json" in there else [])}):
+        before = there.get(name, {})
+        after = restated(before, said.get(name, {}))
+        if after != before:
+            made[name] = json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    return made
+
+
 def check_keys(groups: Sequence[Group]) -> None:
     """Raises CheckpointError if a key is stored twice, or is also the name of a Weight or an alias."""
-    names = {name for group in groups for name in group.weights}
+    names = {name for group in groups for name in group.weights if name not in group.layout}
     names |= {alias for group in groups for tie in group.ties for alias in tie.aliases if alias not in group.copies}
     keys: set[str] = set()
     for group in groups:
@@ -145,7 +197,7 @@ def _file_names(stem: str, count: int) -> list[str]:
 def _record(groups: Sequence[Group]) -> Record:
     return Record(
         tuple(tie for group in groups for tie in group.ties),
-        {name: spec for group in groups for name, spec in group.weights.items()},
+        {name: spec for group in groups if group.format is native for name, spec in group.weights.items()},
         {name: stride for group in groups for name, stride in group.strides.items()},
         frozenset(name for group in groups for name in group.copies),
     )

@@ -1,5 +1,6 @@
 """The only room with a door to the disk: safetensors files, their index, and the record of ties and weights."""
 
+from .beside import read_beside
 from .dtypes import CODES, DTYPES
 from .folder import carry_over, folder_for, new_folder, remove_stale
 from .header import Header, Stored
@@ -31,6 +32,7 @@ __all__ = [
     "new_folder",
     "no_tick",
     "part_key",
+    "read_beside",
     "remove_stale",
     "replacing",
     "scratch",

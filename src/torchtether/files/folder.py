@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .beside import BESIDE
 from .index import INDEX_SUFFIX, SUFFIX
 from .replacing import sync_folder
 
@@ -64,10 +65,11 @@ def new_folder(path: Path) -> Iterator[Path]:
 def carry_over(source: Path, target: Path) -> None:
     """What stands beside the tensors in ``source`` (config, tokenizer, license) is in ``target`` too, byte for byte.
 
-    Code is not among it, nor is anything that is hidden, or in a folder of its own.
+    Code is not among it, nor is anything that is hidden, in a folder of its own, or speaks only of how the tensors of
+    ``source`` are quantized.
     """
     for file in sorted(source.iterdir()):
-        is_ours = file.name.endswith((SUFFIX, ".index.json")) or file.name.startswith(".")
+        is_ours = file.name.endswith((SUFFIX, ".index.json")) or file.name.startswith(".") or file.name in BESIDE[1:]
         is_companion = file.suffix in _COMPANIONS or file.name.upper().startswith("LICENSE")
         if file.is_file() and is_companion and not is_ours:
             shutil.copyfile(file, target / file.name)

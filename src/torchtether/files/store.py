@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,17 +11,12 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..spec import View
+from .beside import read_beside
 from .header import Header, Stored
 from .index import Index, find_files
 from .pickled import PICKLED, PickledFile
 from .reader import TensorFile, Tick, no_tick
 from .record import KEY, Record, parse_record
-
-BESIDE = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
-"""Files beside the tensors in which published formats keep what the tensors do not say."""
-
-_BESIDE_LIMIT = 64 * 2**20
-
 
 class Store:
     """The open files of a checkpoint, checked against each other; keys are those that are stored, nothing is resolved.
@@ -87,24 +81,8 @@ class Store:
         )
 
     def beside(self) -> Mapping[str, Mapping[str, Any]]:
-        """The JSON objects beside the files that may announce a format, by file name.
-
-        Raises CheckpointError for one that cannot be read or is no JSON.
-        """
-        found: dict[str, Mapping[str, Any]] = {}
-        for name in BESIDE:
-            path = self.folder / name
-            try:
-                if not path.is_file():
-                    continue
-                if path.stat().st_size > _BESIDE_LIMIT:
-                    raise CheckpointError(f"is larger than {_BESIDE_LIMIT} bytes", name=str(path))
-                content = json.loads(path.read_bytes())
-            except (OSError, ValueError, RecursionError) as error:
-                raise CheckpointError(f"cannot be read: {error}", name=str(path)) from None
-            if isinstance(content, dict):
-                found[name] = content
-        return found
+        """The JSON objects beside the files that may announce a format, by file name; see ``read_beside``."""
+        return read_beside(self.folder)
 
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were read stay."""

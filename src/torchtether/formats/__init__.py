@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointError
 from ..spec import contiguous_stride
 from . import bitsandbytes, fp8, mxfp4, native
-from .entry import Contents, Entry, Format, Found
+from .entry import Contents, Entry, Format, Found, Writable
 
 FORMATS: tuple[Format, ...] = (native, bitsandbytes, fp8, mxfp4)
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
+
+WRITABLE: tuple[Writable, ...] = (native, bitsandbytes)
+"""Those that can be written."""
 
 PLAIN = "safetensors"
 """The name of the format that stores every tensor as it is."""
@@ -33,4 +40,42 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     return format, found, dict(sorted(entries.items()))
 
 
-__all__ = ["FORMATS", "PLAIN", "Contents", "Entry", "Format", "Found", "native", "recognise"]
+def writable(name: str) -> Writable:
+    """The format called ``name``, to write; raises CheckpointError, naming those that can be written."""
+    for format in WRITABLE:
+        if format.name == name:
+            return format
+    known = ", ".join(repr(format.name) for format in WRITABLE)
+    read_only = any(format.name == name for format in FORMATS)
+    what = f"{name!r} is read and not written" if read_only else f"unknown format {name!r}"
+    raise CheckpointError(f"{what}, written are {known}", name="format", fix="Choose one of them.")
+
+
+def restated(config: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` without what a format said in it, and with what another has ``said``.
+
+    >>> restated({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
+    {'model_type': 'llama'}
+    """
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in ("quantization_config", "quantization", "_quanto_qmap"):
+            continue
+        kept[key] = restated(value, {}) if key in ("text_config", "llm_config") and isinstance(value, dict) else value
+    return kept | dict(said)
+
+
+__all__ = [
+    "FORMATS",
+    "PLAIN",
+    "WRITABLE",
+    "Contents",
+    "Entry",
+    "Format",
+    "Found",
+    "Writable",
+    "native",
+    "recognise",
+    "restated",
+    "writable",
+]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +41,17 @@ def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
     return {part_key(name, part): (what.dtype or spec.dtype, tuple(what.shape)) for part, what in parts.items()}
 
 
-def pack(name: str, weight: Weight) -> dict[str, Tensor]:
+def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     """The tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
 
     >>> import torch, torchtether as tt
     >>> sorted(pack("w", tt.Weight.encode(torch.eye(4), tt.int8())))
     ['w.qdata', 'w.scale']
     """
+    assert isinstance(weight, Weight)
     return {part_key(name, part): tensor.detach() for part, tensor in weight.parts.items()}
+
+
+def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """Nothing: the record in the file itself says it."""
+    return {}

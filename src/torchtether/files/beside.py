@@ -1,0 +1,38 @@
+"""The JSON files beside the tensors, in which published formats keep what the tensors do not say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+BESIDE = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
+"""Their names; all but the first speak of nothing else."""
+
+_LIMIT = 64 * 2**20  # bytes
+
+
+def read_beside(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """The objects in those of ``BESIDE`` that are in ``folder``, by file name.
+
+    Raises CheckpointError for one that cannot be read or is no JSON.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in BESIDE:
+        path = folder / name
+        try:
+            if not path.is_file():
+                continue
+            if path.stat().st_size > _LIMIT:
+                raise CheckpointError(f"is larger than {_LIMIT} bytes", name=str(path))
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"cannot be read: {error}", name=str(path)) from None
+        if isinstance(content, dict):
+            found[name] = content
+    return found
