@@ -122,6 +122,7 @@ class LoadPlan:
             nbytes,
             meter.seconds,
             meter.peak,
+            meter.mapped_peak,
         )
 
     def _wanted(self, only: str | Sequence[str] | None) -> set[str]:

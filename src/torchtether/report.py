@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .spec import Tie
 
@@ -37,11 +37,14 @@ class LoadReport:
     seconds: float = 0.0
     peak: int | None = None
     """Anonymous memory at its highest, above what there was before; ``None`` where the system does not tell."""
+    mapped_peak: int | None = None
+    """Resident pages of mapped files at their highest, above what there was before: the system can drop those."""
 
     def __str__(self) -> str:
         words = [f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"]
         if self.peak is not None:
-            words.append(f"peak {said_bytes(self.peak)}")
+            mapped = "" if self.mapped_peak is None else f" (mapped {said_bytes(self.mapped_peak)})"
+            words.append(f"peak {said_bytes(self.peak)}{mapped}")
         if self.quantized:
             words.append(f"{len(self.quantized)} quantized")
         if self.tied:
@@ -91,15 +94,17 @@ def ticking(progress: Progress, total: int, verb: str) -> Iterator[Callable[[int
 
 
 class Meter:
-    """How long a block takes, and how much anonymous memory it needs at most, above what there was before.
+    """How long a block takes, and how much memory it needs at most, above what there was before.
 
-    Pages of mapped files are not counted. A thread looks every two milliseconds, so shorter peaks may be missed.
+    ``peak`` is anonymous memory, ``mapped_peak`` resident pages of mapped files; ``None`` where the system does not
+    tell. A thread looks every two milliseconds, so shorter peaks may be missed.
     """
 
     def __enter__(self) -> Meter:
         self.seconds = 0.0
         self.peak: int | None = None
-        self._before = anonymous_memory()
+        self.mapped_peak: int | None = None
+        self._before = resident_memory()
         self._highest = self._before
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -114,9 +119,9 @@ class Meter:
 
     def look(self) -> None:
         """Counts what there is now."""
-        now = anonymous_memory()
+        now = resident_memory()
         if now is not None and self._highest is not None:
-            self._highest = max(self._highest, now)
+            self._highest = Resident(*map(max, self._highest, now))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -126,17 +131,28 @@ class Meter:
         if self._before is not None and self._highest is not None:
             self._thread.join()
             self.look()
-            self.peak = self._highest - self._before
+            self.peak = self._highest.anonymous - self._before.anonymous
+            self.mapped_peak = self._highest.mapped - self._before.mapped
 
 
 _STATUS = Path("/proc/self/status")
 
 
-def anonymous_memory() -> int | None:
-    """The bytes of memory of the process's own that are resident; ``None`` where the system does not tell."""
+class Resident(NamedTuple):
+    """Bytes of the process that are in memory: its own, and pages of mapped files."""
+
+    anonymous: int
+    mapped: int
+
+
+def resident_memory() -> Resident | None:
+    """What is resident now; ``None`` where the system does not tell."""
     try:
         text = _STATUS.read_text()
     except OSError:
         return None
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("RssAnon:")]
-    return int(found[0]) * 1024 if found else None
+    found = dict(line.split(":", 1) for line in text.splitlines())
+    try:
+        return Resident(*(int(found[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")))
+    except KeyError:
+        return None
