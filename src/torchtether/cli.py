@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, TetherError
 from .report import said_bytes
-from .schemes import NAMED, Plain, dtype_from_name, dtype_name
+from .schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
 from .spec import View
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Verb = Callable[[argparse.Namespace], None]
 
@@ -27,8 +27,11 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. 0: done; 1: it could not be done, and one line on stderr says why; 2: it was not understood."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
     verb: Verb = parsed.verb
+    if verb is _quantize and parsed.scheme is None and (parsed.include or not parsed.rule):
+        parser.error("quantize needs --scheme, or rules that say all: --rule GLOB=SCHEME")
     try:
         verb(parsed)
     except TetherError as error:
@@ -44,11 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtether", description="Checkpoints that remember ties and quantization.")
+    parser = argparse.ArgumentParser(
+        prog="torchtether", description="Checkpoints that remember ties and quantization.", epilog=_CODES
+    )
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, verb: Verb, help: str, *paths: str) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, help=help, description=help)
+        made = verbs.add_parser(name, help=help, description=help, epilog=_CODES)
         made.set_defaults(verb=verb)
         for path in paths:
             made.add_argument(path, type=Path, help=_PATHS[path])
@@ -60,11 +65,25 @@ def _parser() -> argparse.ArgumentParser:
     verify = add("verify", _verify, "read every byte of a checkpoint and check every record", "path")
     verify.add_argument("--against", type=Path, metavar="SRC", help="compare every tensor with this checkpoint's")
     quantize = add("quantize", _quantize, "a float checkpoint as a quantized one", "source", "target")
-    quantize.add_argument("--scheme", required=True, choices=tuple(NAMED), help="how each chosen tensor is stored")
+    quantize.epilog = f"{_SCHEMES}\n\n{_CODES}"
+    quantize.formatter_class = argparse.RawDescriptionHelpFormatter
     quantize.add_argument(
-        "--include", action="append", default=[], metavar="GLOB", help="what to quantize, instead of linear layers"
+        "--scheme", type=_scheme, help="how what no rule speaks of is stored, such as int8 or 'int4(group_size=64)'"
     )
-    quantize.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="what to leave as it is")
+    quantize.add_argument(
+        "--rule",
+        type=_rule,
+        action="append",
+        default=[],
+        metavar="GLOB=SCHEME",
+        help="how the tensors that GLOB matches are stored, none for as they are; the first rule that matches wins",
+    )
+    quantize.add_argument(
+        "--include", action="append", default=[], metavar="GLOB", help="what gets --scheme, instead of linear layers"
+    )
+    quantize.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="what to leave as it is, whatever else matches"
+    )
     convert = add(
         "convert", _convert, "a checkpoint in another dtype, other shards, or with aliases", "source", "target"
     )
@@ -76,6 +95,39 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB; beyond it, shards and an index")
     add("demo", _demo, "load, train, convert and save a small tied model, beside stock torch")
     return parser
+
+
+_CODES = "Exit codes: 0 done; 1 not done, one line on stderr says why; 2 not understood; 130 interrupted."
+
+
+def _described_schemes() -> str:
+    """Every scheme with its options and their defaults, a line each."""
+    lines = []
+    for name, make in NAMED.items():
+        options = (
+            f"{one.name}={dtype_name(one.default) if isinstance(one.default, torch.dtype) else one.default}"
+            for one in inspect.signature(make).parameters.values()
+        )
+        lines.append(f"  {name}({', '.join(options)})")
+    return "Schemes, with their options and defaults (quote the brackets for the shell):\n" + "\n".join(lines)
+
+
+_SCHEMES = _described_schemes()
+
+
+def _scheme(text: str) -> Scheme:
+    try:
+        return scheme_from_text(text)
+    except TetherError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _rule(text: str) -> tuple[str, Scheme | None]:
+    """``GLOB=SCHEME``, cut at the first ``=``, because options of a scheme hold some too."""
+    glob, equals, scheme = text.partition("=")
+    if not glob or not equals or not scheme:
+        raise argparse.ArgumentTypeError(f"{text!r} is not GLOB=SCHEME, such as 'lm_head.*=none'")
+    return glob, None if scheme.strip().lower() == "none" else _scheme(scheme)
 
 
 _PATHS = {
@@ -97,16 +149,13 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _show(checkpoint: Checkpoint) -> None:
-    from rich.table import Table
-
-    console = _console()
-    table = Table("name", "dtype", "shape", "bytes", "kind", box=None, pad_edge=False)
+    rows = [("name", "dtype", "shape", "bytes", "kind")]
     for name in checkpoint:
         spec = checkpoint.spec(name)
         nbytes = said_bytes(checkpoint.nbytes(name)) if name in checkpoint.entries else ""
         shape = " x ".join(map(str, spec.shape)) or "()"
-        table.add_row(name, dtype_name(spec.dtype), shape, nbytes, _kind(checkpoint, name))
-    console.print(table)
+        rows.append((name, dtype_name(spec.dtype), shape, nbytes, _kind(checkpoint, name)))
+    _print_table(rows)
     print("")
     _show_ties(checkpoint)
     for scheme, (count, size) in _totals(checkpoint).items():
@@ -189,29 +238,27 @@ def _verify(arguments: argparse.Namespace) -> None:
     if report.faults:
         more = f" | and {len(report.faults) - 1} more" if len(report.faults) > 1 else ""
         raise CheckpointError(f"{report.faults[0]}{more}", name=str(arguments.path))
-    without = f"; {report.without_checksum} of {report.stored} stored tensors have no checksum"
-    print(
-        f"{report.tensors} tensors, {said_bytes(report.bytes)}: nothing wrong{without if report.without_checksum else ''}"
-    )
+    count, stored = report.without_checksum, report.stored
+    without = f"; {count} of {stored} stored tensors have no checksum" if count else ""
+    print(f"{report.tensors} tensors, {said_bytes(report.bytes)}: nothing wrong{without}")
 
 
 def _show_differences(report: VerifyReport) -> None:
-    from rich.table import Table
-
-    table = Table("name", "max abs error", "SQNR dB", "scheme", box=None, pad_edge=False)
-    for one in report.differences:
-        table.add_row(one.name, f"{one.largest:.3g}", f"{one.sqnr:.1f}", one.scheme)
-    _console().print(table)
+    rows = [("name", "max abs error", "SQNR dB", "scheme")]
+    rows += [(one.name, f"{one.largest:.3g}", f"{one.sqnr:.1f}", one.scheme) for one in report.differences]
+    _print_table(rows)
 
 
 # -- making -----------------------------------------------------------------------------------------------------------
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
+    rules = dict(reversed(arguments.rule))  # of two with one glob the first wins
     report = quantize_checkpoint(
         arguments.source,
         arguments.target,
         arguments.scheme,
+        rules={glob: rules[glob] for glob, _ in arguments.rule},
         include=arguments.include,
         exclude=arguments.exclude,
         max_shard_size=arguments.max_shard_size,
@@ -246,13 +293,11 @@ def _demo(arguments: argparse.Namespace) -> None:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)  # names are not ours, and may hold brackets
-    if not console.is_terminal:
-        console.width = 200  # names must not be cut in a file or a pipe
-    return console
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns side by side; nothing is cut, because names go into other programs."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -41,8 +41,9 @@ class TransformReport:
 def quantize_checkpoint(
     source: Path | str,
     target: Path | str,
-    scheme: Scheme | str,
+    scheme: Scheme | str | None,
     *,
+    rules: Mapping[str, Scheme | str | None] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     max_shard_size: int | str | None = None,
@@ -53,21 +54,20 @@ def quantize_checkpoint(
     Without the model's code names and shapes must tell what a linear layer is. By default those are the 2-D float
     tensors called ``*.weight`` with both sides of at least ``SMALLEST``, heads included, and not embeddings (a module
     called ``*emb*``, ``wte``, ``wpe`` or ``shared``), unless one is tied to a name that is none. Norms have one
-    dimension and are never among them. With ``include`` the globs say instead; ``exclude`` takes away from either.
-    A glob that matches any name of a tied group speaks for the group, which is quantized once.
+    dimension and are never among them. With ``include`` the globs say instead. Before that, ``rules`` give what a glob
+    matches another scheme, or ``None``, the first match wins; with a ``scheme`` of ``None`` they say all. ``exclude``
+    takes away from either. A glob that matches any name of a tied group speaks for the group, which is quantized once.
 
     See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing or what cannot be
     quantized, and SchemeError if the scheme does not fit a shape or met values that are not finite.
     """
-    scheme = resolve(scheme)
+    default = None if scheme is None else resolve(scheme)
+    asked = {glob: None if one is None else resolve(one) for glob, one in (rules or {}).items()}
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
-        chosen = _chosen(checkpoint, ties, scheme, include, exclude)
-        return [
-            _Streamed.of(checkpoint, name, ties.get(name), scheme=scheme if name in chosen else None)
-            for name in checkpoint.entries
-        ]
+        chosen = _chosen(checkpoint, ties, default, asked, include, exclude)
+        return [_Streamed.of(checkpoint, name, ties.get(name), scheme=chosen.get(name)) for name in checkpoint.entries]
 
     return _transform(source, target, groups_of, max_shard_size, progress, "quantize")
 
@@ -263,35 +263,49 @@ def _overflows(given: Tensor, made: Tensor) -> bool:
 
 
 def _chosen(
-    checkpoint: Checkpoint, ties: Mapping[str, Tie], scheme: Scheme, include: Sequence[str], exclude: Sequence[str]
-) -> set[str]:
+    checkpoint: Checkpoint,
+    ties: Mapping[str, Tie],
+    default: Scheme | None,
+    rules: Mapping[str, Scheme | None],
+    include: Sequence[str],
+    exclude: Sequence[str],
+) -> dict[str, Scheme]:
     """The owners that are to be quantized; raises RuleError or SchemeError for what was asked and cannot be."""
     names_of = {owner: ties[owner].names if owner in ties else (owner,) for owner in checkpoint.entries}
     every = [name for names in names_of.values() for name in names]
-    for glob in (*include, *exclude):
+    for glob in (*rules, *include, *exclude):
         if not any(fnmatchcase(name, glob) for name in every):
             raise RuleError("this glob matches no tensor", name=glob, fix="Correct or remove it.")
-    chosen: set[str] = set()
+    chosen: dict[str, Scheme] = {}
     for owner, names in names_of.items():
-        if any(fnmatchcase(name, glob) for name in names for glob in exclude):
+        if _first(names, exclude):
             continue
         obstacle = _obstacle(checkpoint.entries[owner], owner, ties.get(owner))
-        if include:
-            asked = next((name for name in names for glob in include if fnmatchcase(name, glob)), None)
-            if asked is None:
-                continue
-            if obstacle:
-                raise RuleError(obstacle, name=asked, fix="Leave it out with --exclude.")
-        elif obstacle or not _is_linear(names, checkpoint.entries[owner].shape):
+        named = _first(names, rules) or _first(names, include)
+        scheme = default if named is None else rules.get(named[1], default)
+        if scheme is None:
             continue
+        if named is None and (include or obstacle or not _is_linear(names, checkpoint.entries[owner].shape)):
+            continue
+        if named is not None and obstacle:
+            raise RuleError(obstacle, name=named[0], fix="Leave it out with --exclude.")
         try:
             scheme.check(checkpoint.entries[owner].shape)
         except SchemeError as error:
             raise SchemeError(error.what, name=owner, fix="Leave it out with --exclude.") from None
-        chosen.add(owner)
+        chosen[owner] = scheme
     if not chosen:
         raise RuleError("nothing in it is to be quantized", name=str(checkpoint.path), fix="Name it with --include.")
     return chosen
+
+
+def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None:
+    """The first of ``globs`` that matches one of ``names``, behind the name that it matches.
+
+    >>> _first(["emb.weight", "head.weight"], ["norm.*", "head.*"])
+    ('head.weight', 'head.*')
+    """
+    return next(((name, glob) for glob in globs for name in names if fnmatchcase(name, glob)), None)
 
 
 def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:

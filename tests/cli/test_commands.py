@@ -1,8 +1,10 @@
 """The command line, as somebody calls it: words on stdout, one line on stderr, exit codes."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ import torchtether as tt
 from tests.load.models import MODELS, Tied, Turned, build
 from torchtether import demo
 from torchtether.cli import main
+from torchtether.report import ticking
+from torchtether.schemes import NAMED
 
 
 def test_inspect_shows_tensors_ties_and_schemes(tmp_path, capsys):
@@ -157,6 +161,54 @@ def test_what_is_not_understood_exits_2(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert "usage: torchtether" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["ties"], ["verify"], ["quantize"], ["convert"], ["demo"]])
+def test_help_tells_the_exit_codes(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Exit codes: 0 done; 1 not done, one line on stderr says why; 2 not understood; 130 interrupted." in text
+
+
+def test_help_of_quantize_shows_every_scheme_with_its_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    text = capsys.readouterr().out
+    assert "  int4(group_size=128, symmetric=False, scale_dtype=float32)\n" in text
+    assert all(f"  {name}(" in text for name in NAMED)
+
+
+def test_the_bar_shows_bytes_per_second_and_the_time_left(tmp_path, capsys):
+    """On stderr, from the first piece on; a pipe gets none."""
+    with ticking(True, 4_000_000, "verify") as tick:
+        for _ in range(4):
+            time.sleep(0.11)  # the bar is drawn ten times a second
+            tick(1_000_000)
+    shown = capsys.readouterr().err
+    assert re.search(r"verify:  75%.*3.00M/4.00M \[00:00<00:00, \d+\.\d+MB/s\]", shown)
+    tt.save({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    assert main(["verify", str(tmp_path / "x.safetensors")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_inspect_of_many_tensors_takes_time_in_proportion(tmp_path, capsys):
+    """Four times the tensors and ties take four times as long, not sixteen."""
+    seconds = []
+    for count in (10_000, 40_000):
+        one = torch.ones(1)
+        named = {f"layers.{i}.weight": one.clone() for i in range(count)}
+        named |= {f"tied.{i}.weight": named[f"layers.{i}.weight"] for i in range(count // 10)}
+        tt.save(named, tmp_path / f"{count}.safetensors")
+        for arguments in (["inspect"], ["inspect", "--json"]):
+            start = time.process_time()
+            assert main([*arguments, str(tmp_path / f"{count}.safetensors")]) == 0
+            seconds.append(time.process_time() - start)
+            assert f"layers.{count - 1}.weight" in capsys.readouterr().out
+    assert seconds[2] < 8 * seconds[0]
+    assert seconds[3] < 8 * seconds[1]
 
 
 def test_ctrl_c_exits_130(monkeypatch, capsys):

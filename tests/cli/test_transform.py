@@ -1,5 +1,6 @@
 """quantize and convert: what loading and saving would do, one tensor at a time, or nothing at all."""
 
+import inspect
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from tests.load.models import MODELS, Slices, Storage, Tied, build
 from torchtether import transform
 from torchtether.cli import main
 from torchtether.files import write_tensors
-from torchtether.schemes import NAMED
+from torchtether.schemes import NAMED, scheme_from_text
 
 
 class Net(Tied):
@@ -217,6 +218,120 @@ def test_a_copy_that_differs_stops_it(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "y.safetensors")]) == 1
     assert "stored copy differs" in capsys.readouterr().err
     assert not (tmp_path / "z.safetensors").exists()
+
+
+# -- schemes and rules on the command line -----------------------------------------------------------------------------
+
+SPELLED = {
+    "int4": tt.int4(),
+    "int4(group_size=64, symmetric=True)": tt.int4(64, True),
+    " int4( 64 , True ) ": tt.int4(64, True),
+    "int8(group_size=None)": tt.int8(),
+    "int8(scale_dtype=bfloat16)": tt.int8(scale_dtype=torch.bfloat16),
+    "int8(scale_dtype='float16')": tt.int8(scale_dtype=torch.float16),
+    "int8(scale_dtype=torch.float16)": tt.int8(scale_dtype=torch.float16),
+    "fp8(block)": tt.fp8("block"),
+    "fp8(granularity='tensor')": tt.fp8("tensor"),
+    "nf4(double_quant=True, block_size=128)": tt.nf4(True, block_size=128),
+    "nvfp4()": tt.nvfp4(),
+}
+
+
+@pytest.mark.parametrize("text", SPELLED)
+def test_a_scheme_is_spelled_as_in_python(text):
+    assert scheme_from_text(text) == SPELLED[text]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("int5", "unknown scheme 'int5', known are"),
+        ("", "unknown scheme ''"),
+        ("int4(", "is not understood. Write int4, or int4(group_size=..., symmetric=..., scale_dtype=...)."),
+        ("int4(64)(64)", "is not understood"),
+        ("int4(64) or int8", "is not understood"),
+        ("int4" + "(" * 400, "is not understood"),
+        ("int4(group_size=" + "[" * 300, "is not understood"),
+        ("int4(1, True, None, None)", "is not understood"),
+        ("int8(32, True)", "is not understood"),
+        ("int4(*[64])", "is no int or None"),
+        ("int4(**{})", "there is no option None"),
+        ("int4(group=64)", "int4: there is no option 'group'. It has group_size, symmetric, scale_dtype."),
+        ("int4(64, group_size=64)", "the option 'group_size' is given twice"),
+        ("int4(group_size=True)", "int4(group_size=): True is no int or None"),
+        ("int4(group_size=6.5)", "6.5 is no int or None"),
+        ("int4(symmetric=1)", "1 is no bool"),
+        ("int4(symmetric=true)", "true is no bool"),
+        ("int4(group_size=0)", "block must be"),
+        ("int8(scale_dtype=half)", "scale_dtype must be|half"),
+        ("int8(scale_dtype=nn)", "int8(scale_dtype=): unknown dtype 'nn'"),
+        ("fp8(granularity=column)", "granularity must be one of row, tensor, block, got 'column'"),
+        ("int4(group_size=__import__('os').getpid())", "is no int or None"),
+    ],
+)
+def test_what_is_no_scheme_is_one_line_and_exits_2(text, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["quantize", "a", "b", "--scheme", text])
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("torchtether quantize: error: argument --scheme: ")
+    assert any(word in last for word in words.split("|"))
+
+
+def test_every_named_scheme_can_be_spelled_with_each_of_its_defaults():
+    for name, make in NAMED.items():
+        for option, parameter in inspect.signature(make).parameters.items():
+            default = parameter.default
+            said = str(default) if isinstance(default, torch.dtype) else repr(default)
+            assert scheme_from_text(f"{name}({option}={said})") == make()
+
+
+def schemes_in(path):
+    with tt.open(path) as checkpoint:
+        specs = {name: checkpoint.spec(name) for name in checkpoint.entries}
+    return {name: spec.scheme for name, spec in specs.items() if spec.scheme != tt.Plain()}
+
+
+def test_the_first_rule_that_matches_wins_and_scheme_takes_the_rest(source, tmp_path):
+    def made(target, *options):
+        assert main(["quantize", str(source), str(tmp_path / target), *options]) == 0
+        return schemes_in(tmp_path / target)
+
+    rules = ["--rule", "mid.w*=int4(group_size=32)", "--rule", "mid.weight=int8"]
+    assert made("a", *rules) == {"mid.weight": tt.int4(32)}
+    assert made("b", "--scheme", "nf4", *rules) == {"mid.weight": tt.int4(32), "emb.weight": tt.nf4()}
+    assert made("c", "--scheme", "nf4", "--rule", "mid.*=none") == {"emb.weight": tt.nf4()}
+    assert made("d", "--rule", "head.*=fp8", "--rule", "emb.*=int8") == {"emb.weight": tt.fp8()}  # one tied group
+    assert made("e", "--scheme", "int8", *rules, "--exclude", "mid.*") == {"emb.weight": tt.int8()}
+    assert made("f", "--scheme", "int8", "--include", "table", "--rule", "pos_emb.*=nf4") == {
+        "table": tt.int8(),
+        "pos_emb.weight": tt.nf4(),
+    }
+    assert made("g", "--rule", "mid.w*=int4", "--rule", "mid.w*=int8") == {"mid.weight": tt.int4()}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--rule", "no.such=int8"], 1, "no.such: this glob matches no tensor"),
+        (["--rule", "steps=int8"], 1, "steps: is int64, which is not quantized"),
+        (["--rule", "mid.*=none"], 1, "nothing in it is to be quantized"),
+        (["--rule", "mid.*"], 2, "'mid.*' is not GLOB=SCHEME, such as 'lm_head.*=none'"),
+        (["--rule", "=int8"], 2, "'=int8' is not GLOB=SCHEME"),
+        (["--rule", "mid.*=int5"], 2, "argument --rule: unknown scheme 'int5'"),
+        (["--include", "mid.*"], 2, "quantize needs --scheme, or rules that say all"),
+        (["--include", "mid.*", "--rule", "mid.*=int8"], 2, "quantize needs --scheme"),
+        ([], 2, "quantize needs --scheme"),
+    ],
+)
+def test_rules_that_cannot_be_leave_nothing(source, tmp_path, capsys, options, code, words):
+    try:
+        found = main(["quantize", str(source), str(tmp_path / "made"), *options])
+    except SystemExit as error:
+        found = error.code
+    assert found == code
+    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["source"]
 
 
 # -- the target -------------------------------------------------------------------------------------------------------

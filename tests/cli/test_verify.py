@@ -128,7 +128,7 @@ def by_whole(one, two):
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(QUANTIZED)), st.sampled_from(SHAPES), st.booleans(), st.integers(0, 3), st.data())
 def test_pieces_give_what_whole_tensors_give(tmp_path_factory, kind, shape, is_turned, broken, data):
-    """For every scheme of the catalog, each with rows, blocks and streams of its own; a few values are moved far off."""
+    """For every scheme, each with rows, blocks and streams of its own; a few values are moved far off."""
     scheme = QUANTIZED[kind]
     torch.manual_seed(data.draw(st.integers(0, 99)))
     values = torch.randn(shape)

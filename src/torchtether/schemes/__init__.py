@@ -7,6 +7,7 @@ from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolv
 from .plain import Plain
 from .scaled_float import ScaledFloat
 from .scheme import SCHEMES, Part, Parts, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
+from .spelled import scheme_from_text
 
 __all__ = [
     "NAMED",
@@ -32,4 +33,5 @@ __all__ = [
     "resolve",
     "same_bits",
     "scheme_from_json",
+    "scheme_from_text",
 ]

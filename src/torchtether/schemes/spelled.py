@@ -1,0 +1,83 @@
+"""Schemes as text: the name of one, with options as in a Python call; nothing is evaluated."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+import typing
+from typing import Any
+
+import torch
+
+from ..errors import RuleError, SchemeError
+from .named import NAMED, resolve
+from .scheme import Scheme, dtype_from_name
+
+_LONGEST = 500
+
+
+def scheme_from_text(text: str) -> Scheme:
+    """The scheme that ``text`` spells: ``int4``, or ``int4(group_size=64, symmetric=True)``.
+
+    Names and options are those of ``tt.int4`` and its like, looked up in a table; values are integers, ``True``,
+    ``False``, ``None``, words, and for dtypes their names, with or without quotes. Raises RuleError for anything else,
+    and SchemeError for a value that the scheme does not have.
+
+    >>> scheme_from_text("int4(group_size=64, symmetric=True)") == NAMED["int4"](group_size=64, symmetric=True)
+    True
+    >>> scheme_from_text("int8(group=64)")
+    Traceback (most recent call last):
+    torchtether.errors.RuleError: int8: there is no option 'group'. It has group_size, symmetric, scale_dtype.
+    """
+    name, bracket, _ = text.partition("(")
+    name = name.strip()
+    default = resolve(name)
+    if not bracket:
+        return default
+    make = NAMED[name]
+    known = {option: one for option, one in typing.get_type_hints(make).items() if option != "return"}
+    call = _parsed(text, name, tuple(known))
+    given = dict(zip(known, call.args, strict=False))
+    options: dict[str, Any] = {}
+    for option, node in (*given.items(), *((keyword.arg, keyword.value) for keyword in call.keywords)):
+        if option is None or option not in known:
+            has = f"It has {', '.join(known)}." if known else "It has none."
+            raise RuleError(f"there is no option {option!r}", name=name, fix=has)
+        if option in options:
+            raise RuleError(f"the option {option!r} is given twice", name=name)
+        options[option] = _value(node, known[option], f"{name}({option}=)")
+    try:
+        return make(**options)
+    except SchemeError as error:
+        raise error.named(name) from None
+
+
+def _parsed(text: str, name: str, known: tuple[str, ...]) -> ast.Call:
+    try:
+        call = ast.parse(text.strip(), mode="eval").body if len(text) <= _LONGEST else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        call = None
+    positional = [one for one in inspect.signature(NAMED[name]).parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or len(call.args) > len(positional):
+        example = f"{name}({', '.join(f'{option}=...' for option in known)})"
+        raise RuleError(f"{text[:80]!r} is not understood", name=name, fix=f"Write {name}, or {example}.")
+    return call
+
+
+def _value(node: ast.expr, kind: Any, where: str) -> Any:
+    """The value that ``node`` spells, of the type ``kind``."""
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a word without quotes
+        value = ast.unparse(node).removeprefix("torch.")
+    if torch.dtype in kinds and isinstance(value, str):
+        try:
+            return dtype_from_name(value)
+        except SchemeError as error:
+            raise error.named(where) from None
+    if type(value) not in kinds:
+        words = " or ".join("None" if one is types.NoneType else one.__name__ for one in kinds)
+        raise RuleError(f"{ast.unparse(node)[:80]} is no {words}", name=where)
+    return value
