@@ -59,7 +59,7 @@ class Checkpoint(Mapping[str, Tensor]):
         """What is stored, by name: owners, and what is not tied."""
         self.copies: Mapping[str, Entry] = {name: e for name, e in entries.items() if name in self._alias}
         """Aliases that are stored too."""
-        self._tied = {tie.owner for tie in self.ties}
+        self._tied = {tie.owner: tie for tie in self.ties}
         self._kept: dict[str, Tensor] = {}
 
     # -- a mapping ------------------------------------------------------------------------------------------------
@@ -148,8 +148,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def read(self, owner: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
         """The stored tensor or Weight ``owner`` in new memory on ``device``, with its own strides and dtype."""
-        tie = next((tie for tie in self.ties if tie.owner == owner), None)
-        return self._read(self.entries[owner], device=device, tick=tick, tie=tie)
+        return self._read(self.entries[owner], device=device, tick=tick, tie=self._tied.get(owner))
 
     def _read(
         self, entry: Entry, *, device: torch.device | str = "cpu", tick: Tick = no_tick, tie: Tie | None = None

@@ -14,6 +14,7 @@ import torch
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, TetherError
+from .formats import WRITABLE
 from .report import said_bytes
 from .schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
 from .spec import View
@@ -85,13 +86,24 @@ def _parser() -> argparse.ArgumentParser:
         "--exclude", action="append", default=[], metavar="GLOB", help="what to leave as it is, whatever else matches"
     )
     convert = add(
-        "convert", _convert, "a checkpoint in another dtype, other shards, or with aliases", "source", "target"
+        "convert", _convert, "a checkpoint in another format, dtype or shards, or with aliases", "source", "target"
     )
     convert.add_argument("--dtype", choices=_DTYPES, help="what floats become; codes of quantized weights stay")
     convert.add_argument(
         "--aliases", choices=("drop", "copy"), default="drop", help="whether tied tensors are stored once (drop)"
     )
+    convert.add_argument(
+        "--requantize",
+        type=_scheme,
+        metavar="SCHEME",
+        help="how what --format has no words for is encoded again; without it that is an error",
+    )
     for verb in (quantize, convert):
+        verb.add_argument(
+            "--format",
+            default="native",
+            help=f"how quantized weights are spelled: {', '.join(f.name for f in WRITABLE)}",
+        )
         verb.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB; beyond it, shards and an index")
     add("demo", _demo, "load, train, convert and save a small tied model, beside stock torch")
     return parser
@@ -160,6 +172,8 @@ def _show(checkpoint: Checkpoint) -> None:
     _show_ties(checkpoint)
     for scheme, (count, size) in _totals(checkpoint).items():
         print(f"{scheme}: {count} tensors, {said_bytes(size)}")
+    for name, what in checkpoint.faults.items():
+        print(f"fault: {name}: {what}")
     files = len(checkpoint.store.files)
     total = sum(checkpoint.nbytes(name) for name in checkpoint.entries)
     print(
@@ -225,6 +239,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": sum(checkpoint.nbytes(name) for name in checkpoint.entries),
         "tensors": tensors,
         "ties": [tie.to_json() for tie in ties_of(checkpoint).values()],
+        "faults": dict(checkpoint.faults),
         "schemes": {
             scheme: {"tensors": count, "bytes": nbytes} for scheme, (count, nbytes) in _totals(checkpoint).items()
         },
@@ -261,6 +276,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         rules={glob: rules[glob] for glob, _ in arguments.rule},
         include=arguments.include,
         exclude=arguments.exclude,
+        format=arguments.format,
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
     )
@@ -272,6 +288,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         arguments.source,
         arguments.target,
         dtype=None if arguments.dtype is None else dtype_from_name(arguments.dtype),
+        format=arguments.format,
+        requantize=arguments.requantize,
         aliases=arguments.aliases,
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from .checkpoint import Checkpoint, view_of
 from .errors import CheckpointError, RuleError, SchemeError
 from .files import HIDDEN, SUFFIX, carry_over, new_folder
-from .formats import Entry, native
+from .formats import Entry, Writable, writable
 from .report import Progress
 from .rules import order_of
 from .save import Aliases
@@ -46,6 +46,7 @@ def quantize_checkpoint(
     rules: Mapping[str, Scheme | str | None] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    format: str = "native",
     max_shard_size: int | str | None = None,
     progress: Progress = None,
 ) -> TransformReport:
@@ -63,13 +64,17 @@ def quantize_checkpoint(
     """
     default = None if scheme is None else resolve(scheme)
     asked = {glob: None if one is None else resolve(one) for glob, one in (rules or {}).items()}
+    written = writable(format)
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
         chosen = _chosen(checkpoint, ties, default, asked, include, exclude)
-        return [_Streamed.of(checkpoint, name, ties.get(name), scheme=chosen.get(name)) for name in checkpoint.entries]
+        return [
+            _Streamed.of(checkpoint, name, ties.get(name), written, scheme=chosen.get(name))
+            for name in checkpoint.entries
+        ]
 
-    return _transform(source, target, groups_of, max_shard_size, progress, "quantize")
+    return _transform(source, target, written, groups_of, max_shard_size, progress, "quantize")
 
 
 def convert_checkpoint(
@@ -77,16 +82,20 @@ def convert_checkpoint(
     target: Path | str,
     *,
     dtype: torch.dtype | None = None,
+    format: str = "native",
+    requantize: Scheme | str | None = None,
     aliases: Aliases = "drop",
     max_shard_size: int | str | None = None,
     progress: Progress = None,
 ) -> TransformReport:
-    """``target`` is the checkpoint ``source`` with other shards, aliases dropped or stored too, floats in ``dtype``.
+    """``target`` is the checkpoint ``source`` in another ``format`` or dtype, in other shards, or with stored aliases.
 
-    Ties, strides and schemes are kept; of a quantized weight ``dtype`` is the compute dtype, and its codes stay. Names
-    that other writers only note as ``alias: owner`` become ties. ``target`` is a ``.safetensors`` file that is not
-    there yet, or a folder that is not there or empty; a folder comes into being whole, by one rename, and also gets
-    what stands beside the tensors of a source folder (``config.json``, the tokenizer). Scratch is one tensor.
+    Ties, strides and schemes are kept; of a quantized weight ``dtype`` is the compute dtype, and its codes stay. What
+    ``format`` has no words for is an error, or, if a scheme is given as ``requantize``, is decoded and encoded in it:
+    then values change, and the report names the weights. Names that other writers only note as ``alias: owner`` become
+    ties. ``target`` is a ``.safetensors`` file that is not there yet, or a folder that is not there or empty; a folder
+    comes into being whole, by one rename, and also gets what stands beside the tensors of a source folder
+    (``config.json``, the tokenizer). Scratch is one tensor.
 
     Raises CheckpointError if ``source`` is damaged, ``target`` is taken, the disk refuses, or ``dtype`` would change
     what is not only values: 8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
@@ -95,19 +104,44 @@ def convert_checkpoint(
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise CheckpointError(f"{dtype_name(dtype)} is no dtype to compute in", name="dtype", fix="Try 'bfloat16'.")
 
+    written = writable(format)
+    fallback = None if requantize is None else resolve(requantize)
+
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
         return [
-            _Streamed.of(checkpoint, name, ties.get(name), dtype=dtype, copy=aliases == "copy")
-            for name in checkpoint.entries
+            _Streamed.of(
+                checkpoint,
+                name,
+                ties.get(name),
+                written,
+                scheme=_other_scheme(entry, name, written, fallback),
+                dtype=dtype,
+                copy=aliases == "copy",
+            )
+            for name, entry in checkpoint.entries.items()
         ]
 
-    return _transform(source, target, groups_of, max_shard_size, progress, "convert")
+    return _transform(source, target, written, groups_of, max_shard_size, progress, "convert")
+
+
+def _other_scheme(entry: Entry, name: str, format: Writable, fallback: Scheme | None) -> Scheme | None:
+    """``fallback`` if ``format`` has no words for the Weight ``name`` as it is; raises SchemeError without one."""
+    if entry.spec is None:
+        return None
+    try:
+        format.layout(name, entry.spec)
+    except SchemeError as error:
+        if fallback is None:
+            raise SchemeError(error.what, name=name, fix=f"{error.fix} Or encode it again: --requantize.") from None
+        return fallback
+    return None
 
 
 def _transform(
     source: Path | str,
     target: Path | str,
+    format: Writable,
     groups_of: Callable[[Checkpoint], list[_Streamed]],
     max_shard_size: int | str | None,
     progress: Progress,
@@ -120,16 +154,18 @@ def _transform(
     if is_file and max_shard_size is not None:
         raise CheckpointError("one file has no shards", name=str(target), fix="Give a folder, or no max_shard_size.")
     with Checkpoint(source) as checkpoint:
+        for name, what in checkpoint.faults.items():
+            raise CheckpointError(what, name=f"{source}: {name}")
         groups = groups_of(checkpoint)
         for alias in checkpoint.copies:
             checkpoint.check_copy(alias)
         if is_file:
-            write_groups(groups, target, progress=progress, verb=verb)
+            write_groups(groups, target, format=format, progress=progress, verb=verb)
         else:
             with new_folder(target) as folder:
-                write_groups(groups, folder, max_shard_size=max_shard_size, progress=progress, verb=verb)
                 if source.suffix != SUFFIX:
                     carry_over(checkpoint.store.folder, folder)
+                write_groups(groups, folder, format=format, max_shard_size=max_shard_size, progress=progress, verb=verb)
         return TransformReport(
             len(checkpoint),
             tuple(group.name for group in groups if group.is_changed),
@@ -169,6 +205,7 @@ class _Streamed(Group):
         checkpoint: Checkpoint,
         name: str,
         tie: Tie | None,
+        format: Writable,
         *,
         scheme: Scheme | None = None,
         dtype: torch.dtype | None = None,
@@ -177,15 +214,15 @@ class _Streamed(Group):
         """``name`` in ``scheme``, or in ``dtype``, or as it is; with ``copy`` its aliases are stored too."""
         entry = checkpoint.entries[name]
         dtype = _dtype(entry, name, tie, dtype)
-        group = _Streamed(name=name, is_changed=scheme is not None or dtype != entry.dtype)
-        given = entry.spec or (WeightSpec.of(entry.shape, entry.dtype, scheme) if scheme else None)
+        group = _Streamed(format, name=name, is_changed=scheme is not None or dtype != entry.dtype)
+        given = WeightSpec.of(entry.shape, entry.dtype, scheme) if scheme else entry.spec
         spec = None if given is None else given.replace(dtype=dtype, tie=None)
         group._add(name, entry.shape, dtype, spec)
         if spec is None and entry.stride != contiguous_stride(entry.shape) and 0 not in entry.shape:
             group.strides[name] = entry.stride
         if tie is not None:
             tie = Tie(tie.names, tuple(_retyped(view, entry.dtype, dtype) for view in tie.views), tie.objects)
-            group.ties.append(tie)
+            group.put_tie(tie)
         stored: list[tuple[str, View | None]] = [(name, None)]
         if copy and tie is not None:
             for alias, view in zip(tie.aliases, tie.views[1:], strict=True):
@@ -199,7 +236,7 @@ class _Streamed(Group):
             whole = _read(checkpoint, name, scheme, dtype)
             for key, view in stored:
                 tensor = whole if view is None else view_of(whole, view)
-                yield from native.pack(key, tensor).items() if isinstance(tensor, Weight) else [(key, tensor)]
+                yield from format.pack(key, tensor).items() if isinstance(tensor, Weight) else [(key, tensor)]
 
         group.made = made
         return group
@@ -207,9 +244,8 @@ class _Streamed(Group):
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, spec: WeightSpec | None) -> None:
         if spec is None:
             self.layout[name] = (dtype, tuple(shape))
-            return
-        self.weights[name] = spec
-        self.layout |= native.layout(name, spec)
+        else:
+            self.put_weight(name, spec)
 
 
 def _dtype(entry: Entry, name: str, tie: Tie | None, dtype: torch.dtype | None) -> torch.dtype:
@@ -242,7 +278,8 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch
     """``name`` in new memory with its own strides, as it is to be written."""
     if scheme is not None:
         try:
-            return Weight.encode(checkpoint.read_briefly(name), scheme)
+            values = checkpoint.read_briefly(name)
+            return Weight.encode(values.dequantize() if isinstance(values, Weight) else values, scheme).to(dtype)
         except SchemeError as error:
             raise error.named(name) from None
     given = checkpoint.read(name)

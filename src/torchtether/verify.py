@@ -58,7 +58,7 @@ def verify_checkpoint(
 
     Opening it checks headers, offsets, sizes, the index and the record. Here the bytes of each stored tensor are
     compared with their checksum where the file has one, stored copies of aliases with their owners, and quantized
-    weights must decode to finite numbers. With ``against`` every name is compared with that checkpoint's: a name on
+    weights must be readable in their format and decode to finite numbers. With ``against`` every name is compared with that checkpoint's: a name on
     one side only, another shape, values that are not the source's in the dtype at hand, and errors beyond the bound of
     the scheme are faults.
 
@@ -73,6 +73,7 @@ def verify_checkpoint(
         total = sum(one.nbytes for one in stored.values())
         with ticking(progress, total, "verify") as tick:
             faults = [fault for key in stored for fault in _wrong_bytes(checkpoint, key, tick)]
+        faults += [(name, f"{path}: {name}: {what}") for name, what in checkpoint.faults.items()]
         faults += _wrong_values(checkpoint, damaged={key for key, _ in faults})
         differences: list[Difference] = []
         words = [what for _, what in faults]

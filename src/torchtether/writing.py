@@ -57,7 +57,7 @@ class Group:
         """``name`` will be stored as a Weight of ``spec``; raises SchemeError if the format has no words for it."""
         if self.format is not native and spec.stride != contiguous_stride(spec.shape):
             raise SchemeError(
-                f"{self.format.name} has no words for a quantized weight of shape {spec.shape} and stride {spec.stride}",
+                f"{self.format.name} has no words for a quantized weight with the strides {spec.stride}",
                 name=name,
                 fix="Save as 'native'.",
             )
@@ -124,7 +124,9 @@ def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: 
     if not is_folder:
         if said:
             raise CheckpointError(
-                f"{format.name} needs {' and '.join(sorted(said))} beside the tensors", name=str(folder), fix="Give a folder."
+                f"{format.name} needs {' and '.join(sorted(said))} beside the tensors",
+                name=str(folder),
+                fix="Give a folder.",
             )
         return {}
     there = read_beside(folder)

@@ -18,6 +18,7 @@ from .pickled import PICKLED, PickledFile
 from .reader import TensorFile, Tick, no_tick
 from .record import KEY, Record, parse_record
 
+
 class Store:
     """The open files of a checkpoint, checked against each other; keys are those that are stored, nothing is resolved.
 
