@@ -307,6 +307,7 @@ def test_the_first_rule_that_matches_wins_and_scheme_takes_the_rest(source, tmp_
         "table": tt.int8(),
         "pos_emb.weight": tt.nf4(),
     }
+    assert made("h", "--scheme", "int8", "--include", "mid.weight", "--rule", "mid.w*=nf4") == {"mid.weight": tt.nf4()}
     assert made("g", "--rule", "mid.w*=int4", "--rule", "mid.w*=int8") == {"mid.weight": tt.int4()}
 
 
