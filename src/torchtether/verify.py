@@ -58,9 +58,9 @@ def verify_checkpoint(
 
     Opening it checks headers, offsets, sizes, the index and the record. Here the bytes of each stored tensor are
     compared with their checksum where the file has one, stored copies of aliases with their owners, and quantized
-    weights must be readable in their format and decode to finite numbers. With ``against`` every name is compared with that checkpoint's: a name on
-    one side only, another shape, values that are not the source's in the dtype at hand, and errors beyond the bound of
-    the scheme are faults.
+    weights must be readable in their format and decode to finite numbers. With ``against`` every name is compared with
+    that checkpoint's: a name on one side only, another shape, values that are not the source's in the dtype at hand,
+    and errors beyond the bound of the scheme are faults.
 
     Scratch is small beside a large tensor that is plain, and the parts of one that is quantized. A whole tensor is
     taken into memory only where its values cannot be had one after the other: where the other checkpoint has it turned,

@@ -49,7 +49,7 @@ def test_inspect_gives_json_with_stable_keys(tmp_path, capsys):
     tt.save(model, tmp_path)
     assert main(["inspect", "--json", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"path", "format", "files", "bytes", "tensors", "ties", "schemes"}
+    assert set(found) == {"path", "format", "files", "bytes", "tensors", "ties", "faults", "schemes"}
     assert found["tensors"]["mid.weight"] == {
         "dtype": "float32",
         "shape": [8, 8],
