@@ -1,0 +1,165 @@
+"""Saving and converting in formats of others: their tensors, their words in config.json, and nothing silently lost."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import torchtether as tt
+from tests.formats.files import random, write
+from torchtether.cli import main
+from torchtether.formats import WRITABLE, native
+
+FOREIGN = [format.name for format in WRITABLE if format is not native]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(40, 64)
+        self.mid = nn.Linear(64, 32)
+        self.head = nn.Linear(64, 40, bias=False)
+        self.head.weight = self.emb.weight
+
+
+def _model():
+    torch.manual_seed(0)
+    return Tied()
+
+
+def _config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def _decoded(folder):
+    with tt.open(folder) as checkpoint:
+        read = {name: checkpoint[name] for name in checkpoint}
+    return {n: t.dequantize() if isinstance(t, tt.Weight) else t for n, t in read.items()}
+
+
+def test_bitsandbytes_by_save(tmp_path):
+    model = _model()
+    tt.quantize(model, {"head.weight": tt.nf4(), "mid.weight": tt.nf4()})
+    write(tmp_path, {}, {"quant_method": "gptq", "bits": 4}, config={"model_type": "mine"})
+    tt.save(model, tmp_path, format="bitsandbytes")
+    config = _config(tmp_path)
+    assert config["model_type"] == "mine"
+    assert config["quantization_config"]["quant_method"] == "bitsandbytes"
+    with tt.open(tmp_path) as checkpoint:
+        assert checkpoint.format == "bitsandbytes"
+        assert checkpoint.ties[0].names == ("emb.weight", "head.weight")
+    with tt.on_meta():
+        back = Tied()
+    tt.load(back, tmp_path)
+    assert back.head.weight is back.emb.weight
+    for name, parameter in model.named_parameters():
+        again = back.get_parameter(name)
+        if isinstance(parameter, tt.Weight):
+            parameter, again = parameter.dequantize(), again.dequantize()
+        assert torch.equal(parameter, again)
+
+
+def test_a_native_save_takes_back_what_another_format_said(tmp_path):
+    write(tmp_path, {}, {"quant_method": "gptq", "bits": 4}, config={"model_type": "mine", "text_config": {"a": 1}})
+    tt.save(_model(), tmp_path)
+    assert _config(tmp_path) == {"model_type": "mine", "text_config": {"a": 1}}
+
+
+def test_a_native_save_leaves_a_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"b": 1,   "a": 2}')
+    tt.save(_model(), tmp_path)
+    assert (tmp_path / "config.json").read_text() == '{"b": 1,   "a": 2}'
+
+
+@pytest.mark.parametrize("format", [name for name in FOREIGN if name != "gguf"])
+def test_needs_a_folder(tmp_path, format):
+    model = _model()
+    tt.quantize(model, {"mid.weight": tt.nf4() if format == "bitsandbytes" else tt.int8()})
+    with pytest.raises(tt.CheckpointError, match="Give a folder"):
+        tt.save(model, tmp_path / "model.safetensors", format=format)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", FOREIGN)
+def test_views_have_no_words(tmp_path, format):
+    model = _model()
+    model.turned = nn.Parameter(model.mid.weight.detach().t())
+    target = tmp_path / ("x.gguf" if format == "gguf" else "")
+    with pytest.raises(tt.TieError, match="no words for views"):
+        tt.save(model, target, format=format)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", FOREIGN)
+def test_schemes_without_words(tmp_path, format):
+    model = _model()
+    tt.quantize(model, {"mid.weight": tt.Codebook((-1.0, 0.0, 1.0))})
+    target = tmp_path / ("x.gguf" if format == "gguf" else "")
+    with pytest.raises(tt.SchemeError, match=r"mid\.weight: "):
+        tt.save(model, target, format=format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_formats(tmp_path):
+    with pytest.raises(tt.CheckpointError, match="unknown format 'x', written are 'native'"):
+        tt.save(_model(), tmp_path, format="x")
+    with pytest.raises(tt.CheckpointError, match="'fp8' is read and not written"):
+        tt.save(_model(), tmp_path, format="fp8")
+
+
+def test_convert_between_formats(tmp_path, capsys):
+    """From bitsandbytes to our own and back: the same codes; what is beside is carried over and restated."""
+    model = _model()
+    tt.quantize(model, {"head.weight": tt.nf4(double_quant=True), "mid.weight": tt.nf4(double_quant=True)})
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    tt.save(model, one, format="bitsandbytes")
+    (one / "config.json").write_text(json.dumps({**_config(one), "model_type": "mine"}))
+    (one / "quantize_config.json").write_text("{}")
+    assert main(["convert", str(one), str(two)]) == 0
+    assert _config(two) == {"model_type": "mine"}
+    assert not (two / "quantize_config.json").exists()
+    with tt.open(two) as checkpoint:
+        assert checkpoint.format == "native"
+    assert main(["convert", str(two), str(three), "--format", "bitsandbytes"]) == 0
+    assert _config(three) == _config(one)
+    first, third = _decoded(one), _decoded(three)
+    assert first.keys() == third.keys()
+    assert all(torch.equal(first[name], third[name]) for name in first)
+    assert main(["verify", str(three), "--against", str(one)]) == 0
+
+
+def test_requantize_is_explicit(tmp_path, capsys):
+    model = _model()
+    tt.quantize(model, {"mid.weight": tt.int8()})
+    tt.save(model, tmp_path / "one")
+    command = ["convert", str(tmp_path / "one"), str(tmp_path / "two"), "--format", "bitsandbytes"]
+    assert main(command) == 1
+    assert "--requantize" in capsys.readouterr().err
+    assert not (tmp_path / "two").exists()
+    assert main([*command, "--requantize", "nf4", "--dtype", "bfloat16"]) == 0
+    assert "1 of" not in capsys.readouterr().err
+    with tt.open(tmp_path / "two") as checkpoint:
+        again = checkpoint["mid.weight"]
+    wanted = tt.Weight.encode(model.mid.weight.dequantize(), tt.nf4()).to(torch.bfloat16)
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again.dequantize(), wanted.dequantize())
+
+
+def test_quantize_into_a_format(tmp_path):
+    tt.save({"m.weight": random(64, 64), "m.bias": random(64)}, tmp_path / "one")
+    command = ["quantize", str(tmp_path / "one"), str(tmp_path / "two"), "--scheme", "nf4", "--format", "bitsandbytes"]
+    assert main(command) == 0
+    with tt.open(tmp_path / "two") as checkpoint:
+        assert checkpoint.format == "bitsandbytes"
+        assert torch.equal(checkpoint["m.weight"].dequantize(), tt.Weight.encode(random(64, 64), tt.nf4()).dequantize())
+
+
+def test_faults_of_a_source(tmp_path, capsys):
+    folder = write(tmp_path / "one", {"m.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn)}, {"quant_method": "fp8"})
+    assert main(["convert", str(folder), str(tmp_path / "two")]) == 1
+    assert "m.weight: it is torch.float8_e4m3fn and has no scale" in capsys.readouterr().err
+    assert not (tmp_path / "two").exists()
+    assert main(["verify", str(folder)]) == 1
+    assert main(["inspect", str(folder)]) == 0
+    assert "fault: m.weight" in capsys.readouterr().out
