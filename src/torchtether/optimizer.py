@@ -18,6 +18,9 @@ Journal = list[Callable[[], None]]
 
 _SHOWN = 5
 
+_NUMBERS = {"step", "mu_product", "mu", "eta"}
+"""What torch's optimizers count per parameter: of rank 0, and not of the parameter's dtype even if that has rank 0."""
+
 
 def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     """The optimizers meant by one, several or none."""
@@ -112,9 +115,9 @@ class Change:
 def follow(optimizer: Optimizers, changed: Iterable[Change], journal: Journal | None = None) -> None:
     """State tensors are on their parameter's device, and in its dtype where they had its old one.
 
-    A state tensor changes dtype if it has a dimension and had the parameter's old float dtype: so moments follow, and
-    float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU, unless the optimizer is fused
-    or capturable.  State on ``meta`` has no values; it is dropped, and the next step makes it again.
+    A state tensor changes dtype if it had the parameter's old float dtype and is no step counter or the like: so
+    moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU, unless the
+    optimizer is fused or capturable.  State on ``meta`` has no values; it is dropped, and the next step makes it again.
 
     Every entry of ``journal`` restores one state tensor.
     """
@@ -142,7 +145,8 @@ def _follow_one(
         del optimizer.state[change.held]
         return
     for key, old in list(state.items()):
-        new = _followed(old, change, steps_move)
+        is_number = key in _NUMBERS or change.held.dim() > 0  # which means something for rank 0 only
+        new = _followed(old, change, steps_move, is_number)
         if new is not old:
             if journal is not None:
                 journal.append(lambda key=key, old=old: state.__setitem__(key, old))  # type: ignore[misc]
@@ -150,19 +154,20 @@ def _follow_one(
             del old, new  # one state tensor above stock, not two
 
 
-def _followed(value: Any, change: Change, steps_move: bool) -> Any:
+def _followed(value: Any, change: Change, steps_move: bool, is_number: bool) -> Any:
     if isinstance(value, Tensor):
         dtype, device = value.dtype, value.device
+        is_number = is_number and value.dim() == 0
         both = change.dtype.is_floating_point and change.held.dtype.is_floating_point
-        if both and value.dim() > 0 and dtype == change.dtype:
+        if both and not is_number and dtype == change.dtype:
             dtype = change.held.dtype
-        if device == change.device and (value.dim() > 0 or steps_move or device.type != "cpu"):
+        if device == change.device and (not is_number or steps_move or device.type != "cpu"):
             device = change.held.device
         return value if (dtype, device) == (value.dtype, value.device) else value.detach().to(device, dtype)
     if isinstance(value, list):
-        made = [_followed(item, change, steps_move) for item in value]
+        made = [_followed(item, change, steps_move, is_number) for item in value]
         return made if any(new is not old for new, old in zip(made, value, strict=True)) else value
     if isinstance(value, dict):
-        mapped = {key: _followed(item, change, steps_move) for key, item in value.items()}
+        mapped = {key: _followed(item, change, steps_move, is_number) for key, item in value.items()}
         return mapped if any(mapped[key] is not value[key] for key in value) else value
     return value

@@ -82,6 +82,31 @@ def test_steps_stay_where_they_were_unless_fused(optimizer):
             assert state["step"].is_meta == (optimizer == "adamw_fused")
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "Adagrad", "RMSprop", "Rprop"])
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("where", [{"dtype": torch.bfloat16}, {"device": "meta"}], ids=["dtype", "device"])
+def test_moments_of_a_scalar_parameter_follow_and_numbers_stay(kind, shape, where):
+    """Such as the temperature of CLIP: its moments have rank 0, as step counters have."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.full(shape, 2.0))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    model.scale.square().sum().backward()
+    optimizer.step()
+    before = dict(optimizer.state[model.scale])
+    convert(model, **where, optimizer=optimizer)
+    numbers = {"step", "mu_product", "mu", "eta"}
+    for key, value in optimizer.state[model.scale].items():
+        if key in numbers:
+            assert value is before[key]
+        else:
+            assert (value.dtype, value.device) == (model.scale.dtype, model.scale.device), key
+    assert set(before) - numbers
+    if "device" in where:
+        return  # not every optimizer can take a step on meta
+    model.scale.grad = torch.ones_like(model.scale)
+    optimizer.step()
+
+
 def test_nested_state_follows():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
