@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ._storage import blocks_of
 from .checkpoint import view_of
 from .errors import CheckpointError, TieError
-from .files import HIDDEN, check_writable
+from .files import CODES, HIDDEN, check_writable
 from .formats import Writable, writable
 from .report import Progress
 from .spec import Tie, View, contiguous_stride
@@ -110,6 +111,8 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise CheckpointError("a tensor needs a name that is not empty", name=repr(name))
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"a {type(tensor).__name__} is not a tensor", name=name, fix="Leave it out.")
+        if is_lazy(tensor):
+            raise CheckpointError("it is lazy and has no values yet", name=name, fix="Run the model once, then save.")
         if tensor.is_meta:
             raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
         if name.startswith(HIDDEN):
@@ -139,6 +142,7 @@ def _group(
     if tie is None:
         group.add(component.names[0], component.members[0].tensor)
         return group
+    _check_recordable(component)
     if _is_whole(component, tie.owner, named):
         group.add(tie.owner, named[tie.owner])
     else:
@@ -153,6 +157,24 @@ def _group(
             group.strides.pop(alias, None)
             group.copies.add(alias)
     return group
+
+
+def _check_recordable(component: Component) -> None:
+    """Raises TieError, naming it, if a member is a view that no record can hold, because readers would refuse it."""
+    for member in component.members if component.nbytes else ():
+        name = member.names[0]
+        others = [other for other in component.names if other not in member.names]
+        if others and member.view.overlaps_itself:
+            size, stride = member.view.size, member.view.stride
+            raise TieError(
+                f"it shares memory with {others[0]}, and with size {size} and stride {stride} it overlaps itself",
+                name=name,
+                fix=f"Call tt.untie(model, {name!r}), or save a contiguous copy.",
+            )
+        if member.view.dtype not in CODES:
+            raise CheckpointError(
+                f"safetensors has no dtype for {member.view.dtype}", name=name, fix="Convert the tensor first."
+            )
 
 
 def _is_whole(component: Component, owner: str, named: Mapping[str, Tensor]) -> bool:

@@ -25,6 +25,19 @@ class View:
     stride: Shape
     offset: int = 0
 
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether two of its elements may share memory: not if each stride steps over all that smaller ones reach.
+
+        Of such views a small file could make a large tensor, and writing to one element would change another.
+        """
+        reach = 1
+        for jump, size in sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n > 1):
+            if jump < reach:
+                return True
+            reach = jump * (size - 1) + reach
+        return False
+
     def to_json(self) -> dict[str, Any]:
         return {
             "dtype": dtype_name(self.dtype),
