@@ -13,11 +13,12 @@ import torch
 from ..errors import CheckpointError
 from ..schemes import Shape
 from .dtypes import CODES, DTYPES, WITHOUT_TORCH
-from .strict_json import is_count, parse_object
+from .strict_json import VALUES, is_count, parse_object, said
 
 HEADER_LIMIT = 100_000_000  # bytes; the reference reader and writer refuse more
 _METADATA = "__metadata__"
 _RANK_LIMIT = 64  # torch's own
+_TENSOR_LIMIT = VALUES // 8  # a tensor of rank 2 takes eight values
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,13 @@ def _stored(entry: Any, first: int, *, where: str) -> tuple[Stored, int]:
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         known = "a dtype that torch does not have" if code in WITHOUT_TORCH else "no dtype of the format"
-        raise CheckpointError(f"it has dtype {code!r}, {known}", name=where)
+        raise CheckpointError(f"it has dtype {said(code)}, {known}", name=where)
     if not isinstance(shape, list) or len(shape) > _RANK_LIMIT or not all(is_count(n) for n in shape):
-        raise CheckpointError(f"it has the bad shape {str(shape)[:80]}", name=where)
+        raise CheckpointError(f"it has the bad shape {said(shape)}", name=where)
     if math.prod(max(n, 1) for n in shape) >= 2**60:  # also with a 0 in it, torch computes strides in 64 bits
         raise CheckpointError(f"it has the impossible shape {shape}", name=where)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_count(n) for n in offsets):
-        raise CheckpointError(f"it has the bad data_offsets {str(offsets)[:80]}", name=where)
+        raise CheckpointError(f"it has the bad data_offsets {said(offsets)}", name=where)
     if code == "F4":
         if not shape or shape[-1] % 2:
             raise CheckpointError(f"it is F4 with shape {shape}, whose last size must be even", name=where)
@@ -106,6 +107,10 @@ def format_header(
     The same arguments give the same bytes: metadata sorted by key, tensors by item size (largest first, which keeps
     every one aligned) and then by name. Raises CheckpointError for what the format cannot hold.
     """
+    if len(tensors) > _TENSOR_LIMIT:
+        raise CheckpointError(
+            f"{len(tensors)} tensors in one file are more than {_TENSOR_LIMIT}", name=name, fix="Save in shards."
+        )
     for key, (dtype, _) in tensors.items():
         if dtype not in CODES:
             raise CheckpointError(f"safetensors has no dtype for {dtype}", name=key, fix="Convert the tensor first.")

@@ -27,12 +27,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ..errors import CheckpointError, TetherError
 from ..schemes import Shape
 from ..spec import Tie, View, WeightSpec, contiguous_stride
 from .dtypes import CODES
 from .header import Stored
-from .strict_json import is_count, parse_object
+from .strict_json import check_length, is_count, parse_object, said
 
 KEY = "torchtether"
 HIDDEN = "torchtether.storage."
@@ -113,8 +115,8 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
     found = parse_object(text, name=name, what="torchtether record", floats=True)
     if found.get("v") != 1 or not found.keys() <= _FIELDS:
         raise CheckpointError(
-            f"the record has version {found.get('v')!r} and fields {', '.join(sorted(found))[:80]}, this package reads"
-            " version 1",
+            f"the record has version {said(found.get('v'))} and fields {', '.join(sorted(found))[:80]}, this package"
+            " reads version 1",
             name=name,
             fix="Upgrade torchtether.",
         )
@@ -148,19 +150,16 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
         raise CheckpointError("it is recorded as a weight and stored as a tensor", name=where)
     try:
         spec = WeightSpec.from_json({name: value for name, value in entry.items() if name != "parts"})
-        is_plain = spec.stride == contiguous_stride(spec.shape)
-        if not is_plain and not _is_dense(spec.shape, spec.stride):
-            raise CheckpointError(f"shape {spec.shape} does not go with stride {spec.stride}")
-        layout = {
-            name: (part.dtype or spec.dtype, tuple(part.shape)) for name, part in spec.scheme.layout(spec.base).items()
-        }
+        layout = layout_of(spec)
     except TetherError as error:
-        raise CheckpointError(f"the weight record cannot be: {error}", name=where) from None
+        raise CheckpointError(f"the weight record cannot be: {str(error)[:200]}", name=where) from None
     except Exception as error:  # a scheme, perhaps not ours, was given fields of the wrong type
-        raise CheckpointError(f"the weight record cannot be: {type(error).__name__}: {error}", name=where) from None
+        raise CheckpointError(
+            f"the weight record cannot be: {type(error).__name__}: {str(error)[:200]}", name=where
+        ) from None
     if not spec.dtype.is_floating_point or list(layout) != entry["parts"]:
         raise CheckpointError(
-            f"the weight record names parts {entry['parts']}, {spec.scheme} has {list(layout)}", name=where
+            f"the weight record names parts {said(entry['parts'])}, {spec.scheme} has {list(layout)}", name=where
         )
     for part, (dtype, shape) in layout.items():
         found = stored.get(part_key(key, part))
@@ -173,6 +172,17 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
     return spec
 
 
+def layout_of(spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
+    """The dtype and shape of each part of a Weight of ``spec``, in order.
+
+    Raises CheckpointError if its strides do not go with its shape, and what a scheme raises for fields that cannot be.
+    """
+    if spec.stride != contiguous_stride(spec.shape) and not _is_dense(spec.shape, spec.stride):
+        raise CheckpointError(f"shape {spec.shape} does not go with stride {spec.stride}")
+    parts = spec.scheme.layout(spec.base)
+    return {name: (part.dtype or spec.dtype, tuple(part.shape)) for name, part in parts.items()}
+
+
 # -- strides ----------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +191,7 @@ def _strides(entry: Any, stored: Stored | None, *, where: str) -> Shape:
         raise CheckpointError("its strides are recorded, it is not stored", name=where)
     fits = isinstance(entry, list) and len(entry) == len(stored.shape) and all(is_count(n) for n in entry)
     if not fits or not _is_dense(stored.shape, tuple(entry)):
-        raise CheckpointError(f"strides {str(entry)[:80]} do not lay out shape {stored.shape} densely", name=where)
+        raise CheckpointError(f"strides {said(entry)} do not lay out shape {stored.shape} densely", name=where)
     return tuple(entry)
 
 
@@ -215,9 +225,9 @@ def _ties(entries: list[Any], name: str) -> tuple[Tie, ...]:
     try:
         return tuple(Tie.from_json(entry) for entry in entries)
     except TetherError as error:
-        raise CheckpointError(f"a tie record cannot be: {error}", name=name) from None
+        raise CheckpointError(f"a tie record cannot be: {str(error)[:200]}", name=name) from None
     except TypeError as error:
-        raise CheckpointError(f"a tie record cannot be: {error}", name=name) from None
+        raise CheckpointError(f"a tie record cannot be: {str(error)[:200]}", name=name) from None
 
 
 def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], name: str) -> None:
@@ -237,6 +247,7 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
             if alias in seen:
                 raise CheckpointError("two ties name it", name=what)
             seen.add(alias)
+            check_length(alias, name=name)
             if alias == tie.owner:
                 continue
             if alias in copies:

@@ -1,19 +1,37 @@
-"""JSON from strangers, read strictly: no duplicate keys, no floats, no NaN, no bottomless nesting."""
+"""JSON from strangers, read strictly: no duplicate keys, no floats, no NaN, and nothing without bounds."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from reprlib import Repr
 from typing import Any, NoReturn
+
+import numpy as np
 
 from ..errors import CheckpointError
 
+VALUES = 2**22
+"""Numbers, strings, lists and objects in one text: half a million tensors. Each takes Python some hundred bytes."""
 
-def parse_object(text: bytes | str, *, name: str, what: str, floats: bool = False) -> dict[str, Any]:
+_DEPTH = 32
+_NAME_LIMIT = 2**16  # characters of a key; every error about it repeats them
+_PIECE = 2**20
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlist = _SHORT.maxtuple = 10
+_HALVES = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_object(
+    text: bytes | str, *, name: str, what: str, floats: bool = False, values: int = VALUES
+) -> dict[str, Any]:
     """The JSON object in ``text``; ``name`` is the file and ``what`` the place in it that an error is about.
 
     Raises CheckpointError for anything but one object in UTF-8 with unique keys; for fractions unless ``floats``;
-    for NaN and infinities always.
+    for NaN and infinities always; and, before it is parsed, for more than ``values`` values.
 
     >>> parse_object('{"a": [1, null]}', name="f", what="header")
     {'a': [1, None]}
@@ -24,7 +42,8 @@ def parse_object(text: bytes | str, *, name: str, what: str, floats: bool = Fals
         if len(made) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"the {what} holds the key {twice!r} twice", name=name)
+            raise CheckpointError(f"the {what} holds the key {said(twice)} twice", name=name)
+        check_length(max(made, key=len, default=""), name=name)
         return made
 
     def refuse(word: str) -> NoReturn:
@@ -34,14 +53,19 @@ def parse_object(text: bytes | str, *, name: str, what: str, floats: bool = Fals
         return float(word) if math.isfinite(float(word)) else refuse(word)
 
     try:
+        _check_extent(text if isinstance(text, bytes) else text.encode(), values, name=name, what=what)
         words = text.decode("utf-8") if isinstance(text, bytes) else text
         found = json.loads(
             words, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite if floats else refuse
         )
+        if _HALVES.search(words):  # an escape can spell half a character, which nobody can print
+            json.dumps(found, ensure_ascii=False).encode()
     except CheckpointError:
         raise
     except UnicodeDecodeError as error:
         raise CheckpointError(f"the {what} is not UTF-8: {error.reason} at byte {error.start}", name=name) from None
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the {what} holds text that is not Unicode: {error.reason}", name=name) from None
     except RecursionError:
         raise CheckpointError(f"the {what} is nested too deeply", name=name) from None
     except ValueError as error:  # a syntax error, or an integer of thousands of digits
@@ -49,6 +73,45 @@ def parse_object(text: bytes | str, *, name: str, what: str, floats: bool = Fals
     if not isinstance(found, dict):
         raise CheckpointError(f"the {what} is a {type(found).__name__}, not an object", name=name)
     return found
+
+
+def _check_extent(text: bytes, limit: int, *, name: str, what: str) -> None:
+    """Counts values and depth without making any: a list takes two bytes in a file and sixty in memory.
+
+    What follows a syntax error may be counted wrongly; the parser stops before it.
+    """
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # so that every quote begins or ends a string
+    values = depth = is_inside = 0
+    for at in range(0, len(text), _PIECE):
+        piece = np.frombuffer(text, np.uint8, min(_PIECE, len(text) - at), at)
+        inside = np.bitwise_xor.accumulate((piece == ord('"')).view(np.uint8)) ^ is_inside
+        is_inside = int(inside[-1])
+        outside = piece[inside == 0]
+        opens = (outside == ord("{")) | (outside == ord("["))
+        levels = depth + np.cumsum(opens.astype(np.int32) - ((outside == ord("}")) | (outside == ord("]"))))
+        values += int(opens.sum()) + int((outside == ord(",")).sum())
+        if len(levels):
+            depth = int(levels[-1])
+            if levels.max() > _DEPTH:
+                raise CheckpointError(f"the {what} is nested too deeply", name=name)
+        if values > limit:
+            raise CheckpointError(f"the {what} holds more than {limit} values", name=name)
+
+
+def check_length(key: str, *, name: str) -> None:
+    """Raises CheckpointError if ``key``, which the file ``name`` holds, is no name but a way to fill memory."""
+    if len(key) > _NAME_LIMIT:
+        raise CheckpointError(f"{said(key)} has {len(key)} characters, more than {_NAME_LIMIT}", name=name)
+
+
+def said(value: Any) -> str:
+    """``value`` as an error shows it: of what is long only a part.
+
+    >>> said("a"), len(said("x" * 1000))
+    ("'a'", 80)
+    """
+    return _SHORT.repr(value)
 
 
 def is_count(value: Any) -> bool:

@@ -1,0 +1,121 @@
+"""Files that ask for memory, or for time: refused or read in a small multiple of their own size, in a process apart."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torchtether as tt
+from torchtether.files import KEY
+from torchtether.files.strict_json import VALUES, parse_object
+
+_MB = 2**20
+_ROOM = 60 * _MB  # what the first opening of any file takes, modules and all
+
+_OPEN = """
+import sys, torchtether as tt
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+before = peak()
+try:
+    with tt.open(sys.argv[1]) as checkpoint:
+        said = repr(checkpoint)
+except tt.CheckpointError as error:
+    said = str(error)
+print(peak() - before, said[:1000])
+"""
+
+
+def file(header, data=b""):
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def with_record(record):
+    entries = {"__metadata__": {KEY: record.decode()}, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    return file(json.dumps(entries).encode(), b"\0")
+
+
+def many(unit, count):
+    return b"{" + b",".join(unit % i for i in range(count)) + b"}"
+
+
+FILES = {
+    "deep objects": (lambda size: file(b'{"a":' * (size // 5)), "nested too deeply"),
+    "deep lists": (lambda size: file(b'{"a":' + b"[" * size), "nested too deeply"),
+    "one string": (lambda size: file(b'{"__metadata__":{"a":"%s"}}' % (b"x" * size)), "0 tensors"),
+    "wide": (lambda size: file(b'{"__metadata__":{"a":"%s"}}' % (b"x" * size + "\U0001f600".encode())), "0 tensors"),
+    "one key": (lambda size: file(b'{"%s":{}}' % (b"x" * size)), "characters, more than 65536"),
+    "escapes": (lambda size: file(b'{"a\\\\":"%s"}' % (b"\\u0041" * (size // 6))), "the entry needs dtype"),
+    "keys": (lambda size: file(many(b'"%x":{}', size // 14)), f"more than {VALUES} values"),
+    "metadata": (lambda size: file(b'{"__metadata__":%s}' % many(b'"%x":""', size // 14)), f"more than {VALUES} v"),
+    "lists": (lambda size: file(b'{"a":[' + b"[]," * (size // 3) + b"[]]}"), f"more than {VALUES} values"),
+    "numbers": (lambda size: file(b'{"a":[' + b"999," * (size // 4) + b"1]}"), f"more than {VALUES} values"),
+    "one number": (lambda size: file(b'{"a":' + b"9" * size + b"}"), "not JSON"),
+    "spaces": (lambda size: file(b"{" + b" " * size + b"}"), "0 tensors"),
+    "tensors": (
+        lambda size: file(many(b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}', size // 56)),
+        f"more than {VALUES} values",
+    ),
+    "record of lists": (lambda size: with_record(b'{"v":1,"ties":[' + b"[]," * (5 * _MB) + b"[]]}"), "values"),
+    "record, deep": (lambda size: with_record(b"[" * (15 * _MB)), "nested too deeply"),
+    "record, large": (lambda size: with_record(b'"' + b"x" * (17 * _MB) + b'"'), "more than 16777216"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize("kind", FILES)
+def test_a_header_of_95_megabytes_takes_a_small_multiple_of_its_size(tmp_path, kind):
+    """At most ten times: the bytes, the text (four bytes a character if one is rare), and what it says."""
+    make, what = FILES[kind]
+    data = make(95 * 10**6)
+    (tmp_path / "x.safetensors").write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN, str(tmp_path / "x.safetensors")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    peak, said = done.stdout.split(" ", 1)
+    assert what in said
+    assert int(peak) < 10 * len(data) + _ROOM
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_same_files_when_small(tmp_path, kind):
+    make, _ = FILES[kind]
+    (tmp_path / "x.safetensors").write_bytes(make(20_000))
+    try:
+        tt.open(tmp_path / "x.safetensors").close()
+    except tt.CheckpointError as error:
+        assert len(str(error)) < 2**16 + 1000
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [('{"a": 1}', 1), ('{"a,[{": "\\",[{\\\\"}', 1), ('{"a": [[], {}, "x"], "b": 2}', 7), ("{}", 1)],
+)
+def test_values_are_counted_outside_of_strings(text, count):
+    parse_object(text, name="f", what="text", values=count)
+    if count > 1:
+        with pytest.raises(tt.CheckpointError, match=f"f: the text holds more than {count - 1} values"):
+            parse_object(text, name="f", what="text", values=count - 1)
+
+
+def test_half_a_character_is_not_text(tmp_path):
+    """An escape can spell it, and whoever prints such a name fails."""
+    whole = json.dumps({"\U0001f600": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(file(whole))
+    with tt.open(tmp_path / "x.safetensors") as checkpoint:
+        assert list(checkpoint) == ["\U0001f600"]
+    (tmp_path / "x.safetensors").write_bytes(file(whole.replace(b"\\ud83d", b"")))
+    with pytest.raises(tt.CheckpointError, match="the header holds text that is not Unicode"):
+        tt.open(tmp_path / "x.safetensors")
+
+
+def test_what_cannot_be_read_back_is_not_written(tmp_path):
+    tensors = dict.fromkeys(map(str, range(VALUES // 8 + 1)), torch.ones(1))
+    with pytest.raises(tt.CheckpointError, match="tensors in one file are more than 524288. Save in shards"):
+        tt.files.writer.format_header({k: (t.dtype, (1,)) for k, t in tensors.items()}, {}, name="x")
