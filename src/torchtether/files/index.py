@@ -10,15 +10,23 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .header import HEADER_LIMIT
-from .strict_json import parse_object
+from .strict_json import parse_object, said
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
+PICKLED = (".pt", ".pth", ".bin")
+"""How the names of files by ``torch.save`` end."""
+
+_PICKLED_STEM = "pytorch_model"
+"""What transformers calls them in a folder, with ``.bin`` or ``.bin.index.json``; others there are other things."""
+
+_VALUES = 2**20  # names; each takes some three hundred bytes
+
 
 @dataclass(frozen=True)
 class Index:
-    """What ``model.safetensors.index.json`` says: in which file, beside it, each tensor is."""
+    """What ``model.safetensors.index.json``, or ``pytorch_model.bin.index.json``, says: where each tensor is."""
 
     path: Path
     weight_map: Mapping[str, str]
@@ -31,7 +39,9 @@ class Index:
 
 
 def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
-    """The safetensors files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
+    """The files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
+
+    In a folder safetensors files go before ``pytorch_model.bin``, as in transformers, which writes either.
 
     Raises CheckpointError if there is none, or if it is not clear which of several is meant.
     """
@@ -60,9 +70,21 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
         return index.files, index
     if single in files:
         return (single,), None
-    if not files:
-        raise CheckpointError("the folder holds no safetensors file", name=str(folder))
-    return tuple(files), None
+    if files:
+        return tuple(files), None
+    pickled, index_of_pickled = folder / f"{_PICKLED_STEM}.bin", folder / f"{_PICKLED_STEM}.bin.index.json"
+    if pickled.is_file() and index_of_pickled.is_file():
+        raise CheckpointError(
+            f"the folder holds several checkpoints: {pickled.name}, {index_of_pickled.name}",
+            name=str(folder),
+            fix="Give the path of one.",
+        )
+    if index_of_pickled.is_file():
+        index = read_index(index_of_pickled)
+        return index.files, index
+    if pickled.is_file():
+        return (pickled,), None
+    raise CheckpointError(f"the folder holds no safetensors file, and no {pickled.name}", name=str(folder))
 
 
 def read_index(path: Path) -> Index:
@@ -71,18 +93,16 @@ def read_index(path: Path) -> Index:
     try:
         if path.stat().st_size > HEADER_LIMIT:
             raise CheckpointError(f"the index has more than {HEADER_LIMIT} bytes", name=name)
-        found = parse_object(path.read_bytes(), name=name, what="index", floats=True)
+        found = parse_object(path.read_bytes(), name=name, what="index", floats=True, values=_VALUES)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", name=name) from None
     weight_map, metadata = found.get("weight_map"), found.get("metadata") or {}
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
-        raise CheckpointError(
-            "the index needs an object weight_map", name=name, fix="Is it an index of safetensors files?"
-        )
+        raise CheckpointError("the index needs an object weight_map", name=name, fix="Is it the index of a checkpoint?")
     for key, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file):
             raise CheckpointError(
-                f"the index puts it in {file!r}, which is not a file beside the index", name=f"{name}: {key}"
+                f"the index puts it in {said(file)}, which is not a file beside the index", name=f"{name}: {key}"
             )
     index = Index(path, weight_map, metadata)
     for file in index.files:
@@ -94,7 +114,9 @@ def read_index(path: Path) -> Index:
 
 
 def _is_plain_name(name: str) -> bool:
-    return bool(name) and name not in {".", ".."} and not set(name) & set("/\\:\0") and name.endswith(SUFFIX)
+    return (
+        bool(name) and name not in {".", ".."} and not set(name) & set("/\\:\0") and name.endswith((SUFFIX, *PICKLED))
+    )
 
 
 def format_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:

@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, TieError
-from ..spec import Tie, View
+from ..errors import CheckpointError, TetherError, TieError
+from ..spec import Tie, View, WeightSpec
 from ..ties import Component, find_components, tie_of
+from ..weight import Weight
 from .header import Header, Stored
+from .pickle_calls import check_calls
 from .reader import TensorFile
-from .record import HIDDEN, Record
+from .record import HIDDEN, Record, layout_of, part_key
 
-PICKLED = (".pt", ".pth", ".bin")
-"""How the names of such files end."""
+NESTED = ("state_dict", "model_state_dict", "model", "module")
+"""Where the checkpoint of a training keeps the state dict of its model: Lightning, PyTorch's tutorials, DeepSpeed."""
+
+_ALONE = "Save model.state_dict() alone."
 
 
 class PickledFile(TensorFile):
@@ -26,7 +30,14 @@ class PickledFile(TensorFile):
 
     The pickle is read with ``weights_only=True`` and on ``meta``, which gives the places of the storages; values are
     read from there as from any other file.  Memory that no tensor covers whole is a hidden storage of the record.
+    A Weight is read by its parts, and stays one.
+
+    A dict in which one of ``NESTED`` is itself a dict is the checkpoint of a training: that one is the state dict, and
+    what stands beside it (optimizer, epoch) is left alone.
     """
+
+    names: frozenset[str]
+    """What the state dict names, aliases included."""
 
     def _parse(self) -> Header:
         try:
@@ -40,6 +51,9 @@ class PickledFile(TensorFile):
                 with zipfile.ZipFile(file) as archive:
                     if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                         raise CheckpointError("its entries are compressed, torch.save does not do that", name=self.name)
+                    for entry in archive.infolist():
+                        if entry.filename.endswith("data.pkl"):
+                            check_calls(archive.read(entry), name=self.name)
                 file.seek(0)
                 found = torch.load(file, map_location="meta", weights_only=True)
         except CheckpointError:
@@ -47,11 +61,14 @@ class PickledFile(TensorFile):
         except Exception as error:  # whatever a damaged pickle makes torch raise
             words = " ".join(str(error).split())
             raise CheckpointError(f"torch.load cannot read it: {words[:200]}", name=self.name) from None
-        return self._header(_state(found, self.name))
+        named = _state(found, self.name)
+        self.names = frozenset(named)
+        return self._header(named)
 
     def _header(self, named: Mapping[str, Tensor]) -> Header:
         size = os.fstat(self._descriptor).st_size
         tensors: dict[str, Stored] = {}
+        weights: dict[str, WeightSpec] = {}
         ties: list[Tie] = []
         for component in find_components(named):
             where = f"{self.name}: {component.names[0]}"
@@ -60,62 +77,118 @@ class PickledFile(TensorFile):
             except TieError as error:
                 raise CheckpointError(error.what, name=where) from None
             key = tie.owner if tie else component.names[0]
-            start = _place(named[key], where) + component.start
-            if _is_whole(named[key], component):
-                tensors[key] = Stored(named[key].dtype, tuple(named[key].shape), start)
+            made, owner = {}, named[key]
+            if isinstance(owner, Weight):
+                weights[key] = owner.spec
+                made = {part_key(key, n): _stored(p, _place(p, where), where) for n, p in owner.parts.items()}
             else:
-                views: dict[str, View | None] = {n: member.view for member in component.members for n in member.names}
-                key, dtype = HIDDEN + key, component.dtype or torch.uint8
-                tensors[key] = Stored(dtype, (component.nbytes // dtype.itemsize,), start)
-                tie = Tie((key, *views), (None, *views.values()), (True, *(False for _ in views)))
+                start = _place(owner, where) + component.start
+                if _is_whole(owner, component):
+                    made[key] = Stored(owner.dtype, tuple(owner.shape), start)
+                else:
+                    views: dict[str, View | None] = {
+                        n: member.view for member in component.members for n in member.names
+                    }
+                    key, dtype = HIDDEN + key, component.dtype or torch.uint8
+                    made[key] = Stored(dtype, (component.nbytes // dtype.itemsize,), start)
+                    tie = Tie((key, *views), (None, *views.values()), (True, *(False for _ in views)))
             if tie is not None:
                 ties.append(tie)
-            if start + tensors[key].nbytes > size:
-                raise CheckpointError(f"it reaches byte {start + tensors[key].nbytes}, the file has {size}", name=where)
-        return Header(tensors, Record(tuple(ties)).metadata())
+            for stored in made.values():
+                if stored.start + stored.nbytes > size:
+                    raise CheckpointError(
+                        f"it reaches byte {stored.start + stored.nbytes}, the file has {size}", name=where
+                    )
+            if not tensors.keys().isdisjoint(made):
+                raise CheckpointError(
+                    "a tensor and a part of a Weight have this name", name=f"{self.name}: {min(made)}"
+                )
+            tensors |= made
+        return Header(tensors, Record(tuple(ties), weights).metadata())
+
+
+def _stored(part: Tensor, start: int, where: str) -> Stored:
+    if not part.is_contiguous():
+        raise CheckpointError("a part of this Weight is not contiguous", name=where, fix="Save a copy of it.")
+    return Stored(part.dtype, tuple(part.shape), start + int(part.storage_offset()) * part.element_size())
 
 
 def _state(found: Any, name: str) -> dict[str, Tensor]:
-    """``found`` if it is a state dict of tensors whose values lie in the file as they are."""
+    """The state dict in ``found``, of tensors and Weights whose values lie in the file as they are."""
     if not isinstance(found, dict):
-        raise CheckpointError(
-            f"it holds a {type(found).__name__}, not a state dict", name=name, fix="Save model.state_dict() alone."
-        )
+        raise CheckpointError(f"it holds a {type(found).__name__}, not a state dict", name=name, fix=_ALONE)
+    nested = [key for key in NESTED if isinstance(found.get(key), dict)]
+    if len(nested) > 1:
+        raise CheckpointError(f"it holds several state dicts: {', '.join(nested)}", name=name, fix="Save one of them.")
+    if nested:
+        found, name = found[nested[0]], f"{name}: {nested[0]}"
     for key, tensor in found.items():
-        where = f"{name}: {key}"
+        where = f"{name}: {str(key)[:200]}"
         if not isinstance(key, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(
-                f"it is a {type(tensor).__name__}, not a tensor of a state dict",
-                name=where,
-                fix="Save model.state_dict() alone.",
+                f"it is a {type(tensor).__name__}, not a tensor of a state dict", name=where, fix=_ALONE
             )
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-            raise CheckpointError(f"a {type(tensor).__name__} of layout {tensor.layout} cannot be read", name=where)
-        if tensor.is_conj() or tensor.is_neg():
-            raise CheckpointError("it is a lazy conjugate or negative", name=where, fix="Resolve it before saving.")
         if key.startswith(HIDDEN):
             raise CheckpointError(f"names that begin with {HIDDEN} are taken", name=where)
-        extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if (
-            tensor.numel()
-            and (tensor.storage_offset() + extent) * tensor.element_size() > tensor.untyped_storage().nbytes()
-        ):
-            raise CheckpointError("it reaches past its storage", name=where)
+        if type(tensor) is not Weight:
+            _check_plain(tensor, where)
     return _shared(found, name)
+
+
+def _check_plain(tensor: Tensor, where: str) -> None:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"a {type(tensor).__name__} of layout {tensor.layout} cannot be read", name=where)
+    if tensor.is_conj() or tensor.is_neg():
+        raise CheckpointError("it is a lazy conjugate or negative", name=where, fix="Resolve it before saving.")
+    extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if (
+        tensor.numel()
+        and (tensor.storage_offset() + extent) * tensor.element_size() > tensor.untyped_storage().nbytes()
+    ):
+        raise CheckpointError("it reaches past its storage", name=where)
 
 
 def _shared(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """The tensors over one storage for each place in the file; torch makes a new one on ``meta`` for every tensor."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: dict[int, Tensor] = {}
+
+    def over_one(tensor: Tensor, where: str) -> Tensor:
+        if not tensor.numel():
+            return tensor.detach()
+        storage = storages.setdefault(_place(tensor, where), tensor.untyped_storage())
+        alias = torch.empty(0, dtype=tensor.dtype, device="meta")
+        return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+
     for key, tensor in named.items():
-        if id(tensor) not in made and tensor.numel():
-            storage = storages.setdefault(_place(tensor, f"{name}: {key}"), tensor.untyped_storage())
-            alias = torch.empty(0, dtype=tensor.dtype, device="meta")
-            alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(alias, requires_grad=False) if is_parameter else alias
-    return {key: made.get(id(tensor), tensor) for key, tensor in named.items()}
+        if id(tensor) in made:
+            continue
+        where = f"{name}: {key}"
+        if isinstance(tensor, Weight):
+            spec, parts = _checked(tensor, where)
+            parts = {part: over_one(one, where) for part, one in parts.items()}
+            made[id(tensor)] = parts["tensor"] if spec.scheme.transparent else Weight(parts, spec)
+        else:
+            made[id(tensor)] = over_one(tensor, where)
+        if isinstance(tensor, nn.Parameter) and not isinstance(made[id(tensor)], Weight):
+            made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=False)
+    return {key: made[id(tensor)] for key, tensor in named.items()}
+
+
+def _checked(weight: Weight, where: str) -> tuple[WeightSpec, dict[str, Tensor]]:
+    """What a Weight from a file is, once its parts are those that its spec asks for; the file could set any of it."""
+    try:
+        spec, parts = weight.spec.replace(tie=None), dict(weight.parts)
+        for part in parts.values():
+            _check_plain(part, where)
+        found = {part: (one.dtype, tuple(one.shape)) for part, one in parts.items()}
+        if found != layout_of(spec):
+            raise CheckpointError(f"its parts are {found}, {spec.scheme} has {layout_of(spec)}", name=where)
+    except TetherError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"it is no Weight: {type(error).__name__}: {str(error)[:200]}", name=where) from None
+    return spec, parts
 
 
 def _place(tensor: Tensor, where: str) -> int:

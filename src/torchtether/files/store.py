@@ -13,8 +13,8 @@ from ..errors import CheckpointError
 from ..spec import View
 from .beside import read_beside
 from .header import Header, Stored
-from .index import Index, find_files
-from .pickled import PICKLED, PickledFile
+from .index import PICKLED, Index, find_files
+from .pickled import PickledFile
 from .reader import TensorFile, Tick, no_tick
 from .record import KEY, Record, parse_record
 
@@ -107,14 +107,24 @@ def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile
                 raise CheckpointError(f"{homes[key].path.name} stores it too", name=f"{file.name}: {key}")
             homes[key] = file
     if index is not None:
-        for key, name in index.weight_map.items():
-            if key not in homes or homes[key].path.name != name:
-                where = f"is in {homes[key].path.name}" if key in homes else "is in no shard"
-                raise CheckpointError(f"the index puts it in {name}, it {where}", name=f"{index.path}: {key}")
-        for key in homes:
-            if key not in index.weight_map:
-                raise CheckpointError("the index does not name it", name=f"{homes[key].name}: {key}")
+        _check_index(files, index)
     return homes
+
+
+def _check_index(files: list[TensorFile], index: Index) -> None:
+    """Raises CheckpointError unless the index names what each file stores, and nothing else."""
+    named = {
+        key: file
+        for file in files
+        for key in (file.names if isinstance(file, PickledFile) else file.header.tensors)  # its aliases have keys too
+    }
+    for key, name in index.weight_map.items():
+        if key not in named or named[key].path.name != name:
+            where = f"is in {named[key].path.name}" if key in named else "is in no shard"
+            raise CheckpointError(f"the index puts it in {name}, it {where}", name=f"{index.path}: {key}")
+    for key, file in named.items():
+        if key not in index.weight_map:
+            raise CheckpointError("the index does not name it", name=f"{file.name}: {key}")
 
 
 def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]:

@@ -1,0 +1,82 @@
+"""What a pickle would call, told from its instructions without running any of them."""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import CheckpointError
+
+_LIMIT = 2**23
+"""Instructions: those of about two hundred thousand tensors. Each can take Python some hundred bytes."""
+
+_CALLED = {
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._utils._rebuild_qtensor",
+    "torchtether.weight.rebuild_weight",
+    # what stands beside the tensors in the checkpoint of a training
+    "_codecs.encode",
+    "builtins.complex",
+    "builtins.set",
+    "collections.Counter",
+}
+_CALLS = {"REDUCE", "NEWOBJ"}
+_GETS = {"BINGET", "LONG_BINGET"}
+_PUTS = {"BINPUT", "LONG_BINPUT"}
+_OTHERS = set(
+    "PROTO STOP MARK GLOBAL BINPERSID BUILD APPEND APPENDS SETITEM SETITEMS EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET"
+    " TUPLE TUPLE1 TUPLE2 TUPLE3 NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE"
+    " SHORT_BINSTRING".split()
+)
+
+
+def check_calls(pickle: bytes, *, name: str) -> None:
+    """Raises CheckpointError if reading ``pickle`` would call what a state dict has no need of.
+
+    ``weights_only`` runs nothing foreign, but lets a file call ``bytearray(2**40)``, or ``torch.Tensor``.
+    """
+    for called in _calls(pickle, name):
+        if called not in _CALLED:
+            raise CheckpointError(
+                f"it calls {called}, which no state dict needs", name=name, fix="Save model.state_dict() alone."
+            )
+
+
+def _calls(pickle: bytes, name: str) -> Iterator[str]:
+    """Each callable by its full name; a stack of names and ``""`` stands for that of the unpickler."""
+    stack: list[str] = []
+    marks: list[int] = []
+    memo: dict[int, str] = {}
+    argument: Any
+    for count, (code, argument, _) in enumerate(pickletools.genops(pickle)):
+        if count > _LIMIT:
+            raise CheckpointError(f"its pickle has more than {_LIMIT} instructions", name=name)
+        if code.name in _CALLS:
+            yield stack[-2] or "what it has made itself"
+        elif code.name in _PUTS:
+            memo[argument] = stack[-1]
+            continue
+        elif code.name not in _OTHERS and code.name not in _GETS:
+            raise CheckpointError(f"its pickle uses {code.name}, torch.save does not", name=name)
+        if code.name == "MARK":
+            marks.append(len(stack))
+        elif pickletools.markobject in code.stack_before:
+            del stack[marks.pop() - code.stack_before.index(pickletools.markobject) :]
+        elif code.stack_before:
+            del stack[-len(code.stack_before) :]
+        if code.name == "GLOBAL":
+            module, _, attribute = argument.partition(" ")
+            stack.append(f"{'builtins' if module == '__builtin__' else module}.{attribute}")
+        elif code.name in _GETS:
+            stack.append(memo[argument])
+        elif code.name != "MARK":
+            stack += [""] * len(code.stack_after)
