@@ -1,6 +1,7 @@
-"""Files of mutated bytes: opened and read, they give tensors or one CheckpointError, never anything else."""
+"""Files of mutated bytes and structure: opened and read, they give tensors or one CheckpointError, nothing else."""
 
 import json
+import struct
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ def valid(tmp_path_factory):
 def open_and_read(path, data):
     """Everything that can be asked of the file; returns whether it was believed."""
     path.write_bytes(data)
+    return read_all(path, len(data))
+
+
+def read_all(path, size):
+    """As above, of what is at ``path``; its files have ``size`` bytes in all."""
     try:
         with tt.open(path) as checkpoint:
             for name in checkpoint:
@@ -36,10 +42,11 @@ def open_and_read(path, data):
                 if isinstance(tensor, tt.Weight):
                     tensor.dequantize()
                 else:
-                    assert tensor.untyped_storage().nbytes() <= len(data)
+                    assert tensor.untyped_storage().nbytes() <= size
                     tensor.clone()
     except tt.CheckpointError as error:
         assert "\n" not in str(error)
+        assert path.name.split(".")[0] in str(error)
         return False
     return True
 
@@ -77,6 +84,10 @@ VALUES = st.one_of(
     ),
     st.lists(st.integers(0, 9), max_size=3),
     st.just({}),
+    st.text(max_size=3),
+    st.sampled_from(
+        ["../x.safetensors", "\ud800", "F32", "__metadata__", "1e999", "torchtether.storage.x", -1, 2**200]
+    ),
 )
 
 
@@ -93,6 +104,121 @@ def edited(record, path, value):
     made = dict(record) if isinstance(record, dict) else list(record)
     made[path[0]] = edited(made[path[0]], path[1:], value)
     return made
+
+
+def any_edits(draw, record, count=2):
+    """``record`` with up to ``count`` of its values replaced by any other, dropped, or moved to another key."""
+    for _ in range(draw(st.integers(1, count))):
+        path = draw(st.sampled_from(list(paths_in(record))))
+        how = draw(st.sampled_from(["replace", "replace", "replace", "move", "drop"]))
+        if how == "replace" or not path:
+            record = edited(record, path, draw(VALUES))
+        else:
+            inside = record
+            for step in path[:-1]:
+                inside = inside[step]
+            kept = dict(inside) if isinstance(inside, dict) else list(inside)
+            value = kept.pop(path[-1])
+            if how == "move" and isinstance(kept, dict):
+                kept[draw(st.sampled_from([*kept, "emb", "x"]))] = value
+            elif how == "move":
+                kept.append(value)
+            record = edited(record, path[:-1], kept)
+    return record
+
+
+def safetensors_file(header, data):
+    text = json.dumps(header, ensure_ascii=True).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def header_of(data):
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def check_mutated_header(draw, valid, folder):
+    """Structure of the header, of our record inside it, or of both."""
+    header, data = header_of(valid)
+    record = json.loads(header["__metadata__"][KEY])
+    if draw(st.booleans()):
+        header["__metadata__"] = {**header["__metadata__"], KEY: json.dumps(any_edits(draw, record))}
+    else:
+        header = any_edits(draw, header)
+    open_and_read(folder / "fuzz.safetensors", safetensors_file(header, data))
+
+
+def check_mutated_shards(draw, shards, folder):
+    """The index, its copy of the record, or a shard."""
+    for name, data in shards.items():
+        (folder / name).write_bytes(data)
+    name = draw(st.sampled_from(sorted(shards)))
+    if name.endswith(".json"):
+        index = json.loads(shards[name])
+        if draw(st.booleans()):
+            index["metadata"][KEY] = json.dumps(any_edits(draw, json.loads(index["metadata"][KEY])))
+        else:
+            index = any_edits(draw, index)
+        made = json.dumps(index).encode()
+    else:
+        header, data = header_of(shards[name])
+        record = json.loads(header["__metadata__"][KEY])
+        header["__metadata__"][KEY] = json.dumps(any_edits(draw, record))
+        made = safetensors_file(header, data)
+    (folder / name).write_bytes(made)
+    read_all(folder, sum(map(len, shards.values())) + len(made))
+
+
+def check_mutated_pickle(draw, pickled, folder):
+    """Instructions of the pickle, or any byte of the archive around it."""
+    data = bytearray(pickled)
+    start, stop = pickled.index(b"\x80\x02"), pickled.index(b"PK\x03\x04", 8)
+    for _ in range(draw(st.integers(1, 4))):
+        within = st.integers(start, stop - 1) if draw(st.booleans()) else st.integers(0, len(data) - 1)
+        code = draw(st.one_of(st.sampled_from(list(b"cRbq}](t.)0Qhsua\x81\x85\x86\x87")), st.integers(0, 255)))
+        data[draw(within)] = code
+    open_and_read(folder / "fuzz.pt", bytes(data))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """The files of a checkpoint in shards, with a record in each."""
+    path = tmp_path_factory.mktemp("shards")
+    weight = tt.Weight.encode(torch.randn(4, 8), tt.int8())
+    named = {"emb": EMB, "head": EMB, "w": weight, "wt": weight.t(), "order": torch.randn(3, 4).t()}
+    tt.save(named, path, max_shard_size=60, aliases="copy")
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def pickled(tmp_path_factory):
+    """A file by ``torch.save`` with ties, a view and a Weight."""
+    path = tmp_path_factory.mktemp("pickled") / "x.pt"
+    weight = tt.Weight.encode(torch.randn(4, 8), tt.int8())
+    torch.save({"emb": EMB, "head": EMB, "turned": EMB.t(), "w": weight, "wt": weight.t()}, path)
+    return path.read_bytes()
+
+
+CHECKS = {"valid": check_mutated_header, "shards": check_mutated_shards, "pickled": check_mutated_pickle}
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+@settings(max_examples=200)
+@given(data=st.data())
+def test_mutated_structure(request, tmp_path_factory, kind, data):
+    folder = tmp_path_factory.getbasetemp() / "fuzz"
+    folder.mkdir(exist_ok=True)
+    CHECKS[kind](data.draw, request.getfixturevalue(kind), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHECKS)
+@settings(max_examples=7_000)
+@given(data=st.data())
+def test_much_mutated_structure(request, tmp_path_factory, kind, data):
+    folder = tmp_path_factory.getbasetemp() / "fuzz"
+    folder.mkdir(exist_ok=True)
+    CHECKS[kind](data.draw, request.getfixturevalue(kind), folder)
 
 
 @settings(max_examples=400)

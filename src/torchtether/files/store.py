@@ -133,13 +133,14 @@ def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]
         for file in files
         if KEY in file.header.metadata
     ]
-    record = Record.union(found, name=str(index.path) if index else files[0].name)
+    where = str(index.path) if index else files[0].name
+    record = Record.union(found, name=where)
     stored = {key for file in files for key in file.header.tensors}
     for tie in record.ties:
         for alias in tie.aliases:
             if (alias in stored or alias in record.weights) and alias not in record.copies:
                 raise CheckpointError(
-                    f"it is stored, and another shard records it as an alias of {tie.owner}", name=alias
+                    f"it is stored, and another shard records it as an alias of {tie.owner}", name=f"{where}: {alias}"
                 )
     if index is not None and isinstance(index.metadata.get(KEY), str):
         everything = {key: one for file in files for key, one in file.header.tensors.items()}
