@@ -96,6 +96,8 @@ def read_index(path: Path) -> Index:
         found = parse_object(path.read_bytes(), name=name, what="index", floats=True, values=_VALUES)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", name=name) from None
+    if "torn" in found:
+        raise CheckpointError("the save that began here did not end", name=name, fix="Save again.")
     weight_map, metadata = found.get("weight_map"), found.get("metadata") or {}
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
         raise CheckpointError("the index needs an object weight_map", name=name, fix="Is it the index of a checkpoint?")

@@ -11,14 +11,18 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
+TORN = b'{"torn": "the save that began here did not end"}\n'
+"""What stands in the place of an index while the files that it is about are exchanged."""
+
 
 @contextlib.contextmanager
 def replacing(*paths: Path) -> Iterator[list[FileIO]]:
     """Inside, one open file per path to write to; afterwards they are at ``paths``, in that order, durable.
 
     Each file is written beside its target and renamed over it when all are written, so an error, a full disk or a
-    killed process leaves the old ones as they were. A symbolic link is followed. A new file gets the mode that the
-    umask asks for, a replaced one keeps its own. Raises CheckpointError where the disk refuses.
+    killed process leaves the old ones as they were. Only the renames of several files over old ones can be torn; from
+    the first to the last of them the last path, an index, says so. A symbolic link is followed. A new file gets the
+    mode that the umask asks for, a replaced one keeps its own. Raises CheckpointError where the disk refuses.
     """
     targets = [Path(os.path.realpath(path)) for path in paths]
     made: list[tuple[Path, FileIO]] = []
@@ -31,6 +35,8 @@ def replacing(*paths: Path) -> Iterator[list[FileIO]]:
         for _, file in made:
             os.fsync(file.fileno())
             file.close()
+        if sum(target.exists() for target in targets) > 1:
+            _mark_torn(targets[-1])
         for (temporary, _), target in zip(made, targets, strict=True):
             os.replace(temporary, target)
         for folder in {target.parent for target in targets}:
@@ -42,6 +48,20 @@ def replacing(*paths: Path) -> Iterator[list[FileIO]]:
         for temporary, file in made:
             file.close()
             temporary.unlink(missing_ok=True)
+
+
+def _mark_torn(index: Path) -> None:
+    """``index`` is one that nobody believes: beside it, old files and new ones may be mixed."""
+    temporary, file = _beside(index)
+    try:
+        file.write(TORN)
+        os.fsync(file.fileno())
+        file.close()
+        os.replace(temporary, index)
+        sync_folder(index.parent)
+    finally:
+        file.close()
+        temporary.unlink(missing_ok=True)
 
 
 def _beside(target: Path) -> tuple[Path, FileIO]:
