@@ -2,6 +2,7 @@
 
 from . import module_load as _module_load  # noqa: F401 - registers its rule
 from . import ops as _ops  # noqa: F401 - registers the rules
+from .arrangements import Concat, Split, Stack, Transpose
 from .checkpoint import Checkpoint
 from .checkpoint import open_checkpoint as open
 from .convert import convert
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     # checkpoints
     "load", "plan_load", "save", "open", "Checkpoint", "LoadPlan", "LoadReport",
+    "Concat", "Split", "Stack", "Transpose",
     # conversions
     "convert", "quantize", "dequantize", "swapping", "on_meta", "materialize",
     # ties and optimizers

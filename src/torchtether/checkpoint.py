@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, scratch
-from .formats import PLAIN, Contents, Entry, recognise
-from .schemes import Plain, same_bits
+from .formats import PLAIN, Contents, Entry, is_in_parts, recognise
+from .ops.rows import part_rows, view_parts
+from .schemes import Plain, Shape, same_bits
 from .slices import TensorSlice
 from .spec import Tie, View, WeightSpec, contiguous_stride
 from .weight import Weight
@@ -104,6 +106,7 @@ class Checkpoint(Mapping[str, Tensor]):
             self.spec(name),
             f"{self.path}: {name}",
             lambda: self.read_briefly(name),
+            self._rows_of,
         )
 
     def find(self, name: str) -> tuple[str, View | None]:
@@ -168,6 +171,54 @@ class Checkpoint(Mapping[str, Tensor]):
         except TetherError as error:
             raise CheckpointError(error.what, name=f"{self.path}: {next(iter(entry.keys.values()))}") from None
 
+    def read_whole(self, name: str, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
+        """``name`` in new memory on ``device``, as the view of its owner that it is."""
+        owner, view = self.find(name)
+        made = self.read(owner, device=device, tick=tick)
+        return made if view is None else view_of(made, view)
+
+    def read_rows(self, name: str, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
+        """The parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``; nothing else is read.
+
+        A format that stores other tensors than the parts is read whole. Raises UnsupportedOpError if a block is cut.
+        """
+        owner, view = self.find(name)
+        entry = self.entries[owner]
+        assert entry.spec is not None
+        row = math.prod(shape[1:])
+        first = view.offset // row if view else 0
+        return self._rows_of(entry, (math.prod(entry.spec.base) // row, *shape[1:]), first + start, first + stop)
+
+    def _rows_of(self, entry: Entry, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
+        assert entry.spec is not None
+        scheme = entry.spec.scheme
+        cuts = part_rows(scheme.layout(shape), shape, start, stop)
+        if not is_in_parts(entry, self.store.header.tensors):
+            made = self._read(entry)
+            assert isinstance(made, Weight)
+            parts = view_parts(scheme, dict(made.parts), shape)
+            return {role: parts[role] if cut is None else parts[role][cut] for role, cut in cuts.items()}
+        return {
+            role: self._entries_of(entry.keys[role], scheme.layout(shape)[role].shape, cut)
+            for role, cut in cuts.items()
+        }
+
+    def _entries_of(self, key: str, shape: Shape, cut: slice | None) -> Tensor:
+        """Those along dim 0 of the tensor ``key``, seen in ``shape``; all of them without a cut."""
+        stride = contiguous_stride(shape)
+        first, size = (0, shape) if cut is None else (cut.start, (cut.stop - cut.start, *shape[1:]))
+        return self.store.read_view(
+            key, View(self.store.stored(key).dtype, size, stride, first * stride[0] if stride else 0)
+        )
+
+    def is_part_equal(self, one: str, other: str, part: str) -> bool:
+        """Whether two Weights have the same bits in ``part``."""
+        entries = [self.entries[self.find(name)[0]] for name in (one, other)]
+        if all(is_in_parts(entry, self.store.header.tensors) for entry in entries):
+            return self.store.is_equal(*(entry.keys[part] for entry in entries))
+        made = [self._read(entry) for entry in entries]
+        return all(isinstance(m, Weight) for m in made) and same_bits(*(m.parts[part] for m in made))  # type: ignore[attr-defined]
+
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
         """The values of ``name`` on the CPU, contiguous if plain, to be dropped soon; see ``files.scratch``."""
         owner, view = self.find(name)
@@ -186,8 +237,7 @@ class Checkpoint(Mapping[str, Tensor]):
         if view is None and entry.spec is None:
             self.store.read_into(entry.keys["tensor"], out, tick)
             return
-        made = self.read(owner, tick=tick)
-        values = made if view is None else view_of(made, view)
+        values = self.read_whole(name, tick=tick)
         out.detach().copy_(values.dequantize() if isinstance(values, Weight) else values)
 
     def is_same(self, one: str, other: str) -> bool:
@@ -218,7 +268,7 @@ class Checkpoint(Mapping[str, Tensor]):
         first, second = self._read(one), self._read(other)
         first = first if view is None else view_of(first, view)
         second = second if other_view is None else view_of(second, other_view)
-        return _is_same(first, second)
+        return is_equal(first, second)
 
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were handed out stay."""
@@ -255,7 +305,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     return Checkpoint(path)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, bit for bit: shape, dtype, and for Weights scheme and parts."""
     if isinstance(one, Weight) or isinstance(other, Weight):
         return (
             isinstance(one, Weight)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from . import meta
-from .checkpoint import Checkpoint, view_of
+from .arranged import Arranged
+from .checkpoint import Checkpoint
 from .errors import LoadError, SchemeError
 from .files import Tick, no_tick
 from .module_load import encoded_as
-from .plan import Device, Draft, Dtype, Rename, Step, Ties, draft
+from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .quantize import add_load_hook
+from .renaming import Rename
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
 from .rules import Rules, order_of, unmatched
 from .swap import Exchange
@@ -62,7 +64,7 @@ class LoadPlan:
     def __str__(self) -> str:
         lines = [f"{self.checkpoint!r}: {len(self.steps)} steps, {said_bytes(self.bytes)}, {len(self.faults)} faults"]
         lines += [f"  fault: {fault}" for fault in self.faults]
-        lines += [f"  {_said(step, self.checkpoint)}" for step in self.steps]
+        lines += [f"  {_said(step, self._draft.given)}" for step in self.steps]
         return "\n".join(lines)
 
     def check(self) -> None:
@@ -162,20 +164,20 @@ class LoadPlan:
         other = [step for step in steps if not step.in_place and not step.held.is_meta]
         for step in steps:
             if not step.held.is_meta:
-                _check_encodes(step, self.checkpoint)
+                _check_encodes(step, self._draft.given)
         if fresh or other:
             with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
                 exchange.check([member.tensor for step in (*fresh, *other) for member in step.component.members])
-                made = [_contents(step, self.checkpoint, tick) for step in fresh]
+                made = [_contents(step, self._draft.given, tick) for step in fresh]
                 for step, contents in zip(fresh, made, strict=True):
                     _put(exchange, step, contents)
                 for step in other:
-                    _put(exchange, step, _contents(step, self.checkpoint, tick))
+                    _put(exchange, step, _contents(step, self._draft.given, tick))
             _keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
             self._done.update(name for step in (*fresh, *other) for name in step.component.names)
         for step in steps:
             if step.in_place:
-                _fill(step, self.checkpoint, tick)
+                _fill(step, self._draft.given, tick)
                 self._done.update(step.component.names)
 
     def _replay(self) -> None:
@@ -322,49 +324,42 @@ def _put(exchange: Exchange, step: Step, contents: Sequence[Tensor]) -> None:
         exchange.put(member.tensor, new)
 
 
-def _fill(step: Step, checkpoint: Checkpoint, tick: Tick) -> None:
+def _fill(step: Step, given: Arranged, tick: Tick) -> None:
     """The values go where the tensors are; the first source is written last, so it has the last word."""
     for source in reversed(step.sources):
         held = step.component.members[source.member].tensor
         with torch.no_grad():
             if not isinstance(held, Weight):
-                checkpoint.read_into(source.key, held, tick)
+                given.read_into(source.name, held, tick)
             elif held.scheme.transparent:
-                checkpoint.read_into(source.key, held.values_of(), tick)
+                given.read_into(source.name, held.values_of(), tick)
             else:
-                held.copy_(checkpoint.read_briefly(source.key, tick))
+                held.copy_(given.read_briefly(source.name, tick))
 
 
-def _read(key: str, checkpoint: Checkpoint, tick: Tick, device: torch.device | str = "cpu") -> Tensor:
-    home, view = checkpoint.find(key)
-    whole = checkpoint.read(home, device=device, tick=tick)
-    return whole if view is None else view_of(whole, view)
-
-
-def _contents(step: Step, checkpoint: Checkpoint, tick: Tick) -> list[Tensor]:
+def _contents(step: Step, given: Arranged, tick: Tick) -> list[Tensor]:
     """New contents for every member of the component, over one memory."""
     members = step.component.members
     if step.is_given:
-        given = _read(step.sources[0].key, checkpoint, tick, step.device)
-        assert isinstance(given, Weight)
-        return _shared(step, cast(Weight, given.to(step.dtype)))
+        weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
+        return _shared(step, cast(Weight, weight.to(step.dtype)))
     if step.scheme is not None and not step.scheme.transparent:
-        return _shared(step, _encoded(step, checkpoint, tick))
-    made = _plain(step, checkpoint, tick)
+        return _shared(step, _encoded(step, given, tick))
+    made = _plain(step, given, tick)
     if step.scheme is not None:
         made = [Weight.encode(_memory(tensor), step.scheme) for tensor in made]
     return [_with_tie(new, step) for new in made] if len(members) > 1 or isinstance(made[0], Weight) else made
 
 
-def _encoded(step: Step, checkpoint: Checkpoint, tick: Tick) -> Weight:
+def _encoded(step: Step, given: Arranged, tick: Tick) -> Weight:
     """The owner's values, in the dtype of the file so that no more memory is needed, encoded."""
     assert step.scheme is not None
     held = step.held
     if len(step.component.members) == 1 or step.component.nbytes == 0:
-        values = checkpoint.read_briefly(step.sources[0].key, tick).to(step.device)
+        values = given.read_briefly(step.sources[0].name, tick).to(step.device)
     else:
-        given = checkpoint.spec(step.sources[0].key).dtype
-        values = _plain(step, checkpoint, tick, dtype=given)[_index(step)]
+        dtype = given.spec(step.sources[0].name).dtype
+        values = _plain(step, given, tick, dtype=dtype)[_index(step)]
     try:
         if isinstance(held, Weight) and held.scheme == step.scheme:
             made = encoded_as(held, values)
@@ -389,27 +384,27 @@ def _shared(step: Step, weight: Weight) -> list[Tensor]:
     return made
 
 
-def _plain(step: Step, checkpoint: Checkpoint, tick: Tick, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _plain(step: Step, given: Arranged, tick: Tick, dtype: torch.dtype | None = None) -> list[Tensor]:
     """One tensor per member, all over one new memory, filled from the sources."""
     dtype, component = dtype or step.dtype, step.component
     if len(component.members) == 1 or component.nbytes == 0:
-        made = [_empty(step, component.members[0], checkpoint, dtype)]
+        made = [_empty(step, component.members[0], given, dtype)]
     else:
         mixed = component.dtype is None
         count = component.nbytes if mixed else component.nbytes // component.members[0].tensor.element_size()
         span = torch.zeros(count, dtype=torch.uint8 if mixed else dtype, device=step.device)
         made = [member_view(span, member) for member in component.members]
     for source in reversed(step.sources):
-        checkpoint.read_into(source.key, _memory(made[source.member]), tick)
+        given.read_into(source.name, _memory(made[source.member]), tick)
     return made
 
 
-def _empty(step: Step, member: Member, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+def _empty(step: Step, member: Member, given: Arranged, dtype: torch.dtype) -> Tensor:
     """Memory with the strides that the file remembers, or else those of the model."""
-    held, spec = member.tensor, checkpoint.spec(step.sources[0].key)
+    held, spec = member.tensor, given.spec(step.sources[0].name)
     like = torch.empty_strided(held.shape, held.stride(), device="meta")
     stride = torch.empty_like(like).stride()  # what is not dense becomes so, in the same order
-    if not spec.is_contiguous and checkpoint.find(step.sources[0].key)[1] is None:
+    if not spec.is_contiguous and given.find(step.sources[0].name)[1] is None:
         stride = spec.stride
     made = torch.empty_strided(held.shape, stride, dtype=dtype, device=step.device)
     return held.around(made) if isinstance(held, Weight) else made
@@ -442,10 +437,10 @@ def _check_unchanged(model: nn.Module, steps: Sequence[Step]) -> None:
                 )
 
 
-def _check_encodes(step: Step, checkpoint: Checkpoint) -> None:
+def _check_encodes(step: Step, given: Arranged) -> None:
     """Values that cannot be encoded are found while nothing has changed; for a real model that takes a rehearsal."""
     if not step.is_given and step.scheme is not None and not step.scheme.transparent:
-        _encoded(step, checkpoint, no_tick)
+        _encoded(step, given, no_tick)
 
 
 def _keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:
@@ -456,11 +451,11 @@ def _keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:
             add_load_hook(module)
 
 
-def _said(step: Step, checkpoint: Checkpoint) -> str:
-    given = checkpoint.spec(step.sources[0].key)
+def _said(step: Step, given: Arranged) -> str:
+    spec = given.spec(step.sources[0].name)
     names = " = ".join([step.name, *(name for name in step.component.names if name != step.name)])
-    keys = ", ".join(source.key for source in step.sources if source.key != source.name)
+    keys = [key for s in step.sources for key in given.keys_of(s.name) if given.keys_of(s.name) != (s.name,)]
     how = "filled" if step.in_place else "new"
-    scheme = "" if step.scheme is None and not step.is_given else f" as {step.scheme or given.scheme}"
-    origin = f" from {keys}" if keys else ""
-    return f"{names}{origin}: {list(given.shape)} {given.dtype} -> {step.dtype} on {step.device}{scheme}, {how}"
+    scheme = "" if step.scheme is None and not step.is_given else f" as {step.scheme or spec.scheme}"
+    origin = f" from {said_keys(keys)}" if keys else ""
+    return f"{names}{origin}: {list(spec.shape)} {spec.dtype} -> {step.dtype} on {step.device}{scheme}, {how}"

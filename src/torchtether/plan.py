@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,16 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import meta
-from ._storage import Block, is_strided
-from .checkpoint import Checkpoint, view_of
-from .errors import CheckpointError, TetherError
+from ._storage import is_strided
+from .arranged import Arranged
+from .checkpoint import Checkpoint
+from .errors import CheckpointError, TetherError, UnsupportedOpError
+from .renaming import Rename
 from .rules import Rules, order_of, schemes_for, unmatched
 from .schemes import Scheme, Shape
 from .spec import Tie, View
 from .ties import Component, Member, find_components, nearest, tie_of
 from .weight import Weight
 
-Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str | None] | None
 Ties = Literal["match", "file", "model"]
 
 Value = TypeVar("Value")
@@ -38,16 +38,17 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _GUESSES = 8  # names to look for in all others; each takes a while, and whoever has more has another problem
 
+_KEYS = 6  # names of one tensor in one line
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One name of the model, and the name in the checkpoint that fills it."""
+    """One name of the model that the checkpoint, arranged, fills."""
 
     member: int
     name: str
-    key: str
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ class Step:
 
 @dataclass
 class Draft:
-    """The steps of a load, what stands in its way, and what it leaves out."""
+    """The steps of a load, what stands in its way, and what it leaves out; ``given`` is what the steps read."""
 
+    given: Arranged
     steps: list[Step] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -127,8 +129,9 @@ class _Drafter:
         ties: Ties,
         rename: Rename,
     ) -> None:
-        self.draft = Draft()
-        self.checkpoint, self.ties = checkpoint, ties
+        self.given = Arranged(checkpoint, rename)
+        self.draft = Draft(self.given, faults=self.given.faults)
+        self.ties = ties
         for name, what in checkpoint.faults.items():
             self._fault(name, what)
         if ties not in ("match", "file", "model"):
@@ -140,19 +143,12 @@ class _Drafter:
         self.dtypes = self._asked("dtype", dtype, _check_dtype)
         self.devices = self.draft.devices = self._asked("device", device, _check_device)
         self.schemes = self._schemes(model, quantize)
-        self.available, listed = self._available(rename)
-        known = {name for component in self.components for name in component.names}
+        self.known = {name for component in self.components for name in component.names}
         for component in self.components:
             self._match(component)
-        self.surplus = {key for name, key in self.available.items() if key in listed and name not in known}
-        unused = self.transient - {*self.draft.used}
-        self.draft.unexpected = [
-            key for name, key in self.available.items() if key in listed and (name not in known or name in unused)
-        ]
         self._check_file_ties()
         self._check_copies()
-        if strict:
-            self._refuse_leftovers(known)
+        self._check_leftovers(strict)
 
     def _fault(self, name: str, what: str) -> None:
         self.draft.faults.append(" ".join(f"{name}: {what}".split()))
@@ -213,22 +209,6 @@ class _Drafter:
                 found.update((name, value) for name in component.names)
         return found
 
-    def _available(self, rename: Rename) -> tuple[dict[str, str], set[str]]:
-        """The checkpoint's names by what the model calls them; and those that must not be left over."""
-        new_name = renamer(rename)
-        listed = set(self.checkpoint)
-        available: dict[str, str] = {}
-        for key in [*self.checkpoint, *self.checkpoint.flat]:
-            name = new_name(key)
-            if name is None:
-                continue
-            if name in available:
-                if key in listed:
-                    self._fault(name, f"the checkpoint's {available[name]} and {key} are both renamed to it")
-                continue
-            available[name] = key
-        return available, listed
-
     # -- one component --------------------------------------------------------------------------------------------
 
     def _match(self, component: Component) -> None:
@@ -236,11 +216,11 @@ class _Drafter:
         owner = tie.owner if tie else component.names[0]
         order = tie.names if tie else component.names
         index = {name: i for i, member in enumerate(component.members) for name in member.names}
-        sources = [Source(index[name], name, self.available[name]) for name in order if name in self.available]
+        sources = [Source(index[name], name) for name in order if name in self.given]
         if all(name in self.transient for name in component.names):
             self._match_transient(component, sources)
             return
-        if not sources and not self.checkpoint.faults.keys().isdisjoint(order):
+        if not sources and not self.given.checkpoint.faults.keys().isdisjoint(order):
             return
         if not sources:
             self.draft.missing += [name for name in component.names if name not in self.transient]
@@ -265,12 +245,12 @@ class _Drafter:
         if is_recorded(component, self.modules):
             self.draft.recorded += component.names
             return
-        fits = [s for s in sources if _is_like(self.checkpoint, s.key, component.members[s.member].tensor)]
+        fits = [s for s in sources if _is_like(self.given, s.name, component.members[s.member].tensor)]
         if not fits or len(component.members) > 1:
             self.draft.lost += component.names
             return
         self.draft.used += component.names
-        nbytes = self.checkpoint.nbytes(fits[0].key)
+        nbytes = self.given.nbytes(fits[0].name)
         name, dtype = member.names[0], member.tensor.dtype
         tie, device = self.owner_tie.get(id(component)), self.devices.get(name, torch.device("cpu"))
         self.draft.steps.append(Step(name, component, tie, (fits[0],), dtype, device, None, False, False, nbytes))
@@ -279,7 +259,7 @@ class _Drafter:
         if is_lazy(member.tensor):
             self._fault(source.name, "it is lazy and has no shape yet. Run one forward first.")
             return False
-        held, given = tuple(member.tensor.shape), self.checkpoint.spec(source.key).shape
+        held, given = tuple(member.tensor.shape), self.given.spec(source.name).shape
         if held != given:
             self._fault(source.name, f"the checkpoint has shape {given}, the model has {held}")
             return False
@@ -290,7 +270,7 @@ class _Drafter:
         if len(component.members) == 1:
             first, *others = sources
             for other in others:
-                if not self.checkpoint.is_same(first.key, other.key):
+                if not self.given.is_same(first.name, other.name):
                     self._disagree(first.name, other.name)
             return [first]
         if self._is_as_recorded(component, sources, owner):
@@ -312,15 +292,14 @@ class _Drafter:
     def _is_as_recorded(self, component: Component, sources: list[Source], owner: str) -> bool:
         """Whether the file records for every name the very view that the model has."""
         tie = self.owner_tie[id(component)]
-        base = next((source.key for source in sources if source.name == owner), None)
-        if base is None:
+        if owner not in self.given:
             return False
-        home, whole = self.checkpoint.find(base)
+        home, whole = self.given.find(owner)
         laid = next(member.view.stride for member in component.members if owner in member.names)
-        if whole is not None or (any(tie.views) and self.checkpoint.spec(base).stride != laid):
+        if whole is not None or (any(tie.views) and self.given.spec(owner).stride != laid):
             return False
         for source in sources:
-            place, view = self.checkpoint.find(source.key)
+            place, view = self.given.find(source.name)
             wanted = tie.views[tie.names.index(source.name)]
             if place != home or _geometry(view) != _geometry(wanted):
                 return False
@@ -330,23 +309,23 @@ class _Drafter:
         """Weights over the same parts: the owner's values are everybody's."""
         first = next((source for source in sources if source.name == owner), None)
         if first is None:
-            self._fault(owner, f"the checkpoint has {sources[0].key}, a view of it, but not {owner} itself")
+            self._fault(owner, f"the checkpoint has {sources[0].name}, a view of it, but not {owner} itself")
             return []
-        home = self.checkpoint.find(first.key)[0]
+        home = self.given.find(first.name)[0]
         for other in sources:
-            if self.checkpoint.find(other.key)[0] != home:
+            if self.given.find(other.name)[0] != home:
                 self._disagree(owner, other.name)
         return [first]
 
     def _settle_views(self, component: Component, sources: list[Source]) -> list[Source]:
         """Lays every source into a copy of the memory: overlaps must agree, and nothing may be left without one."""
-        dtypes = {self.checkpoint.spec(source.key).dtype for source in sources}
+        dtypes = {self.given.spec(source.name).dtype for source in sources}
         if component.dtype is not None and len(dtypes) > 1:
             self._fault(sources[0].name, f"it shares memory with names that the checkpoint has in {_list(dtypes)}")
             return []
         common = dtypes.pop() if component.dtype is not None else None
         for source in sources:
-            spec = self.checkpoint.spec(source.key)
+            spec = self.given.spec(source.name)
             held = component.members[source.member].tensor.dtype
             if not spec.scheme.transparent or (common is None and spec.dtype != held):
                 self._fault(source.name, f"the checkpoint has {spec.scheme} {spec.dtype} for a view of {held} memory")
@@ -358,9 +337,7 @@ class _Drafter:
         for source in sources:
             member = component.members[source.member]
             place, done = _laid(bits, member, component), _laid(is_set, member, component)
-            given = self.checkpoint.read(self.checkpoint.find(source.key)[0])
-            view = self.checkpoint.find(source.key)[1]
-            given = (given if view is None else view_of(given, view)).contiguous()
+            given = self.given.read_briefly(source.name).contiguous()
             given = given.view(_BITS[itemsize] if common else torch.uint8).reshape(place.shape)
             if bool(((place != given) & done).any()):
                 self._disagree(sources[0].name, source.name)
@@ -376,11 +353,13 @@ class _Drafter:
 
     def _step(self, component: Component, sources: list[Source], owner: str, member: Member) -> Step | None:
         held = member.tensor
-        spec = self.checkpoint.spec(sources[0].key)
-        home = self.checkpoint.find(sources[0].key)[0]
-        is_given = self.checkpoint.entries[home].spec is not None
+        spec, is_given = self.given.spec(sources[0].name), self.given.is_weight(sources[0].name)
         try:
+            self.given.check(sources[0].name)
             target = self._dtype(held, spec.dtype, self.dtypes.get(owner))
+        except UnsupportedOpError as error:
+            self._fault(sources[0].name, f"{error.what}. {error.fix}")
+            return None
         except TetherError as error:
             self._fault(sources[0].name, error.what)
             return None
@@ -411,7 +390,7 @@ class _Drafter:
             return None
         stays = device == held.device and target == held.dtype and not held.is_meta
         as_it_is = holds is not None if is_given else scheme == holds and not _overlaps_itself(held)
-        nbytes = sum(self.checkpoint.nbytes(source.key) for source in sources)
+        nbytes = sum(self.given.nbytes(source.name) for source in sources)
         tie = self.owner_tie.get(id(component))
         return Step(owner, component, tie, tuple(sources), target, device, scheme, is_given, stays and as_it_is, nbytes)
 
@@ -446,28 +425,13 @@ class _Drafter:
     def _check_file_ties(self) -> None:
         """Names that the file ties and the model keeps apart."""
         home = {name: component for component in self.components for name in component.names}
-        name_of = {key: name for name, key in self.available.items() if name in home}
-        groups = [list(tie.names) for tie in self.checkpoint.ties]
-        for alias, owner in self.checkpoint.flat.items():
-            groups.append([owner, alias])
-        for keys in groups:
-            present = [(name_of[key], key) for key in keys if key in name_of]
-            for i, (name, key) in enumerate(present):
-                for other, other_key in present[:i]:
-                    if home[name] is not home[other] and self._share(key, other_key):
+        for names in self.given.tied():
+            present = [name for name in names if name in home]
+            for i, name in enumerate(present):
+                for other in present[:i]:
+                    if home[name] is not home[other] and self.given.shares(name, other):
                         self._apart(other, name)
                         break
-
-    def _share(self, key: str, other: str) -> bool:
-        one, two = (self._block(self.checkpoint.find(k)[1], k) for k in (key, other))
-        return one.overlaps(two)
-
-    def _block(self, view: View | None, key: str) -> Block:
-        spec = self.checkpoint.spec(key)
-        item, size, stride = spec.dtype.itemsize, spec.shape, spec.stride
-        extent = 0 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-        start = (view.offset if view else 0) * item
-        return Block(0, start, start + extent * item, size, stride, item)
 
     def _apart(self, owner: str, name: str) -> None:
         if self.ties == "match":
@@ -475,6 +439,10 @@ class _Drafter:
                 name,
                 f"the checkpoint ties it to {owner}, the model keeps them apart. "
                 f"Call tt.tie(model, {owner!r}, {name!r}), or load with ties='file' (tied) or 'model' (two copies).",
+            )
+        elif self.ties == "file" and self.given.find(owner) != self.given.find(name):
+            self._fault(
+                name, f"the checkpoint ties a part of it to {owner}, or in another order. Load with ties='model'."
             )
         elif self.ties == "file":
             self.draft.tie.append((owner, name))
@@ -486,25 +454,41 @@ class _Drafter:
                     )
 
     def _check_copies(self) -> None:
-        for alias in self.checkpoint.copies:
+        checkpoint = self.given.checkpoint
+        for alias in checkpoint.copies:
             try:
-                self.checkpoint.check_copy(alias)
+                checkpoint.check_copy(alias)
             except CheckpointError as error:
                 self.draft.faults.append(str(error))
 
-    def _refuse_leftovers(self, known: Iterable[str]) -> None:
-        names = list(known)
-        for i, name in enumerate(self.draft.missing):
-            self._fault(name, f"the checkpoint does not have it{_near(name, self.available) if i < _GUESSES else ''}")
+    def _check_leftovers(self, strict: bool) -> None:
+        """What is missing and what nobody takes: reported, and if strict a fault each."""
+        given, unused = self.given, self.transient - {*self.draft.used}
+        left = [name for name in given if name in given.listed and (name not in self.known or name in unused)]
+        keys = [given.keys_of(name) for name in left] + [made.keys for made in given.broken.values()]
+        self.draft.unexpected = list(dict.fromkeys(key for some in keys for key in some))
+        broken = []
+        for name, made in given.broken.items():
+            broken += [*made.wrong] if strict or name in self.known else []
+            broken += [*made.lacks] if strict else []
+        self.draft.faults += dict.fromkeys(broken)
+        if strict:
+            self._refuse_leftovers([name for name in left if name not in self.known])
+
+    def _refuse_leftovers(self, surplus: Iterable[str]) -> None:
+        explained = {n for c in self.components if not self.given.broken.keys().isdisjoint(c.names) for n in c.names}
+        for i, name in enumerate(name for name in self.draft.missing if name not in explained):
+            self._fault(name, f"the checkpoint does not have it{_near(name, self.given) if i < _GUESSES else ''}")
         for name in self.draft.lost:
             self._fault(
                 name,
                 "it is a non-persistent buffer on meta, which the checkpoint does not have either. "
                 "Build the model under tt.on_meta().",
             )
-        over = [key for key in self.draft.unexpected if key in self.surplus]
-        for i, key in enumerate(over):
-            self._fault(key, f"the model does not have it{_near(key, names) if i < _GUESSES else ''}")
+        for i, name in enumerate(surplus):
+            what = "it" if self.given.is_as_it_is(name) else f"{name}, which the rules make of it"
+            near = _near(name, self.known) if i < _GUESSES else ""
+            self._fault(said_keys(self.given.keys_of(name)), f"the model does not have {what}{near}")
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
@@ -524,29 +508,6 @@ def _check_device(device: Any) -> torch.device:
     return made
 
 
-def renamer(rename: Rename) -> Callable[[str], str | None]:
-    """What a name in the checkpoint is called in the model; ``None`` for one that is to be left out.
-
-    >>> renamer([(r"^model\\.", ""), (r"gamma$", "weight")])("model.norm.gamma")
-    'norm.weight'
-    """
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    if isinstance(rename, Mapping):
-        table = dict(rename)
-        return lambda name: table.get(name, name)
-    patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename]
-
-    def substitute(name: str) -> str:
-        for pattern, replacement in patterns:
-            name = pattern.sub(replacement, name)
-        return name
-
-    return substitute
-
-
 def transient_names(model: nn.Module) -> set[str]:
     """The names of buffers that are not persistent, which a state dict leaves out."""
     return {
@@ -561,8 +522,14 @@ def is_recorded(component: Component, modules: dict[str, nn.Module]) -> bool:
     return bool(meta.recipes_of(component, modules))
 
 
-def _is_like(checkpoint: Checkpoint, key: str, held: Tensor) -> bool:
-    spec = checkpoint.spec(key)
+def said_keys(keys: Sequence[str]) -> str:
+    """The keys in a line; of many the first."""
+    more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
+    return ", ".join(keys[:_KEYS]) + more
+
+
+def _is_like(given: Arranged, name: str, held: Tensor) -> bool:
+    spec = given.spec(name)
     return spec.scheme.transparent and spec.dtype == held.dtype and spec.shape == tuple(held.shape)
 
 

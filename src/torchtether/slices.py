@@ -12,13 +12,14 @@ from torch import Tensor
 
 from .errors import CheckpointError, UnsupportedOpError
 from .files import Store
-from .formats import Entry
-from .ops.rows import part_rows
+from .formats import Entry, is_in_parts
 from .schemes import Shape
 from .spec import View, WeightSpec, contiguous_stride
 from .weight import Weight
 
 Index = int | slice | EllipsisType
+Rows = Callable[[Entry, Shape, int, int], dict[str, Tensor]]
+"""Reads the parts of rows from the one to before the other of a stored Weight, seen in some shape."""
 
 
 class TensorSlice:
@@ -34,10 +35,18 @@ class TensorSlice:
     """
 
     def __init__(
-        self, store: Store, entry: Entry, view: View | None, spec: WeightSpec, name: str, whole: Callable[[], Tensor]
+        self,
+        store: Store,
+        entry: Entry,
+        view: View | None,
+        spec: WeightSpec,
+        name: str,
+        whole: Callable[[], Tensor],
+        rows: Rows,
     ) -> None:
         self.name, self.shape, self.dtype = name, spec.shape, spec.dtype
         self._store, self._entry, self._view, self._spec, self._whole = store, entry, view, spec, whole
+        self._read_parts = rows
 
     def __len__(self) -> int:
         if not self.shape:
@@ -47,7 +56,9 @@ class TensorSlice:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
         entries = self._checked(index if isinstance(index, tuple) else (index,))
         if self._entry.spec is not None and not self._entry.spec.scheme.transparent:
-            return self._rows(entries) if self._is_in_parts() else self._whole()[entries].clone()
+            if is_in_parts(self._entry, self._store.header.tensors):
+                return self._rows(entries)
+            return self._whole()[entries].clone()
         view = self._view
         if view is None:  # values are stored in row-major order, whatever their strides in memory
             view = View(self.dtype, self.shape, contiguous_stride(self.shape))
@@ -104,32 +115,15 @@ class TensorSlice:
         made = self._read_rows(whole, start, stop)
         return made if only is None else made.select(only, 0).map(lambda part: part, cut=False)  # type: ignore[attr-defined,no-any-return]
 
-    def _is_in_parts(self) -> bool:
-        """Whether the parts are stored as they are, so that some of their rows can be read."""
-        assert self._entry.spec is not None
-        stored = {role: self._store.stored(key) for role, key in self._entry.keys.items()}
-        layout = {role: (part.dtype or self._entry.dtype, tuple(part.shape)) for role, part in self._layout().items()}
-        return layout == {role: (one.dtype, one.shape) for role, one in stored.items()}
-
     def _layout(self) -> dict[str, Any]:
         assert self._entry.spec is not None
         return self._entry.spec.scheme.layout(self._entry.spec.base)
 
     def _read_rows(self, whole: WeightSpec, start: int, stop: int) -> Weight:
         try:
-            cuts = part_rows(self._layout(), whole.base, start, stop)
+            parts = self._read_parts(self._entry, whole.base, start, stop)
         except UnsupportedOpError as error:
             raise error.named(self.name) from None
-        parts = {}
-        for role, cut in cuts.items():
-            key = self._entry.keys[role]
-            stored = self._store.stored(key)
-            stride = contiguous_stride(stored.shape)
-            first, last = (0, 0) if cut is None else (cut.start, cut.stop)
-            size = stored.shape if cut is None else (last - first, *stored.shape[1:])
-            parts[role] = self._store.read_view(
-                key, View(stored.dtype, size, stride, first * stride[0] if stride else 0)
-            )
         base = (stop - start, *whole.base[1:])
         return Weight(parts, WeightSpec.of(base, self.dtype, whole.scheme).permute(self._spec.order))
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..spec import contiguous_stride
 from . import bitsandbytes, fp8, mxfp4, native
-from .entry import Contents, Entry, Format, Found, Writable
+from .entry import Contents, Entry, Format, Found, Writable, is_in_parts
 
 FORMATS: tuple[Format, ...] = (native, bitsandbytes, fp8, mxfp4)
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
@@ -74,6 +74,7 @@ __all__ = [
     "Format",
     "Found",
     "Writable",
+    "is_in_parts",
     "native",
     "recognise",
     "restated",

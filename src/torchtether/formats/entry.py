@@ -39,6 +39,14 @@ class Entry:
         return Entry(keys, spec.shape, spec.stride, spec.dtype, spec, options)
 
 
+def is_in_parts(entry: Entry, tensors: Mapping[str, Stored]) -> bool:
+    """Whether the parts of a quantized weight are stored as they are, so that some of their rows can be read alone."""
+    assert entry.spec is not None
+    layout = entry.spec.scheme.layout(entry.spec.base)
+    stored = {role: (tensors[key].dtype, tensors[key].shape) for role, key in entry.keys.items()}
+    return stored == {role: (part.dtype or entry.dtype, tuple(part.shape)) for role, part in layout.items()}
+
+
 @dataclass(frozen=True)
 class Contents:
     """What a checkpoint stores and says: what a format is recognised by.

@@ -1,0 +1,259 @@
+"""A checkpoint in the words of a model: its names renamed, and tensors composed as the rules of a load say."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ._storage import Block
+from .arrangements import Named
+from .checkpoint import Checkpoint, is_equal
+from .composing import Recipe, recipe
+from .errors import UnsupportedOpError
+from .files import Tick, no_tick, scratch
+from .pieces import Composed, Piece, whole
+from .renaming import Rename, renamed
+from .schemes import Plain
+from .spec import View, WeightSpec
+from .weight import Weight
+
+_PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor; malloc gives them back
+
+
+class Arranged(Mapping[str, Composed]):
+    """What the checkpoint has for a model, by the model's names, read as ``Checkpoint`` reads.
+
+        arranged[name]     which boxes of which stored tensors make it up
+        arranged.broken    names that the rules promise, and of which something is absent or does not fit
+        arranged.faults    what is wrong with the rules themselves
+
+    A name that no rule composes is read as the checkpoint reads it. Plain tensors are read straight into the place
+    where they belong, piece by piece; Weights are composed from the entries of their parts, without decoding.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rename: Rename = None) -> None:
+        self.checkpoint = checkpoint
+        listed = list(checkpoint)
+        every = [(key, True) for key in listed] + [(key, False) for key in checkpoint.flat if key not in set(listed)]
+        named, self.faults = renamed((Named(key, whole(key, checkpoint.spec(key)), is_) for key, is_ in every), rename)
+        self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
+        self._made: dict[str, Composed] = {}
+        self._recipes: dict[str, Recipe] = {}
+        self.listed: set[str] = set()
+        """Names that must not be left over."""
+        for one in sorted(named, key=lambda one: not one.listed):
+            if one.tensor.is_broken:
+                continue
+            if one.name not in self._made:
+                self._made[one.name] = one.tensor
+                self.listed.update([one.name] if one.listed else [])
+            elif one.listed:
+                first, second = (" with ".join(keys) for keys in (self._made[one.name].keys, one.tensor.keys))
+                self.faults.append(f"{one.name}: the checkpoint's {first} and {second} are both renamed to it")
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Composed:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """The names in the checkpoint that ``name`` comes from."""
+        return self._made[name].keys
+
+    def is_as_it_is(self, name: str) -> bool:
+        """Whether ``name`` is a stored tensor, at most called something else."""
+        return self._key(name) is not None
+
+    def spec(self, name: str) -> WeightSpec:
+        """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
+        key = self._key(name)
+        if key is not None:
+            return self.checkpoint.spec(key)
+        made = self._made[name]
+        if made.scheme.transparent:
+            return WeightSpec.of(made.shape, made.dtype, Plain())
+        try:
+            return self._recipe(name).spec
+        except UnsupportedOpError:
+            return WeightSpec.of(made.shape, made.dtype, made.scheme)
+
+    def is_weight(self, name: str) -> bool:
+        """Whether it is stored as a Weight."""
+        key = self._key(name)
+        if key is not None:
+            return self.checkpoint.entries[self.checkpoint.find(key)[0]].spec is not None
+        return not self._made[name].scheme.transparent
+
+    def check(self, name: str) -> None:
+        """Raises UnsupportedOpError if the Weights that make up ``name`` cannot be cut or joined as they are stored."""
+        if self._key(name) is None and not self._made[name].scheme.transparent:
+            self._recipe(name).check(self.checkpoint)
+
+    def nbytes(self, name: str) -> int:
+        """The bytes that are read for ``name``."""
+        made = self._made[name]
+        if self._key(name) is None and not made.scheme.transparent:
+            return self._recipe(name).nbytes
+        return sum(
+            self.checkpoint.nbytes(piece.key) if self._is_whole(piece) else piece.numel * made.dtype.itemsize
+            for piece in made.pieces
+        )
+
+    def _key(self, name: str) -> str | None:
+        """The key in the checkpoint that is ``name``, if it is only called so."""
+        made = self._made[name]
+        if len(made.pieces) != 1:
+            return None
+        (piece,) = made.pieces
+        is_same = made.pieces == whole(piece.key, self.checkpoint.spec(piece.key)).pieces
+        return piece.key if is_same else None
+
+    def _is_whole(self, piece: Piece) -> bool:
+        return piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
+
+    def _recipe(self, name: str) -> Recipe:
+        if name not in self._recipes:
+            self._recipes[name] = recipe(self._made[name], self.checkpoint)
+        return self._recipes[name]
+
+    # -- where it lies in the file --------------------------------------------------------------------------------
+
+    def find(self, name: str) -> tuple[Hashable, View | None]:
+        """The stored tensor that ``name`` is, and the view of it; what has several pieces is a home of its own."""
+        key = self._key(name)
+        if key is not None:
+            return self.checkpoint.find(key)
+        made = self._made[name]
+        return self._place(made.pieces[0]) if len(made.pieces) == 1 else (made, None)
+
+    def _place(self, piece: Piece) -> tuple[str, View]:
+        """The memory of ``piece``, in strides of the stored tensor that holds it, as a tie would record it."""
+        home, view = self.checkpoint.find(piece.key)
+        spec = self.checkpoint.spec(piece.key)
+        offset = view.offset if view else 0
+        for (start, _), step in zip(piece.box, spec.stride, strict=True):
+            offset += start * step
+        stride = tuple(1 if dim is None else spec.stride[dim] for dim in piece.dims)
+        return home, View(spec.dtype, piece.size, stride, offset)
+
+    def shares(self, one: str, other: str) -> bool:
+        """Whether some stored element is in both."""
+        return any(mine.overlaps(theirs) for mine in self._blocks(one) for theirs in self._blocks(other))
+
+    def _blocks(self, name: str) -> list[Block]:
+        blocks = []
+        for piece in self._made[name].pieces:
+            home, view = self._place(piece)
+            item = view.dtype.itemsize
+            reach = sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True)) + 1
+            extent = 0 if 0 in view.size else reach
+            start = view.offset * item
+            blocks.append(Block(home, start, start + extent * item, view.size, view.stride, item))
+        return blocks
+
+    def tied(self) -> Iterator[list[str]]:
+        """The names, as the model calls them, of what the file ties or notes as tied; those of one tie at a time."""
+        users: dict[str, list[str]] = {}
+        for name, made in self._made.items():
+            for key in made.keys:
+                users.setdefault(key, []).append(name)
+        groups = [list(tie.names) for tie in self.checkpoint.ties]
+        groups += [[owner, alias] for alias, owner in self.checkpoint.flat.items()]
+        for keys in groups:
+            yield list(dict.fromkeys(name for key in keys for name in users.get(key, ())))
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read_weight(self, name: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Weight:
+        """The Weight ``name``, which is stored as one, in new memory on ``device``."""
+        key = self._key(name)
+        if key is None:
+            return self._recipe(name).read(self.checkpoint, device, tick)
+        made = self.checkpoint.read_whole(key, device, tick)
+        assert isinstance(made, Weight)
+        return made
+
+    def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
+        """The values of ``name`` on the CPU, to be dropped soon; see ``Checkpoint.read_briefly``."""
+        key = self._key(name)
+        if key is not None:
+            return self.checkpoint.read_briefly(key, tick)
+        made = self._made[name]
+        if not made.scheme.transparent:
+            return self.read_weight(name, tick=tick)
+        values = scratch(made.shape, made.dtype)
+        self.read_into(name, values, tick)
+        return values
+
+    def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:
+        """Fills the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
+        key = self._key(name)
+        if key is not None:
+            self.checkpoint.read_into(key, out, tick)
+        elif not self._made[name].scheme.transparent:
+            out.detach().copy_(self.read_weight(name, tick=tick).dequantize())
+        else:
+            for piece in self._made[name].pieces:
+                self._read_piece(piece, _laid(out.detach(), piece), tick)
+
+    def _read_piece(self, piece: Piece, place: Tensor, tick: Tick) -> None:
+        if self._is_whole(piece):
+            self.checkpoint.read_into(piece.key, place, tick)
+            return
+        source, itemsize = self.checkpoint.get_slice(piece.key), self.checkpoint.spec(piece.key).dtype.itemsize
+        for box in _bounded(piece.box, _PIECE // itemsize):
+            given = source[tuple(slice(*range_) for range_ in box)]
+            inner = tuple(
+                slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, piece.box, strict=True)
+            )
+            place[inner].copy_(given)
+            tick(given.nbytes)
+
+    def is_same(self, one: str, other: str) -> bool:
+        """Whether two names hold the same bits in the same shape and dtype."""
+        key, other_key = self._key(one), self._key(other)
+        if key is not None and other_key is not None:
+            return self.checkpoint.is_same(key, other_key)
+        kind, other_kind = (self.spec(name).replace(tie=None) for name in (one, other))
+        if (kind.shape, kind.dtype, kind.scheme) != (other_kind.shape, other_kind.dtype, other_kind.scheme):
+            return False
+        return self.find(one) == self.find(other) or is_equal(self.read_briefly(one), self.read_briefly(other))
+
+
+def _laid(out: Tensor, piece: Piece) -> Tensor:
+    """The place of ``piece`` in ``out``, with the dimensions of the stored tensor."""
+    for dim, (start, size) in enumerate(zip(piece.at, piece.size, strict=True)):
+        out = out.narrow(dim, start, size)
+    for dim in reversed(range(len(piece.dims))):
+        if piece.dims[dim] is None:
+            out = out.select(dim, 0)
+    kept = [dim for dim in piece.dims if dim is not None]
+    out = out.permute([kept.index(dim) for dim in sorted(kept)])
+    for dim in range(len(piece.box)):
+        if dim not in kept:
+            out = out.unsqueeze(dim)
+    return out
+
+
+def _bounded(box: tuple[tuple[int, int], ...], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Boxes of at most ``limit`` elements that make up ``box``, in the order in which they are stored."""
+    count = 1
+    for start, stop in box:
+        count *= stop - start
+    dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if count <= limit or dim is None:
+        if count:
+            yield box
+        return
+    start, stop = box[dim]
+    step = max(1, limit // (count // (stop - start)))
+    for at in range(start, stop, step):
+        yield from _bounded((*box[:dim], (at, min(at + step, stop)), *box[dim + 1 :]), limit)

@@ -1,0 +1,456 @@
+"""The rules that join, cut and turn tensors of a checkpoint for a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .errors import RuleError
+from .patterns import NUMBER, TURN_BY_HAND, check_pattern, left_out, replaced, turned
+from .pieces import Composed, concatenated, keys_of, narrowed, selected, stacked, transposed
+from .schemes import Shape
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name, as the rules so far have left it, and its tensor; ``listed`` ones must not be left over."""
+
+    name: str
+    tensor: Composed
+    listed: bool = True
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Tensors of the checkpoint are one in the model: ``torch.cat`` of those that ``sources`` find, in that order.
+
+    ``sources``  regexes, one per piece, each found anywhere in a name; what it found is replaced by ``target``, as
+                 ``re.sub`` does. Names that become the same are the pieces of one tensor, so layers, weights and biases
+                 need no rule each. The first regex that finds a name has it
+    ``sizes``    those of the pieces along ``dim``; only checked, and needed for ``inverse`` unless all are equal
+    ``groups``   how often the pieces alternate: with ``groups=heads`` the first of ``heads`` equal chunks of every
+                 piece comes first, then the second of every piece, ...
+
+    Quantized pieces are joined without decoding, where no block is cut.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"q_proj.bias": torch.tensor([1.]), "k_proj.bias": torch.tensor([2., 3.])}, folder)
+    ...     model = torch.nn.ModuleDict({"qk": torch.nn.Linear(3, 3)})
+    ...     rule = tt.Concat(["q_proj", "k_proj"], "qk")
+    ...     _ = tt.load(model, folder, rename=rule, strict=False)
+    >>> model["qk"].bias.tolist()
+    [1.0, 2.0, 3.0]
+    """
+
+    sources: Sequence[str]
+    target: str
+    dim: int = 0
+    sizes: Sequence[int] | None = None
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        _take_many(self, "sources", self.sources)
+        for source in self.sources:
+            check_pattern(self, source, self.target)
+        _take_sizes(self, len(self.sources), self.sizes, self.groups)
+
+    @property
+    def inverse(self) -> Split:
+        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        pairs = [turned(source, self.target) for source in self.sources]
+        if len({pattern for pattern, _ in pairs}) != 1:
+            raise RuleError("its sources have different groups", name=str(self), fix=TURN_BY_HAND)
+        return Split(pairs[0][0], [template for _, template in pairs], self.dim, self.sizes, self.groups)
+
+    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+        """``names`` after this rule; ``None`` if it finds none of them."""
+
+        def place(name: str) -> tuple[str, int] | None:
+            for i, source in enumerate(self.sources):
+                found = re.search(source, name)
+                if found is not None:
+                    return replaced(found, self.target), i
+            return None
+
+        return _gathered(names, place, self._join)
+
+    def _join(self, name: str, found: dict[int, list[Named]]) -> Composed:
+        given = [one for i in sorted(found) for one in found[i]]
+        absent = [source for i, source in enumerate(self.sources) if i not in found]
+        wrong = _twice(name, self, found)
+        if absent:
+            there, what = ", ".join(one.name for one in given), ", ".join(map(repr, absent))
+            return _broken(given, lacks=f"{name}: Concat has {there}, the checkpoint has nothing for {what}")
+        if wrong or any(one.tensor.is_broken for one in given):
+            return _broken(given, wrong=wrong)
+        dim, wrong = _dim(name, given[0], self.dim)
+        wrong = wrong or _misfit(name, self, given, dim)
+        if wrong:
+            return _broken(given, wrong=wrong)
+        tensors = [one.tensor for one in given]
+        sizes = tuple(tensor.shape[dim] for tensor in tensors)
+        if self.sizes is not None and sizes != self.sizes:
+            return _broken(given, wrong=f"{name}: its pieces have sizes {sizes} along dim {dim}, not {self.sizes}")
+        if self.groups == 1:
+            return concatenated(tensors, dim)
+        if any(size % self.groups for size in sizes):
+            return _broken(given, wrong=f"{name}: sizes {sizes} along dim {dim} do not make {self.groups} groups each")
+        chunks = [_chunk(one, dim, i, self.groups) for i in range(self.groups) for one in tensors]
+        return replace(concatenated(chunks, dim), keys=keys_of(tensors))
+
+    def __str__(self) -> str:
+        return f"Concat({list(self.sources)} -> {self.target!r})"
+
+
+@dataclass(frozen=True)
+class Split:
+    """One tensor of the checkpoint is several in the model: ``torch.split``, the inverse of ``Concat``; or ``unbind``.
+
+    ``source``   a regex, found anywhere in a name
+    ``targets``  what it is replaced by, as by ``re.sub``, for every piece; or one text with ``{}`` in it for as many
+                 pieces as there are indices along ``dim``, numbered from 0, each without that dimension: the inverse of
+                 ``Stack``
+    ``sizes``    those of the pieces along ``dim``; equal ones by default
+    ``groups``   how often the pieces alternate, see ``Concat``
+
+    Of a tensor that is split along dim 0 each piece reads its own rows alone; quantized ones stay so, where no block is
+    cut.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"qkv.weight": torch.arange(4.).view(4, 1)}, folder)
+    ...     model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 2, bias=False) for name in ("q", "kv")})
+    ...     _ = tt.load(model, folder, rename=tt.Split("qkv", ["q", "kv"]))
+    >>> model["q"].weight.tolist(), model["kv"].weight.tolist()
+    ([[0.0], [1.0]], [[2.0], [3.0]])
+    """
+
+    source: str
+    targets: Sequence[str] | str
+    dim: int = 0
+    sizes: Sequence[int] | None = None
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            if self.targets.count(NUMBER) != 1 or self.sizes is not None or self.groups != 1:
+                raise RuleError(
+                    f"targets {self.targets!r} with sizes={self.sizes}, groups={self.groups}",
+                    name="Split",
+                    fix="Give a list of targets, or one text with {} for the number and nothing else.",
+                )
+            check_pattern(self, self.source, self.targets)
+            return
+        _take_many(self, "targets", self.targets)
+        for target in self.targets:
+            check_pattern(self, self.source, target)
+        _take_sizes(self, len(self.targets), self.sizes, self.groups)
+
+    @property
+    def inverse(self) -> Concat | Stack:
+        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        if isinstance(self.targets, str):
+            return Stack(*turned(self.source, self.targets), self.dim)
+        pairs = [turned(self.source, target) for target in self.targets]
+        if len({template for _, template in pairs}) != 1:
+            raise RuleError("its targets use the groups in different orders", name=str(self), fix=TURN_BY_HAND)
+        return Concat([pattern for pattern, _ in pairs], pairs[0][1], self.dim, self.sizes, self.groups)
+
+    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+        """``names`` after this rule; ``None`` if it finds none of them."""
+        made: list[Named] = []
+        is_used = False
+        for one in names:
+            found = re.search(self.source, one.name)
+            if found is None:
+                made.append(one)
+                continue
+            is_used = True
+            made += self._cut(one, found)
+        return made if is_used else None
+
+    def _cut(self, one: Named, found: re.Match[str]) -> list[Named]:
+        dim, wrong = (0, "") if one.tensor.is_broken else _dim(one.name, one, self.dim)
+        if isinstance(self.targets, str):
+            if wrong or one.tensor.is_broken:
+                return [replace(one, tensor=_broken([one], wrong=wrong))]
+            name = replaced(found, self.targets)
+            return [
+                replace(one, name=name.replace(NUMBER, str(i)), tensor=selected(one.tensor, dim, i))
+                for i in range(one.tensor.shape[dim])
+            ]
+        targets = [replaced(found, target) for target in self.targets]
+        wrong = wrong or ("" if one.tensor.is_broken else self._misfit(one, dim))
+        if wrong or one.tensor.is_broken:
+            return [replace(one, name=name, tensor=_broken([one], wrong=wrong)) for name in targets]
+        sizes = self._sizes(one.tensor.shape[dim])
+        made, offset = [], 0
+        for name, size in zip(targets, sizes, strict=True):
+            made.append(replace(one, name=name, tensor=self._piece(one.tensor, dim, offset, size)))
+            offset += size
+        return made
+
+    def _piece(self, tensor: Composed, dim: int, offset: int, size: int) -> Composed:
+        chunks = []
+        for i in range(self.groups):
+            start = i * (tensor.shape[dim] // self.groups) + offset // self.groups
+            chunks.append(narrowed(tensor, dim, start, start + size // self.groups))
+        return replace(concatenated(chunks, dim), keys=tensor.keys)
+
+    def _sizes(self, total: int) -> Shape:
+        count = len(self.targets)
+        return (total // count,) * count if self.sizes is None else tuple(self.sizes)
+
+    def _misfit(self, one: Named, dim: int) -> str:
+        total, sizes = one.tensor.shape[dim], self._sizes(one.tensor.shape[dim])
+        if sum(sizes) != total:
+            if self.sizes is None:
+                count = len(self.targets)
+                return f"{one.name}: size {total} along dim {dim} does not split in {count} equal pieces. Give sizes=."
+            return f"{one.name}: sizes {sizes} add up to {sum(sizes)}, it has {total} along dim {dim}"
+        if any(size % self.groups for size in sizes):
+            return f"{one.name}: sizes {sizes} along dim {dim} do not make {self.groups} groups each"
+        return ""
+
+    def __str__(self) -> str:
+        targets = self.targets if isinstance(self.targets, str) else list(self.targets)
+        return f"Split({self.source!r} -> {targets!r})"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Numbered tensors of the checkpoint are one in the model, with a new dimension ``dim``: ``torch.stack``.
+
+    ``source``   a regex, found anywhere in a name; its one group that ``target`` leaves out is the number
+    ``target``   what it is replaced by, as by ``re.sub``; names that become the same are stacked
+
+    Numbers count from 0 in numeric order (2 before 10), and none may be missing. Quantized tensors are stacked without
+    decoding, where no block is cut.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({f"experts.{i}.w1.weight": torch.full((2, 1), float(i)) for i in range(11)}, folder)
+    ...     model = torch.nn.Module()
+    ...     model.register_parameter("w1", torch.nn.Parameter(torch.zeros(11, 2, 1)))
+    ...     _ = tt.load(model, folder, rename=tt.Stack(r"experts\\.(\\d+)\\.w1\\.weight", "w1"))
+    >>> model.w1.shape, model.w1[10].tolist()
+    (torch.Size([11, 2, 1]), [[10.0], [10.0]])
+    """
+
+    source: str
+    target: str
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        check_pattern(self, self.source, self.target)
+        if len(left_out(self.source, self.target)) != 1:
+            raise RuleError(
+                f"the target {self.target!r} leaves out {len(left_out(self.source, self.target))} groups of "
+                f"{self.source!r}, not the one that is the number",
+                name="Stack",
+                fix=r"Put (\d+) where the number is, and use every other group in the target.",
+            )
+
+    @property
+    def inverse(self) -> Split:
+        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        return Split(*turned(self.source, self.target, left_out(self.source, self.target)[0]), self.dim)
+
+    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+        """``names`` after this rule; ``None`` if it finds none of them."""
+        (group,) = left_out(self.source, self.target)
+
+        def place(name: str) -> tuple[str, int] | None:
+            found = re.search(self.source, name)
+            if found is None or not (found[group] or "").isdecimal():
+                return None
+            return replaced(found, self.target), int(found[group])
+
+        return _gathered(names, place, self._join)
+
+    def _join(self, name: str, found: dict[int, list[Named]]) -> Composed:
+        given = [one for i in sorted(found) for one in found[i]]
+        absent = [i for i in range(max(found)) if i not in found]
+        if absent:
+            first = f"number {absent[0]}" if len(absent) == 1 else f"{len(absent)} numbers, the first is {absent[0]}"
+            return _broken(
+                given, lacks=f"{name}: Stack has {len(found)} tensors up to number {max(found)}, without {first}"
+            )
+        wrong = _twice(name, self, found)
+        if wrong or any(one.tensor.is_broken for one in given):
+            return _broken(given, wrong=wrong)
+        rank = len(given[0].tensor.shape) + 1
+        dim, wrong = self.dim % rank, _misfit(name, self, given, None)
+        if not -rank <= self.dim < rank:
+            wrong = f"{name}: Stack makes {rank} dimensions, dim is {self.dim}"
+        return _broken(given, wrong=wrong) if wrong else stacked([one.tensor for one in given], dim)
+
+    def __str__(self) -> str:
+        return f"Stack({self.source!r} -> {self.target!r})"
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """Two dimensions of a tensor of the checkpoint change places for the model: ``torch.transpose``.
+
+    ``source``   a regex, found anywhere in a name
+    ``target``   what it is replaced by, as by ``re.sub``; ``None`` leaves the name
+    ``dims``     the two dimensions
+
+    A quantized tensor becomes a transposed ``Weight``.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"c_attn.weight": torch.ones(2, 6), "c_attn.bias": torch.ones(6)}, folder)
+    ...     model = torch.nn.ModuleDict({"c_attn": torch.nn.Linear(2, 6)})
+    ...     tt.plan_load(model, folder, rename=tt.Transpose(r"c_attn\\.weight")).faults
+    ()
+    """
+
+    source: str
+    target: str | None = None
+    dims: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        check_pattern(self, self.source, self.target or "")
+        dims = tuple(self.dims)
+        if len(dims) != 2 or not all(type(dim) is int for dim in dims):
+            raise RuleError(f"dims {self.dims!r} are not two ints", name="Transpose", fix="Give dims=(0, 1).")
+        object.__setattr__(self, "dims", dims)
+
+    @property
+    def inverse(self) -> Transpose:
+        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        return self if self.target is None else Transpose(*turned(self.source, self.target), self.dims)
+
+    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+        """``names`` after this rule; ``None`` if it finds none of them."""
+        made: list[Named] = []
+        is_used = False
+        for one in names:
+            found = re.search(self.source, one.name)
+            if found is None:
+                made.append(one)
+                continue
+            is_used = True
+            name = one.name if self.target is None else replaced(found, self.target)
+            made.append(replace(one, name=name, tensor=self._turn(one)))
+        return made if is_used else None
+
+    def _turn(self, one: Named) -> Composed:
+        if one.tensor.is_broken:
+            return one.tensor
+        rank = len(one.tensor.shape)
+        if not all(-rank <= dim < rank for dim in self.dims):
+            what = f"it has shape {one.tensor.shape}, Transpose exchanges dims {self.dims[0]} and {self.dims[1]}"
+            return _broken([one], wrong=f"{one.name}: {what}. Let the rule find fewer names.")
+        return transposed(one.tensor, self.dims[0] % rank, self.dims[1] % rank)
+
+    def __str__(self) -> str:
+        return f"Transpose({self.source!r}{'' if self.target is None else f' -> {self.target!r}'})"
+
+
+# -- what the rules share ---------------------------------------------------------------------------------------------
+
+
+def _gathered(
+    names: Sequence[Named],
+    place: Callable[[str], tuple[str, int] | None],
+    join: Callable[[str, dict[int, list[Named]]], Composed],
+) -> list[Named] | None:
+    """The names with each group that ``place`` puts under one name joined, where the first of the group was."""
+    made: list[Named | str] = []
+    groups: dict[str, dict[int, list[Named]]] = {}
+    for one in names:
+        where = place(one.name)
+        if where is None:
+            made.append(one)
+            continue
+        name, i = where
+        if name not in groups:
+            made.append(name)
+        groups.setdefault(name, {}).setdefault(i, []).append(one)
+    if not groups:
+        return None
+    return [one if isinstance(one, Named) else _group(one, groups[one], join) for one in made]
+
+
+def _group(name: str, found: dict[int, list[Named]], join: Callable[[str, dict[int, list[Named]]], Composed]) -> Named:
+    listed = any(one.listed for ones in found.values() for one in ones)
+    return Named(name, join(name, found), listed)
+
+
+def _broken(given: Sequence[Named], *, lacks: str = "", wrong: str = "") -> Composed:
+    tensors = [one.tensor for one in given]
+    return replace(
+        tensors[0],
+        shape=(),
+        pieces=(),
+        keys=keys_of(tensors),
+        lacks=tuple(dict.fromkeys([*(w for t in tensors for w in t.lacks), *([lacks] if lacks else [])])),
+        wrong=tuple(dict.fromkeys([*(w for t in tensors for w in t.wrong), *([wrong] if wrong else [])])),
+    )
+
+
+def _twice(name: str, rule: Concat | Stack, found: dict[int, list[Named]]) -> str:
+    for ones in found.values():
+        if len(ones) > 1:
+            return f"{name}: {type(rule).__name__} finds {ones[0].name} and {ones[1].name} for the same piece"
+    return ""
+
+
+def _dim(name: str, one: Named, dim: int) -> tuple[int, str]:
+    rank = len(one.tensor.shape)
+    if -rank <= dim < rank:
+        return dim % rank, ""
+    return 0, f"{name}: {one.name} has shape {one.tensor.shape}, which has no dim {dim}"
+
+
+def _misfit(name: str, rule: Concat | Stack, given: Sequence[Named], free: int | None) -> str:
+    """Why the tensors cannot be joined; their sizes along ``free`` may differ."""
+    first = given[0]
+
+    def rest(shape: Shape) -> Shape:
+        return shape if free is None or free >= len(shape) else (*shape[:free], -1, *shape[free + 1 :])
+
+    for other in given[1:]:
+        one, two = first.tensor, other.tensor
+        if (one.dtype, one.scheme) != (two.dtype, two.scheme):
+            kinds = [f"{n.name}, {_kind(n.tensor)}" for n in (first, other)]
+            return f"{name}: {type(rule).__name__} joins {kinds[0]}, and {kinds[1]}: they must be the same"
+        if rest(one.shape) != rest(two.shape):
+            along = "" if free is None else f" along dim {free}"
+            shapes = f"{first.name} {one.shape} and {other.name} {two.shape}"
+            return f"{name}: {type(rule).__name__}{along} does not fit {shapes}"
+    return ""
+
+
+def _kind(tensor: Composed) -> str:
+    return str(tensor.dtype) if tensor.scheme.transparent else f"{tensor.dtype} as {tensor.scheme}"
+
+
+def _chunk(tensor: Composed, dim: int, i: int, count: int) -> Composed:
+    size = tensor.shape[dim] // count
+    return narrowed(tensor, dim, i * size, (i + 1) * size)
+
+
+# -- checking what the user wrote -------------------------------------------------------------------------------------
+
+
+def _take_many(rule: Concat | Split, field: str, texts: Sequence[str]) -> None:
+    if isinstance(texts, str) or not texts or len(set(texts)) != len(texts):
+        raise RuleError(f"{field} {texts!r} are not different texts in a list", name=type(rule).__name__)
+    object.__setattr__(rule, field, tuple(texts))
+
+
+def _take_sizes(rule: Concat | Split, count: int, sizes: Sequence[int] | None, groups: int) -> None:
+    word = type(rule).__name__
+    if type(groups) is not int or groups < 1:
+        raise RuleError(f"groups must be a positive int, got {groups!r}", name=word)
+    if sizes is None:
+        return
+    if len(sizes) != count or not all(type(size) is int and size >= 0 for size in sizes):
+        raise RuleError(f"sizes {sizes!r} are not one int for each of {count} pieces", name=word)
+    object.__setattr__(rule, "sizes", tuple(sizes))

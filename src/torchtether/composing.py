@@ -1,0 +1,181 @@
+"""Composing a Weight from rows of stored ones: entries of parts are copied where they belong, nothing is decoded."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint
+from .errors import SchemeError, UnsupportedOpError
+from .files import Tick
+from .ops.rows import part_rows, view_parts
+from .pieces import Composed, Piece
+from .schemes import Scheme, Shape
+from .spec import WeightSpec, contiguous_stride
+from .weight import Weight
+
+_FIX = "Load it from a float checkpoint, or dequantize it first."
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of a stored Weight, seen in ``shape``, that are one after the other in the composed one too."""
+
+    key: str
+    shape: Shape
+    start: int
+    stop: int
+    at: int
+
+    def cuts(self, scheme: Scheme) -> dict[str, slice | None]:
+        """The entries of each stored part that hold the rows; ``None`` for a part that all rows need."""
+        return part_rows(scheme.layout(self.shape), self.shape, self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a composed Weight is made: ``runs`` fill the parts of ``shape``, which are then those of ``spec``."""
+
+    spec: WeightSpec
+    shape: Shape
+    runs: tuple[Run, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts that are read."""
+        return sum(self._nbytes(run) for run in self.runs)
+
+    def _nbytes(self, run: Run) -> int:
+        total, layout, dtype = 0, self.spec.scheme.layout(run.shape), self.spec.dtype
+        for name, cut in run.cuts(self.spec.scheme).items():
+            part = layout[name]
+            shape = part.shape if cut is None else (cut.stop - cut.start, *part.shape[1:])
+            total += math.prod(shape) * (part.dtype or dtype).itemsize
+        return total
+
+    def _places(self, run: Run) -> dict[str, slice | None]:
+        layout = self.spec.scheme.layout(self.shape)
+        return part_rows(layout, self.shape, run.at, run.at + run.stop - run.start)
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises UnsupportedOpError where parts that every row needs, such as one scale for all, differ in values."""
+        layout = self.spec.scheme.layout(self.shape)
+        keys = list(dict.fromkeys(run.key for run in self.runs))
+        for name in (name for name, part in layout.items() if part.span == 0):
+            for key in keys[1:]:
+                if not checkpoint.is_part_equal(keys[0], key, name):
+                    raise UnsupportedOpError(
+                        f"{keys[0]} and {key} differ in {name!r}, of which the whole {self.spec.scheme} has one",
+                        fix=_FIX,
+                    )
+
+    def read(self, checkpoint: Checkpoint, device: torch.device | str, tick: Tick) -> Weight:
+        """The Weight, in new memory on ``device``; beside it no more than one run is held."""
+        scheme = self.spec.scheme
+        parts = scheme.empty(self.shape, self.spec.dtype, device)
+        for run in self.runs:
+            given = checkpoint.read_rows(run.key, run.shape, run.start, run.stop)
+            for name, place in self._places(run).items():
+                _bits(parts[name] if place is None else parts[name][place]).copy_(_bits(given[name]))
+            tick(self._nbytes(run))
+        spec = self.spec
+        return Weight(view_parts(scheme, parts, spec.base), spec)
+
+
+def recipe(made: Composed, checkpoint: Checkpoint) -> Recipe:
+    """How to make the Weight ``made`` of stored ones. Raises UnsupportedOpError if blocks would be cut.
+
+    The parts are seen with as many leading dimensions merged as the scheme allows.
+    """
+    specs = {piece.key: checkpoint.spec(piece.key) for piece in made.pieces}
+    orders = {_order(piece, specs[piece.key]) for piece in made.pieces}
+    if 0 in made.shape:
+        raise UnsupportedOpError(f"{made.scheme} of shape {made.shape} has no rows", fix=_FIX)
+    if len(orders) != 1:
+        raise UnsupportedOpError(f"its pieces are {made.scheme} along different dimensions", fix=_FIX)
+    (order,) = orders
+    base = tuple(made.shape[dim] for dim in order)
+    spec = WeightSpec.of(base, made.dtype, made.scheme).permute(tuple(order.index(d) for d in range(len(order))))
+    refusals = []
+    for merged in range(len(base) - 1, 0, -1):
+        tail = base[merged:]
+        shape = (math.prod(base[:merged]), *tail)
+        try:
+            if _can_view(made.scheme, shape, base):
+                found = Recipe(spec, shape, tuple(_runs(made, order, tail, specs)))
+                _check(found)
+                return found
+        except (UnsupportedOpError, SchemeError) as error:
+            refusals.append(error.what)
+    what = refusals[0] if refusals else f"{made.scheme} of shape {made.shape} cannot be cut or joined"
+    raise UnsupportedOpError(what, fix=_FIX)
+
+
+def _order(piece: Piece, spec: WeightSpec) -> tuple[int, ...]:
+    """The composed dimensions as its parts will have them: new ones, then those of the stored parts in their order."""
+    place = [-1 if dim is None else spec.order[dim] for dim in piece.dims]
+    return tuple(sorted(range(len(place)), key=lambda dim: place[dim]))
+
+
+def _runs(made: Composed, order: tuple[int, ...], tail: Shape, specs: dict[str, WeightSpec]) -> Iterator[Run]:
+    row = math.prod(tail)
+    steps = contiguous_stride(tuple(made.shape[dim] for dim in order))
+    for piece in made.pieces:
+        spec = specs[piece.key]
+        base = spec.base
+        shape = (math.prod(base) // row, *tail)
+        if base[len(base) - len(tail) :] != tail:
+            raise UnsupportedOpError(f"{piece.key} of shape {spec.shape} does not keep its last dimension whole")
+        if not _can_view(made.scheme, base, shape):
+            raise UnsupportedOpError(f"{piece.key}, {made.scheme} of shape {base}, cannot be seen as {shape}")
+        stored = contiguous_stride(base)
+        start = sum(piece.box[dim][0] * stored[spec.order[dim]] for dim in range(len(piece.box)))
+        at = sum(piece.at[dim] * step for dim, step in zip(order, steps, strict=True))
+        sizes = [piece.size[dim] for dim in order]
+        source = [0 if piece.dims[d] is None else stored[spec.order[piece.dims[d]]] for d in order]  # type: ignore[index]
+        for offset, place, count in _contiguous(sizes, source, list(steps)):
+            first, last, begin = start + offset, start + offset + count, at + place
+            if first % row or last % row or begin % row:
+                raise UnsupportedOpError(f"elements {first}:{last} of {piece.key} are not whole rows of {row}")
+            yield Run(piece.key, shape, first // row, last // row, begin // row)
+
+
+def _contiguous(sizes: list[int], source: list[int], target: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(offset in the source, offset in the target, count) of the longest runs that both have in one."""
+    count, depth = 1, len(sizes)
+    while depth and (sizes[depth - 1] == 1 or source[depth - 1] == target[depth - 1] == count):
+        depth -= 1
+        count *= sizes[depth]
+    for index in itertools.product(*(range(size) for size in sizes[:depth])):
+        offset = sum(i * step for i, step in zip(index, source[:depth], strict=True))
+        place = sum(i * step for i, step in zip(index, target[:depth], strict=True))
+        yield offset, place, count
+
+
+def _check(found: Recipe) -> None:
+    """Raises UnsupportedOpError where an entry of a part would be cut in two, here or there, or mean something else."""
+    target = found.spec.scheme.layout(found.shape)
+    for run in found.runs:
+        source = found.spec.scheme.layout(run.shape)
+        places = found._places(run)
+        for name, cut in run.cuts(found.spec.scheme).items():
+            one, other, place = source[name], target[name], places[name]
+            entry = (one.span, one.shape[1:] if one.span else one.shape)
+            if entry != (other.span, other.shape[1:] if other.span else other.shape) or (
+                cut is not None and place is not None and cut.stop - cut.start != place.stop - place.start
+            ):
+                raise UnsupportedOpError(f"{name!r} of {run.key} has other blocks than that of the whole")
+
+
+def _can_view(scheme: Scheme, old: Shape, new: Shape) -> bool:
+    return old == new or scheme.can_view(old, new)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Some dtypes have no copies of their own."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor

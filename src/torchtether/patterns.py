@@ -1,0 +1,99 @@
+"""Regexes over names and the texts that replace what they find: checking them, and turning them around."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import RuleError
+
+NUMBER = "{}"
+"""Where a target has the number of a piece."""
+
+TURN_BY_HAND = "Write the rule for the other direction yourself."
+
+_REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
+_TOKEN = re.compile(
+    r"\\(?P<escaped>[^A-Za-z0-9])|(?P<group>\((?!\?[^P])(?:\\.|[^()\\])*\))|(?P<plain>[^\\()\[\]{}*+?|^$])"
+)
+"""A literal or one group without groups in it: what a pattern may consist of if it is to become a template.
+
+A dot is taken for the dot of a name, as people write it.
+"""
+
+
+def check_pattern(rule: object, pattern: str, target: str) -> None:
+    """Raises RuleError if ``pattern`` is no regex, or ``target`` cannot replace what it finds."""
+    try:
+        re.compile(pattern).sub(target, "")
+    except (re.error, TypeError, IndexError) as error:
+        raise RuleError(f"{pattern!r} -> {target!r}: {error}", name=type(rule).__name__) from None
+
+
+def replaced(found: re.Match[str], target: str) -> str:
+    """The name in which ``target`` replaces what was found; nothing else changes."""
+    return found.string[: found.start()] + found.expand(target) + found.string[found.end() :]
+
+
+def left_out(pattern: str, target: str) -> list[int]:
+    """The groups of ``pattern`` that ``target`` does not use."""
+    compiled = re.compile(pattern)
+    used = {_number(found, compiled) for found in _REFERENCE.finditer(target)}
+    return [i for i in range(1, compiled.groups + 1) if i not in used]
+
+
+def _number(reference: re.Match[str], pattern: re.Pattern[str]) -> int:
+    name = reference[1] or reference[2]
+    return int(name) if name.isdecimal() else pattern.groupindex[name]
+
+
+def turned(pattern: str, target: str, number: int | None = None) -> tuple[str, str]:
+    """The pattern that finds what ``target`` makes, and the text that makes of it what ``pattern`` finds.
+
+    Group ``number`` of the pattern is ``{}`` in that text; ``{}`` in the target is a group of digits in the pattern.
+    Raises RuleError where the pattern is more than a name with groups in it, all of which the target uses.
+
+    >>> print(*turned(r"(.*)\\.(\\d+)\\.w1", r"\\1.w1", 2))
+    (.*)\\.w1 \\1.{}.w1
+    """
+    compiled = re.compile(pattern)
+    start, stop = int(pattern.startswith("^")), len(pattern) - int(pattern.endswith("$") and pattern[-2:] != r"\$")
+    tokens = _tokens(pattern, start, stop)
+    texts = [token["group"] for token in tokens if token["group"]]
+    made, count = "", 0
+    new: dict[int, int] = {}
+    for part in re.split(r"(\\g<\w+>|\\\d+|\{\})", target):
+        reference = _REFERENCE.fullmatch(part)
+        if part == NUMBER:
+            made, count = made + r"(\d+)", count + 1
+        elif reference is None:
+            made += re.escape(part)
+        elif (old := _number(reference, compiled)) in new:
+            made += rf"(?:\{new[old]})"  # the same text again, whatever digit follows
+        else:
+            count += 1
+            new[old] = count
+            made += texts[old - 1]
+    lost = [i for i in range(1, len(texts) + 1) if i not in new and i != number]
+    if lost:
+        raise RuleError(f"{target!r} leaves out group {lost[0]} of it", name=pattern, fix=TURN_BY_HAND)
+    back, old = "", 0
+    for token in tokens:
+        if token["group"]:
+            old += 1
+            back += NUMBER if old == number else rf"\g<{new[old]}>"
+        else:
+            back += token["escaped"] or token["plain"]
+    back = re.sub(r"\\g<(\d+)>(?!\d)", r"\\\1", back)  # as people write it
+    return "^" * start + made + "$" * (len(pattern) - stop), back
+
+
+def _tokens(pattern: str, start: int, stop: int) -> list[re.Match[str]]:
+    tokens: list[re.Match[str]] = []
+    while start < stop:
+        token = _TOKEN.match(pattern, start, stop)
+        if token is None:
+            what = f"{pattern[start:stop]!r} in it is more than a name with groups"
+            raise RuleError(what, name=pattern, fix=TURN_BY_HAND)
+        tokens.append(token)
+        start = token.end()
+    return tokens

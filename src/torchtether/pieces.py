@@ -1,0 +1,145 @@
+"""Tensors that are put together from parts of stored ones, as arithmetic on boxes: nothing here holds a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .schemes import Scheme, Shape
+from .spec import WeightSpec
+
+Range = tuple[int, int]
+"""From the first index to one past the last."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the stored tensor ``key``, and where it lies in a composed one.
+
+    ``box`` has a range per dimension of the stored tensor.  ``dims[t]`` is the stored dimension that is dimension ``t``
+    of the composed one, ``None`` where that is a new one of size 1; a stored dimension that is named nowhere has one
+    index.  ``at[t]`` is where the box begins.
+    """
+
+    key: str
+    box: tuple[Range, ...]
+    dims: tuple[int | None, ...]
+    at: Shape
+
+    @property
+    def size(self) -> Shape:
+        """The sizes of the box, as the composed tensor sees it."""
+        ranges = [(0, 1) if dim is None else self.box[dim] for dim in self.dims]
+        return tuple(stop - start for start, stop in ranges)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A tensor made of pieces that cover it, each element once; or, with ``lacks`` or ``wrong``, why there is none.
+
+    ``keys`` are the names in the checkpoint that it comes from.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    scheme: Scheme
+    pieces: tuple[Piece, ...]
+    keys: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    """What the checkpoint would need to have."""
+    wrong: tuple[str, ...] = ()
+    """What does not fit together."""
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self.lacks or self.wrong)
+
+
+def whole(key: str, spec: WeightSpec) -> Composed:
+    """The stored tensor ``key`` as it is."""
+    rank = len(spec.shape)
+    piece = Piece(key, tuple((0, size) for size in spec.shape), tuple(range(rank)), (0,) * rank)
+    return Composed(tuple(spec.shape), spec.dtype, spec.scheme, (piece,), (key,))
+
+
+def concatenated(given: Sequence[Composed], dim: int) -> Composed:
+    """``torch.cat(given, dim)``; sizes, dtypes and schemes fit."""
+    pieces, offset = [], 0
+    for one in given:
+        pieces += [replace(piece, at=_set(piece.at, dim, piece.at[dim] + offset)) for piece in one.pieces]
+        offset += one.shape[dim]
+    return replace(given[0], shape=_set(given[0].shape, dim, offset), pieces=tuple(pieces), keys=keys_of(given))
+
+
+def stacked(given: Sequence[Composed], dim: int) -> Composed:
+    """``torch.stack(given, dim)``; shapes, dtypes and schemes are equal."""
+    pieces = [
+        replace(piece, dims=_insert(piece.dims, dim, None), at=_insert(piece.at, dim, i))
+        for i, one in enumerate(given)
+        for piece in one.pieces
+    ]
+    shape = _insert(given[0].shape, dim, len(given))
+    return replace(given[0], shape=shape, pieces=tuple(pieces), keys=keys_of(given))
+
+
+def transposed(given: Composed, dim0: int, dim1: int) -> Composed:
+    """``given.transpose(dim0, dim1)``.
+
+    >>> from torchtether.schemes import Plain
+    >>> transposed(whole("w", WeightSpec.of((2, 3), torch.float32, Plain())), 0, 1).shape
+    (3, 2)
+    """
+    order = list(range(len(given.shape)))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    pieces = [
+        replace(piece, dims=tuple(piece.dims[d] for d in order), at=tuple(piece.at[d] for d in order))
+        for piece in given.pieces
+    ]
+    return replace(given, shape=tuple(given.shape[d] for d in order), pieces=tuple(pieces))
+
+
+def narrowed(given: Composed, dim: int, start: int, stop: int) -> Composed:
+    """``given.narrow(dim, start, stop - start)``: only the pieces that reach in there, cut."""
+    pieces = []
+    for piece in given.pieces:
+        at = piece.at[dim]
+        first, last = max(start, at), min(stop, at + piece.size[dim])
+        if first >= last:
+            continue
+        box, stored = piece.box, piece.dims[dim]
+        if stored is not None:
+            begin = box[stored][0]
+            box = _set(box, stored, (begin + first - at, begin + last - at))
+        pieces.append(replace(piece, box=box, at=_set(piece.at, dim, first - start)))
+    return replace(given, shape=_set(given.shape, dim, stop - start), pieces=tuple(pieces))
+
+
+def selected(given: Composed, dim: int, index: int) -> Composed:
+    """``given.select(dim, index)``."""
+    one = narrowed(given, dim, index, index + 1)
+    pieces = [replace(piece, dims=_remove(piece.dims, dim), at=_remove(piece.at, dim)) for piece in one.pieces]
+    return replace(one, shape=_remove(one.shape, dim), pieces=tuple(pieces))
+
+
+def keys_of(given: Sequence[Composed]) -> tuple[str, ...]:
+    """All their keys, each once."""
+    return tuple(dict.fromkeys(key for one in given for key in one.keys))
+
+
+def _set(values: tuple, index: int, value: object) -> tuple:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _insert(values: tuple, index: int, value: object) -> tuple:
+    return (*values[:index], value, *values[index:])
+
+
+def _remove(values: tuple, index: int) -> tuple:
+    return (*values[:index], *values[index + 1 :])

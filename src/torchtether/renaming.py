@@ -1,0 +1,77 @@
+"""What a checkpoint's names are called in a model: the steps that a load is given, applied in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from .arrangements import Concat, Named, Split, Stack, Transpose
+from .errors import RuleError
+from .ties import nearest
+
+Rule = Concat | Split | Stack | Transpose
+Substitution = tuple[str, str]
+Naming = Callable[[str], str | None]
+Rename = Mapping[str, str] | Naming | Rule | Sequence[Substitution | Rule | Mapping[str, str] | Naming] | None
+"""A mapping, a function, a rule, or a list of these and of (regex, replacement) pairs, applied in order."""
+
+
+def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[str]]:
+    """``names`` after every step of ``rename`` in order, each on what the one before has left; and the faults.
+
+    A rule that finds no name is a fault; a substitution, a mapping and a function need not find one.
+
+    >>> import torch
+    >>> from torchtether.pieces import whole
+    >>> from torchtether.schemes import Plain
+    >>> from torchtether.spec import WeightSpec
+    >>> gamma = Named("model.norm.gamma", whole("model.norm.gamma", WeightSpec.of((2,), torch.float32, Plain())))
+    >>> renamed([gamma], [(r"^model\\.", ""), (r"gamma$", "weight")])[0][0].name
+    'norm.weight'
+    """
+    now, faults = list(names), []
+    for step in _steps(rename):
+        if isinstance(step, Rule):
+            made = step.apply(now)
+            if made is None:
+                near = nearest(_sought(step), [one.name for one in now])
+                near = f", the nearest is {near!r}" if near else ""
+                faults.append(f"rename: {step} finds no name of the checkpoint{near}. Correct or remove it.")
+            else:
+                now = made
+        else:
+            called = ((one, step(one.name)) for one in now)
+            now = [replace(one, name=name) for one, name in called if name is not None]
+    return now, faults
+
+
+def _steps(rename: Rename) -> list[Rule | Naming]:
+    if rename is None:
+        return []
+    if isinstance(rename, (Rule, Mapping)) or callable(rename):
+        rename = [rename]
+    return [_step(step) for step in rename]
+
+
+def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Naming:
+    if isinstance(step, Mapping):
+        table = dict(step)
+        return lambda name: table.get(name, name)
+    if isinstance(step, Rule) or callable(step):
+        return step
+    try:
+        pattern, replacement = step
+        compiled = re.compile(pattern)
+        compiled.sub(replacement, "")
+    except (re.error, TypeError, ValueError) as error:
+        raise RuleError(
+            f"{step!r} is not a (regex, replacement) pair: {error}",
+            name="rename",
+            fix="Give pairs, tt.Concat, tt.Split, tt.Stack, tt.Transpose, mappings or functions.",
+        ) from None
+    return lambda name: compiled.sub(replacement, name)
+
+
+def _sought(rule: Rule) -> str:
+    return rule.sources[0] if isinstance(rule, Concat) else rule.source
