@@ -434,15 +434,18 @@ class _Drafter:
                         break
 
     def _apart(self, owner: str, name: str) -> None:
-        if self.ties == "match":
+        is_all = self.given.find(owner) == self.given.find(name)
+        if self.ties == "match" and is_all:
             self._fault(
                 name,
                 f"the checkpoint ties it to {owner}, the model keeps them apart. "
                 f"Call tt.tie(model, {owner!r}, {name!r}), or load with ties='file' (tied) or 'model' (two copies).",
             )
-        elif self.ties == "file" and self.given.find(owner) != self.given.find(name):
+        elif self.ties != "model" and not is_all:
             self._fault(
-                name, f"the checkpoint ties a part of it to {owner}, or in another order. Load with ties='model'."
+                name,
+                f"the checkpoint ties it to {owner}, in part or transposed, the model keeps them apart. "
+                "Tie them in the model, or load with ties='model' (two copies).",
             )
         elif self.ties == "file":
             self.draft.tie.append((owner, name))
