@@ -25,9 +25,13 @@ SCHEMES = (
     Codebook((-1, 1), block_size=8),
     Codebook(DYNAMIC, block_size=32),
     Codebook((0.9, 0.1, -0.3), block_size=7),
+    nf4(block_size=16, fit="mse"),
+    Codebook((0.9, 0.1, -0.3), block_size=7, flat=False, fit="mse"),
 )
 every_scheme = pytest.mark.parametrize(
-    "scheme", SCHEMES, ids=lambda s: f"{len(s.table)}-{s.block_size}{'-rows' * (not s.flat)}{'-nested' * s.nested}"
+    "scheme",
+    SCHEMES,
+    ids=lambda s: f"{len(s.table)}-{s.block_size}{'-rows' * (not s.flat)}{'-nested' * s.nested}-{s.fit}",
 )
 
 

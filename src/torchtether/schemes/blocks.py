@@ -111,15 +111,25 @@ class Grid(NamedTuple):
         It runs in the dtype of ``values`` (or of their magnitudes): rounding to float32 is monotone, so the result is
         the extreme of the rounded values; NaN stays visible.
         """
-        out = torch.zeros(self.scale_shape, dtype=torch.float32, device=values.device)
-        if values.numel() == 0:
+
+        def some(start: int, stop: int) -> Tensor:
+            x = rows(values, start, stop)
+            x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no reductions
+            return x.abs() if magnitude else x
+
+        return self.reduce_rows(some, op, values.device, g_idx)
+
+    def reduce_rows(
+        self, some: Callable[[int, int], Tensor], op: Reduction, device: torch.device, g_idx: Tensor | None = None
+    ) -> Tensor:
+        """As ``reduce``, or ``torch.sum``, over the rows (R, K) that ``some(start, stop)`` makes, a chunk at a time."""
+        out = torch.zeros(self.scale_shape, dtype=torch.float32, device=device)
+        if 0 in self.shape:
             return out
         table = out.view(self.scale_rows, self.groups)
         done = 0
         for start, stop in self.chunks():
-            x = rows(values, start, stop)
-            x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no reductions
-            stats = self._fold_columns(x.abs() if magnitude else x, op, g_idx)
+            stats = self._fold_columns(some(start, stop), op, g_idx)
             if self.height is None:
                 stats = op(stats, 0, keepdim=True).float()
                 table.copy_(op(torch.stack((table, stats)), 0) if start else stats)

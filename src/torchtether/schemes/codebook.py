@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -28,6 +28,7 @@ from .blocks import (
 from .decoding import decode_rows, reshapable, take_rows
 from .nearest import count_above, nearest_codes
 from .scheme import Part, Parts, Scheme, Shape
+from .search import FITS, RATIOS, SMALLEST
 from .tables import DYNAMIC
 
 
@@ -46,8 +47,10 @@ class Codebook(Scheme):
     ``table`` holds 2 to 256 values within [-1, 1], in any order; a number goes to the nearest, halfway ones down.
     Double quantization follows bitsandbytes: the offset is the mean absmax.  Where some absmax is more than 16 times
     the mean, that would drown the small blocks, so the offset is 0 and only their own ``nested_absmax`` limits them.
+    ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors, as ``Affine`` does.
 
-    Error: ``absmax`` times half the gap around the value; nested, the error of absmax besides.
+    Error: ``absmax`` times half the gap around the value; nested, the error of absmax besides; at the ends of the table
+    what was clipped.
 
     Encoding decoded values keeps the codes where the table holds -1 and 1 (the largest value is kept exactly); the
     codes of a nested absmax may move.
@@ -65,6 +68,7 @@ class Codebook(Scheme):
     flat: bool = True
     nested: bool = False
     nested_block_size: int = 256
+    fit: str = field(default="range", compare=False)
 
     def __post_init__(self) -> None:
         table = self.table
@@ -77,6 +81,8 @@ class Codebook(Scheme):
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise SchemeError(f"{name} must be a positive int, got {size!r}", name="Codebook")
+        if self.fit not in FITS:
+            raise SchemeError(f"fit must be one of {', '.join(FITS)}, got {self.fit!r}", name="Codebook")
         if self.nested and not self.flat:
             raise SchemeError("nested needs flat blocks", name="Codebook", fix="Use flat=True.")
         object.__setattr__(self, "_nearest", nearest_codes(self.table))  # once, and outside of compiled graphs
@@ -112,6 +118,8 @@ class Codebook(Scheme):
         amax = self._amax(grid, values)
         check_finite(amax, values)
         amax = torch.where(amax > 0, amax.clamp_min(TINY), 0.0)  # so that 1 / absmax is a number
+        if like is None and self.fit != "range":
+            amax = self._least_squares(grid, values, amax)
         if like is not None:
             for name in parts.keys() - {"qdata"}:
                 parts[name].copy_(like[name])
@@ -204,6 +212,9 @@ class Codebook(Scheme):
         device = parts["qdata"].device
         values = torch.tensor(self.table, device=device).abs()
         gaps = torch.tensor(_half_gaps(self.table), device=device)
+        if self.fit != "range":
+            ends = torch.tensor([value in (min(self.table), max(self.table)) for value in self.table], device=device)
+            gaps = gaps + ends * (1 / SMALLEST - 1)
         if self.flat:
             count = math.prod(shape)
             index = self._blocks(0, count, device)
@@ -279,23 +290,47 @@ class Codebook(Scheme):
         parts["nested_absmax"].copy_(scale)
         parts["nested_offset"].copy_(offset)
 
+    def _least_squares(self, grid: Grid, values: Tensor, amax: Tensor) -> Tensor:
+        """For each block the part of ``amax`` under which its values lose least."""
+        best = amax.clone()
+        entries = best.view(-1) if self.flat else best.view(grid.rows, -1)
+        for start, stop in () if 0 in values.shape else self._ranges(values.numel()) if self.flat else grid.chunks():
+            at = slice(start // self.block_size, -(-stop // self.block_size)) if self.flat else slice(start, stop)
+            x = (flat(values, start, stop) if self.flat else rows(values, start, stop)).float()
+            least, whole = torch.full_like(entries[at], torch.inf), entries[at].clone()
+            for ratio in RATIOS:
+                error = self._squares(x, whole * ratio)
+                better = error < least
+                least = torch.where(better, error, least)
+                entries[at] = torch.where(better, whole * ratio, entries[at])
+        return best
+
+    def _squares(self, x: Tensor, absmax: Tensor) -> Tensor:
+        """The sum of squared errors of each block of ``x`` along its last dimension, under ``absmax``."""
+        wide = absmax.repeat_interleave(self.block_size, -1)[..., : x.shape[-1]]
+        thresholds, order = self._nearest
+        ascending = torch.tensor([self.table[code] for code in order], device=x.device)
+        nearest = count_above((x * _reciprocal(wide)).contiguous(), thresholds)
+        decoded = ascending.index_select(0, nearest.view(-1).int()).view(x.shape)
+        return fold((x - decoded * wide).square_(), self.block_size, x.dim() - 1, torch.sum)
+
+    def _coded(self, x: Tensor) -> Tensor:
+        """The stream of the codes nearest to ``x``."""
+        thresholds, order = self._nearest
+        nearest = count_above(x, thresholds)
+        if order != tuple(range(len(order))):
+            codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
+            nearest = codes.index_select(0, nearest.view(-1).int()).view(nearest.shape)
+        return pack(nearest, self.bits)
+
     def _quantize(self, grid: Grid, values: Tensor, amax: Tensor, qdata: Tensor) -> None:
         if values.numel() == 0:
             return
-        thresholds, order = self._nearest
-        codes = torch.tensor(order, dtype=torch.uint8, device=values.device)
-        ascending = order == tuple(range(len(order)))
-
-        def coded(x: Tensor) -> Tensor:
-            nearest = count_above(x, thresholds)
-            nearest = nearest if ascending else codes.index_select(0, nearest.view(-1).int()).view(nearest.shape)
-            return pack(nearest, self.bits)
-
         if not self.flat:
             table = qdata.view(grid.rows, -1)
             for start, stop in grid.chunks():
                 x, absmax = grid.align(rows(values, start, stop).float(), _reciprocal(grid.pick(amax, start, stop)))
-                packed = coded((x * absmax).reshape(stop - start, grid.columns))
+                packed = self._coded((x * absmax).reshape(stop - start, grid.columns))
                 table[start:stop, : packed.shape[1]].copy_(packed)
                 table[start:stop, packed.shape[1] :].zero_()
             return
@@ -304,7 +339,7 @@ class Codebook(Scheme):
             x = flat(values, start, stop)
             x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             index = slice(start // self.block_size, -(-stop // self.block_size))
-            packed = coded(self._scaled(x, _reciprocal(amax[index])))
+            packed = self._coded(self._scaled(x, _reciprocal(amax[index])))
             at = start * self.bits // 8
             stream[at : at + packed.shape[0]].copy_(packed)
             if stop == values.numel():

@@ -15,18 +15,30 @@ from .scheme import Scheme
 from .tables import FP4, NF4
 
 
-def int8(group_size: int | None = None, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.float32) -> Affine:
-    """Eight-bit integers: one scale per row, or per ``group_size`` columns.
+def int8(
+    group_size: int | None = None,
+    *,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.float32,
+    fit: str = "range",
+) -> Affine:
+    """Eight-bit integers: one scale per row, or per ``group_size`` columns; ``fit="mse"`` searches for better ones.
 
     >>> int8().nbytes((64, 64), torch.bfloat16)
     4352
     """
-    return Affine(bits=8, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype)
+    return Affine(bits=8, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit)
 
 
-def int4(group_size: int | None = 128, symmetric: bool = False, *, scale_dtype: torch.dtype = torch.float32) -> Affine:
+def int4(
+    group_size: int | None = 128,
+    symmetric: bool = False,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    fit: str = "range",
+) -> Affine:
     """Four-bit integers, two to a byte, with a scale and (unless symmetric) a zero point per ``group_size`` columns."""
-    return Affine(bits=4, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype)
+    return Affine(bits=4, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit)
 
 
 _FP8_BLOCKS: dict[str, tuple[int | None, int | None]] = {
@@ -43,9 +55,9 @@ def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -
     return ScaledFloat("e4m3", block=_FP8_BLOCKS[granularity], scale_dtype=scale_dtype)
 
 
-def nf4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:
-    """The 4-bit NormalFloat of QLoRA, as bitsandbytes computes it."""
-    return Codebook(NF4, block_size=block_size, nested=double_quant)
+def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range") -> Codebook:
+    """The 4-bit NormalFloat of QLoRA, as bitsandbytes computes it; ``fit="mse"`` searches for better scales."""
+    return Codebook(NF4, block_size=block_size, nested=double_quant, fit=fit)
 
 
 def fp4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:

@@ -1,0 +1,77 @@
+"""Scales that are searched for: never worse than those of the range, better where it matters, the same thing to hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchtether as tt
+from tests.schemes import laws
+from torchtether.schemes import Affine, Codebook
+
+SCHEMES = [
+    tt.int4(32),
+    tt.int4(32, symmetric=True),
+    tt.int8(),
+    Affine(bits=3, block=(None, None)),
+    Affine(bits=2, block=(4, 8), scale_dtype=torch.bfloat16),
+    Affine(bits=4, block=(1, 16), act_order=True),
+    tt.nf4(block_size=32),
+    Codebook(tt.nf4().table, 32, flat=False),
+]
+each = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+
+
+def _loss(scheme, w):
+    decoded = scheme.decode(scheme.encode(w), tuple(w.shape), torch.float32)
+    return float((decoded.double() - w.double()).square().sum())
+
+
+@each
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 70), pattern=st.sampled_from(laws.PATTERNS), seed=st.integers(0, 99)
+)
+def test_never_worse_than_the_range(scheme, rows, columns, pattern, seed):
+    w = laws.make((rows, columns), pattern, seed)
+    w = w.clamp(-1e15, 1e15)  # squares of larger ones leave float32
+    searched = replace(scheme, fit="mse")
+    assert _loss(searched, w) <= _loss(scheme, w) * (1 + 1e-5) + 1e-30
+
+
+@each
+def test_large_tensors_go_in_pieces(scheme, monkeypatch):
+    """The pieces in which a large tensor is walked make no difference."""
+    from torchtether.schemes import blocks
+
+    w, searched = laws.make((24, 64), "spike", 0), replace(scheme, fit="mse")
+    whole = searched.encode(w)
+    monkeypatch.setattr(blocks, "CHUNK", 256)
+    laws.assert_same_parts(searched.encode(w), whole)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "gain"),
+    [(tt.int4(128, symmetric=True), 0.5), (tt.int4(128), 0.25), (tt.nf4(), 0.1), (Affine(bits=2, block=(1, 64)), 2)],
+)
+def test_gains_on_heavy_tails(scheme, gain):
+    """In dB of signal to noise, over Student's t with five degrees of freedom."""
+    torch.manual_seed(0)
+    w = torch.distributions.StudentT(5.0).sample((256, 1024)) * 0.02
+    before, after = _loss(scheme, w), _loss(replace(scheme, fit="mse"), w)
+    assert 10 * torch.log10(torch.tensor(before / after)) > gain
+
+
+def test_it_is_no_part_of_what_is_held():
+    """Two schemes that differ in their search hold the same: loads, ties and state dicts do not tell them apart."""
+    assert tt.int4(fit="mse") == tt.int4()
+    assert hash(tt.nf4(fit="mse")) == hash(tt.nf4())
+    assert "mse" in str(tt.int4(fit="mse"))
+
+
+@pytest.mark.parametrize("make", [tt.int4, tt.int8, tt.nf4])
+def test_unknown_fits(make):
+    with pytest.raises(tt.SchemeError, match="fit must be one of range, mse, got 'best'"):
+        make(fit="best")
