@@ -5,6 +5,7 @@ A leaf: the other rooms import from here.  ``check_torch`` names what an unknown
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,28 @@ def check_torch() -> None:
             f"torch {torch.__version__} has no {', '.join(missing)}, without which tensors cannot be exchanged",
             fix="Use the torch that this torchtether was released for.",
         )
+
+
+def one_core() -> None:
+    """The ops that this thread calls use one core from now on, where torch computes with OpenMP; other threads' do not.
+
+    ``torch.set_num_threads`` is process-wide. OpenMP keeps a number for each thread, which torch sets at first use.
+    """
+    torch.get_num_threads()
+    if _set_openmp_threads is not None:
+        _set_openmp_threads(1)
+
+
+def _find_openmp() -> Any:
+    try:
+        found = ctypes.CDLL(None).omp_set_num_threads
+    except (OSError, AttributeError, TypeError):
+        return None
+    found.argtypes, found.restype = (ctypes.c_int,), None
+    return found
+
+
+_set_openmp_threads = _find_openmp()
 
 
 as_plain = torch._C.DisableTorchFunctionSubclass

@@ -72,6 +72,11 @@ class Arranged(Mapping[str, Composed]):
         """Whether ``name`` is a stored tensor, at most called something else."""
         return self._key(name) is not None
 
+    def whole_key(self, name: str) -> str | None:
+        """The key under which the values of ``name`` are stored as they are; ``None`` for anything made of others."""
+        key = self._key(name)
+        return None if key is None else self.checkpoint.whole_key(key)
+
     def spec(self, name: str) -> WeightSpec:
         """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
         key = self._key(name)

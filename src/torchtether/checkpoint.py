@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError, TetherError
-from .files import HIDDEN, Store, Tick, no_tick, scratch
+from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
 from .formats import PLAIN, Contents, Entry, is_in_parts, recognise
 from .ops.rows import part_rows, view_parts
 from .schemes import Plain, Shape, same_bits
@@ -157,13 +157,13 @@ class Checkpoint(Mapping[str, Tensor]):
         self, entry: Entry, *, device: torch.device | str = "cpu", tick: Tick = no_tick, tie: Tie | None = None
     ) -> Tensor:
         if entry.spec is None:
-            made = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device)
+            made = on_huge_pages(torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device))
             self.store.read_into(entry.keys["tensor"], made, tick)
             return made
         tensors: dict[str, Tensor] = {}
         for role, key in entry.keys.items():
             stored = self.store.stored(key)
-            tensors[role] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            tensors[role] = on_huge_pages(torch.empty(stored.shape, dtype=stored.dtype, device=device))
             self.store.read_into(key, tensors[role], tick)
         assert self._format is not None
         try:
@@ -239,6 +239,12 @@ class Checkpoint(Mapping[str, Tensor]):
             return
         values = self.read_whole(name, tick=tick)
         out.detach().copy_(values.dequantize() if isinstance(values, Weight) else values)
+
+    def whole_key(self, name: str) -> str | None:
+        """The key under which the values of ``name`` are stored as they are; ``None`` for a view, and for a Weight."""
+        owner, view = self.find(name)
+        entry = self.entries[owner]
+        return entry.keys["tensor"] if view is None and entry.spec is None else None
 
     def is_same(self, one: str, other: str) -> bool:
         """Whether two names hold the same bits in the same shape and dtype, because they are tied or by comparison."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,18 +16,26 @@ from . import meta
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import LoadError, SchemeError
-from .files import Tick, no_tick
+from .files import Batch, Tick, no_tick, on_huge_pages
 from .module_load import encoded_as
+from .ops.rows import part_rows
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .quantize import add_load_hook
 from .renaming import Rename
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
 from .rules import Rules, order_of, unmatched
+from .spec import WeightSpec
 from .swap import Exchange
 from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .weight import Weight
 
 _SHOWN = 12
+
+_ENCODED = 2**19
+"""Elements that are encoded at once while they are read; in float32 2 MB, which stay in the cache."""
+
+_LARGEST_ENCODED = 2**22
+"""Elements beyond which rows that share a block are not worth taking apart."""
 
 
 class LoadPlan:
@@ -168,7 +178,9 @@ class LoadPlan:
         if fresh or other:
             with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
                 exchange.check([member.tensor for step in (*fresh, *other) for member in step.component.members])
-                made = [_contents(step, self._draft.given, tick) for step in fresh]
+                batch = Batch()
+                made = [_contents(step, self._draft.given, tick, batch) for step in fresh]
+                batch.run(tick)
                 for step, contents in zip(fresh, made, strict=True):
                     _put(exchange, step, contents)
                 for step in other:
@@ -185,6 +197,8 @@ class LoadPlan:
 
         If something else is missing too, all of it stays on meta, for ``tt.materialize``.
         """
+        if not self._draft.recorded:
+            return
         left = {name for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
         if left <= set(self._draft.recorded):
             given, cpu = self._options["device"], torch.device("cpu")
@@ -337,15 +351,16 @@ def _fill(step: Step, given: Arranged, tick: Tick) -> None:
                 held.copy_(given.read_briefly(source.name, tick))
 
 
-def _contents(step: Step, given: Arranged, tick: Tick) -> list[Tensor]:
-    """New contents for every member of the component, over one memory."""
+def _contents(step: Step, given: Arranged, tick: Tick, batch: Batch | None = None) -> list[Tensor]:
+    """New contents for every member of the component, over one memory; where it can wait, ``batch`` fills it."""
     members = step.component.members
     if step.is_given:
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
         return _shared(step, cast(Weight, weight.to(step.dtype)))
     if step.scheme is not None and not step.scheme.transparent:
-        return _shared(step, _encoded(step, given, tick))
-    made = _plain(step, given, tick)
+        later = None if batch is None else _encoded_later(step, given, batch)
+        return _shared(step, _encoded(step, given, tick) if later is None else later)
+    made = _plain(step, given, tick, batch=None if step.scheme else batch)
     if step.scheme is not None:
         made = [Weight.encode(_memory(tensor), step.scheme) for tensor in made]
     return [_with_tie(new, step) for new in made] if len(members) > 1 or isinstance(made[0], Weight) else made
@@ -384,7 +399,47 @@ def _shared(step: Step, weight: Weight) -> list[Tensor]:
     return made
 
 
-def _plain(step: Step, given: Arranged, tick: Tick, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
+    """A Weight whose parts ``batch`` fills, some rows at a time; ``None`` if its rows cannot be encoded one by one."""
+    held, scheme, key = step.held, step.scheme, given.whole_key(step.sources[0].name)
+    shape = tuple(held.shape)
+    if key is None or isinstance(held, Weight) or len(step.component.members) > 1 or step.device.type != "cpu":
+        return None
+    assert scheme is not None
+    stored, row = given.checkpoint.store.stored(key), math.prod(shape[1:])
+    layout = scheme.layout(shape)
+    spans = [part.span for part in layout.values()]
+    if len(shape) < 2 or 0 in shape or 0 in spans or not stored.dtype.is_floating_point:
+        return None
+    if any(part.dtype is None for part in layout.values()):
+        return None
+    unit = math.lcm(*(span // math.gcd(span, row) for span in spans))
+    size = max(_ENCODED // row // unit, 1) * unit
+    if size * row > _LARGEST_ENCODED:
+        return None
+    parts = {name: on_huge_pages(part) for name, part in scheme.empty(shape, stored.dtype, step.device).items()}
+
+    def encode(values: Tensor, cuts: Mapping[str, slice | None]) -> None:
+        try:
+            for name, part in scheme.encode(values).items():
+                parts[name][cuts[name]].copy_(part)
+        except SchemeError as error:
+            raise error.named(step.name) from None
+
+    for start in range(0, shape[0], size):
+        stop = min(start + size, shape[0])
+        cuts = part_rows(layout, shape, start, stop)
+        batch.rows(given.checkpoint.store.file_of(key), key, start, stop, partial(encode, cuts=cuts))
+    return Weight(parts, WeightSpec.of(shape, step.dtype, scheme))
+
+
+def _plain(
+    step: Step,
+    given: Arranged,
+    tick: Tick,
+    dtype: torch.dtype | None = None,
+    batch: Batch | None = None,
+) -> list[Tensor]:
     """One tensor per member, all over one new memory, filled from the sources."""
     dtype, component = dtype or step.dtype, step.component
     if len(component.members) == 1 or component.nbytes == 0:
@@ -394,6 +449,10 @@ def _plain(step: Step, given: Arranged, tick: Tick, dtype: torch.dtype | None = 
         count = component.nbytes if mixed else component.nbytes // component.members[0].tensor.element_size()
         span = torch.zeros(count, dtype=torch.uint8 if mixed else dtype, device=step.device)
         made = [member_view(span, member) for member in component.members]
+    key = given.whole_key(step.sources[0].name) if len(step.sources) == 1 else None
+    if batch is not None and key is not None:
+        given.checkpoint.store.read_later(key, _memory(made[step.sources[0].member]), batch)
+        return made
     for source in reversed(step.sources):
         given.read_into(source.name, _memory(made[source.member]), tick)
     return made
@@ -402,11 +461,12 @@ def _plain(step: Step, given: Arranged, tick: Tick, dtype: torch.dtype | None = 
 def _empty(step: Step, member: Member, given: Arranged, dtype: torch.dtype) -> Tensor:
     """Memory with the strides that the file remembers, or else those of the model."""
     held, spec = member.tensor, given.spec(step.sources[0].name)
-    like = torch.empty_strided(held.shape, held.stride(), device="meta")
-    stride = torch.empty_like(like).stride()  # what is not dense becomes so, in the same order
+    stride = held.stride()
+    if not held.is_contiguous():  # what is not dense becomes so, in the same order
+        stride = torch.empty_like(torch.empty_strided(held.shape, stride, device="meta")).stride()
     if not spec.is_contiguous and given.find(step.sources[0].name)[1] is None:
         stride = spec.stride
-    made = torch.empty_strided(held.shape, stride, dtype=dtype, device=step.device)
+    made = on_huge_pages(torch.empty_strided(held.shape, stride, dtype=dtype, device=step.device))
     return held.around(made) if isinstance(held, Weight) else made
 
 

@@ -1,4 +1,4 @@
-"""Scales that are searched for: never worse than those of the range, better where it matters, the same thing to hold."""
+"""Scales that are searched for: never worse than those of the range, and no part of what is held."""
 
 from dataclasses import replace
 

@@ -1,11 +1,12 @@
 """The only room with a door to the disk: safetensors files, their index, and the record of ties and weights."""
 
+from .batch import Batch
 from .beside import read_beside
 from .dtypes import CODES, DTYPES
 from .folder import carry_over, folder_for, new_folder, remove_stale
 from .header import Header, Stored
 from .index import INDEX_SUFFIX, SUFFIX, format_index
-from .memory import scratch
+from .memory import on_huge_pages, scratch
 from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import replacing
@@ -19,6 +20,7 @@ __all__ = [
     "INDEX_SUFFIX",
     "KEY",
     "SUFFIX",
+    "Batch",
     "Header",
     "Record",
     "Store",
@@ -31,6 +33,7 @@ __all__ = [
     "format_index",
     "new_folder",
     "no_tick",
+    "on_huge_pages",
     "part_key",
     "read_beside",
     "remove_stale",

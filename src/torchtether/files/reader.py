@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -14,8 +14,9 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..schemes import Shape
 from ..spec import View
+from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, parse_header
-from .memory import PIECE, memory_of, pieces, scratch
+from .memory import PIECE, memory_of, on_huge_pages, scratch
 
 Tick = Callable[[int], None]
 """Told how many bytes have just been read or written."""
@@ -84,7 +85,7 @@ class TensorFile:
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
         """The tensor ``key`` as stored, contiguous, in memory of its own."""
         stored = self.stored(key)
-        made = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        made = on_huge_pages(torch.empty(stored.shape, dtype=stored.dtype, device="cpu"))
         self.read_into(key, made, tick)
         return made
 
@@ -94,23 +95,17 @@ class TensorFile:
         Where ``out`` is contiguous, on the CPU and of the stored dtype, the bytes go straight there; otherwise they go
         through pieces of bounded size.
         """
+        batch = Batch()
+        self.read_later(key, out, batch)
+        batch.run(tick)
+
+    def read_later(self, key: str, out: Tensor, batch: Batch) -> None:
+        """As ``read_into``, when ``batch`` runs."""
         stored = self.stored(key)
         if tuple(out.shape) != stored.shape:
             raise CheckpointError(f"it has shape {stored.shape}, not {tuple(out.shape)}", name=f"{self.name}: {key}")
-        if not stored.nbytes:
-            return
-        out = out.detach()
-        at = stored.start
-        if out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous():
-            self._read(memory_of(out), at, key, tick)
-            torch.autograd.graph.increment_version(out)  # autograd did not see the bytes arrive
-            return
-        limit = PIECE * out.element_size() // max(stored.dtype.itemsize, out.element_size())
-        for piece in pieces(out, limit):
-            given = scratch(tuple(piece.shape), stored.dtype)
-            self._read(memory_of(given), at, key, tick)
-            piece.copy_(given)
-            at += given.nbytes
+        if stored.nbytes:
+            batch.read(self, key, out)
 
     def read_view(self, key: str, view: View, tick: Tick = no_tick) -> Tensor:
         """The elements of ``key`` that ``view`` names over its stored bytes, contiguous, in memory of their own.
@@ -150,15 +145,27 @@ class TensorFile:
             yield piece
 
     def _read(self, memory: memoryview, at: int, key: str, tick: Tick = no_tick) -> None:
-        while memory:
+        for place in range(0, len(memory), PIECE):
+            part = memory[place : place + PIECE]
+            self.read_bytes([(key, part)], at + place)
+            tick(len(part))
+
+    def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
+        """Fills the buffers, one after the other, with what the file holds from byte ``at``."""
+        rest = list(buffers)
+        while rest:
+            key, memory = rest[0]
             try:
-                count = os.preadv(self._descriptor, [memory[:PIECE]], at)
+                count = os.preadv(self._descriptor, [memory for _, memory in rest], at)
             except OSError as error:
                 self._fail(f"cannot be read: {error.strerror}", key)
             if count == 0:
                 self._fail(f"the file ended at byte {at}, {len(memory)} bytes early", key)
-            tick(count)
-            memory, at = memory[count:], at + count
+            at += count
+            while rest and count >= len(rest[0][1]):
+                count -= len(rest.pop(0)[1])
+            if count:
+                rest[0] = (rest[0][0], rest[0][1][count:])
 
     def _fail(self, what: str, key: str) -> NoReturn:
         raise CheckpointError(what, name=f"{self.name}: {key}") from None

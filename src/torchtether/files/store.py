@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..spec import View
+from .batch import Batch
 from .beside import read_beside
 from .header import Header, Stored
 from .index import PICKLED, Index, find_files
@@ -66,6 +67,10 @@ class Store:
     def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
         """Fills ``out`` with the values of ``key``, whatever its strides, dtype and device."""
         self._home[key].read_into(key, out, tick)
+
+    def read_later(self, key: str, out: Tensor, batch: Batch) -> None:
+        """As ``read_into``, when ``batch`` runs."""
+        self._home[key].read_later(key, out, batch)
 
     def read_view(self, key: str, view: View) -> Tensor:
         """The elements of ``key`` that ``view`` names, contiguous, in memory of its own."""

@@ -249,7 +249,7 @@ class Affine(Scheme):
             return self._fitted(low, high)
 
         def rounded(x: Tensor, parts: dict[str, Tensor], start: int, stop: int) -> Tensor:
-            codes, scale, zero = self._codes(grid, x, parts, start, stop, g_idx)
+            codes, scale, zero = self._codes(grid, x.clone(), parts, start, stop, g_idx)
             return codes.sub_(zero).mul_(scale).reshape(stop - start, grid.columns)
 
         return least_squares(grid, values, lambda ratio: self._fitted(low * ratio, high * ratio), rounded, g_idx)
@@ -265,13 +265,13 @@ class Affine(Scheme):
     def _codes(
         self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, g_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The signed integers of the float32 rows ``x``, with the steps and zero points that broadcast against them."""
+        """The float32 rows ``x`` as signed integers, in place, and the steps and zero points that go with them."""
         scale = self._step(grid.pick(parts["scale"], start, stop))
         zero = scale.new_zeros(1, 1).expand(scale.shape)
         if not self.symmetric:
             zero = grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset
         x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
-        x = x * (1.0 / scale) if self.reciprocal else x / scale
+        x = x.mul_(1.0 / scale) if self.reciprocal else x.div_(scale)
         x = x if self.symmetric else x.add_(zero)
         return x.round_().clamp_(self._lowest, self._highest), scale, zero
 
@@ -281,8 +281,10 @@ class Affine(Scheme):
         table = parts["qdata"].view(grid.rows, -1)
         g_idx = parts.get("g_idx")
         for start, stop in grid.chunks():
-            x, _, _ = self._codes(grid, rows(values, start, stop).float(), parts, start, stop, g_idx)
-            x = x.add_(self._offset).reshape(stop - start, grid.columns)
+            x = rows(values, start, stop).to(torch.float32, copy=True)
+            x, _, _ = self._codes(grid, x, parts, start, stop, g_idx)
+            x = x.reshape(stop - start, grid.columns)
+            x = x.add_(self._offset) if self._offset else x
             if self.bits == 8:
                 table[start:stop].copy_(x)
                 continue

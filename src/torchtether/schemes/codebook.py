@@ -292,9 +292,11 @@ class Codebook(Scheme):
 
     def _least_squares(self, grid: Grid, values: Tensor, amax: Tensor) -> Tensor:
         """For each block the part of ``amax`` under which its values lose least."""
+        if 0 in values.shape:
+            return amax
         best = amax.clone()
         entries = best.view(-1) if self.flat else best.view(grid.rows, -1)
-        for start, stop in () if 0 in values.shape else self._ranges(values.numel()) if self.flat else grid.chunks():
+        for start, stop in self._ranges(values.numel()) if self.flat else grid.chunks():
             at = slice(start // self.block_size, -(-stop // self.block_size)) if self.flat else slice(start, stop)
             x = (flat(values, start, stop) if self.flat else rows(values, start, stop)).float()
             least, whole = torch.full_like(entries[at], torch.inf), entries[at].clone()

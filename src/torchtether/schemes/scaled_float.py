@@ -272,14 +272,14 @@ class ScaledFloat(Scheme):
         table = parts["qdata"].view(grid.rows, -1)
         largest = self._element.largest
         for start, stop in grid.chunks():
-            x = rows(values, start, stop).float()
+            x = rows(values, start, stop).to(torch.float32, copy=True)  # every step from here on is in place
             scale = grid.pick(parts["scale"], start, stop)
             if self.global_scale and not self.global_divides:
                 x, scale = grid.align(x, (1.0 / parts["global_scale"]) / scale.float())
-                x = x * scale
+                x = x.mul_(scale)
             else:
                 x, scale = grid.align(x, self._scales(scale, parts))
-                x = x / scale
+                x = x.div_(scale)
             x = x.clamp_(-largest, largest).reshape(stop - start, grid.columns)
             if self._element.dtype is not None:
                 table[start:stop].copy_(x)

@@ -1,0 +1,116 @@
+"""Reads that are collected first and then done together: in the order of the files, neighbours in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..schemes import Shape
+from .memory import memory_of, pieces
+from .together import Job, Room, together
+
+if TYPE_CHECKING:
+    from .reader import TensorFile, Tick
+
+SLICE = 4 * 2**20
+"""Bytes that one thread reads at once."""
+
+_NEIGHBOURS = 512
+"""Tensors that one call reads into; systems allow 1024, and old ones fewer."""
+
+_WORTHWHILE = 2 * SLICE
+"""Bytes below which threads cost more than they save."""
+
+Buffer = tuple[str, memoryview]
+"""A key, and memory that some of its bytes are for."""
+
+
+class Batch:
+    """What is to be read, in any order; ``run`` reads it. Until then the memory is not touched.
+
+    After an error in ``run`` the memory holds anything.
+    """
+
+    def __init__(self) -> None:
+        self._reads: list[tuple[int, int, TensorFile, Buffer]] = []
+        self._jobs: list[tuple[int, int, Job]] = []
+        self._nbytes = 0
+
+    def read(self, file: TensorFile, key: str, out: Tensor) -> None:
+        """``out``, of the shape of ``key`` and any strides, dtype and device, is to have its values.
+
+        Bytes that need no change go straight there; others go through scratch of at most ``SLICE`` per thread.
+        """
+        stored = file.stored(key)
+        out = out.detach()
+        if out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._nbytes += stored.nbytes
+            self._reads.append((id(file), stored.start, file, (key, memory_of(out))))
+            torch.autograd.graph.increment_version(out)  # autograd will not see the bytes arrive
+            return
+        limit = SLICE * out.element_size() // max(stored.dtype.itemsize, out.element_size())
+        at = 0
+        for piece in pieces(out, limit):
+            self._through(file, key, at, tuple(piece.shape), piece.copy_)
+            at += piece.numel() * stored.dtype.itemsize
+
+    def rows(self, file: TensorFile, key: str, start: int, stop: int, use: Callable[[Tensor], object]) -> None:
+        """``use`` is to be called, on some thread, with those rows of ``key``, which it must not keep."""
+        shape = file.stored(key).shape
+        row = file.stored(key).nbytes // shape[0]
+        self._through(file, key, start * row, (stop - start, *shape[1:]), use)
+
+    def _through(self, file: TensorFile, key: str, at: int, shape: Shape, use: Callable[[Tensor], object]) -> None:
+        stored = file.stored(key)
+        at += stored.start
+
+        def job(room: Room) -> int:
+            given = room.take(shape, stored.dtype)
+            file.read_bytes([(key, memory_of(given))], at)
+            use(given)
+            return given.nbytes
+
+        self._jobs.append((id(file), at, job))
+        self._nbytes += torch.empty(shape, dtype=stored.dtype, device="meta").nbytes
+
+    def run(self, tick: Tick) -> None:
+        """Everything is read, and used. Raises CheckpointError, naming the file and the key."""
+        jobs = sorted([*self._jobs, *self._joined()], key=lambda job: job[:2])
+        self._reads, self._jobs = [], []
+        if self._nbytes > _WORTHWHILE:
+            together([job for _, _, job in jobs], tick)
+        else:
+            room = Room()
+            for _, _, job in jobs:
+                tick(job(room))
+
+    def _joined(self) -> list[tuple[int, int, Job]]:
+        """The reads as jobs: what follows each other in a file is one, of at most ``SLICE``; what is larger is cut."""
+        jobs: list[tuple[int, int, Job]] = []
+        buffers: list[Buffer] = []
+        first = size = 0
+        before: TensorFile | None = None
+        for _, at, file, (key, memory) in sorted(self._reads, key=lambda read: read[:2]):
+            for place in range(0, len(memory), SLICE):
+                part = memory[place : place + SLICE]
+                follows = file is before and at + place == first + size
+                if not follows or size + len(part) > SLICE or len(buffers) == _NEIGHBOURS:
+                    if before is not None:
+                        jobs.append((id(before), first, _reading(before, buffers, first, size)))
+                    before, buffers, first, size = file, [], at + place, 0
+                buffers.append((key, part))
+                size += len(part)
+        if before is not None:
+            jobs.append((id(before), first, _reading(before, buffers, first, size)))
+        return jobs
+
+
+def _reading(file: TensorFile, buffers: list[Buffer], at: int, size: int) -> Job:
+    def job(room: Room) -> int:
+        file.read_bytes(buffers, at)
+        return size
+
+    return job

@@ -1,0 +1,88 @@
+"""Jobs done together by a few threads: reading, and what is done to what was read."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch import one_core
+from ..schemes import Shape
+from .memory import scratch
+
+THREADS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+"""How many threads read. Two saturate the memory of small machines, four that of most larger ones."""
+
+
+class Room:
+    """Scratch of one thread, used again by each of its jobs, so that its pages are touched for the first time once."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def take(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """An uninitialised CPU tensor, until the next ``take``."""
+        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        if self._memory is None or self._memory.nbytes < nbytes:
+            self._memory = None  # the old one goes before the new one comes
+            self._memory = scratch((nbytes,), torch.uint8)
+        return self._memory[:nbytes].view(dtype).view(shape)
+
+
+Job = Callable[[Room], int]
+"""Does its work and says how many bytes that was."""
+
+
+def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
+    """Every job is done, by a few threads, begun in the order given; ``tick`` is told of each, on this thread.
+
+    After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are waited
+    for, and the error is raised. No thread is left in any case.
+    """
+    if len(jobs) < 2 or THREADS < 2:
+        room = Room()
+        for job in jobs:
+            tick(job(room))
+        return
+    todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
+    lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
+
+    def work() -> None:
+        room = Room()
+        try:
+            one_core()
+            with torch.inference_mode(inference), torch.no_grad():
+                while not stop.is_set():
+                    with lock:
+                        job = next(todo, None)
+                    if job is None:
+                        break
+                    done.put(job(room))
+        except BaseException as error:
+            done.put(error)
+        finally:
+            done.put(None)
+
+    threads = [threading.Thread(target=work, name="torchtether", daemon=True) for _ in range(min(THREADS, len(jobs)))]
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+        left = len(threads)
+        while left:
+            found = done.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                tick(found)
+    finally:
+        stop.set()
+        for thread in started:
+            thread.join()
