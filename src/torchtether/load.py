@@ -31,8 +31,8 @@ from .weight import Weight
 
 _SHOWN = 12
 
-_ENCODED = 2**19
-"""Elements that are encoded at once while they are read; in float32 2 MB, which stay in the cache."""
+_ENCODED = 2**18
+"""Elements that are encoded at once while they are read; in float32 1 MB, which stays in the cache."""
 
 _LARGEST_ENCODED = 2**22
 """Elements beyond which rows that share a block are not worth taking apart."""
@@ -424,6 +424,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
             for name, part in scheme.encode(values).items():
                 parts[name][cuts[name]].copy_(part)
         except SchemeError as error:
+            _encoded(step, checkpoint, no_tick)  # raises it for the whole tensor, with the whole tensor's counts
             raise error.named(step.name) from None
 
     for start in range(0, shape[0], size):

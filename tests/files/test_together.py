@@ -1,0 +1,139 @@
+"""Reading by several threads: the same bytes, errors as on one thread, and no thread left."""
+
+import importlib
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import torchtether as tt
+from torchtether.files import TensorFile, write_tensors
+from torchtether.files import batch as batch_module
+from torchtether.files import together as together_module
+from torchtether.files.batch import Batch
+from torchtether.files.together import together
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    """Three threads for anything, in small slices; afterwards none is left."""
+    monkeypatch.setattr(together_module, "THREADS", 3)
+    monkeypatch.setattr(batch_module, "_WORTHWHILE", 0)
+    monkeypatch.setattr(batch_module, "SLICE", 64)
+    monkeypatch.setattr(batch_module, "_NEIGHBOURS", 3)
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "torchtether"]
+
+
+def write(path, tensors):
+    with open(path, "wb", buffering=0) as file:
+        write_tensors(file, tensors, {}, name=str(path))
+
+
+def test_every_job_is_done_once_and_told_on_the_calling_thread():
+    done, told = [], []
+
+    def job(i):
+        return lambda room: done.append(i) or i
+
+    together([job(i) for i in range(100)], lambda n: told.append((n, threading.current_thread())))
+    assert sorted(done) == list(range(100)) == sorted(n for n, _ in told)
+    assert {thread for _, thread in told} == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("where", ["job", "tick"])
+def test_an_error_ends_the_work_and_is_raised(error, where):
+    done, enough = [], threading.Event()
+
+    def fail(*_):
+        raise error("stop")
+
+    def job(room):
+        enough.wait(0.01)
+        done.append(1)
+        return 1
+
+    jobs = [job, fail if where == "job" else job, *[job] * 500]
+    with pytest.raises(error, match="stop"):
+        together(jobs, fail if where == "tick" else lambda n: None)
+    assert len(done) < 250
+
+
+def test_ops_of_the_threads_use_one_core_and_those_of_others_do_not():
+    before, found = torch.get_num_threads(), []
+    together([lambda room: found.append(torch.get_num_threads()) or 0] * 9, lambda n: None)
+    assert torch.get_num_threads() == before
+    assert set(found) == {1}
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_a_batch_reads_what_single_reads_do(tmp_path_factory, sizes, random):
+    path = tmp_path_factory.getbasetemp() / "batch.safetensors"
+    tensors = {
+        f"t{i}": torch.randn(size).to(random.choice([torch.float32, torch.int8])) for i, size in enumerate(sizes)
+    }
+    write(path, tensors)
+    with TensorFile(path) as file:
+        order = random.sample(list(tensors), len(tensors))
+        made = {key: torch.empty_like(tensors[key]) for key in order}
+        wide = {key: torch.empty(tensors[key].shape, dtype=torch.float64) for key in order}
+        batch, told = Batch(), []
+        for key in order:
+            file.read_later(key, made[key], batch)
+            file.read_later(key, wide[key], batch)
+        batch.run(told.append)
+    for key, tensor in tensors.items():
+        assert torch.equal(made[key], tensor)
+        assert torch.equal(wide[key], tensor.double())
+    assert sum(told) == 2 * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_file_that_shrinks_is_named_and_the_model_stays_on_meta(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tt.save(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), path)
+    for quantize in (None, "int8"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        plan, data = tt.plan_load(model, path, quantize=quantize), path.read_bytes()
+        os.truncate(path, len(data) - 100)
+        with pytest.raises(tt.CheckpointError, match=r"x.safetensors: 1.weight: the file ended at byte"):
+            plan.apply()
+        assert all(parameter.is_meta for parameter in model.parameters())
+        path.write_bytes(data)
+        plan.apply()
+        plan.close()
+        assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
+def test_encoding_rows_as_they_are_read_is_encoding_the_whole(tmp_path, monkeypatch, scheme):
+    monkeypatch.setattr(importlib.import_module("torchtether.load"), "_ENCODED", 600)
+    source = nn.Linear(192, 17).bfloat16()
+    tt.save(source, tmp_path / "x.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(192, 17)
+    tt.load(model, tmp_path / "x.safetensors", quantize=scheme, dtype=torch.float16)
+    expected = tt.Weight.encode(source.weight, model.weight.scheme)
+    assert model.weight.dtype == torch.float16
+    for name, part in expected.parts.items():
+        given = model.weight.parts[name]
+        assert (given.shape, given.dtype) == (part.shape, part.dtype)
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (given, part))), name
+
+
+def test_values_that_cannot_be_encoded_are_named_and_nothing_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("torchtether.load"), "_ENCODED", 64)
+    source = nn.Linear(64, 8)
+    source.weight.data[5, 3] = float("nan")
+    tt.save(source, tmp_path / "x.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(64, 8)
+    with pytest.raises(tt.SchemeError, match="weight: 1 of 512 values are not finite"):
+        tt.load(model, tmp_path / "x.safetensors", quantize="int8")
+    assert model.weight.is_meta
+    assert model.bias.is_meta
