@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.benchmarks import bench_core
+from tests.benchmarks import bench_core, bench_load
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,15 @@ def test_the_core_benchmark_runs(tmp_path, capsys, groups, names):
     rows = json.loads((tmp_path / "figures.json").read_text())
     assert {row["name"] for row in rows} >= names
     assert "tt.convert" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_load_benchmark_runs(tmp_path, capsys):
+    groups = ("shards", "small", "save")
+    files = ["--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
+    bench_load.main(["--size", "small", "--rounds", "1", "--groups", *groups, *files])
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert {row["name"] for row in found["rows"]} >= {bench_load.READ, "torchtether", "torchtether save"}
+    assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    assert "against a plain read" in capsys.readouterr().out
