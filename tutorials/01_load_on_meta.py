@@ -74,4 +74,15 @@ small(tokens).sum().backward()
 optimizer.step()
 tt.check_optimizer(small, optimizer)
 
+# %% Names and shapes that differ: `rename=` takes pairs of (regex, replacement), and rules that join, cut and turn.
+halves = {
+    f"mid_{i}.{kind}": t.clone()
+    for kind in ("weight", "bias")
+    for i, t in enumerate(getattr(source.mid, kind).chunk(2))
+}
+tt.save(halves, folder / "halves.safetensors")
+joined = nn.ModuleDict({"mid": nn.Linear(32, 32)})
+tt.load(joined, folder / "halves.safetensors", rename=tt.Concat(["mid_0", "mid_1"], "mid"))
+assert torch.equal(joined["mid"].weight, source.mid.weight)  # one rule for weight and bias, and for all layers
+
 # %% Now break it: build `small` under torch.device("meta") instead of tt.on_meta(), run again, and read the error.

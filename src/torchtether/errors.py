@@ -3,7 +3,7 @@
     TetherError
     ├── UnsupportedOpError (NotImplementedError)   an op that a Weight has no rule for
     ├── SchemeError        (ValueError)            a scheme cannot be built, does not fit, or met bad values
-    ├── RuleError          (ValueError)            quantization rules that match nothing or contradict each other
+    ├── RuleError          (ValueError)            rules that match nothing, make no sense, or contradict each other
     ├── TieError           (ValueError)            ties that are broken, disagree, or cannot be made
     ├── ConversionError    (RuntimeError)          something holds a parameter so that it cannot be exchanged
     ├── OptimizerError     (ValueError)            an optimizer and a model that do not belong together
@@ -45,7 +45,7 @@ class SchemeError(TetherError, ValueError):
 
 
 class RuleError(TetherError, ValueError):
-    """Quantization rules match nothing, name no known scheme, or contradict each other."""
+    """Rules match nothing, name no known scheme, are no regex, or contradict each other."""
 
 
 class TieError(TetherError, ValueError):

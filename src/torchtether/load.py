@@ -285,12 +285,14 @@ def load(
     ``device``    where tensors go. By default real ones stay where they are, and those on ``meta`` go to the CPU.
                   Both take globs over the model's names too: ``{"*norm*": torch.float32, "*": torch.bfloat16}``; the
                   first match wins, ``None`` and no match mean the default, tied names are asked for the same
-    ``strict``    a missing or unexpected key is a fault; otherwise it is reported, and what is missing is left as it is
+    ``strict``    a missing or unexpected key is a fault; otherwise it is reported, what is missing stays as it is, and
+                  what a rule cannot complete counts as missing, its pieces as unexpected
     ``ties``      where file and model disagree about what is tied: ``"match"`` is a fault; ``"model"`` keeps the
                   model's ties and takes the owner's values; ``"file"`` changes the model's, and the names concerned get
                   new Parameters
-    ``rename``    what the file's names are called in the model: a mapping, (regex, replacement) pairs applied in order,
-                  or a function that may return ``None`` to leave a name out
+    ``rename``    what the file's names are called in the model: a mapping, a function that may return ``None`` to leave
+                  a name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack`` or ``tt.Transpose``, or a list of these and of
+                  (regex, replacement) pairs, applied in order, each to the names as the one before has left them
     ``progress``  ``True`` for a bar, or a function of (bytes done, bytes in all)
     ``optimizer`` its state follows its parameters' device and dtype
 

@@ -121,7 +121,38 @@ def test_a_tied_piece(tmp_path, meta):
 
 
 def test_pieces_of_one_tensor_are_no_tie(tmp_path):
-    """They lie in one stored tensor, and share no element."""
-    tt.save({"qkv": torch.randn(6, 4), "alias": torch.ones(1)}, tmp_path / "x")
-    model = nn.ParameterDict({name: torch.zeros(2, 4) for name in "qkv"} | {"alias": torch.zeros(1)})
-    assert tt.plan_load(model, tmp_path / "x", rename=tt.Split("qkv", ["q", "k", "v"])).faults == ()
+    """They lie in one stored tensor that the file ties to another, and share no element with each other."""
+    source = build(Tied)
+    tt.save({"emb": source.emb.weight, "head": source.head.weight}, tmp_path / "x")
+    rename = [lambda name: None if name == "emb" else name, tt.Split("head", ["a", "b", "c"])]
+    model = nn.ParameterDict({name: torch.zeros(4, 8) for name in "abc"})
+    tt.load(model, tmp_path / "x", rename=rename)
+    assert torch.equal(torch.cat(list(model.values())), source.emb.weight)
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_pieces_of_an_alias_are_the_slices_that_the_model_has(tmp_path, meta):
+    source = build(Tied)
+    tt.save({"emb": source.emb.weight, "head": source.head.weight}, tmp_path / "x")
+    for order, fits in (("ab", True), ("ba", False)):
+        with torch.device("meta" if meta else "cpu"):
+            model = nn.ParameterDict({"emb": torch.zeros(12, 8)})
+            for name, rows in zip(order, model["emb"].detach().split(6), strict=True):
+                model[name] = nn.Parameter(rows)
+        plan = tt.plan_load(model, tmp_path / "x", rename=tt.Split("head", ["a", "b"]))
+        assert (plan.faults == ()) == fits
+        if fits:
+            plan.apply()
+            assert torch.equal(model["b"], source.emb.weight[6:])
+        plan.close()
+
+
+def test_rows_of_a_weight_that_the_file_ties(tmp_path):
+    whole, more = (tt.Weight.encode(torch.randn(rows, 4), tt.int8()) for rows in (8, 2))
+    tt.save({"whole": whole, "rows": whole.detach()[2:6], "more": more}, tmp_path / "x")
+    with tt.open(tmp_path / "x") as checkpoint:
+        assert checkpoint.ties[0].aliases == ("rows",)
+    model = nn.ParameterDict({"both": torch.zeros(6, 4)})
+    rename = [lambda name: None if name == "whole" else name, tt.Concat(["rows", "more"], "both")]
+    tt.load(model, tmp_path / "x", rename=rename)
+    assert torch.equal(plain(model["both"]), torch.cat([whole.dequantize()[2:6], more.dequantize()]))

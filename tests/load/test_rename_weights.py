@@ -1,5 +1,8 @@
 """Rename rules on quantized checkpoints: parts are cut and joined, nothing is decoded, or the plan says why not."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +11,8 @@ from hypothesis import strategies as st
 import torchtether as tt
 from tests.load.test_rename_rules import EXPERTS, QKV, holder
 from tests.load.test_round_trip import bits
+from torchtether.schemes import SCHEMES as KINDS
+from torchtether.schemes import Part
 from torchtether.schemes.tables import NF4
 from torchtether.ties import named_tensors
 
@@ -174,6 +179,42 @@ def test_blocks_that_a_piece_would_cut_are_a_fault(tmp_path):
         pieces = dict(zip("ab", values.split(sizes), strict=True))
         rule = tt.Split("whole", ["a", "b"], sizes=sizes)
         assert check(tmp_path / str(fits), {"whole": whole}, pieces, rule, tt.fp8("block")) == fits
+
+
+def test_half_rows_are_a_fault_also_where_shapes_are_as_before(tmp_path):
+    (weight,) = weights(tt.int8(), [(4, 8)])
+    swap = [tt.Split("w", ["a", "b"], dim=1), tt.Concat(["b", "a"], "w", dim=1)]
+    (fault,) = load(tmp_path / "x", {"w": weight}, {"w": weight}, swap)
+    assert fault.startswith("w: elements 4:8 of w are not whole rows of 8")
+
+
+def test_blocks_that_depend_on_the_whole_are_a_fault(tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "half scaled", None)  # and out again: the catalog has a row for every kind
+
+    @dataclass(frozen=True)
+    class HalfScaled(tt.Scheme):
+        """One scale for each half of a tensor, so that what an entry covers depends on how many rows there are."""
+
+        kind: ClassVar[str] = "half scaled"
+
+        def layout(self, shape):
+            return {
+                "qdata": Part(shape, torch.int8, shape[1]),
+                "scale": Part((2, 1), torch.float32, shape[0] * shape[1] // 2),
+            }
+
+        def encode(self, values):
+            scale = values.abs().float().view(2, -1).amax(1, keepdim=True) / 127
+            codes = (values.float().view(2, -1) / scale).round().to(torch.int8)
+            return {"qdata": codes.view(values.shape), "scale": scale}
+
+        def decode(self, parts, shape, dtype):
+            return (parts["qdata"].view(2, -1) * parts["scale"]).view(shape).to(dtype)
+
+    given = weights(HalfScaled(), [(4, 8), (4, 8)])
+    values = torch.cat([w.dequantize() for w in given])
+    (fault,) = load(tmp_path / "x", dict(zip("ab", given, strict=True)), {"c": values}, tt.Concat(["a", "b"], "c"))
+    assert fault.startswith("c: 'scale' of a has other blocks than that of the whole")
 
 
 def test_a_weight_that_the_model_holds_is_filled_from_rows(tmp_path):
