@@ -373,6 +373,18 @@ def test_not_strict_reports_an_incomplete_group_and_leaves_its_target(tmp_path, 
         assert meta or not before[name].any()
 
 
+@pytest.mark.parametrize("fault", ["shape", "dtype", "split_sizes", "transpose"])
+def test_not_strict_still_refuses_what_does_not_fit_a_name_of_the_model(tmp_path, fault):
+    stored, rename, shapes, expected = FAULTS[fault]
+    tt.save({name: tensor.clone() for name, tensor in {**stored, "other": torch.ones(2)}.items()}, tmp_path / "x")
+    for names, count in ((shapes, len(expected)), ({}, 0)):
+        model = holder({**{name: torch.empty(shape) for name, shape in names.items()}, "other": torch.empty(2)})
+        plan = tt.plan_load(model, tmp_path / "x", rename=rename, strict=False)
+        plan.close()
+        assert len(plan.faults) == count
+        assert count or set(plan.unexpected_keys) == set(stored)
+
+
 @pytest.mark.parametrize(
     "make",
     [
