@@ -426,7 +426,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
             for name, part in scheme.encode(values).items():
                 parts[name][cuts[name]].copy_(part)
         except SchemeError as error:
-            _encoded(step, checkpoint, no_tick)  # raises it for the whole tensor, with the whole tensor's counts
+            _encoded(step, given, no_tick)  # raises it for the whole tensor, with the whole tensor's counts
             raise error.named(step.name) from None
 
     for start in range(0, shape[0], size):
