@@ -51,6 +51,7 @@ SCHEMES = [
     SchemeRow("nvfp4-divides", tt.ScaledFloat(**{**vars(tt.nvfp4()), "global_divides": True})),
     SchemeRow("mxfp4-rceil", tt.ScaledFloat(**{**vars(tt.mxfp4()), "scale_rounding": "rceil"})),
     SchemeRow("mxfp8", tt.ScaledFloat(element="e4m3", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)),
+    SchemeRow("mxfp6", tt.ScaledFloat(element="e2m3", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)),
     SchemeRow("mxfp4", tt.mxfp4()),
     SchemeRow("nvfp4", tt.nvfp4()),
     SchemeRow("nf4", tt.nf4()),

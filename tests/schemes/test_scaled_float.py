@@ -23,6 +23,8 @@ SCHEMES = (
     nvfp4(),
     ScaledFloat("e2m1", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True, global_divides=True),
     ScaledFloat("e2m1", block=(1, 16), scale_dtype=torch.float8_e4m3fn),
+    ScaledFloat("e2m3", block=(1, 32), scale_dtype=torch.float8_e8m0fnu),
+    ScaledFloat("e2m3", block=(1, 16), scale_rounding="rceil", scale_dtype=torch.float8_e8m0fnu),
     ScaledFloat("e4m3", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True),
 )
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(map(str, s.to_json().values())))
@@ -175,7 +177,7 @@ def test_both_spellings_of_the_global_scale_agree_where_it_is_a_power_of_two():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"element": "e3m2"}, "element must be one of e4m3, e5m2, e2m1, got 'e3m2'"),
+        ({"element": "e3m2"}, "element must be one of e4m3, e5m2, e2m3, e2m1, got 'e3m2'"),
         ({"block": (1, 0)}, "block must be"),
         ({"scale_dtype": torch.float64}, "scale_dtype must be one of"),
         ({"scale_rounding": "up"}, "scale_rounding must be one of even, floor, rceil, got 'up'"),

@@ -1,4 +1,4 @@
-"""Small floats with a scale: fp8 by tensor, row or block, and the microscaling formats mxfp8, mxfp4 and nvfp4."""
+"""Small floats with a scale: fp8 by tensor, row or block; the microscaling formats mxfp8, mxfp6, mxfp4; nvfp4."""
 
 from __future__ import annotations
 
@@ -27,33 +27,50 @@ from .blocks import (
 from .decoding import decode_rows, quiet, reshapable, take_rows
 from .nearest import count_above
 from .scheme import Part, Parts, Scheme, Shape, dtype_name
-from .tables import E2M1
+from .tables import E2M1, E2M3
 
 
 class Element(NamedTuple):
-    """A small float: its dtype (``None``: E2M1, packed), largest value, explicit mantissa bits and normal exponents."""
+    """A small float: its dtype, largest value, explicit mantissa bits and normal exponents.
+
+    One without a dtype is packed: ``table`` has its values by code, the sign in the highest bit.
+    """
 
     dtype: torch.dtype | None
     largest: float
     mantissa: int
     low: int
     high: int
+    table: tuple[float, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return (len(self.table) - 1).bit_length() if self.table else 8
 
 
 ELEMENTS = {
     "e4m3": Element(torch.float8_e4m3fn, 448.0, 3, -6, 8),
     "e5m2": Element(torch.float8_e5m2, 57344.0, 2, -14, 15),
-    "e2m1": Element(None, 6.0, 1, 0, 2),
+    "e2m3": Element(None, 7.5, 3, 0, 2, E2M3),
+    "e2m1": Element(None, 6.0, 1, 0, 2, E2M1),
 }
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 ROUNDINGS = ("even", "floor", "rceil")
 
-# The E2M1 code of x >= 0 is how many of these lie below x.  Halfway cases go to the even mantissa: 0.25, 1.25, 2.5
-# and 5 stay below; 0.75, 1.75 and 3.5 go up, so their thresholds are the floats just before them.
-_E2M1_BELOW = tuple(
-    float(torch.nextafter(torch.tensor(at), torch.tensor(0.0))) if up else at
-    for at, up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0))
-)
+
+def _below(table: tuple[float, ...]) -> tuple[float, ...]:
+    """The code of x >= 0 is how many of these lie below x.
+
+    Halfway cases go to the even code: thresholds to an odd one are the middles, to an even one the floats just before.
+    """
+    positive = torch.tensor(table[: len(table) // 2], dtype=torch.float64, device="cpu")
+    middles = ((positive[1:] + positive[:-1]) / 2).float()
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
+    return tuple(middles.tolist())
+
+
+_BELOW = {name: _below(element.table) for name, element in ELEMENTS.items() if element.table}
 _E4M3_LARGEST, _E4M3_SMALLEST = 448.0, 2.0**-6  # of block scales: normal numbers only, as torchao and NVIDIA do
 
 
@@ -66,7 +83,7 @@ class ScaledFloat(Scheme):
     """Holds small floats ``q`` so that ``w ≈ q * scale`` (``* global_scale``), with one scale per block.
 
         qdata (*shape) float8_e4m3fn or float8_e5m2    for "e4m3" and "e5m2"
-        qdata (*lead, ceil(K / 2)) uint8               for "e2m1": the even column in the low nibble
+        qdata (*lead, ceil(K * bits / 8)) uint8        for "e2m1" and "e2m3": a dense stream of 4 or 6 bits
         scale (*lead, ceil(K / columns)) scale_dtype   1 row per ``block[0]`` rows; 1 where None
         global_scale () float32                        with ``global_scale``; nvfp4 keeps its scales in e4m3
 
@@ -122,7 +139,7 @@ class ScaledFloat(Scheme):
 
     def layout(self, shape: Shape) -> dict[str, Part]:
         grid = grid_over(shape, self.block)
-        codes = code_part(shape, 8 if self._element.dtype else 4)
+        codes = code_part(shape, self._element.bits)
         parts = {"qdata": codes._replace(dtype=self._element.dtype or torch.uint8)}
         parts["scale"] = grid.scale_part(self.scale_dtype)
         if self.global_scale:
@@ -226,7 +243,7 @@ class ScaledFloat(Scheme):
     def _elements(self, codes: Tensor, columns: int) -> Tensor:
         if self._element.dtype is not None:
             return codes.float()
-        return lookup(codes, torch.tensor(E2M1, device=codes.device), 4, columns)
+        return lookup(codes, torch.tensor(self._element.table, device=codes.device), self._element.bits, columns)
 
     def _fit(self, amax: Tensor, parts: dict[str, Tensor], unit: Tensor | None = None) -> None:
         """Writes the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
@@ -284,5 +301,8 @@ class ScaledFloat(Scheme):
             if self._element.dtype is not None:
                 table[start:stop].copy_(x)
                 continue
-            codes = torch.signbit(x).to(torch.uint8) << 3
-            table[start:stop].copy_(pack(codes.add_(count_above(x.abs_(), _E2M1_BELOW)), 4))
+            width = self._element.bits
+            codes = torch.signbit(x).to(torch.uint8) << (width - 1)
+            packed = pack(codes.add_(count_above(x.abs_(), _BELOW[self.element])), width)
+            table[start:stop, : packed.shape[1]].copy_(packed)
+            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes

@@ -32,8 +32,10 @@ FP4 = tuple(
     for value in _FP4_TWELFTHS
 )
 
-# The OCP Microscaling E2M1 element, by code.
+# Elements of OCP Microscaling, by code: the sign is the highest bit.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E2M3 = (*(m / 8 for m in range(8)), *((1 + m / 8) * 2.0**e for e in range(3) for m in range(8)))
+E2M3 = (*_E2M3, *(-value for value in _E2M3))
 
 
 def _dynamic() -> tuple[float, ...]:
