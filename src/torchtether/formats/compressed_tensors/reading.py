@@ -1,0 +1,453 @@
+"""From the tensors of compressed-tensors, and what its config says about them, to the parts of Weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...files import Stored
+from ...schemes import Affine, ScaledFloat, Scheme, Shape, bits
+from ...schemes.blocks import CHUNK, pieces
+from ..entry import Contents, Entry, Found, spec_of
+from .config import FLOAT, INT, MXFP4, MXFP6, MXFP8, NAIVE, NVFP4, PACK, UNKNOWN, Args, Config, Group, parse
+
+METHODS = ("compressed-tensors", "compressed_tensors")
+
+_ROLES = ("weight", "packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
+_SUFFIX = {role: "weight" if role == "weight" else f"weight_{role}" for role in _ROLES}
+_ACTIVATIONS = tuple(
+    f"{who}_{what}" for who in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
+)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_POWERS = (torch.uint8, torch.float8_e8m0fnu)
+_CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, *_ELEMENTS)
+_DENSE_SINCE = (0, 18)
+
+
+class Fault(Exception):
+    """What is wrong with one module; caught by ``recognise``."""
+
+
+class Reading(NamedTuple):
+    """One module, understood: the Weight that its tensors make.
+
+    ``roles`` says which stored tensor is which part; ``packed`` and ``packed_zero_point`` have to be unpacked first,
+    from one dense stream or, if not ``dense``, from words that hold whole codes.
+    """
+
+    shape: Shape
+    scheme: Scheme
+    roles: Mapping[str, str]
+    dense: bool = True
+
+
+class Module:
+    """The tensors of one module, by role, and what the checkpoint says besides."""
+
+    def __init__(self, name: str, keys: Mapping[str, str], contents: Contents, version: tuple[int, ...]) -> None:
+        self.name, self.keys, self.contents, self.version = name, keys, contents, version
+        self.weight_name = f"{name}.weight" if name else "weight"
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.keys
+
+    def stored(self, role: str) -> Stored:
+        """The header of a tensor. Raises Fault if it is absent."""
+        if role not in self.keys:
+            raise Fault(f"its {_SUFFIX[role]} is absent")
+        return self.contents.tensors[self.keys[role]]
+
+    def checked(self, role: str, dtypes: tuple[torch.dtype, ...], shape: Shape, why: str) -> Stored:
+        """The header of a tensor, dimensions of 1 aside of ``shape``. Raises Fault if it is anything else."""
+        stored = self.stored(role)
+        if stored.dtype not in dtypes:
+            raise Fault(f"its {_SUFFIX[role]} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
+        if [n for n in stored.shape if n != 1] != [n for n in shape if n != 1]:
+            raise Fault(f"its {_SUFFIX[role]} has shape {stored.shape}, {why} needs {shape}")
+        return stored
+
+    def read(self, role: str) -> Tensor:
+        """The values of a small tensor."""
+        return self.contents.read(self.keys[role])
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every module with a packed weight, or with codes and a scale; half of either is a fault.
+
+    The tensors of a module say how it is stored; bits, groups and blocks come from ``quantization_config``, and a
+    config that says otherwise than the tensors is a fault. Without a config, what the tensors leave open is one.
+    """
+    settings = _settings(contents)
+    if settings is None and (
+        contents.method or not any(key.rpartition(".")[2] == "weight_packed" for key in contents.tensors)
+    ):
+        return None
+    config = None if settings is None else parse(settings)
+    found = Found()
+    for name, keys in _modules(contents, found).items():
+        module = Module(name, keys, contents, config.version if config else ())
+        try:
+            reading = _understood(module, config)
+        except Fault as fault:
+            found.fault(module.weight_name, str(fault), keys)
+            continue
+        if reading is None:
+            continue
+        dtype = module.stored("scale").dtype
+        dtype = dtype if dtype in (torch.bfloat16, torch.float16) else contents.dtype
+        spec = spec_of(reading.shape, dtype, reading.scheme, name=module.weight_name)
+        used = {role: keys[stored] for role, stored in reading.roles.items()}
+        found.weights[module.weight_name] = Entry.of(used, spec, dense=reading.dense)
+        found.spare.update(set(keys.values()) - set(used.values()))
+    return found
+
+
+def _settings(contents: Contents) -> Mapping[str, Any] | None:
+    """``quantization_config``; before version 0.6 it was ``compression_config``, or inside of that."""
+    if contents.method in METHODS:
+        return contents.quantization
+    old = contents.config.get("compression_config")
+    if isinstance(old, Mapping) and not contents.method:
+        inner = old.get("quantization_config")
+        return inner if isinstance(inner, Mapping) else old
+    return None
+
+
+def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
+    """The keys by module and role; what belongs to activations is spare."""
+    role_of = {suffix: role for role, suffix in _SUFFIX.items()}
+    modules: dict[str, dict[str, str]] = {}
+    for key in contents.tensors:
+        name, _, last = key.rpartition(".")
+        if last in role_of:
+            modules.setdefault(name, {})[role_of[last]] = key
+        elif last in _ACTIVATIONS:
+            found.spare.add(key)
+    return modules
+
+
+def _understood(module: Module, config: Config | None) -> Reading | None:
+    """How to read ``module``; ``None`` if it is not quantized. Raises Fault."""
+    if module.keys.keys() <= {"weight"}:
+        if "weight" in module and module.stored("weight").dtype in _CODES:
+            raise Fault(f"it is {module.stored('weight').dtype} and has no weight_scale")
+        return None
+    if config is None:
+        groups: tuple[Group, ...] = (UNKNOWN,)
+    elif config.is_ignored(module.name):
+        raise Fault("config.json ignores its module, and it is quantized")
+    else:
+        groups = tuple(group for group in config.targets.find(module.name) if group.args is not None)
+    if not groups:
+        raise Fault("it is quantized, and no config group in config.json describes its weights")
+    readings: list[Reading] = []
+    faults: list[Fault] = []
+    for group in groups:
+        try:
+            reading = _reading(module, group)
+            readings += [reading] if reading not in readings else []
+        except Fault as fault:
+            faults.append(fault)
+    if not readings:
+        raise faults[0]
+    if len(readings) > 1:
+        raise Fault(f"the config groups {' and '.join(group.name for group in groups)} both fit it, and differ")
+    return readings[0]
+
+
+def _reading(module: Module, group: Group) -> Reading:
+    if "packed" not in module and "weight" not in module:
+        raise Fault(f"its {_SUFFIX[next(iter(module.keys))]} is there, its codes are not")
+    if "packed" in module and "weight" in module:
+        raise Fault("it is stored twice, as weight and as weight_packed")
+    args = group.args or Args()
+    if "packed" not in module:
+        weight, scale = module.stored("weight"), module.stored("scale")
+        if weight.dtype in _ELEMENTS:
+            is_mx = scale.dtype in _POWERS
+            _agree(group, "float", (8,), (MXFP8,) if is_mx else (FLOAT, NAIVE))
+            if is_mx:
+                return _microscaled(module, args, weight.shape, "weight", _ELEMENTS[weight.dtype])
+            return _floats(module, args)
+        if weight.dtype == torch.int8:
+            _agree(group, "int", range(1, 9), (INT, NAIVE))
+            return _integers(module, args)
+        raise Fault(
+            f"it is {weight.dtype} and has a weight_scale: its values are not compressed yet, "
+            "and the model rounds them while it runs"
+        )
+    packed = module.stored("packed")
+    if packed.dtype == torch.int32:
+        _agree(group, "int", range(1, 9), (PACK,))
+        return _packed(module, args)
+    if packed.dtype != torch.uint8 or not packed.shape:
+        raise Fault(f"its weight_packed is {packed.dtype} {packed.shape}, not int32 or uint8 with rows")
+    if module.stored("scale").dtype not in _POWERS:
+        _agree(group, "float", (4,), (NVFP4,))
+        return _nvfp4(module, args)
+    _agree(group, "float", (4, 6), (MXFP6,) if args.bits == 6 else (MXFP4,) if args.bits == 4 else (MXFP4, MXFP6))
+    return _microscaled_packed(module, args)
+
+
+def _agree(group: Group, kind: str, widths: range | tuple[int, ...], formats: tuple[str, ...]) -> None:
+    """Raises Fault where the config contradicts how a module is stored."""
+    args = group.args or Args()
+    if args.kind not in (None, kind) or (args.bits is not None and args.bits not in widths):
+        raise Fault(f"it is stored as {formats[0]}, and config.json says {args}")
+    if group.format and group.format not in formats:
+        raise Fault(f"it is stored as {formats[0]}, and config.json says {group.format}")
+
+
+# -- integers -----------------------------------------------------------------------------------------------------
+
+
+def _integers(module: Module, args: Args) -> Reading:
+    shape = module.stored("weight").shape
+    scale, block = _blocks(module, args, shape)
+    is_symmetric = _is_symmetric(module, args)
+    if not is_symmetric:
+        module.checked("zero_point", (torch.int8,), scale, f"{args}")
+    scheme = Affine(8, symmetric=is_symmetric, block=block, scale_dtype=module.stored("scale").dtype)
+    zero = {} if is_symmetric else {"zero_point": "zero_point"}
+    return Reading(shape, scheme, {"qdata": "weight", "scale": "scale", **zero})
+
+
+def _packed(module: Module, args: Args) -> Reading:
+    packed = module.stored("packed")
+    shape = _stated_shape(module, packed)
+    scale, block = _blocks(module, args, shape)
+    roles = {"packed": "packed", "scale": "scale"}
+    zeros: Shape | None = None
+    is_symmetric = _is_symmetric(module, args)
+    if not is_symmetric and module.stored("zero_point").dtype == torch.int8:
+        module.checked("zero_point", (torch.int8,), scale, f"{args}")
+        roles["zero_point"] = "zero_point"
+    elif not is_symmetric:
+        zeros = module.checked("zero_point", (torch.int32,), module.stored("zero_point").shape, "").shape
+        roles["packed_zero_point"] = "zero_point"
+    width, dense = _packing(module, args, shape, zeros, scale[-1])
+    is_ordered = _is_ordered(module, shape, scale, block)
+    if is_ordered:
+        roles["g_idx"] = "g_idx"
+    dtype = module.stored("scale").dtype
+    scheme = Affine(width, symmetric=is_symmetric, block=block, act_order=is_ordered, scale_dtype=dtype)
+    return Reading(shape, scheme, roles, dense)
+
+
+def _packing(module: Module, args: Args, shape: Shape, zeros: Shape | None, groups: int) -> tuple[int, bool]:
+    """How many bits codes and zero points have, and whether they are dense: what fits the words that are stored."""
+    words = module.stored("packed").shape[-1]
+    fits: dict[tuple[int, bool], None] = {}
+    for width in range(1, 9) if args.bits is None else (args.bits,):
+        for dense in (True, False):
+            zeros_wanted = (*shape[:-2], _words(shape[-2], width, dense), groups)
+            if _words(shape[-1], width, dense) == words and zeros in (None, zeros_wanted):
+                fits[width, dense or _is_either(shape, width, zeros is not None)] = None
+    if not fits:
+        who = f"codes of {args.bits} bits" if args.bits else "no number of bits"
+        need = f" need {_words(shape[-1], args.bits, True)}" if args.bits else ""
+        and_zeros = f" and zero points {zeros}" if zeros else ""
+        raise Fault(f"its weight_packed has {words} words a row{and_zeros}; {who} for {shape} by {groups} groups{need}")
+    if len({width for width, _ in fits}) > 1:
+        found = ", ".join(f"{width} bits {'dense' if dense else 'in whole words'}" for width, dense in fits)
+        raise Fault(f"nothing says how many bits its codes have ({found}); num_bits in config.json is missing")
+    if len(fits) == 1:
+        return next(iter(fits))
+    width = next(iter(fits))[0]
+    if not module.version:
+        raise Fault(f"its {width}-bit codes may be one stream or whole words; version in config.json is missing")
+    return width, module.version >= _DENSE_SINCE
+
+
+def _words(count: int, width: int, dense: bool) -> int:
+    """The int32 words of ``count`` codes: one stream, or as many whole codes to a word as fit."""
+    return -(-count * width // 32) if dense else -(-count // (32 // width))
+
+
+def _is_either(shape: Shape, width: int, with_zeros: bool) -> bool:
+    """Whether both packings are the same bits: words hold whole codes anyway, or there is no second word."""
+    fit = 32 // width
+    return 32 % width == 0 or (shape[-1] <= fit and (not with_zeros or shape[-2] <= fit))
+
+
+def _stated_shape(module: Module, packed: Stored) -> Shape:
+    stored = module.stored("shape")
+    if stored.dtype not in (torch.int64, torch.int32) or stored.shape != (len(packed.shape),):
+        raise Fault(f"its weight_shape is {stored.dtype} {stored.shape}, not int64 ({len(packed.shape)},)")
+    shape = tuple(module.read("shape").tolist())
+    if len(shape) < 2 or shape[:-1] != packed.shape[:-1] or shape[-1] < 0:
+        raise Fault(f"its weight_shape says {shape}, its weight_packed has shape {packed.shape}")
+    return shape
+
+
+def _is_ordered(module: Module, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
+    """Whether ``weight_g_idx`` puts columns into other groups than their neighbours'."""
+    if "g_idx" not in module:
+        return False
+    module.checked("g_idx", (torch.int32,), (shape[-1],), f"shape {shape}")
+    g_idx = module.read("g_idx").reshape(-1)
+    if bool((g_idx == -1).all()) or scale[-1] == 1 or block[1] is None:
+        return False
+    if bool(((g_idx < 0) | (g_idx >= scale[-1])).any()):
+        low, high = int(g_idx.min()), int(g_idx.max())
+        raise Fault(f"its weight_g_idx names groups {low} to {high}, and there are {scale[-1]}")
+    return not torch.equal(g_idx, torch.arange(shape[-1], dtype=torch.int32) // block[1])
+
+
+def _is_symmetric(module: Module, args: Args) -> bool:
+    """Without zero points; where they are stored they count, whatever the config says."""
+    if "zero_point" not in module and args.symmetric is False:
+        raise Fault("its weight_zero_point is absent, and config.json says that it is not symmetric")
+    return "zero_point" not in module
+
+
+# -- small floats -------------------------------------------------------------------------------------------------
+
+
+def _floats(module: Module, args: Args) -> Reading:
+    weight = module.stored("weight")
+    _check_symmetric(module, args)
+    _, block = _blocks(module, args, weight.shape)
+    scheme = ScaledFloat(_ELEMENTS[weight.dtype], block, module.stored("scale").dtype)
+    return Reading(weight.shape, scheme, {"qdata": "weight", "scale": "scale"})
+
+
+def _microscaled(module: Module, args: Args, shape: Shape, codes: str, element: str) -> Reading:
+    size = _group_size(args, 32)
+    _check_symmetric(module, args)
+    _check_groups(module, _POWERS, shape, size, element)
+    scheme = ScaledFloat(element, (1, size), torch.float8_e8m0fnu)
+    return Reading(shape, scheme, {"qdata": codes, "scale": "scale"})
+
+
+def _microscaled_packed(module: Module, args: Args) -> Reading:
+    *rows, length = module.stored("packed").shape
+    size = _group_size(args, 32)
+    groups = (module.stored("scale").shape or (1,))[-1]
+    fits = [  # groups are whole: only so do bytes and scales say how many columns there are
+        (element, count)
+        for width, element, count in ((4, "e2m1", length * 2), (6, "e2m3", length * 4 // 3))
+        if args.bits in (None, width) and length == bits.packed_size(count, width) and count == groups * size
+    ]
+    if len(fits) != 1:
+        what = f"float{args.bits} by {size}" if args.bits else "num_bits in config.json is missing"
+        raise Fault(f"its weight_packed has {length} bytes a row under {groups} scales; {what}")
+    return _microscaled(module, args, (*rows, fits[0][1]), "packed", fits[0][0])
+
+
+def _nvfp4(module: Module, args: Args) -> Reading:
+    *rows, length = module.stored("packed").shape
+    shape, size = (*rows, length * 2), _group_size(args, 16)
+    _check_symmetric(module, args)
+    _check_groups(module, (torch.float8_e4m3fn,), shape, size, "e2m1")
+    module.checked("global_scale", (torch.float32,), (1,), "a tensor")
+    scheme = ScaledFloat("e2m1", (1, size), torch.float8_e4m3fn, global_scale=True, global_divides=True)
+    return Reading(shape, scheme, {"qdata": "packed", "scale": "scale", "global_scale": "global_scale"})
+
+
+def _group_size(args: Args, default: int) -> int:
+    if args.strategy not in (None, "group", "tensor_group"):
+        raise Fault(f"its scales are one per group, and config.json says {args}")
+    return args.group_size or default
+
+
+def _check_groups(module: Module, dtypes: tuple[torch.dtype, ...], shape: Shape, size: int, element: str) -> None:
+    if len(shape) < 2:
+        raise Fault(f"its codes have shape {shape}, which has no rows")
+    module.checked("scale", dtypes, (*shape[:-1], -(-shape[-1] // size)), f"{element} {shape} by {size}")
+
+
+def _check_symmetric(module: Module, args: Args) -> None:
+    """Old releases store zero points of floats, all zero. Raises Fault for others."""
+    if args.symmetric is False or ("zero_point" in module and bool(module.read("zero_point").float().any())):
+        raise Fault("its codes are floats, which have no zero point, and it is not symmetric")
+
+
+# -- scales -------------------------------------------------------------------------------------------------------
+
+
+def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int | None, int | None]]:
+    """The shape of float scales as we keep them, and the block that each stands for. Raises Fault."""
+    stored = module.stored("scale")
+    if len(shape) < 2:
+        raise Fault(f"its codes have shape {shape}, which has no rows")
+    *lead, rows, columns = shape
+    strategy = args.strategy or _strategy(stored.shape, shape)
+    size = args.group_size
+    if strategy == "group" and size is None:
+        groups = stored.shape[-1]
+        if columns % max(groups, 1) or not groups:
+            raise Fault(
+                f"its weight_scale has {groups} groups for {columns} columns; group_size in config.json is missing"
+            )
+        size = columns // groups
+    scale: Shape
+    block: tuple[int | None, int | None]
+    if strategy == "tensor":
+        scale, block = (1,) * len(shape), (None, None)
+    elif strategy == "channel":
+        scale, block = (*lead, rows, 1), (1, None)
+    elif strategy == "block" and args.block is not None:
+        scale, block = (*lead, -(-rows // args.block[0]), -(-columns // args.block[1])), args.block
+    elif strategy == "group" and size is not None:
+        scale, block = (*lead, rows, -(-columns // size)), (1, size)
+    else:
+        raise Fault(f"its scales are {stored.dtype}, and config.json says {args}")
+    module.checked("scale", _FLOATS, scale, f"{strategy} over {shape}")
+    return scale, block
+
+
+def _strategy(scale: Shape, shape: Shape) -> str:
+    """What the shape of the scale alone says."""
+    if math.prod(scale) == 1:
+        return "tensor"
+    if scale in (shape[:-1], (*shape[:-1], 1)):
+        return "channel"
+    if scale[:-1] == shape[:-1]:
+        return "group"
+    raise Fault(f"its weight_scale has shape {scale}, neither rows nor groups of {shape}; config.json is missing")
+
+
+# -- unpacking ----------------------------------------------------------------------------------------------------
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts: words become the stream of codes that they are, zero points one to a byte, the rest stays as it is."""
+    assert entry.spec is not None
+    scheme, layout = entry.spec.scheme, entry.spec.scheme.layout(entry.spec.base)
+    parts: dict[str, Tensor] = {}
+    for role, tensor in tensors.items():
+        if role in layout:
+            dtype, shape = layout[role].dtype, layout[role].shape
+            parts[role] = (tensor if dtype is None else tensor.view(dtype)).reshape(shape)
+            continue
+        assert isinstance(scheme, Affine)
+        if role == "packed":
+            codes = _stream(tensor, scheme.bits, entry.shape[-1], entry.options["dense"])
+            parts["qdata"] = codes if scheme.bits < 8 else codes.bitwise_xor(0x80).view(torch.int8)
+        else:
+            stream = _stream(tensor.transpose(-1, -2), scheme.bits, entry.shape[-2], entry.options["dense"])
+            zeros = bits.unpack(stream, scheme.bits, entry.shape[-2]).to(torch.int16) - (1 << (scheme.bits - 1))
+            parts["zero_point"] = zeros.to(torch.int8).transpose(-1, -2).contiguous()
+    return {name: parts[name] for name in layout}
+
+
+def _stream(words: Tensor, width: int, count: int, dense: bool) -> Tensor:
+    """The bytes of ``count`` codes a row, without gaps, from int32 words."""
+    size = bits.packed_size(count, width)
+    if dense:
+        # flat first, because a dimension of 1 may have any stride, and a view as bytes wants 1
+        stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+        return stream[..., :size].contiguous()
+    rows = words.reshape(-1, words.shape[-1])
+    made = torch.empty((rows.shape[0], size), dtype=torch.uint8, device=words.device)
+    shifts = torch.arange(0, 32 // width * width, width, dtype=torch.int32, device=words.device)
+    for start, stop in pieces(0, rows.shape[0], max(1, CHUNK // max(1, count))):
+        codes = (rows[start:stop, :, None] >> shifts) & ((1 << width) - 1)
+        made[start:stop] = bits.pack(codes.flatten(1)[:, :count].to(torch.uint8), width)
+    return made.view(*words.shape[:-1], size)

@@ -1,0 +1,297 @@
+"""From Weights to the tensors and the ``quantization_config`` of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import SchemeError
+from ...schemes import Affine, ScaledFloat, Shape, bits, dtype_name
+from ...spec import WeightSpec
+from ...weight import Weight
+from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK
+
+VERSION = "0.20.0"
+"""The release whose layout is written, and against which it is tested."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_HEAD = r"re:(.*\.)?lm_head$"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a Weight is stored: the format, and ``weights`` of its config group."""
+
+    format: str
+    weights: Mapping[str, Any]
+
+
+def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
+    """What ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+    way, module = _way(name, spec), _module(name)
+    rows, columns = spec.shape
+    parts = {
+        part: (what.dtype or spec.dtype, tuple(what.shape)) for part, what in spec.scheme.layout(spec.shape).items()
+    }
+    scale_dtype, scale_shape = parts["scale"]
+    tensors: dict[str, tuple[torch.dtype, Shape]] = {}
+    if way.format == PACK:
+        width = way.weights["num_bits"]
+        tensors["weight_packed"] = (torch.int32, (rows, _words(columns, width)))
+        tensors["weight_shape"] = (torch.int64, (2,))
+        if "zero_point" in parts:
+            tensors["weight_zero_point"] = (torch.int32, (_words(rows, width), scale_shape[1]))
+    elif way.format == INT:
+        tensors["weight"] = (torch.int8, (rows, columns))
+        if "zero_point" in parts:
+            tensors["weight_zero_point"] = (torch.int8, _scale_shape(way, scale_shape))
+    elif way.format in (FLOAT, MXFP8):
+        tensors["weight"] = parts["qdata"]
+    else:
+        tensors["weight_packed"] = parts["qdata"]
+    if way.format == NVFP4:
+        tensors["weight_global_scale"] = (torch.float32, (1,))
+    tensors["weight_scale"] = (_scale_dtype(way, scale_dtype), _scale_shape(way, scale_shape))
+    return {module + key: what for key, what in tensors.items()}
+
+
+def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """The tensors to store for the Weight ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
+
+    Raises SchemeError, besides what ``layout`` raises, where a zero point does not fit its bits, or where the global
+    scale of nvfp4, which multiplies, has no exact reciprocal.
+
+    >>> import torch, torchtether as tt
+    >>> sorted(pack("m.weight", tt.Weight.encode(torch.eye(4), tt.int4(4))))
+    ['m.weight_packed', 'm.weight_scale', 'm.weight_shape', 'm.weight_zero_point']
+    """
+    assert isinstance(weight, Weight)
+    spec = weight.spec
+    way, module = _way(name, spec), _module(name)
+    parts = {part: tensor.detach() for part, tensor in weight.parts.items()}
+    scale = parts["scale"]
+    tensors: dict[str, Tensor] = {}
+    if way.format == PACK:
+        assert isinstance(spec.scheme, Affine)
+        width = spec.scheme.bits
+        tensors["weight_packed"] = _as_words(_unsigned(parts["qdata"]))
+        tensors["weight_shape"] = torch.tensor(spec.shape, device=scale.device)
+        if "zero_point" in parts:
+            zeros = _zeros(name, parts["zero_point"], width, spec.scheme.signed)
+            words = _as_words(bits.pack(zeros.t().contiguous(), width))
+            tensors["weight_zero_point"] = words.t().contiguous()
+    elif way.format == INT:
+        tensors["weight"] = _signed(parts["qdata"])
+        if "zero_point" in parts:
+            tensors["weight_zero_point"] = _signed(parts["zero_point"]).reshape(_scale_shape(way, tuple(scale.shape)))
+    else:
+        tensors["weight" if way.format in (FLOAT, MXFP8) else "weight_packed"] = parts["qdata"]
+    if way.format == NVFP4:
+        tensors["weight_global_scale"] = _divisor(name, spec, parts).reshape(1)
+    dtype = _scale_dtype(way, scale.dtype)
+    scale = scale.view(dtype) if dtype == torch.uint8 else scale.to(dtype)
+    tensors["weight_scale"] = scale.reshape(_scale_shape(way, tuple(scale.shape)))
+    return {module + key: tensor for key, tensor in tensors.items()}
+
+
+def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """``quantization_config`` for ``config.json``.
+
+    Weights that are all stored in one way are one group, and target ``Linear``; otherwise each group names its
+    modules. ``ignore`` names every other module with a ``weight``, because names do not tell which of them are linear,
+    and a head of the usual name, which may be tied and stored nowhere. Names in ``plain`` may be aliases.
+    """
+    groups: dict[str, tuple[Way, list[str]]] = {}
+    for name, spec in sorted(specs.items()):
+        way = _way(name, spec)
+        key = json.dumps([way.format, way.weights], sort_keys=True)
+        groups.setdefault(key, (way, []))[1].append(_module(name).removesuffix("."))
+    if not groups:
+        return {}
+    formats = {way.format for way, _ in groups.values()}
+    config_groups = {
+        f"group_{i}": {
+            "targets": modules if len(groups) > 1 else ["Linear", *filter(_is_single, modules)],
+            "weights": way.weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": way.format,
+        }
+        for i, (way, modules) in enumerate(groups.values())
+    }
+    quantized = {module for _, modules in groups.values() for module in modules}
+    others = {name.removesuffix(".weight") for name in plain if name.endswith(".weight")} - quantized
+    has_head = any(module.rpartition(".")[2] == "lm_head" for module in quantized | others)
+    config = {
+        "quant_method": "compressed-tensors",
+        "version": VERSION,
+        "format": formats.pop() if len(formats) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": [*sorted(others), *([] if has_head else [_HEAD])],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    return {"config.json": {"quantization_config": config}}
+
+
+def _is_single(module: str) -> bool:
+    """Whether ``module`` stands outside of numbered layers: an embedding, say, which is no ``Linear``."""
+    return bool(module) and not any(part.isdecimal() for part in module.split("."))
+
+
+# -- which format --------------------------------------------------------------------------------------------------
+
+
+def _way(name: str, spec: WeightSpec) -> Way:
+    """How a Weight of this spec is stored; SchemeError if the format has no words for it."""
+    scheme = spec.scheme
+    if len(spec.shape) != 2 or not spec.is_contiguous:
+        _refuse(
+            name,
+            f"has shape {spec.shape} and strides {spec.stride}, and modules have rows of columns",
+            "Dequantize it.",
+        )
+    if isinstance(scheme, Affine):
+        return _integers(name, scheme, spec.shape)
+    if isinstance(scheme, ScaledFloat):
+        return _floats(name, scheme, spec.shape)
+    _refuse(
+        name, f"has no words for {scheme}", "Use tt.int8(), tt.int4(), tt.fp8(), tt.mxfp4(), tt.mxfp8() or tt.nvfp4()."
+    )
+
+
+def _integers(name: str, scheme: Affine, shape: Shape) -> Way:
+    if scheme.act_order:
+        _refuse(name, "has no words for act_order since 0.19", "Save it in the native format, or dequantize it.")
+    strategy = _strategy(name, scheme.block, shape)
+    by_rows = strategy["strategy"] in ("channel", "group")
+    if not by_rows and scheme.bits < 8:
+        _refuse(name, f"packs integers by row or group, got block {scheme.block}", "Use block=(1, None) or (1, 128).")
+    return Way(PACK if by_rows else INT, _weights("int", scheme.bits, strategy, symmetric=scheme.symmetric))
+
+
+def _floats(name: str, scheme: ScaledFloat, shape: Shape) -> Way:
+    bits_ = {"e2m1": 4, "e2m3": 6, "e4m3": 8}.get(scheme.element)
+    if bits_ is None:
+        _refuse(name, f"has no words for {scheme.element}", 'Use ScaledFloat("e4m3").')
+    is_micro = scheme.scale_dtype == torch.float8_e8m0fnu and scheme.block == (1, 32)
+    if bits_ == 8 and not is_micro:
+        if scheme.scale_dtype == torch.float8_e4m3fn:
+            _refuse(name, f"has no words for {scheme}", "Use tt.fp8().")
+        return Way(FLOAT, _weights("float", 8, _strategy(name, scheme.block, shape)))
+    is_nv = bits_ == 4 and scheme.scale_dtype == torch.float8_e4m3fn and scheme.block == (1, 16)
+    if not is_micro and not is_nv:
+        _refuse(name, f"has no words for {scheme}", "Use tt.mxfp4() or tt.nvfp4().")
+    strategy = _strategy(name, scheme.block, shape, always=True)
+    if is_nv:
+        strategy["strategy"] = "tensor_group"
+    scale = dtype_name(torch.float8_e4m3fn if is_nv else torch.uint8)
+    format = NVFP4 if is_nv else {4: MXFP4, 6: MXFP6, 8: MXFP8}[bits_]
+    return Way(format, _weights("float", bits_, strategy, scale_dtype=f"torch.{scale}"))
+
+
+def _strategy(name: str, block: tuple[int | None, int | None], shape: Shape, *, always: bool = False) -> dict[str, Any]:
+    """``strategy`` and its size; ``always`` a group, where microscaling asks for one."""
+    rows, columns = block
+    if block == (None, None):
+        return {"strategy": "tensor", "group_size": None}
+    if rows == 1 and not always and (columns is None or columns >= shape[1]):
+        return {"strategy": "channel", "group_size": None}
+    if rows == 1 and columns is not None:
+        if shape[1] % columns:
+            _refuse(
+                name,
+                f"needs groups that divide the columns, got groups of {columns} for {shape[1]}",
+                "Choose a group_size that divides them, or leave it unquantized.",
+            )
+        return {"strategy": "group", "group_size": columns}
+    if rows is None or columns is None:
+        _refuse(name, f"has no words for block {block}", "Use (None, None), (1, None), (1, 128) or (128, 128).")
+    return {"strategy": "block", "group_size": None, "block_structure": [rows, columns]}
+
+
+def _weights(kind: str, width: int, strategy: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": kind, "num_bits": width, "symmetric": True, "dynamic": False, **strategy, **more}
+
+
+def _module(name: str) -> str:
+    if name != "weight" and not name.endswith(".weight"):
+        _refuse(name, "stores the weight of a module, and this is none", "Leave it unquantized.")
+    return name.removesuffix("weight")
+
+
+def _refuse(name: str, what: str, fix: str) -> NoReturn:
+    raise SchemeError(f"compressed-tensors {what}", name=name, fix=fix)
+
+
+# -- tensors ------------------------------------------------------------------------------------------------------
+
+
+def _scale_dtype(way: Way, dtype: torch.dtype) -> torch.dtype:
+    """Powers of two are bytes in microscaling, and floats elsewhere."""
+    if way.format in (MXFP4, MXFP6, MXFP8):
+        return torch.uint8
+    return dtype if way.format == NVFP4 or dtype in _FLOATS else torch.float32
+
+
+def _scale_shape(way: Way, shape: Shape) -> Shape:
+    return (1,) if way.weights["strategy"] == "tensor" else shape
+
+
+def _words(count: int, width: int) -> int:
+    return -(-count * width // 32)
+
+
+def _as_words(stream: Tensor) -> Tensor:
+    """Bytes by row as int32 words, the last of a row filled up with zeros."""
+    return F.pad(stream, (0, -stream.shape[-1] % 4)).contiguous().view(torch.int32)
+
+
+def _unsigned(codes: Tensor) -> Tensor:
+    """Codes as they are packed: a stream already has its offset, int8 does not."""
+    return codes.view(torch.uint8).bitwise_xor(0x80) if codes.dtype == torch.int8 else codes
+
+
+def _signed(codes: Tensor) -> Tensor:
+    """Codes as int8: those of an unsigned scheme lie 128 higher, and so does their zero."""
+    return codes if codes.dtype == torch.int8 else codes.bitwise_xor(0x80).view(torch.int8)
+
+
+def _zeros(name: str, zeros: Tensor, width: int, is_signed: bool) -> Tensor:
+    """Zero points as they are packed, uint8; SchemeError if one does not fit into ``width`` bits."""
+    wide = zeros.to(torch.int16) + ((1 << (width - 1)) if is_signed else 0)
+    if bool(((wide < 0) | (wide >= 1 << width)).any()):
+        outside = int(wide.min()) if bool((wide < 0).any()) else int(wide.max())
+        _refuse(name, f"packs zero points into {width} bits, and one is {outside}", "Quantize the values again.")
+    return wide.to(torch.uint8)
+
+
+def _divisor(name: str, spec: WeightSpec, parts: Mapping[str, Tensor]) -> Tensor:
+    """The global scale as a number to divide by, under which no block scale changes a bit; SchemeError without one."""
+    scheme = spec.scheme
+    assert isinstance(scheme, ScaledFloat)
+    if not scheme.global_scale:
+        return torch.ones((), device=parts["scale"].device)
+    unit = parts["global_scale"]
+    if scheme.global_divides:
+        return unit
+    scales = torch.unique(parts["scale"].float())
+    near = unit.reciprocal()
+    for end in (torch.inf, -torch.inf):  # the nearest one need not be the one that works
+        guess = near
+        for _ in range(4):
+            if torch.equal(scales / guess, scales * unit):
+                return guess
+            guess = torch.nextafter(guess, torch.full_like(guess, end))
+    _refuse(
+        name,
+        f"divides by the global scale, and {float(unit)!r}, which multiplies, has no exact reciprocal for these scales",
+        "Quantize with dataclasses.replace(tt.nvfp4(), global_divides=True).",
+    )
