@@ -118,6 +118,18 @@ def test_what_is_written_is_read(case, seed, pattern):
     assert all(same_bits(stored[key], again[key]) for key in stored)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("columns", [4, 16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dimensions_of_one_have_strides_like_any_other(rows, columns, bits):
+    """torch calls a (1, n) tensor contiguous whatever its first stride is, and then refuses to view it as words."""
+    scheme = Affine(bits, symmetric=False)
+    weight = tt.Weight.encode(filled((rows, columns), torch.float32, "normal", 0), scheme)
+    (said,) = compressed_tensors.announce({"m.weight": weight.spec}, ()).values()
+    stored = compressed_tensors.pack("m.weight", weight)
+    same_values(read(contents(stored, said["quantization_config"])), weight)
+
+
 def _whole_words(codes, bits):
     """Codes as releases before 0.18 packed them: as many to a word as fit, by row."""
     fit = 32 // bits

@@ -251,7 +251,9 @@ def _words(count: int, width: int) -> int:
 
 def _as_words(stream: Tensor) -> Tensor:
     """Bytes by row as int32 words, the last of a row filled up with zeros."""
-    return F.pad(stream, (0, -stream.shape[-1] % 4)).contiguous().view(torch.int32)
+    padded = F.pad(stream, (0, -stream.shape[-1] % 4))
+    # flat first, because a dimension of 1 may have any stride, and a view as words wants multiples of 4
+    return padded.reshape(-1).view(torch.int32).view(*padded.shape[:-1], padded.shape[-1] // 4)
 
 
 def _unsigned(codes: Tensor) -> Tensor:
