@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -402,18 +403,6 @@ def test_groups_that_are_the_name_of_a_preset(preset, tensors):
     read(contents(tensors, {"quant_method": "compressed-tensors", "config_groups": {preset: ["Linear"]}}))
 
 
-def test_presets_are_those_of_the_package():
-    quant_scheme = pytest.importorskip("compressed_tensors.quantization.quant_scheme")
-    from torchtether.formats.compressed_tensors.config import PRESETS
-
-    assert set(PRESETS) == set(quant_scheme.PRESET_SCHEMES)
-    for name, ours in PRESETS.items():
-        theirs = quant_scheme.PRESET_SCHEMES[name].get("weights")
-        assert (ours is None) == (theirs is None)
-        for field, value in (ours or {}).items():
-            assert getattr(theirs, field) == value, (name, field)
-
-
 def test_the_compute_dtype_is_that_of_the_scales_or_of_the_model():
     half = {**packed(), "m.weight_scale": torch.ones(4, 1, dtype=torch.float16)}
     assert read(contents(half, config(ints(4)))).dtype == torch.float16
@@ -539,6 +528,7 @@ def but(tensors, **changes):
         (FP8, ints(8), None, "stored as float-quantized, and config.json says int8"),
         (INT8, floats(8), None, "stored as int-quantized, and config.json says float8"),
         (but(INT8, weight=torch.ones(4, 8)), ints(8), None, "not compressed yet"),
+        (but(INT8, weight=torch.ones(4, 8, dtype=torch.uint8)), ints(8), None, "uint8 with a weight_scale, and only"),
         (but(INT8, weight_zero_point=torch.zeros(4, 1, dtype=torch.int32)), ints(8), None, "int32, not torch.int8"),
         (but(FP8, weight_scale=torch.ones(4, 2, dtype=torch.uint8)), floats(8, "group", 32), None, "mxfp8|by 32"),
         (MX, floats(4, "group", 16), None, "2 scales; float4 by 16"),
@@ -559,8 +549,6 @@ def but(tensors, **changes):
     ],
 )
 def test_faults_say_both_sides(tensors, args, format, said):
-    import re
-
     text = fault(contents(tensors, config(args, format)))
     assert re.search(said, text), text
 

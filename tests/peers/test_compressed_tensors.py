@@ -12,6 +12,7 @@ import torchtether as tt
 from tests.formats.test_compressed_tensors import MXFP6, NVFP4, contents, read
 from tests.strategies import filled
 from torchtether.formats import compressed_tensors
+from torchtether.formats.compressed_tensors.config import PRESETS as KNOWN_PRESETS
 from torchtether.schemes import Affine, ScaledFloat, mxfp4, mxfp8, same_bits
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what peers warn about when imported
@@ -169,6 +170,17 @@ def test_what_we_write_the_package_reads(case, seed):
     told = compressed_tensors.announce({"m.weight": weight.spec}, [])["config.json"]["quantization_config"]
     expected = read_by_them(stored, json.loads(json.dumps(told)))
     assert same_bits(expected, weight.to(expected.dtype).dequantize())
+
+
+def test_presets_are_those_of_the_package():
+    from compressed_tensors.quantization import quant_scheme
+
+    assert set(KNOWN_PRESETS) == set(quant_scheme.PRESET_SCHEMES)
+    for name, ours in KNOWN_PRESETS.items():
+        theirs = quant_scheme.PRESET_SCHEMES[name].get("weights")
+        assert (ours is None) == (theirs is None)
+        for field, value in (ours or {}).items():
+            assert getattr(theirs, field) == value, (name, field)
 
 
 # -- transformers -------------------------------------------------------------------------------------------------

@@ -177,10 +177,9 @@ def _reading(module: Module, group: Group) -> Reading:
         if weight.dtype == torch.int8:
             _agree(group, "int", range(1, 9), (INT, NAIVE))
             return _integers(module, args)
-        raise Fault(
-            f"it is {weight.dtype} and has a weight_scale: its values are not compressed yet, "
-            "and the model rounds them while it runs"
-        )
+        if weight.dtype.is_floating_point:
+            raise Fault(f"it is {weight.dtype} with a weight_scale: not compressed yet, the model rounds as it runs")
+        raise Fault(f"it is {weight.dtype} with a weight_scale, and only int8 and float8 have one")
     packed = module.stored("packed")
     if packed.dtype == torch.int32:
         _agree(group, "int", range(1, 9), (PACK,))
