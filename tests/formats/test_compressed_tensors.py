@@ -82,9 +82,13 @@ def writable(draw):
     rows, group = draw(st.integers(1, 40)), draw(st.sampled_from((4, 8, 16, 32, 48)))
     columns = group * draw(st.integers(1, 5))
     scale = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
-    kind = draw(st.sampled_from(("int", "int8", "fp8", "ue8m0", "micro", "nvfp4")))
+    kind = draw(st.sampled_from(("int", "int", "int", "int8", "fp8", "ue8m0", "micro", "nvfp4")))
     if kind == "int":
-        bits, signed, symmetric = draw(st.integers(1, 8)), draw(st.booleans()), draw(st.booleans())
+        bits, signed, symmetric = (
+            draw(st.sampled_from((4, 8, 1, 2, 3, 5, 6, 7))),
+            draw(st.booleans()),
+            draw(st.booleans()),
+        )
         block = (1, draw(st.sampled_from((None, group))))
         return Affine(bits, signed=signed, symmetric=symmetric, block=block, scale_dtype=scale), (rows, columns)
     if kind == "int8":
@@ -157,10 +161,10 @@ def _one_stream(codes, bits):
     groups=st.sampled_from((None, 8, 16, 20)),
     dense=st.booleans(),
     zeros=st.sampled_from(("none", "packed", "plain")),
-    ordered=st.booleans(),
+    order=st.sampled_from(("none", "unset", "moved")),
     seed=st.integers(0, 2**31),
 )
-def test_packed_codes_of_every_width(bits, rows, columns, groups, dense, zeros, ordered, seed):
+def test_packed_codes_of_every_width(bits, rows, columns, groups, dense, zeros, order, seed):
     """Both packings, ragged last groups, and columns in any group, against sums over Python integers."""
     g = torch.Generator().manual_seed(seed)
     count = 1 if groups is None else -(-columns // groups)
@@ -168,7 +172,7 @@ def test_packed_codes_of_every_width(bits, rows, columns, groups, dense, zeros, 
     zero = torch.randint(0, 2**bits, (rows, count), generator=g)
     scale = (torch.rand((rows, count), generator=g) + 0.1).to(torch.bfloat16)
     index = torch.arange(columns) // (groups or columns)
-    if ordered and groups:
+    if order == "moved" and groups:
         index = index[torch.randperm(columns, generator=g)]
     offset = 1 << (bits - 1)
     packing = _one_stream if dense else _whole_words
@@ -182,8 +186,9 @@ def test_packed_codes_of_every_width(bits, rows, columns, groups, dense, zeros, 
         tensors["m.weight_zero_point"] = packing(zero.t().tolist(), bits).t().contiguous()
     elif zeros == "plain":
         tensors["m.weight_zero_point"] = (zero - offset).to(torch.int8)
-    if ordered:
-        tensors["m.weight_g_idx"] = index.to(torch.int32) if groups else torch.full((columns,), -1, dtype=torch.int32)
+    if order != "none":
+        is_set = order == "moved" and groups
+        tensors["m.weight_g_idx"] = (index if is_set else torch.full((columns,), -1)).to(torch.int32)
     args = ints(bits, "group" if groups else "channel", groups, symmetric=zeros == "none")
     what = contents(tensors, config(args, "pack-quantized", version="0.20.0" if dense else "0.17.1"))
     weight = read(what)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from tests.schemes import laws
 from torchtether.errors import SchemeError
 from torchtether.schemes import ScaledFloat, fp8, mxfp4, mxfp8, nvfp4
+from torchtether.schemes.bits import unpack
+from torchtether.schemes.scaled_float import ELEMENTS
 
 SCHEMES = (
     fp8("row"),
@@ -172,6 +174,26 @@ def test_both_spellings_of_the_global_scale_agree_where_it_is_a_power_of_two():
     assert (a["global_scale"].item(), b["global_scale"].item()) == (2.0, 0.5)
     laws.assert_same_parts(a, b, ["qdata", "scale"])
     assert torch.equal(multiplied.decode(a, (4, 64), torch.float32), divided.decode(b, (4, 64), torch.float32))
+
+
+@pytest.mark.parametrize("element", ["e2m1", "e2m3"])
+def test_halfway_values_go_to_the_even_code(element):
+    """And values just beside them to the nearer one; the largest value is there so that the scale is 1."""
+    table = torch.tensor(ELEMENTS[element].table)
+    table = table[: len(table) // 2]
+    middles = (table[1:] + table[:-1]) / 2
+    scheme = ScaledFloat(element, scale_dtype=torch.float8_e8m0fnu, scale_rounding="floor")
+
+    def codes(values):
+        parts = scheme.encode(torch.cat((values, table[-1:])).view(1, -1))
+        assert parts["scale"].float().item() == 1.0
+        return unpack(parts["qdata"], ELEMENTS[element].bits, len(values))[0].tolist()
+
+    lower = list(range(len(middles)))
+    assert codes(middles) == [code + code % 2 for code in lower]
+    assert codes(middles * (1 - 2**-20)) == lower
+    assert codes(middles * (1 + 2**-20)) == [code + 1 for code in lower]
+    assert codes(-middles) == [code + code % 2 + len(table) for code in lower]
 
 
 @pytest.mark.parametrize(
