@@ -18,7 +18,8 @@ Before version 0.18 widths that do not divide 32 were packed as whole codes to e
 Source: https://github.com/vllm-project/compressed-tensors, checked against 0.20.0.
 """
 
-from .reading import recognise, unpack
+from .reading import recognise
+from .unpacking import unpack
 from .writing import announce, layout, pack
 
 name = "compressed-tensors"

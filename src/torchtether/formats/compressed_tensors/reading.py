@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...files import Stored
 from ...schemes import Affine, ScaledFloat, Scheme, Shape, bits
-from ...schemes.blocks import CHUNK, pieces
 from ..entry import Contents, Entry, Found, spec_of
 from .config import FLOAT, INT, MXFP4, MXFP6, MXFP8, NAIVE, NVFP4, PACK, UNKNOWN, Args, Config, Group, parse
+from .module import SUFFIX, Fault, Module
 
 METHODS = ("compressed-tensors", "compressed_tensors")
 
-_ROLES = ("weight", "packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
-_SUFFIX = {role: "weight" if role == "weight" else f"weight_{role}" for role in _ROLES}
 _ACTIVATIONS = tuple(
     f"{who}_{what}" for who in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
 )
@@ -27,10 +24,6 @@ _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, *_ELEMENTS)
 _DENSE_SINCE = (0, 18)
-
-
-class Fault(Exception):
-    """What is wrong with one module; caught by ``recognise``."""
 
 
 class Reading(NamedTuple):
@@ -44,36 +37,6 @@ class Reading(NamedTuple):
     scheme: Scheme
     roles: Mapping[str, str]
     dense: bool = True
-
-
-class Module:
-    """The tensors of one module, by role, and what the checkpoint says besides."""
-
-    def __init__(self, name: str, keys: Mapping[str, str], contents: Contents, version: tuple[int, ...]) -> None:
-        self.name, self.keys, self.contents, self.version = name, keys, contents, version
-        self.weight_name = f"{name}.weight" if name else "weight"
-
-    def __contains__(self, role: str) -> bool:
-        return role in self.keys
-
-    def stored(self, role: str) -> Stored:
-        """The header of a tensor. Raises Fault if it is absent."""
-        if role not in self.keys:
-            raise Fault(f"its {_SUFFIX[role]} is absent")
-        return self.contents.tensors[self.keys[role]]
-
-    def checked(self, role: str, dtypes: tuple[torch.dtype, ...], shape: Shape, why: str) -> Stored:
-        """The header of a tensor, dimensions of 1 aside of ``shape``. Raises Fault if it is anything else."""
-        stored = self.stored(role)
-        if stored.dtype not in dtypes:
-            raise Fault(f"its {_SUFFIX[role]} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
-        if [n for n in stored.shape if n != 1] != [n for n in shape if n != 1]:
-            raise Fault(f"its {_SUFFIX[role]} has shape {stored.shape}, {why} needs {shape}")
-        return stored
-
-    def read(self, role: str) -> Tensor:
-        """The values of a small tensor."""
-        return self.contents.read(self.keys[role])
 
 
 def recognise(contents: Contents) -> Found | None:
@@ -120,7 +83,7 @@ def _settings(contents: Contents) -> Mapping[str, Any] | None:
 
 def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
     """The keys by module and role; what belongs to activations is spare."""
-    role_of = {suffix: role for role, suffix in _SUFFIX.items()}
+    role_of = {suffix: role for role, suffix in SUFFIX.items()}
     modules: dict[str, dict[str, str]] = {}
     for key in contents.tensors:
         name, _, last = key.rpartition(".")
@@ -162,7 +125,7 @@ def _understood(module: Module, config: Config | None) -> Reading | None:
 
 def _reading(module: Module, group: Group) -> Reading:
     if "packed" not in module and "weight" not in module:
-        raise Fault(f"its {_SUFFIX[next(iter(module.keys))]} is there, its codes are not")
+        raise Fault(f"its {SUFFIX[next(iter(module.keys))]} is there, its codes are not")
     if "packed" in module and "weight" in module:
         raise Fault("it is stored twice, as weight and as weight_packed")
     args = group.args or Args()
@@ -410,43 +373,3 @@ def _strategy(scale: Shape, shape: Shape) -> str:
     if scale[:-1] == shape[:-1]:
         return "group"
     raise Fault(f"its weight_scale has shape {scale}, neither rows nor groups of {shape}; config.json is missing")
-
-
-# -- unpacking ----------------------------------------------------------------------------------------------------
-
-
-def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: words become the stream of codes that they are, zero points one to a byte, the rest stays as it is."""
-    assert entry.spec is not None
-    scheme, layout = entry.spec.scheme, entry.spec.scheme.layout(entry.spec.base)
-    parts: dict[str, Tensor] = {}
-    for role, tensor in tensors.items():
-        if role in layout:
-            dtype, shape = layout[role].dtype, layout[role].shape
-            parts[role] = (tensor if dtype is None else tensor.view(dtype)).reshape(shape)
-            continue
-        assert isinstance(scheme, Affine)
-        if role == "packed":
-            codes = _stream(tensor, scheme.bits, entry.shape[-1], entry.options["dense"])
-            parts["qdata"] = codes if scheme.bits < 8 else codes.bitwise_xor(0x80).view(torch.int8)
-        else:
-            stream = _stream(tensor.transpose(-1, -2), scheme.bits, entry.shape[-2], entry.options["dense"])
-            zeros = bits.unpack(stream, scheme.bits, entry.shape[-2]).to(torch.int16) - (1 << (scheme.bits - 1))
-            parts["zero_point"] = zeros.to(torch.int8).transpose(-1, -2).contiguous()
-    return {name: parts[name] for name in layout}
-
-
-def _stream(words: Tensor, width: int, count: int, dense: bool) -> Tensor:
-    """The bytes of ``count`` codes a row, without gaps, from int32 words."""
-    size = bits.packed_size(count, width)
-    if dense:
-        # flat first, because a dimension of 1 may have any stride, and a view as bytes wants 1
-        stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
-        return stream[..., :size].contiguous()
-    rows = words.reshape(-1, words.shape[-1])
-    made = torch.empty((rows.shape[0], size), dtype=torch.uint8, device=words.device)
-    shifts = torch.arange(0, 32 // width * width, width, dtype=torch.int32, device=words.device)
-    for start, stop in pieces(0, rows.shape[0], max(1, CHUNK // max(1, count))):
-        codes = (rows[start:stop, :, None] >> shifts) & ((1 << width) - 1)
-        made[start:stop] = bits.pack(codes.flatten(1)[:, :count].to(torch.uint8), width)
-    return made.view(*words.shape[:-1], size)

@@ -1,0 +1,50 @@
+"""The tensors of one module, by role, each checked as it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...files import Stored
+from ...schemes import Shape
+from ..entry import Contents
+
+ROLES = ("weight", "packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
+SUFFIX = {role: "weight" if role == "weight" else f"weight_{role}" for role in ROLES}
+"""What each role is called, after the name of the module."""
+
+
+class Fault(Exception):
+    """What is wrong with one module; caught by ``recognise``."""
+
+
+class Module:
+    """The tensors of one module, by role, and what the checkpoint says besides."""
+
+    def __init__(self, name: str, keys: Mapping[str, str], contents: Contents, version: tuple[int, ...]) -> None:
+        self.name, self.keys, self.contents, self.version = name, keys, contents, version
+        self.weight_name = f"{name}.weight" if name else "weight"
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.keys
+
+    def stored(self, role: str) -> Stored:
+        """The header of a tensor. Raises Fault if it is absent."""
+        if role not in self.keys:
+            raise Fault(f"its {SUFFIX[role]} is absent")
+        return self.contents.tensors[self.keys[role]]
+
+    def checked(self, role: str, dtypes: tuple[torch.dtype, ...], shape: Shape, why: str) -> Stored:
+        """The header of a tensor, dimensions of 1 aside of ``shape``. Raises Fault if it is anything else."""
+        stored = self.stored(role)
+        if stored.dtype not in dtypes:
+            raise Fault(f"its {SUFFIX[role]} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
+        if [n for n in stored.shape if n != 1] != [n for n in shape if n != 1]:
+            raise Fault(f"its {SUFFIX[role]} has shape {stored.shape}, {why} needs {shape}")
+        return stored
+
+    def read(self, role: str) -> Tensor:
+        """The values of a small tensor."""
+        return self.contents.read(self.keys[role])
