@@ -39,7 +39,8 @@ def save(
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``
     ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on. Others
                         spell quantized weights as a package does, and say so in the ``config.json`` of the folder,
-                        which keeps what else it says. Ties of whole tensors stay, views are an error
+                        which keeps what else it says: ``"compressed-tensors"``, ``"bitsandbytes"``. Ties of whole
+                        tensors stay for us (other readers know what their config says), views are an error
     ``aliases``         ``"drop"`` stores tied tensors once, and the other names as a record; ``"copy"`` stores all, for
                         readers that want every key. Either way they are one tensor again when we read them
     ``max_shard_size``  a number of bytes, or ``"5GB"``: beyond it, shards and an index. No tensor is cut

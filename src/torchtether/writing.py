@@ -120,7 +120,8 @@ def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: 
     """The JSON files beside the tensors that ``format`` changes, whole; what another format said there is taken out."""
     specs = {name: spec for group in groups for name, spec in group.weights.items()}
     taken = {key for name, spec in specs.items() for key in format.layout(name, spec)}
-    said = format.announce(specs, [key for group in groups for key in group.layout if key not in taken])
+    aliases = [name for group in groups for tie in group.ties for name in tie.aliases if tie.owner not in specs]
+    said = format.announce(specs, [*(key for group in groups for key in group.layout if key not in taken), *aliases])
     if not is_folder:
         if said:
             raise CheckpointError(

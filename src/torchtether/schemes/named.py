@@ -75,9 +75,14 @@ def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
     return ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu, scale_rounding=scale_rounding)
 
 
-def nvfp4() -> ScaledFloat:
-    """NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor."""
-    return ScaledFloat("e2m1", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True)
+def nvfp4(*, global_divides: bool = False) -> ScaledFloat:
+    """NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor.
+
+    ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.
+    """
+    return ScaledFloat(
+        "e2m1", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True, global_divides=global_divides
+    )
 
 
 NAMED: dict[str, Callable[[], Scheme]] = {
