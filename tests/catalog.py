@@ -8,6 +8,7 @@ import torch
 
 import torchtether as tt
 from torchtether.dispatch import KINDS
+from torchtether.schemes import Biased
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -42,6 +43,11 @@ SCHEMES = [
     SchemeRow("int3-mse-sym", tt.Affine(bits=3, block=(1, 8), fit="mse")),
     SchemeRow("nf4-mse", tt.nf4(fit="mse")),
     SchemeRow("codebook-mse", tt.Codebook(table=(-0.9, -0.2, 0.0, 0.3, 0.7), block_size=8, flat=False, fit="mse")),
+    SchemeRow("biased4", Biased(block=(1, 32))),
+    SchemeRow("biased3-bf16", Biased(3, (1, 8), torch.bfloat16, torch.bfloat16)),
+    SchemeRow("biased8-bf16", Biased(8, (1, 64), torch.bfloat16, torch.bfloat16)),
+    SchemeRow("biased4-bf16-first", Biased(4, (1, 16), torch.bfloat16, torch.bfloat16, bias_first=True)),
+    SchemeRow("biased5-fp16-scale", Biased(5, (1, 32), torch.float16)),
     SchemeRow("fp8", tt.fp8()),
     SchemeRow("fp8-tensor", tt.fp8("tensor")),
     SchemeRow("fp8-block", tt.ScaledFloat(element="e4m3", block=(4, 16)), ranks=(2, 3)),

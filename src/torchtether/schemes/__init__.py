@@ -1,6 +1,7 @@
 """Schemes: how values become plain tensors (*parts*) and back."""
 
 from .affine import Affine
+from .biased import Biased
 from .bits import same_bits
 from .codebook import Codebook
 from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
@@ -13,6 +14,7 @@ __all__ = [
     "NAMED",
     "SCHEMES",
     "Affine",
+    "Biased",
     "Codebook",
     "Part",
     "Parts",

@@ -1,0 +1,208 @@
+"""Integers with a scale and a float bias: what MLX, HQQ, optimum-quanto and GGUF's Q4_1 and Q5_1 store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from .bits import pack, unpack
+from .blocks import (
+    Block,
+    Grid,
+    check_block,
+    check_finite,
+    code_part,
+    divide,
+    grid_over,
+    rounded_off,
+    rows,
+    source,
+    store_scale,
+)
+from .decoding import decode_rows, reshapable, take_rows
+from .scheme import Part, Parts, Scheme, Shape, dtype_name
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Biased(Scheme):
+    """Holds unsigned integers ``q`` so that ``w ≈ q * scale + bias``, with one scale and one bias per block.
+
+        qdata (*lead, ceil(K * bits / 8)) uint8       a dense stream of q
+        scale (*lead, ceil(K / columns)) scale_dtype  1 row per ``block[0]`` rows; 1 where None; may be negative
+        bias, like scale
+
+    With ``bias_first`` it is ``w ≈ (q + bias) * scale``.  Either way both steps are taken in ``arithmetic``, each
+    rounded to it: that is how MLX (``bias``), optimum-quanto (``-shift``) and, with ``bias_first``, HQQ (``-zero``)
+    decode, in the dtype of their scales; GGUF decodes float16 scales in float32.
+
+    The bias is the lowest value of its block and the scale the 2**bits - 1st part of the range, at least half a unit
+    in the last place of its largest magnitude.  The codes are those that decode nearest to the values, roundings of
+    ``arithmetic`` included.
+
+    Error: half a step, what rounding scale and bias took off the range, and the two roundings of ``arithmetic``.
+
+    Encoding decoded values keeps the values with ``like=`` the parts and with ``reencode``; the codes too, but for
+    those that ``arithmetic`` made equal.  Afresh, a rounded bias may move every code of its block.
+
+    >>> parts = Biased(bits=4, block=(1, 2)).encode(torch.tensor([1.0, 8.5, -3.0, -3.0]))
+    >>> parts["qdata"].tolist(), parts["scale"].tolist()[0], parts["bias"].tolist()
+    ([240, 0], 0.5, [1.0, -3.0])
+    """
+
+    kind: ClassVar[str] = "biased"
+
+    bits: int = 4
+    block: Block = (1, 64)
+    scale_dtype: torch.dtype = torch.float32
+    arithmetic: torch.dtype = torch.float32
+    bias_first: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or not 1 <= self.bits <= 8:
+            raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name="Biased")
+        check_block(self.block, "Biased")
+        for name in ("scale_dtype", "arithmetic"):
+            if getattr(self, name) not in FLOATS:
+                known = ", ".join(map(dtype_name, FLOATS))
+                raise SchemeError(f"{name} must be one of {known}, got {getattr(self, name)}", name="Biased")
+
+    @property
+    def _steps(self) -> int:
+        return (1 << self.bits) - 1
+
+    # -- the interface ------------------------------------------------------------------------------------------
+
+    def layout(self, shape: Shape) -> dict[str, Part]:
+        scale = grid_over(shape, self.block).scale_part(self.scale_dtype)
+        return {"qdata": code_part(shape, self.bits), "scale": scale, "bias": scale}
+
+    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
+        """The parts of ``values``; ``like``: parts whose scales and biases are used again, values beyond them clip."""
+        values = source(values)
+        parts = self.empty(tuple(values.shape), values.dtype, values.device)
+        if values.is_meta:
+            return parts
+        grid = grid_over(tuple(values.shape), self.block)
+        if like is None:
+            parts.update(self._fit(grid, values))
+        else:
+            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+            parts.update({name: like[name].clone() for name in ("scale", "bias")})
+        self._quantize(grid, values, parts)
+        return parts
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """As ``encode``, with the held scale and bias in blocks that they give back exactly or suit."""
+        values = source(values)
+        if values.is_meta or values.numel() == 0:
+            return self.encode(values)
+        grid = grid_over(tuple(values.shape), self.block)
+        fresh = self._fit(grid, values)
+        again = self.encode(values, like=held)
+        moved = torch.empty((grid.rows, grid.columns), dtype=torch.bool, device=values.device)
+        for start, stop in grid.chunks():
+            decoded = self._rows(grid, again, start, stop)
+            moved[start:stop] = decoded.to(values.dtype) != rows(values, start, stop)
+        ends = [grid.reduce(values, op) for op in (torch.amin, torch.amax)]
+        first, last = (self._position(end, held["scale"].float(), held["bias"].float()) for end in ends)
+        low, high = torch.minimum(first, last), torch.maximum(first, last)
+        suits = (low >= -0.5) & (high <= self._steps + 0.5) & (high - low >= self._steps - 0.51)
+        keep = suits | (grid.reduce(moved.view(grid.shape), torch.amax) == 0)
+        if bool(keep.all()):
+            return again
+        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        grid = grid_over(shape, self.block)
+        return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(shape) == 1:
+            return super().gather(parts, shape, index, dtype)
+        some, block = take_rows(self.layout(shape), parts, shape, self.block, index)
+        return replace(self, block=block).decode(some, (index.shape[0], *shape[1:]), dtype)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        return super().can_view(old, new) and reshapable(self, self.block, old, new)
+
+    def bound(self, parts: Parts, shape: Shape) -> Tensor:
+        """Half a step, the range that roundings of scale and bias lost, and what two roundings may add to a value."""
+        grid = grid_over(shape, self.block)
+        if 0 in shape:
+            return torch.zeros(shape, device=parts["qdata"].device)
+        step, bias = (grid.expand(parts[name].float()) for name in ("scale", "bias"))
+        decoded = self.decode(parts, shape, torch.float32).abs()
+        unit = step.abs() if self.bias_first else torch.ones_like(step)
+        between = decoded / step.abs() if self.bias_first else (decoded + bias.abs())
+        lost = (
+            rounded_off(step.abs(), self.scale_dtype) * self._steps + rounded_off(bias.abs(), self.scale_dtype) * unit
+        )
+        rounded = rounded_off(between, self.arithmetic) * unit + rounded_off(decoded, self.arithmetic)
+        still = (decoded == 0) & (step == 1) & (bias == 0)  # a block of zeros
+        return (step * (0.5 + 2.0**-14) + lost + rounded) * ~still
+
+    # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` in ``arithmetic``."""
+        codes = unpack(parts["qdata"].reshape(grid.rows, -1)[start:stop], self.bits, grid.columns)
+        scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
+        x, scale, bias = grid.align(codes.to(self.arithmetic), scale, bias)
+        return self._value(x, scale, bias).reshape(stop - start, grid.columns)
+
+    def _value(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """What the codes ``x`` decode to; all three are in ``arithmetic``, and so is each step."""
+        return (x + bias) * scale if self.bias_first else x * scale + bias
+
+    def _position(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """Where ``x`` lies among the codes, not rounded; float32."""
+        scale = torch.where(scale == 0, 1.0, scale)  # a foreign block of one value
+        return x / scale - bias if self.bias_first else (x - bias) / scale
+
+    def _fit(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
+        """The scale and the bias that fit ``values``."""
+        low, high = (grid.reduce(values, op) for op in (torch.amin, torch.amax))
+        extent = torch.maximum(high - low, torch.maximum(high.abs(), low.abs()))
+        check_finite(extent, values)
+        largest = 0.99 * torch.finfo(self.arithmetic).max
+        if not torch.compiler.is_compiling() and bool((extent > largest).any()):
+            raise SchemeError(
+                f"a range of {float(extent.max()):.4g} does not fit {dtype_name(self.arithmetic)}",
+                fix="Use arithmetic=torch.float32.",
+            )
+        finest = extent * (torch.finfo(self.arithmetic).eps / 2)
+        scale = store_scale(torch.maximum(divide(high - low, self._steps), finest), extent, self.scale_dtype)
+        bias = low / scale.float() if self.bias_first else low
+        return {"scale": scale, "bias": (bias + 0.0).to(self.scale_dtype)}  # of 0 and -0, either may be the lowest
+
+    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
+        if values.numel() == 0:
+            return
+        table = parts["qdata"].view(grid.rows, -1)
+        for start, stop in grid.chunks():
+            scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
+            x, scale, bias = grid.align(rows(values, start, stop).float(), scale, bias)
+            codes = self._nearest(x, scale, bias).reshape(stop - start, grid.columns)
+            packed = pack(codes.to(torch.uint8), self.bits)
+            table[start:stop, : packed.shape[1]].copy_(packed)
+            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+
+    def _nearest(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """The codes that decode nearest to ``x``: the neighbours of the rounded position are tried too."""
+        middle = self._position(x, scale.float(), bias.float()).round_().clamp_(0, self._steps)
+        best, error = middle, self._error(middle, x, scale, bias)
+        reach = 1 + int(self._steps * torch.finfo(self.arithmetic).eps)  # how many codes a rounding can merge
+        for away in (sign * distance for distance in range(1, reach + 1) for sign in (-1, 1)):
+            other = (middle + away).clamp_(0, self._steps)
+            its = self._error(other, x, scale, bias)
+            best, error = torch.where(its < error, other, best), torch.minimum(its, error)
+        return best
+
+    def _error(self, codes: Tensor, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        return self._value(codes.to(self.arithmetic), scale, bias).float().sub_(x).abs_()
