@@ -1,0 +1,156 @@
+"""MLX: ``quantization`` in ``config.json``, and beside each uint32 ``weight`` its ``scales`` (and ``biases``).
+
+    m.weight   uint32 (*lead, K * bits / 32): the dense stream of codes, row by row
+    m.scales   (*lead, K / group_size): floats; with mxfp4 and mxfp8 the bytes of e8m0, with nvfp4 those of e4m3
+    m.biases   like scales, with affine only
+
+``affine`` decodes in the dtype of its scales and rounds twice: ``round(round(q * scale) + bias)``. ``quantization``
+holds what all modules share, and under the paths of modules what those have instead: an object, which starts from
+MLX's defaults and not from the shared values, or ``false``. A file does not say which modules are tied: a tied head has
+no tensors.
+Source: mlx.core.quantize and mlx.nn.quantize 0.32; mlx-lm's ``config.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..schemes import ScaledFloat, Scheme
+from ..schemes.biased import Biased
+from .entry import Contents, Entry, Found, expect, spec_of
+
+name = "mlx"
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Mode(NamedTuple):
+    """A way of MLX to quantize: the sizes it allows, its defaults first."""
+
+    group_sizes: tuple[int, ...]
+    bits: tuple[int, ...]
+
+
+MODES = {
+    "affine": Mode((64, 32, 128), (4, 1, 2, 3, 5, 6, 8)),
+    "mxfp4": Mode((32,), (4,)),
+    "mxfp8": Mode((32,), (8,)),
+    "nvfp4": Mode((16,), (4,)),
+}
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every uint32 weight with scales beside it; one of them alone is a fault."""
+    shared = contents.config.get("quantization")
+    if contents.method:
+        return None
+    if not isinstance(shared, Mapping) or not {"group_size", "bits", "mode"} & shared.keys():
+        _refuse_without_config(contents)
+        return None
+    found = Found()
+    tensors = contents.tensors
+    for key, stored in tensors.items():
+        module, _, leaf = key.rpartition(".")
+        if leaf in ("scales", "biases") and f"{module}.weight" not in tensors:
+            found.fault(f"{module}.weight", f"its {leaf} are there, its codes are not", {leaf: key})
+        if leaf != "weight":
+            continue
+        keys = {role: f"{module}.{role}" for role in ("weight", "scales", "biases") if f"{module}.{role}" in tensors}
+        if stored.dtype != torch.uint32 and keys.keys() == {"weight"}:
+            continue
+        what = _entry(contents, shared, module, keys)
+        if isinstance(what, str):
+            found.fault(key, what, keys)
+        else:
+            found.weights[key] = what
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts: words as bytes, bytes as the small floats that they are."""
+    assert entry.spec is not None
+    scheme = entry.spec.scheme
+    codes = tensors["packed"].view(torch.uint8)
+    if isinstance(scheme, Biased):
+        return {"qdata": codes, "scale": tensors["scale"], "bias": tensors["bias"]}
+    assert isinstance(scheme, ScaledFloat)
+    codes = codes.view(torch.float8_e4m3fn) if scheme.element == "e4m3" else codes
+    return {"qdata": codes, "scale": tensors["scales"].view(scheme.scale_dtype)}
+
+
+def _refuse_without_config(contents: Contents) -> None:
+    """Raises CheckpointError for tensors of MLX whose ``config.json`` is absent: group size and bits are ambiguous."""
+    for key, stored in contents.tensors.items():
+        module = key.removesuffix(".weight")
+        if stored.dtype == torch.uint32 and {f"{module}.scales", f"{module}.biases"} <= contents.tensors.keys():
+            raise CheckpointError(
+                "it is quantized as MLX does, and no config.json beside it has a 'quantization'",
+                name=key,
+                fix="Put the config.json of the model beside the file: it says group_size and bits.",
+            )
+
+
+def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Mapping[str, str]) -> Entry | str:
+    """What the tensors of one module are, or what is wrong with them."""
+    own = shared.get(module, shared)
+    if own is False:
+        return "config.json says that it is not quantized, and it is"
+    options = _options(shared if own is True else own)
+    if isinstance(options, str):
+        return options
+    mode, group_size, bits = options
+    if "scales" not in keys:
+        return "it is uint32 and has no scales"
+    if (mode == "affine") != ("biases" in keys):
+        return f"its mode is {mode}, and {'its biases are absent' if mode == 'affine' else 'it has biases'}"
+    codes, scales = (contents.tensors[keys[role]] for role in ("weight", "scales"))
+    if codes.dtype != torch.uint32 or not codes.shape:
+        return f"its codes are {codes.dtype} of shape {codes.shape}, not rows of uint32"
+    *lead, words = codes.shape
+    if words * 32 % bits or words * 32 // bits % group_size:
+        return f"{words} words do not hold {bits}-bit codes in groups of {group_size}, as config.json has it"
+    columns = words * 32 // bits
+    wanted = (*lead, columns // group_size)
+    if scales.shape != wanted:
+        held = scales.shape[-1] if scales.shape else 1
+        return (
+            f"its scales have shape {scales.shape}, {bits} bits in groups of {group_size} need {wanted}"
+            f" (bits * group_size is {words * 32 / max(held, 1):g} here, {bits * group_size} in config.json)"
+        )
+    dtypes = FLOATS if mode == "affine" else (torch.uint8,)
+    wrong = expect(contents.tensors, keys, {"scales": (dtypes, wanted)})
+    if not wrong and mode == "affine":
+        wrong = expect(contents.tensors, keys, {"biases": ((scales.dtype,), wanted)})
+    if wrong:
+        return wrong
+    scheme: Scheme
+    if mode == "affine":
+        scheme = Biased(bits, (1, group_size), scales.dtype, scales.dtype)
+        roles, dtype = {"weight": "packed", "scales": "scale", "biases": "bias"}, scales.dtype
+    else:
+        kind = torch.float8_e4m3fn if mode == "nvfp4" else torch.float8_e8m0fnu
+        scheme = ScaledFloat("e4m3" if bits == 8 else "e2m1", (1, group_size), kind)
+        roles, dtype = {"weight": "packed", "scales": "scales"}, contents.dtype
+    spec = spec_of((*lead, columns), dtype, scheme, name=keys["weight"])
+    return Entry.of({roles[role]: key for role, key in keys.items()}, spec)
+
+
+def _options(own: Any) -> tuple[str, int, int] | str:
+    """Mode, group size and bits that an object of the config asks for, or what is wrong with it."""
+    if not isinstance(own, Mapping):
+        return f"its quantization in config.json is {str(own)[:40]!r}, not an object"
+    mode = "affine" if own.get("mode") is None else own["mode"]
+    if not isinstance(mode, str) or mode not in MODES:
+        return f"its mode is {str(mode)[:40]!r}, known are {', '.join(MODES)}"
+    chosen = []
+    for field, known in zip(("group_size", "bits"), MODES[mode], strict=True):
+        value = known[0] if own.get(field) is None else own[field]
+        if type(value) is not int or value not in known:
+            return f"its {field} is {str(value)[:40]!r}, {mode} knows {', '.join(map(str, sorted(known)))}"
+        chosen.append(value)
+    return mode, chosen[0], chosen[1]
