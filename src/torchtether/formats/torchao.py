@@ -1,0 +1,245 @@
+"""torchao's safetensors: tensor subclasses taken apart, and put together again by the metadata of the file.
+
+    m._weight_qdata, m._weight_scale, ...   the components of ``m.weight``
+    metadata["m.weight"]                    JSON: ``_type``, ``_data`` (its attributes), ``_tensor_data_names``
+
+    Int8Tensor                (qdata - zero_point) * scale, one of each per block of ``block_size``
+    IntxUnpackedToInt8Tensor  the same, with ``target_dtype`` of 1 to 8 bits, one int8 per code; packed when read
+    Float8Tensor              qdata * scale
+    MXTensor                  small floats under e8m0 scales, E2M1 two to a byte, low nibble first
+    NVFP4Tensor               E2M1 under e4m3 scales, times per_tensor_scale
+
+The types come from the table below and nothing is looked up by name. Every shard describes some tensors, and
+``tensor_names`` differs from shard to shard, so the descriptions themselves are what is read.
+Source: torchao 0.18 prototype/safetensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, SchemeError
+from ..files.strict_json import parse_object
+from ..schemes import Affine, ScaledFloat, Scheme, Shape
+from ..schemes.bits import pack
+from ..schemes.blocks import CHUNK, Block, pieces
+from .entry import Contents, Entry, Found, expect, spec_of
+
+name = "torchao"
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+PLAIN = ("Tensor", "torch.Tensor")
+_ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
+
+Made = tuple[Scheme, Shape]
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every tensor that the metadata call a subclass; those of other types are faults, by the name of their type."""
+    if contents.method not in ("", name) or "tensor_names" not in contents.metadata:
+        return None
+    found = Found()
+    for key, text in contents.metadata.items():
+        if key == "tensor_names" or not text.lstrip().startswith("{") or '"_type"' not in text:
+            continue
+        keys: dict[str, str] = {}
+        try:
+            record = parse_object(text, name=key, what="description in the metadata", floats=True)
+            kind = record.get("_type")
+            if kind in PLAIN:
+                continue
+            keys = _keys(contents, key, record)
+            found.weights[key] = _entry(contents, key, kind, record, keys)
+        except (CheckpointError, SchemeError) as error:
+            found.fault(key, error.what, keys)
+        found.spare.update(keys.values())
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts, as they are stored; codes of less than 8 bits are packed, and SchemeError raised for one too large."""
+    assert entry.spec is not None
+    scheme = entry.spec.scheme
+    layout = scheme.layout(entry.spec.base)
+    parts = {role: tensor.reshape(layout[role].shape) for role, tensor in tensors.items() if role != "codes"}
+    if "codes" in tensors:
+        assert isinstance(scheme, Affine)
+        parts["qdata"] = _packed(tensors["codes"], scheme.bits).reshape(layout["qdata"].shape)
+    return {role: parts[role] for role in layout}
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    half = 1 << (bits - 1)
+    table = codes.reshape(-1, codes.shape[-1])
+    out = codes.new_empty((table.shape[0], -(-codes.shape[-1] * bits // 8)), dtype=torch.uint8)
+    for start, stop in pieces(0, table.shape[0], max(1, CHUNK // max(1, table.shape[1]))):
+        some = table[start:stop].to(torch.int16) + half
+        if bool(((some < 0) | (some >= 2 * half)).any()):
+            lowest, highest = int(some.min()) - half, int(some.max()) - half
+            raise SchemeError(f"its codes reach from {lowest} to {highest}, int{bits} from {-half} to {half - 1}")
+        out[start:stop] = pack(some.to(torch.uint8), bits)
+    return out
+
+
+# -- what the metadata say ----------------------------------------------------------------------------------------
+
+
+def _keys(contents: Contents, key: str, record: Mapping[str, Any]) -> dict[str, str]:
+    """The stored key of each component."""
+    names = record.get("_tensor_data_names")
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise CheckpointError(f"its _tensor_data_names are {str(names)[:60]}, not a list of names")
+    module, dot, leaf = key.rpartition(".")
+    keys = {one: f"{module}{dot}_{leaf}_{one}" for one in names}
+    absent = [one for one, stored in keys.items() if stored not in contents.tensors]
+    if absent:
+        raise CheckpointError(f"its {absent[0]} ({keys[absent[0]]}) is absent")
+    return keys
+
+
+def _entry(contents: Contents, key: str, kind: Any, record: Mapping[str, Any], keys: Mapping[str, str]) -> Entry:
+    """The weight that a description and its components make."""
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise CheckpointError(
+            f"it is a torchao {str(kind)[:60]}, and only {', '.join(_TYPES)} are read: dequantize it with torchao"
+        )
+    data = record.get("_data")
+    if not isinstance(data, Mapping):
+        raise CheckpointError(f"its _data is {str(data)[:60]}, not an object")
+    if "act_pre_scale" in keys:
+        raise CheckpointError(
+            "it has an act_pre_scale, which multiplies the inputs of its layer and would be lost: "
+            "fold it into the layer before with torchao"
+        )
+    if data.get("is_swizzled_scales"):
+        raise CheckpointError("its scales are swizzled for one kernel: save it with is_swizzled_scales=False")
+    for role in ("qdata", "scale"):
+        if role not in keys:
+            raise CheckpointError(f"its {role} is absent")
+    if not contents.tensors[keys["qdata"]].shape:
+        raise CheckpointError("its codes have no dimensions")
+    scheme, shape = _TYPES[kind](contents, data, keys)
+    spec = spec_of(shape, _dtype_of(data), scheme, name=key)
+    roles = {role: stored for role, stored in keys.items() if role not in _ACTIVATIONS}
+    roles = {_RENAMED.get(role, role): stored for role, stored in roles.items()}
+    layout = scheme.layout(shape)
+    if isinstance(scheme, Affine) and scheme.bits < 8:
+        roles["codes"] = roles.pop("qdata")
+        wrong = expect(contents.tensors, roles, {"codes": ((torch.int8,), shape)})
+    else:
+        part = layout["qdata"]
+        wrong = expect(contents.tensors, roles, {"qdata": ((_known(part.dtype),), part.shape)})
+    for role, part in layout.items():
+        if role != "qdata" and not wrong:
+            wrong = expect(contents.tensors, roles, {role: ((_known(part.dtype),), part.shape)})
+    if not wrong and roles.keys() - layout.keys() - {"codes"}:
+        wrong = f"it has a {min(roles.keys() - layout.keys() - {'codes'})}, which a {kind} does not have"
+    if wrong:
+        raise CheckpointError(wrong)
+    return Entry.of(roles, spec)
+
+
+_RENAMED = {"per_tensor_scale": "global_scale"}
+
+
+def _known(dtype: torch.dtype | None) -> torch.dtype:
+    assert dtype is not None
+    return dtype
+
+
+def _int8(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
+    return _affine(contents, data, keys, 8)
+
+
+def _intx(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
+    target = data.get("target_dtype")
+    text = target.get("_data") if isinstance(target, Mapping) else target
+    bits = re.fullmatch("int([1-8])", text) if isinstance(text, str) else None
+    if bits is None:
+        raise CheckpointError(f"its target_dtype is {str(text)[:40]!r}, not int1 to int8")
+    return _affine(contents, data, keys, int(bits[1]))
+
+
+def _affine(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str], bits: int) -> Made:
+    shape = contents.tensors[keys["qdata"]].shape
+    scale = _scale_dtype(contents, keys, FLOATS)
+    symmetric = "zero_point" not in keys
+    return Affine(bits, symmetric=symmetric, block=_block(data, shape), scale_dtype=scale), shape
+
+
+def _float8(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
+    codes = contents.tensors[keys["qdata"]]
+    if ELEMENTS.get(codes.dtype, "e2m1") == "e2m1":
+        raise CheckpointError(f"its qdata is {codes.dtype}, not float8")
+    scale = _scale_dtype(contents, keys, FLOATS)
+    return ScaledFloat(ELEMENTS[codes.dtype], _block(data, codes.shape), scale), codes.shape
+
+
+def _mx(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
+    elem = data.get("elem_dtype")
+    text = elem.get("_data") if isinstance(elem, Mapping) else elem
+    elements = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1"}
+    if not isinstance(text, str) or text not in elements:
+        raise CheckpointError(f"its elem_dtype is {str(text)[:40]!r}, known are {', '.join(elements)}")
+    shape = contents.tensors[keys["qdata"]].shape
+    shape = (*shape[:-1], shape[-1] * 2) if elements[text] == "e2m1" else shape
+    return ScaledFloat(elements[text], (1, _width(data, shape)), torch.float8_e8m0fnu), shape
+
+
+def _nvfp4(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
+    *lead, half = contents.tensors[keys["qdata"]].shape
+    shape = (*lead, half * 2)
+    has_global = "per_tensor_scale" in keys
+    return ScaledFloat("e2m1", (1, _width(data, shape)), torch.float8_e4m3fn, global_scale=has_global), shape
+
+
+_TYPES: dict[str, Callable[[Contents, Mapping[str, Any], Mapping[str, str]], Made]] = {
+    "Int8Tensor": _int8,
+    "IntxUnpackedToInt8Tensor": _intx,
+    "Float8Tensor": _float8,
+    "MXTensor": _mx,
+    "NVFP4Tensor": _nvfp4,
+}
+
+
+def _scale_dtype(contents: Contents, keys: Mapping[str, str], known: tuple[torch.dtype, ...]) -> torch.dtype:
+    dtype = contents.tensors[keys["scale"]].dtype
+    if dtype not in known:
+        raise CheckpointError(f"its scale is {dtype}, not {' or '.join(map(str, known))}")
+    return dtype
+
+
+def _block(data: Mapping[str, Any], shape: Shape) -> Block:
+    """The block of a scheme that ``block_size`` is: what one scale covers, in every dimension."""
+    block = data.get("block_size")
+    if not isinstance(block, list) or len(block) != len(shape) or not all(type(n) is int and n > 0 for n in block):
+        raise CheckpointError(f"its block_size is {str(block)[:60]}, for codes of shape {shape}")
+    if tuple(block) == shape:
+        return None, None
+    rows, columns = block[-2] if len(shape) > 1 else 1, block[-1]
+    if any(n != 1 for n in block[:-2]) or any(n % b for n, b in zip(shape, block, strict=True)):
+        raise CheckpointError(f"its block_size {block} does not divide the last dimensions of {shape}")
+    return rows, (None if columns == shape[-1] else columns)
+
+
+def _width(data: Mapping[str, Any], shape: Shape) -> int:
+    width = data.get("block_size")
+    if type(width) is not int or width < 1 or shape[-1] % width:
+        raise CheckpointError(f"its block_size is {str(width)[:40]}, for codes of shape {shape}")
+    return width
+
+
+def _dtype_of(data: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that torchao decodes to."""
+    told = data.get("dtype", data.get("orig_dtype"))
+    text = told.get("_data") if isinstance(told, Mapping) else told
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+    if not isinstance(text, str) or text not in known:
+        raise CheckpointError(f"its dtype is {str(text)[:40]!r}, known are {', '.join(known)}")
+    return known[text]
