@@ -52,6 +52,7 @@ def test_affine(lead, groups, group_size, bits, dtype, seed):
     tensors, values = affine(lead, groups, group_size, bits, dtype, seed)
     with opened(named("m", tensors), config=quantization(group_size, bits)) as checkpoint:
         assert checkpoint.format == "mlx"
+        assert not checkpoint.faults
         weight = checkpoint["m.weight"]
         assert weight.dtype == dtype
         assert torch.equal(weight.dequantize(), values)

@@ -64,6 +64,7 @@ def test_integers(bits, lead, rows, columns, cut, scale, symmetric, seed):
     tensors, metadata = described(kind, data, parts)
     with opened(tensors, metadata) as checkpoint:
         assert checkpoint.format == "torchao"
+        assert not checkpoint.faults
         assert list(checkpoint) == ["m.weight"]
         weight = checkpoint["m.weight"]
         assert weight.dtype == torch.bfloat16
@@ -189,7 +190,7 @@ def test_what_is_wrong(kind, data, components, changes, said):
 
 
 def test_a_description_that_is_no_json():
-    tensors, metadata = described("Int8Tensor", INT8, int8(4))
+    metadata = described("Int8Tensor", INT8, int8(4))[1]
     metadata["m.weight"] = '{"_type": "Int8Tensor", "_data": {"_data": 1, "_data": 2}}'
     assert "twice" in fault({"other": torch.ones(1)}, metadata)
 

@@ -1,0 +1,164 @@
+"""NVIDIA ModelOpt: ``quant_method: modelopt``, or ``hf_quant_config.json``; scales named after the weight.
+
+    FP8      k float8_e4m3fn (*lead, N, K), k_scale () or (N,) or (N, 1): q * scale
+    NVFP4    k uint8 (*lead, K / 2), low nibble first; k_scale e4m3 (*lead, K / 16); k_scale_2 (), multiplied
+    MXFP8    k float8_e4m3fn, k_scale uint8 (*lead, K / 32): exponents
+    MXFP4    k uint8 (*lead, K / 2), k_scale uint8 (*lead, K / 32), no k_scale_2
+
+The tensors say which of these a weight is; ``quant_algo``, or in a MIXED_PRECISION model the entry of the layer in
+``quantized_layers``, must not say another, and gives the group size. Lists of what is excluded need no reading: what
+was left out is a plain tensor.
+
+ModelOpt itself rounds the scale of FP8 to the dtype that it decodes to, before it multiplies. Here the stored float32
+is multiplied, as servers do, which differs by a unit in the last place at most.
+Source: nvidia-modelopt 0.47 torch/export and torch/quantization/qtensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..schemes import ScaledFloat, Shape
+from .entry import NOTHING, Contents, Entry, Found, expect, spec_of
+
+name = "modelopt"
+
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+ALGORITHMS = {
+    "FP8": "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "FP8",
+    "NVFP4": "NVFP4",
+    "W4A16_NVFP4": "NVFP4",
+    "W4A8_NVFP4_FP8": "NVFP4",
+    "NVFP4_AWQ": "NVFP4",
+    "MXFP8": "MXFP8",
+    "W4A8_MXFP4_FP8": "MXFP4",
+    "MXFP4": "MXFP4",
+}
+"""What the names of ModelOpt's algorithms mean for the weights; others are not known here and nothing is said."""
+
+_SPARE = (
+    ".input_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".kv_scale",
+    ".activation_scale",
+    ".input_scale_2",
+)
+_INPUTS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every float8 or uint8 tensor with its scales; scales alone, or codes alone, are a fault."""
+    beside = contents.beside.get("hf_quant_config.json", NOTHING).get("quantization")
+    if contents.method != name and (contents.method or not isinstance(beside, Mapping)):
+        return None
+    config = contents.quantization if contents.method else beside
+    assert isinstance(config, Mapping)
+    found = Found()
+    tensors = contents.tensors
+    for key, stored in tensors.items():
+        if key.endswith(_SPARE):
+            found.spare.add(key)
+        if key.endswith(("weight_scale", "weight_scale_2")):
+            owner = key.removesuffix("_2").removesuffix("_scale")
+            if owner not in tensors or tensors[owner].dtype not in (*FP8, torch.uint8):
+                held = f"are {tensors[owner].dtype}" if owner in tensors else "are not"
+                found.fault(owner, f"its scale {key} is there, its codes {held}", {"scale": key})
+                found.spare.update({owner} & tensors.keys())
+        is_codes = stored.dtype in FP8 and not key.endswith(("_scale", "_scale_2"))
+        if not is_codes and not (stored.dtype == torch.uint8 and key.endswith("weight")):
+            continue
+        keys = {"qdata": key}
+        keys |= {role: k for role, k in (("scale", f"{key}_scale"), ("scale_2", f"{key}_scale_2")) if k in tensors}
+        what = _entry(contents, config, key, keys)
+        if isinstance(what, str):
+            found.fault(key, what, keys)
+        else:
+            found.weights[key] = what
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts; exponents that were stored as bytes become e8m0."""
+    assert entry.spec is not None
+    layout = entry.spec.scheme.layout(entry.spec.base)
+    parts = {role: tensors[role] for role in tensors if role in layout}
+    if "exponents" in tensors:
+        parts["scale"] = tensors["exponents"].view(torch.float8_e8m0fnu)
+    return {role: parts[role].reshape(part.shape) for role, part in layout.items()}
+
+
+def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mapping[str, str]) -> Entry | str:
+    """What a tensor of codes and its scales are, or what is wrong with them."""
+    tensors = contents.tensors
+    module = key.rpartition(".")[0]
+    lost = [one for one in _INPUTS if f"{module}.{one}" in tensors]
+    if lost:
+        return f"its layer has a {lost[0]}, which changes what the layer computes and would be lost"
+    if "scale" not in keys:
+        return f"it is {tensors[key].dtype} and has no scale ({key}_scale)"
+    codes, scale = tensors[key], tensors[keys["scale"]]
+    if len(codes.shape) < 2:
+        return f"its codes have shape {codes.shape}, which has no rows"
+    is_fp4, is_power = codes.dtype == torch.uint8, scale.dtype == torch.uint8
+    kind = ("MXFP4" if is_power else "NVFP4") if is_fp4 else ("MXFP8" if is_power else "FP8")
+    own = _options(config, module)
+    told = own.get("quant_algo")
+    if isinstance(told, str) and ALGORITHMS.get(told, kind) != kind:
+        return f"its tensors are {kind}, and its quant_algo is {told}"
+    roles = dict(keys)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if is_fp4 else codes.shape
+    if kind == "FP8":
+        scheme = _fp8(codes.dtype, scale.dtype, scale.shape, shape)
+        if isinstance(scheme, str):
+            return scheme
+    else:
+        group = own.get("group_size") or (16 if kind == "NVFP4" else 32)
+        if type(group) is not int or not 0 < group < 2**31:
+            return f"its group_size is {str(group)[:40]}, not a positive integer"
+        if shape[-1] % group:
+            return f"its {shape[-1]} columns are not a multiple of its group_size {group}"
+        element = "e2m1" if is_fp4 else FP8[codes.dtype]
+        if kind == "NVFP4":
+            if "scale_2" not in keys:
+                return f"its scale is {scale.dtype} and has no second one ({key}_scale_2)"
+            roles["global_scale"] = roles.pop("scale_2")
+            scheme = ScaledFloat(element, (1, group), torch.float8_e4m3fn, global_scale=True)
+        else:
+            scheme = ScaledFloat(element, (1, group), torch.float8_e8m0fnu)
+            roles["exponents"] = roles.pop("scale")
+    if "scale_2" in roles:
+        return f"it is {kind} and has a second scale ({keys['scale_2']})"
+    layout = scheme.layout(shape)
+    dtypes = {"scale": (scheme.scale_dtype,), "global_scale": (torch.float32,), "exponents": (torch.uint8,)}
+    shapes = {**{role: part.shape for role, part in layout.items()}, "exponents": layout["scale"].shape}
+    wanted = {role: (dtypes[role], shapes[role]) for role in roles if role != "qdata"}
+    wrong = expect(tensors, roles, wanted)
+    return wrong or Entry.of(roles, spec_of(shape, contents.dtype, scheme, name=key))
+
+
+def _options(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """What the config says about one module: algorithm and group size."""
+    if str(config.get("quant_algo")).upper() != "MIXED_PRECISION":
+        return config
+    layers = config.get("quantized_layers")
+    own = layers.get(module) if isinstance(layers, Mapping) else None
+    return own if isinstance(own, Mapping) else NOTHING
+
+
+def _fp8(codes: torch.dtype, scale: torch.dtype, held: Shape, shape: Shape) -> ScaledFloat | str:
+    if scale not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its scale is {scale}, not a float"
+    if math.prod(held) == 1:
+        return ScaledFloat(FP8[codes], (None, None), scale)
+    if held in (shape[:-1], (*shape[:-1], 1)):
+        return ScaledFloat(FP8[codes], (1, None), scale)
+    return f"its scale has shape {held}, which is neither one for all nor one per row of {shape}"
