@@ -15,7 +15,7 @@ from .errors import UnsupportedOpError
 from .files import Tick, no_tick, scratch
 from .pieces import Composed, Piece, whole
 from .renaming import Rename, renamed
-from .schemes import Plain
+from .schemes import Plain, Shape
 from .spec import View, WeightSpec
 from .weight import Weight
 
@@ -76,6 +76,11 @@ class Arranged(Mapping[str, Composed]):
         """The key under which the values of ``name`` are stored as they are; ``None`` for anything made of others."""
         key = self._key(name)
         return None if key is None else self.checkpoint.whole_key(key)
+
+    def fit(self, name: str, shape: Shape) -> Shape:
+        """The shape of ``name``; where its file does not say one, it takes ``shape`` if it can."""
+        key = self._key(name)
+        return self.spec(name).shape if key is None else self.checkpoint.fit(key, shape)
 
     def spec(self, name: str) -> WeightSpec:
         """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
-from .formats import PLAIN, Contents, Entry, is_in_parts, recognise
+from .formats import PLAIN, Contents, Entry, Fitting, is_in_parts, recognise
 from .ops.rows import part_rows, view_parts
 from .schemes import Plain, Shape, same_bits
 from .slices import TensorSlice
@@ -57,7 +57,7 @@ class Checkpoint(Mapping[str, Tensor]):
             for tie in self.ties
             for alias, view in zip(tie.aliases, tie.views[1:], strict=True)
         }
-        self.entries: Mapping[str, Entry] = {name: e for name, e in entries.items() if name not in self._alias}
+        self.entries: dict[str, Entry] = {name: e for name, e in entries.items() if name not in self._alias}
         """What is stored, by name: owners, and what is not tied."""
         self.copies: Mapping[str, Entry] = {name: e for name, e in entries.items() if name in self._alias}
         """Aliases that are stored too."""
@@ -134,6 +134,13 @@ class Checkpoint(Mapping[str, Tensor]):
         if view is None:
             return whole
         return whole.replace(shape=view.size, stride=view.stride, dtype=view.dtype)
+
+    def fit(self, name: str, shape: Shape) -> Shape:
+        """The shape of ``name``: from now on ``shape``, if its format stores none and this one is possible."""
+        owner, view = self.find(name)
+        if view is None and isinstance(self._format, Fitting):
+            self.entries[owner] = self._format.fit(self.entries[owner], shape) or self.entries[owner]
+        return self.spec(name).shape
 
     def nbytes(self, name: str) -> int:
         """The bytes that are read for ``name``."""

@@ -259,7 +259,8 @@ class _Drafter:
         if is_lazy(member.tensor):
             self._fault(source.name, "it is lazy and has no shape yet. Run one forward first.")
             return False
-        held, given = tuple(member.tensor.shape), self.given.spec(source.name).shape
+        held = tuple(member.tensor.shape)
+        given = self.given.fit(source.name, held)
         if held != given:
             self._fault(source.name, f"the checkpoint has shape {given}, the model has {held}")
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -128,6 +128,14 @@ class Format(Protocol):
 
     def unpack(self, entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parts of the Weight that ``entry`` describes, from its stored tensors by role, with no rounding."""
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """A format with weights whose shape only the model knows."""
+
+    def fit(self, entry: Entry, shape: Shape) -> Entry | None:
+        """``entry`` in ``shape``; ``None`` if its shape is known, or what is stored cannot have this one."""
 
 
 class Writable(Format, Protocol):

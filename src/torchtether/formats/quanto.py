@@ -1,0 +1,174 @@
+"""optimum-quanto: tensor subclasses by their components; ``quanto_qmap.json`` or ``_quanto_qmap`` in ``config.json``.
+
+    m.weight._data         8 bits: int8 or float8 (N, ...); ``_scale`` (N, 1, ...) or (): q * scale
+    m.weight._data._data   4 and 2 bits: uint8 (ceil(R * bits / 8), group_size), R groups of group_size columns;
+                           group r is field r // rows of the byte, counted from the lowest bits
+    m.weight._scale        then (R, 1), and ``_shift`` too: round(round(scale * q) - shift) in their dtype
+
+The packed kinds do not store the shape of the weight, only how many groups it has. Its module knows: ``fit`` gives the
+weight any shape of as many elements whose rows are whole groups. Until then it has the rows of the bias beside it, or
+is a matrix of groups.
+Source: optimum-quanto 0.2.7 tensor/weights and tensor/packed.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..schemes import Affine, ScaledFloat, Scheme, Shape
+from ..schemes.biased import Biased
+from ..schemes.bits import pack
+from ..schemes.blocks import CHUNK, pieces
+from .entry import Contents, Entry, Found, expect, spec_of
+
+name = "quanto"
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+BITS = {"qint4": 4, "qint2": 2}
+DATA, PACKED = "._data", "._data._data"
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every ``_data`` with its scale (and shift); components without the others are a fault."""
+    qmap = _map(contents)
+    guessed = not contents.method and any(
+        key.endswith((f".weight{DATA}", f".weight{PACKED}")) for key in contents.tensors
+    )
+    if qmap is None and contents.method != name and not guessed:
+        return None
+    found = Found()
+    for key in contents.tensors:
+        for suffix in (PACKED, DATA, "._scale", "._shift"):
+            if key.endswith(suffix):
+                owner = key.removesuffix(suffix)
+                if owner not in found.weights and owner not in found.faults:
+                    _add(found, contents, qmap or {}, owner)
+                break
+    for owner in (*found.weights, *found.faults):
+        module = owner.rpartition(".")[0]
+        found.spare.update({f"{module}.input_scale", f"{module}.output_scale"} & contents.tensors.keys())
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts; packed codes are laid out row by row, and a shift that is subtracted becomes a bias that is added."""
+    assert entry.spec is not None
+    layout = entry.spec.scheme.layout(entry.spec.base)
+    if "packed" not in tensors:
+        scale = tensors["scale"] if "scale" in tensors else tensors["scales"].expand(layout["scale"].shape).contiguous()
+        return {"qdata": tensors["qdata"], "scale": scale.reshape(layout["scale"].shape)}
+    scheme = entry.spec.scheme
+    assert isinstance(scheme, Biased)
+    packed, scale = tensors["packed"], tensors["scales"]
+    groups, bits = scale.numel(), scheme.bits
+    rows, columns = packed.shape
+    codes = packed.new_empty((groups, -(-columns * bits // 8)))
+    for field in range(8 // bits):
+        first = field * rows
+        for start, stop in pieces(first, min(groups, first + rows), max(1, CHUNK // max(1, columns))):
+            some = (packed[start - first : stop - first] >> (field * bits)) & ((1 << bits) - 1)
+            codes[start:stop] = pack(some, bits)
+    parts = {"qdata": codes, "scale": scale, "bias": -tensors["shifts"]}
+    return {role: part.reshape(layout[role].shape) for role, part in parts.items()}
+
+
+def fit(entry: Entry, shape: Shape) -> Entry | None:
+    """The same weight in ``shape``; ``None`` if it has another number of elements, or groups would cross rows."""
+    spec = entry.spec
+    if "packed" not in entry.keys or spec is None or not shape:
+        return None
+    group = entry.options["group_size"]
+    if math.prod(shape) != math.prod(spec.shape) or shape[-1] % group:
+        return None
+    scheme = replace(spec.scheme, block=(1, group))  # type: ignore[type-var]
+    return Entry.of(entry.keys, spec_of(shape, spec.dtype, scheme, name=entry.keys["packed"]), **entry.options)
+
+
+def _map(contents: Contents) -> Mapping[str, Any] | None:
+    """What quanto wrote about each module, if it did."""
+    beside = contents.beside.get("quanto_qmap.json")
+    own = contents.config.get("_quanto_qmap")
+    return beside if beside is not None else own if isinstance(own, Mapping) else None
+
+
+def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) -> None:
+    tensors = contents.tensors
+    roles = {"packed": PACKED, "qdata": DATA, "scales": "._scale", "shifts": "._shift"}
+    keys = {role: owner + suffix for role, suffix in roles.items() if owner + suffix in tensors}
+    entry = qmap.get(owner.rpartition(".")[0])
+    told = entry.get("weights") if isinstance(entry, Mapping) else None
+    told = told if told is None else str(told)[:40]
+    what: Entry | str
+    if {"packed", "qdata"} <= keys.keys() or not {"packed", "qdata"} & keys.keys():
+        what = f"it has {'both' if 'qdata' in keys else 'neither'} {DATA} and {PACKED}"
+    elif "scales" not in keys:
+        what = "its _scale is absent"
+    elif tensors[keys["scales"]].dtype not in FLOATS:
+        what = f"its _scale is {tensors[keys['scales']].dtype}, not a float"
+    elif "packed" in keys:
+        what = _packed(contents, owner, keys, told)
+    else:
+        what = _bytes(contents, owner, keys, told)
+    if isinstance(what, str):
+        found.fault(owner, what, keys)
+    else:
+        found.weights[owner] = what
+
+
+def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
+    """A weight with one byte for each code."""
+    codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scales"))
+    if "shifts" in keys:
+        return "it has a _shift, which codes of 8 bits do not have"
+    if told in BITS:
+        return f"it is stored as {codes.dtype}, and the map says {told}"
+    if not codes.shape:
+        return "its codes have no dimensions"
+    one = math.prod(scale.shape) == 1
+    rows = (codes.shape[0], *(1 for _ in codes.shape[1:]))
+    if not one and scale.shape != rows:
+        return f"its _scale has shape {scale.shape}, not {rows}"
+    block = (None, None) if one else (1, None)
+    scheme: Scheme
+    if codes.dtype == torch.int8:
+        scheme = Affine(block=block, scale_dtype=scale.dtype)
+    elif codes.dtype in FLOAT8:
+        scheme = ScaledFloat(FLOAT8[codes.dtype], block, scale.dtype)
+    else:
+        return f"its codes are {codes.dtype}, which is not read"
+    spec = spec_of(codes.shape, scale.dtype, scheme, name=owner)
+    is_part = math.prod(scheme.layout(codes.shape)["scale"].shape) == math.prod(scale.shape)
+    return Entry.of({"qdata": keys["qdata"], "scale" if is_part else "scales": keys["scales"]}, spec)
+
+
+def _packed(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
+    """A weight whose codes share bytes."""
+    tensors = contents.tensors
+    packed, scale = (tensors[keys[role]] for role in ("packed", "scales"))
+    if "shifts" not in keys:
+        return "its _shift is absent"
+    if packed.dtype != torch.uint8 or len(packed.shape) != 2 or 0 in packed.shape:
+        return f"its codes are {packed.dtype} of shape {packed.shape}, not bytes of groups"
+    groups = math.prod(scale.shape)
+    wrong = expect(tensors, keys, {"scales": ((scale.dtype,), (groups, 1)), "shifts": ((scale.dtype,), (groups, 1))})
+    if wrong:
+        return wrong
+    if told is not None and told not in BITS:
+        return f"its codes are packed, and the map says {told}"
+    bits = [n for n in BITS.values() if -(-groups * n // 8) == packed.shape[0] and told in (None, f"qint{n}")]
+    if len(bits) != 1:
+        return f"{packed.shape[0]} rows of bytes for {groups} groups are not those of {told or 'qint4 or qint2'} alone"
+    group_size = packed.shape[1]
+    bias = tensors.get(f"{owner.rpartition('.')[0]}.bias")
+    rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 and bias.shape[0] else groups
+    rows = groups if groups % rows else rows
+    scheme = Biased(bits[0], (1, group_size), scale.dtype, scale.dtype)
+    spec = spec_of((rows, groups // rows * group_size), scale.dtype, scheme, name=owner)
+    return Entry.of(dict(keys), spec, group_size=group_size)
