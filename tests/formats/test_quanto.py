@@ -72,11 +72,11 @@ def test_without_a_model_it_has_the_rows_of_its_bias():
         assert torch.equal(checkpoint["m.weight"].dequantize(), values)
 
 
-@pytest.mark.parametrize("shape", [(12, 33), (24, 16), (8, 48)])
-def test_a_module_of_another_shape_is_a_fault(shape):
-    """Another number of elements; or rows that are not whole groups."""
-    with pytest.raises(tt.LoadError, match=re.escape(f"has shape (12, 32), the model has {shape}")):
-        loaded(named("m.weight", packed(12, 32, 4)[0]), shape)
+@pytest.mark.parametrize(("group_size", "shape"), [(32, (12, 33)), (32, (24, 16)), (32, (8, 48)), (13, (6, 26))])
+def test_a_module_of_another_shape_is_a_fault(group_size, shape):
+    """Another number of elements; rows that are not whole groups; groups that share bytes."""
+    with pytest.raises(tt.LoadError, match=re.escape(f"has shape (12, {group_size}), the model has {shape}")):
+        loaded(named("m.weight", packed(12, group_size, 4)[0]), shape)
 
 
 def test_the_model_decides_once_for_tied_names(tmp_path):

@@ -7,10 +7,21 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..spec import contiguous_stride
-from . import bitsandbytes, compressed_tensors, fp8, mlx, modelopt, mxfp4, native, quanto, torchao
+from . import bitsandbytes, compressed_tensors, fp8, hqq, mlx, modelopt, mxfp4, native, quanto, torchao
 from .entry import Contents, Entry, Format, Found, Writable, is_in_parts
 
-FORMATS: tuple[Format, ...] = (native, torchao, compressed_tensors, modelopt, bitsandbytes, quanto, mlx, mxfp4, fp8)
+FORMATS: tuple[Format, ...] = (
+    native,
+    torchao,
+    compressed_tensors,
+    modelopt,
+    bitsandbytes,
+    quanto,
+    hqq,
+    mlx,
+    mxfp4,
+    fp8,
+)
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
 WRITABLE: tuple[Writable, ...] = (native, compressed_tensors, bitsandbytes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,11 +83,16 @@ def fit(entry: Entry, shape: Shape) -> Entry | None:
     spec = entry.spec
     if "packed" not in entry.keys or spec is None or not shape:
         return None
+    assert isinstance(spec.scheme, Biased)
     group = entry.options["group_size"]
-    if math.prod(shape) != math.prod(spec.shape) or shape[-1] % group:
+    if math.prod(shape) != math.prod(spec.shape) or not _are_rows(shape[-1], group, spec.scheme.bits):
         return None
-    scheme = replace(spec.scheme, block=(1, group))  # type: ignore[type-var]
-    return Entry.of(entry.keys, spec_of(shape, spec.dtype, scheme, name=entry.keys["packed"]), **entry.options)
+    return Entry.of(entry.keys, spec_of(shape, spec.dtype, spec.scheme, name=entry.keys["packed"]), **entry.options)
+
+
+def _are_rows(columns: int, group: int, bits: int) -> bool:
+    """Whether rows are whole groups, none of which ends within a byte that another begins in."""
+    return columns == group or (columns % group == 0 and group * bits % 8 == 0)
 
 
 def _map(contents: Contents) -> Mapping[str, Any] | None:
@@ -168,7 +172,8 @@ def _packed(contents: Contents, owner: str, keys: Mapping[str, str], told: str |
     group_size = packed.shape[1]
     bias = tensors.get(f"{owner.rpartition('.')[0]}.bias")
     rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 and bias.shape[0] else groups
-    rows = groups if groups % rows else rows
+    if groups % rows or not _are_rows(groups // rows * group_size, group_size, bits[0]):
+        rows = groups
     scheme = Biased(bits[0], (1, group_size), scale.dtype, scale.dtype)
     spec = spec_of((rows, groups // rows * group_size), scale.dtype, scheme, name=owner)
     return Entry.of(dict(keys), spec, group_size=group_size)

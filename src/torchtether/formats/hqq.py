@@ -1,0 +1,148 @@
+"""HQQ: beside ``W_q`` its scales and zeros, and every scalar and string of its settings as a tensor of its own.
+
+    m.W_q           uint8 (R / codes in a byte, group_size): groups of columns; the highest bits of the bytes hold the
+                    first groups, the lowest the last. With view_as_float the same bytes under a float dtype
+    m.scale, .zero  (R, 1) in compute_dtype: round(round(q - zero) * scale) in it
+    m.shape         int64 (2,)
+    m.nbits, .axis, .group_size, .packing, .compute_dtype, ...    numbers, and characters as uint8
+
+Read are groups along the columns (axis 1) that do not cross rows, packed as 8, 4, 2 or 1 bit; the names of dtypes come
+from a table.
+Source: hqq 0.2.8 core/quantize.py, core/bitpack.py and core/utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..schemes import Shape
+from ..schemes.biased import Biased
+from ..schemes.bits import pack
+from ..schemes.blocks import CHUNK, pieces
+from .entry import Contents, Entry, Found, expect, spec_of
+
+name = "hqq"
+
+PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "2bit_u8": 2, "1bit_u8": 1}
+DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
+_SETTINGS = (
+    "W_q shape scale zero nbits axis group_size packing compute_dtype view_as_float unpack_view_dtype quant_scale "
+    "quant_zero encoded_state_dict stores_quant_config channel_wise optimize round_zero offload_meta zero_scale"
+).split()
+_LONGEST = 256  # bytes of a setting
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every ``W_q`` with its scales and settings; what is packed in another way is a fault, by its name."""
+    modules = [key.removesuffix(".W_q") for key in contents.tensors if key.endswith(".W_q")]
+    if contents.method != name and (contents.method or not modules):
+        return None
+    found = Found()
+    for module in modules:
+        keys = {one: f"{module}.{one}" for one in _SETTINGS if f"{module}.{one}" in contents.tensors}
+        found.spare.update(keys.values())
+        try:
+            found.weights[f"{module}.weight"] = _entry(contents, module, keys)
+        except CheckpointError as error:
+            found.fault(f"{module}.weight", error.what, keys)
+    for key, stored in contents.tensors.items():
+        module, _, leaf = key.rpartition(".")
+        if leaf == "stores_quant_config" and f"{module}.W_q" not in contents.tensors and stored.shape == ():
+            found.fault(f"{module}.weight", "its settings are there, its W_q is not", {"setting": key})
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
+    assert entry.spec is not None
+    layout = entry.spec.scheme.layout(entry.spec.base)
+    scheme = entry.spec.scheme
+    assert isinstance(scheme, Biased)
+    bits, columns = scheme.bits, entry.options["group_size"]
+    packed = tensors["packed"].contiguous().view(torch.uint8).view(-1, columns)
+    rows, count = packed.shape[0], 8 // bits
+    codes = packed.new_empty((rows * count, -(-columns * bits // 8)))
+    for field in range(count):
+        for start, stop in pieces(0, rows, max(1, CHUNK // columns)):
+            some = (packed[start:stop] >> (bits * (count - 1 - field))) & ((1 << bits) - 1)
+            codes[field * rows + start : field * rows + stop] = pack(some, bits)
+    parts = {"qdata": codes, "scale": tensors["scales"], "bias": -tensors["zeros"]}
+    return {role: part.reshape(layout[role].shape) for role, part in parts.items()}
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
+    """The weight of one module; CheckpointError for what is absent, contradicts itself or is packed in another way."""
+    for one in ("shape", "scale", "zero", "packing", "axis", "compute_dtype"):
+        if one not in keys:
+            held = " (they are in one zero_scale, which is not read)" if "zero_scale" in keys else ""
+            raise CheckpointError(f"its {one} is absent{held}")
+    for one in ("quant_scale", "quant_zero"):
+        if one in keys and _number(contents, keys[one]):
+            raise CheckpointError(f"its {one} is set: scales that are quantized themselves are not read")
+    packing, axis = _text(contents, keys["packing"]), _number(contents, keys["axis"])
+    if packing not in PACKINGS:
+        raise CheckpointError(f"its packing is {packing!r}, read are {', '.join(PACKINGS)}")
+    if axis != 1:
+        raise CheckpointError(f"its axis is {axis}, and only groups of columns (axis 1) are read")
+    dtype = DTYPES.get(_text(contents, keys["compute_dtype"]))
+    if dtype is None:
+        told = _text(contents, keys["compute_dtype"])
+        raise CheckpointError(f"its compute_dtype is {told!r}, known are {', '.join(DTYPES)}")
+    shape = _shape(contents, keys["shape"])
+    group_size = _number(contents, keys["group_size"]) if "group_size" in keys else shape[-1]
+    if not 0 < group_size <= shape[-1] or shape[-1] % group_size:
+        raise CheckpointError(f"its groups of {group_size} cross the rows of {shape}")
+    bits = PACKINGS[packing]
+    if group_size * bits % 8 and group_size != shape[-1]:
+        raise CheckpointError(f"its groups of {group_size} do not fill bytes of {8 // bits} codes")
+    groups = shape[0] * shape[1] // group_size
+    if groups * bits % 8:
+        raise CheckpointError(f"its {groups} groups do not fill bytes of {8 // bits} codes")
+    stored = contents.tensors[keys["W_q"]]
+    view_as_float = "view_as_float" in keys and _number(contents, keys["view_as_float"])
+    wanted = dtype if view_as_float else torch.uint8
+    count = group_size * groups * bits // 8
+    if stored.dtype != wanted or stored.nbytes != count:
+        raise CheckpointError(
+            f"its W_q is {stored.dtype} of shape {stored.shape}, {shape} in {packing} needs {wanted} of {count} bytes"
+        )
+    roles = {"packed": keys["W_q"], "scales": keys["scale"], "zeros": keys["zero"]}
+    wrong = expect(contents.tensors, roles, {role: ((dtype,), (groups, 1)) for role in ("scales", "zeros")})
+    if wrong:
+        raise CheckpointError(wrong)
+    scheme = Biased(bits, (1, group_size), dtype, dtype, bias_first=True)
+    return Entry.of(roles, spec_of(shape, dtype, scheme, name=f"{module}.weight"), group_size=group_size)
+
+
+def _setting(contents: Contents, key: str) -> Tensor:
+    stored = contents.tensors[key]
+    if stored.nbytes > _LONGEST:
+        raise CheckpointError(f"its setting {key} takes {stored.nbytes} bytes, more than {_LONGEST}")
+    if stored.dtype not in (torch.uint8, torch.int32, torch.int64):
+        raise CheckpointError(f"its setting {key} is {stored.dtype}, not integers")
+    return contents.read(key)
+
+
+def _number(contents: Contents, key: str) -> int:
+    value = _setting(contents, key)
+    if value.numel() != 1:
+        raise CheckpointError(f"its setting {key} has shape {tuple(value.shape)}, not one number")
+    return int(value.item())
+
+
+def _text(contents: Contents, key: str) -> str:
+    return "".join(chr(n) for n in _setting(contents, key).reshape(-1).tolist() if 32 <= n < 127)
+
+
+def _shape(contents: Contents, key: str) -> Shape:
+    shape = tuple(_setting(contents, key).reshape(-1).tolist())
+    if len(shape) != 2 or not all(0 < n < 2**31 for n in shape):
+        raise CheckpointError(f"its shape is {shape}, not rows and columns")
+    return shape
