@@ -41,6 +41,7 @@ class Arranged(Mapping[str, Composed]):
         self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
         self._made: dict[str, Composed] = {}
         self._recipes: dict[str, Recipe] = {}
+        self._keys: dict[str, str | None] = {}
         self.listed: set[str] = set()
         """Names that must not be left over."""
         for one in sorted(named, key=lambda one: not one.listed):
@@ -119,12 +120,12 @@ class Arranged(Mapping[str, Composed]):
 
     def _key(self, name: str) -> str | None:
         """The key in the checkpoint that is ``name``, if it is only called so."""
-        made = self._made[name]
-        if len(made.pieces) != 1:
-            return None
-        (piece,) = made.pieces
-        is_same = made.pieces == whole(piece.key, self.checkpoint.spec(piece.key)).pieces
-        return piece.key if is_same else None
+        if name not in self._keys:
+            pieces = self._made[name].pieces
+            key = pieces[0].key if len(pieces) == 1 else None
+            is_same = key is not None and pieces == whole(key, self.checkpoint.spec(key)).pieces
+            self._keys[name] = key if is_same else None
+        return self._keys[name]
 
     def _is_whole(self, piece: Piece) -> bool:
         return piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)

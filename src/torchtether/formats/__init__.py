@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..spec import contiguous_stride
 from . import bitsandbytes, compressed_tensors, fp8, hqq, mlx, modelopt, mxfp4, native, quanto, torchao
-from .entry import Contents, Entry, Format, Found, Writable, is_in_parts
+from .entry import Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
 
 FORMATS: tuple[Format, ...] = (
     native,
@@ -82,6 +82,7 @@ __all__ = [
     "WRITABLE",
     "Contents",
     "Entry",
+    "Fitting",
     "Format",
     "Found",
     "Writable",
