@@ -44,6 +44,7 @@ SCHEMES = [
     SchemeRow("nf4-mse", tt.nf4(fit="mse")),
     SchemeRow("codebook-mse", tt.Codebook(table=(-0.9, -0.2, 0.0, 0.3, 0.7), block_size=8, flat=False, fit="mse")),
     SchemeRow("biased4", Biased(block=(1, 32))),
+    SchemeRow("biased4-hqq", Biased(block=(1, 16), fit="hqq")),
     SchemeRow("biased3-bf16", Biased(3, (1, 8), torch.bfloat16, torch.bfloat16)),
     SchemeRow("biased8-bf16", Biased(8, (1, 64), torch.bfloat16, torch.bfloat16)),
     SchemeRow("biased4-bf16-first", Biased(4, (1, 16), torch.bfloat16, torch.bfloat16, bias_first=True)),

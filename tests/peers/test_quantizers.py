@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchtether as tt
+from torchtether.schemes import Biased
 
 pytestmark = pytest.mark.peers
 
@@ -48,6 +49,14 @@ def test_gain(weights, name):
     found = _sqnr(weights, make())
     assert found == pytest.approx(nearest, abs=0.02)
     assert _sqnr(weights, make(fit="mse")) >= found + gain
+
+
+@pytest.mark.parametrize(("bits", "nearest", "gain"), [(4, 20.55, 0.35), (3, 13.95, 0.33)])
+def test_half_quadratic_gain(weights, bits, nearest, gain):
+    """Biased, groups of 64: 4 bits 20.6 -> 21.0 dB, 3 bits 14.0 -> 14.4 dB, with the scales of the range."""
+    found = _sqnr(weights, Biased(bits, (1, 64)))
+    assert found == pytest.approx(nearest, abs=0.05)
+    assert _sqnr(weights, Biased(bits, (1, 64), fit="hqq")) >= found + gain
 
 
 def test_the_largest_value_of_a_group_need_not_be_kept(weights):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.schemes import laws
-from torchtether.schemes import Affine, Codebook
+from torchtether.schemes import Affine, Biased, Codebook, blocks
 
 SCHEMES = [
     tt.int4(32),
@@ -20,6 +20,7 @@ SCHEMES = [
     Affine(bits=4, block=(1, 16), act_order=True),
     tt.nf4(block_size=32),
     Codebook(tt.nf4().table, 32, flat=False),
+    Biased(4, (1, 32)),
 ]
 each = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 
@@ -44,8 +45,6 @@ def test_never_worse_than_the_range(scheme, rows, columns, pattern, seed):
 @each
 def test_large_tensors_go_in_pieces(scheme, monkeypatch):
     """The pieces in which a large tensor is walked make no difference."""
-    from torchtether.schemes import blocks
-
     w, searched = laws.make((24, 64), "spike", 0), replace(scheme, fit="mse")
     whole = searched.encode(w)
     monkeypatch.setattr(blocks, "CHUNK", 256)
@@ -69,6 +68,33 @@ def test_it_is_no_part_of_what_is_held():
     assert tt.int4(fit="mse") == tt.int4()
     assert hash(tt.nf4(fit="mse")) == hash(tt.nf4())
     assert "mse" in str(tt.int4(fit="mse"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    scheme=st.sampled_from([Biased(4, (1, 32)), Biased(2, (1, 16), bias_first=True), Biased(3, (None, None))]),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 70),
+    pattern=st.sampled_from(laws.PATTERNS),
+    seed=st.integers(0, 99),
+)
+def test_moved_offsets_are_never_worse_by_their_own_norm(scheme, rows, columns, pattern, seed):
+    """The 0.7-norm of the errors, counted in steps: block by block at most that of the range."""
+    w = laws.make((rows, columns), pattern, seed).clamp(-1e15, 1e15)
+    norms = []
+    for fit in ("range", "hqq"):
+        searched = replace(scheme, fit=fit)
+        parts = searched.encode(w)
+        step = blocks.grid_over((rows, columns), scheme.block).expand(parts["scale"])
+        norms.append(float(((searched.decode(parts, (rows, columns), torch.float32) - w) / step).abs().pow(0.7).sum()))
+    assert norms[1] <= norms[0] * (1 + 1e-4) + 1e-6
+
+
+def test_moved_offsets_gain_on_gaussians():
+    """As half-quadratic quantization is known to: 21.2 against 20.8 dB for four bits in groups of 64."""
+    w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
+    before, after = (_loss(replace(Biased(4, (1, 64)), fit=fit), w) for fit in ("range", "hqq"))
+    assert 10 * torch.log10(torch.tensor(before / after)) > 0.3
 
 
 @pytest.mark.parametrize("make", [tt.int4, tt.int8, tt.nf4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from .blocks import (
 )
 from .decoding import decode_rows, reshapable, take_rows
 from .scheme import Part, Parts, Scheme, Shape, dtype_name
+from .search import FITS, SMALLEST, half_quadratic, least_squares
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,7 +44,9 @@ class Biased(Scheme):
 
     The bias is the lowest value of its block and the scale the 2**bits - 1st part of the range, at least half a unit
     in the last place of its largest magnitude.  The codes are those that decode nearest to the values, roundings of
-    ``arithmetic`` included.
+    ``arithmetic`` included.  ``fit="mse"`` keeps the part of the range under which the squared errors are least;
+    ``fit="hqq"`` keeps the scale and moves the bias, by a step at most, to where half-quadratic quantization finds most
+    errors small.
 
     Error: half a step, what rounding scale and bias took off the range, and the two roundings of ``arithmetic``.
 
@@ -62,11 +65,14 @@ class Biased(Scheme):
     scale_dtype: torch.dtype = torch.float32
     arithmetic: torch.dtype = torch.float32
     bias_first: bool = False
+    fit: str = field(default="range", compare=False)
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 1 <= self.bits <= 8:
             raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name="Biased")
         check_block(self.block, "Biased")
+        if self.fit not in (*FITS, "hqq"):
+            raise SchemeError(f"fit must be one of {', '.join((*FITS, 'hqq'))}, got {self.fit!r}", name="Biased")
         for name in ("scale_dtype", "arithmetic"):
             if getattr(self, name) not in FLOATS:
                 known = ", ".join(map(dtype_name, FLOATS))
@@ -144,6 +150,9 @@ class Biased(Scheme):
             rounded_off(step.abs(), self.scale_dtype) * self._steps + rounded_off(bias.abs(), self.scale_dtype) * unit
         )
         rounded = rounded_off(between, self.arithmetic) * unit + rounded_off(decoded, self.arithmetic)
+        if self.fit != "range":  # the ends may lie anywhere within what the search may cut off
+            codes = unpack(parts["qdata"].reshape(grid.rows, -1), self.bits, grid.columns).view(shape)
+            lost = lost + ((codes == 0) | (codes == self._steps)) * step.abs() * (self._steps * (1 / SMALLEST - 1))
         still = (decoded == 0) & (step == 1) & (bias == 0)  # a block of zeros
         return (step * (0.5 + 2.0**-14) + lost + rounded) * ~still
 
@@ -176,6 +185,35 @@ class Biased(Scheme):
                 f"a range of {float(extent.max()):.4g} does not fit {dtype_name(self.arithmetic)}",
                 fix="Use arithmetic=torch.float32.",
             )
+        fitted = self._fitted(low, high, extent)
+        if self.fit == "range" or values.numel() == 0:
+            return fitted
+
+        def rounded(x: Tensor, parts: Parts, start: int, stop: int) -> Tensor:
+            scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
+            x, scale, bias = grid.align(x, scale, bias)
+            codes = self._nearest(x, scale, bias).to(self.arithmetic)
+            return self._value(codes, scale, bias).float().reshape(stop - start, grid.columns)
+
+        if self.fit == "hqq":
+            own, step = fitted["bias"].float(), fitted["scale"].float().abs()
+            limit = torch.ones_like(step) if self.bias_first else step
+
+            def moved(now: Parts, distance: Tensor) -> dict[str, Tensor]:
+                bias = now["bias"].float() + (distance / step if self.bias_first else distance)
+                bias = torch.minimum(torch.maximum(bias, own - limit), own + limit)
+                return {"scale": now["scale"], "bias": bias.to(self.scale_dtype)}
+
+            return half_quadratic(grid, values, fitted, rounded, moved)
+        middle, half = (low + high) / 2, (high - low) / 2
+
+        def clipped(ratio: float) -> dict[str, Tensor]:
+            return self._fitted(middle - half * ratio, middle + half * ratio, extent) if ratio < 1 else fitted
+
+        return least_squares(grid, values, clipped, rounded)
+
+    def _fitted(self, low: Tensor, high: Tensor, extent: Tensor) -> dict[str, Tensor]:
+        """The scale and the bias for blocks that reach from ``low`` to ``high``, their values at most ``extent``."""
         finest = extent * (torch.finfo(self.arithmetic).eps / 2)
         scale = store_scale(torch.maximum(divide(high - low, self._steps), finest), extent, self.scale_dtype)
         bias = low / scale.float() if self.bias_first else low
