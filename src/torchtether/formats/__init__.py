@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..spec import contiguous_stride
-from . import bitsandbytes, compressed_tensors, fp8, hqq, mlx, modelopt, mxfp4, native, quanto, torchao
+from . import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq, mlx, modelopt, mxfp4, native, quanto, torchao
 from .entry import Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
 
 FORMATS: tuple[Format, ...] = (
@@ -15,6 +15,8 @@ FORMATS: tuple[Format, ...] = (
     torchao,
     compressed_tensors,
     modelopt,
+    gptq,
+    awq,
     bitsandbytes,
     quanto,
     hqq,

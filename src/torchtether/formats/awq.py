@@ -1,0 +1,214 @@
+"""AWQ: what AutoAWQ, AutoRound and GPTQModel write, with 4 bits.
+
+    gemm    m.qweight int32 (K, N / 8)    nibble i of a word is of the output ``8 * word + (0, 2, 4, 6, 1, 3, 5, 7)[i]``
+            m.qzeros  int32 (G, N / 8)    the same
+            m.scales  float (G, N)
+    gemv    m.qweight int32 (N, K / 8)    nibbles in order
+            m.qzeros  int32 (N, Z)        the same; groups first, then padding
+            m.scales  float (N, 8 * Z)
+
+``m.weight`` (N, K) is ``(q - zero) * scale``. Without ``qzeros`` (``zero_point`` false) every zero point is 8.
+
+Which of the two a module has is what ``version`` says: gemm if it says nothing.
+Source: AutoAWQ 0.2.9, AutoAWQConverter of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..files import Stored
+from ..schemes import Affine
+from ..schemes import bits as streams
+from ..schemes.blocks import CHUNK, pieces
+from .entry import Contents, Entry, Found, spec_of
+from .gptq import as_bytes
+from .linears import (
+    FLOATS,
+    Options,
+    Settings,
+    check_shape,
+    compute_dtype,
+    dynamic_rules,
+    find_modules,
+    groups_over,
+    matrix,
+    options_of,
+    read_modules,
+)
+
+name = "awq"
+
+GEMM, GEMV = "gemm", "gemv"
+NIBBLE_OF = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of a word of gemm that holds output j of its 8."""
+
+_GEMM = ("", GEMM, "exllama", "exllamav2", "ipex")  # kernels that read the files of gemm
+_REFUSED = {
+    "gemv_fast": "16-bit words in the order of its kernel, scaled zero points",
+    "llm-awq": "16-bit words in the order of its kernel, scaled zero points",
+    "marlin": "the order of Marlin's kernel",
+}
+_PADDING = {64: 2, 32: 4}
+"""Words of zero points are padded to a multiple of this, by group size."""
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every module with a ``qweight``; sizes come from its tensors, the version and the size of groups from the config.
+
+    Without a config, what looks like gemm is read as gemm, if the tensors decide the size of groups.
+    """
+    config, file = _config(contents)
+    if config is None:
+        return None
+    version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "").lower()
+    if version not in (*_GEMM, GEMV):
+        what = f" ({_REFUSED[version]})" if version in _REFUSED else ""
+        raise CheckpointError(
+            f"AWQ in the version {version[:40]!r}{what} is not read, only gemm and gemv",
+            name=file,
+            fix="Take the checkpoint in one of those.",
+        )
+    zero_point = config.get("zero_point")
+    if zero_point is not None and type(zero_point) is not bool:
+        raise CheckpointError(f"zero_point is {repr(zero_point)[:80]}, neither true nor false", name=file)
+    settings = Settings(options_of(config, file=file), dynamic_rules(config, file=file))
+    return read(contents, settings, GEMV if version == GEMV else GEMM, zero_point)
+
+
+def read(contents: Contents, settings: Settings, version: str = GEMM, zero_point: bool | None = None) -> Found:
+    """Every module with a ``qweight``, laid out as ``version`` says; ``zero_point`` says if there are zero points."""
+
+    def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
+        if options.bits not in (None, 4):
+            raise CheckpointError(f"the config says {options.bits} bits, AWQ is read with 4")
+        return (_gemv if version == GEMV else _gemm)(contents, keys, options, zero_point)
+
+    return read_modules(contents, settings, understand)
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts: nibbles in the order of columns, zero points one byte each.
+
+    Raises CheckpointError for zero points that the config denies.
+    """
+    assert entry.spec is not None
+    rows, columns = entry.shape
+    scale = tensors["scales"]
+    if entry.options["version"] == GEMV:
+        groups = entry.spec.scheme.layout(entry.shape)["scale"].shape[1]
+        parts = {"qdata": as_bytes(tensors["qweight"]), "scale": scale[:, :groups].contiguous()}
+        zeros = streams.unpack(as_bytes(tensors["qzeros"]), 4, groups) if "qzeros" in tensors else None
+    else:
+        parts = {"qdata": _reordered(tensors["qweight"], rows, columns), "scale": scale.t().contiguous()}
+        zeros = _zero_points(tensors["qzeros"]).t() if "qzeros" in tensors else None
+    if zeros is not None:
+        if entry.options["zero_point"] is False and bool((zeros != 8).any()):
+            reach = f"from {int(zeros.min())} to {int(zeros.max())}"
+            raise CheckpointError(f"its zero points are {reach}, the config says zero_point: false, which means 8")
+        parts["zero_point"] = zeros.contiguous()
+    return parts
+
+
+def looks_like(contents: Contents) -> bool:
+    """Whether some module has a ``qweight`` with one word for 8 outputs, and zero points to match."""
+    for keys in find_modules(contents).values():
+        if {"qweight", "qzeros", "scales"} <= keys.keys():
+            codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
+            if len(codes) == 2 and len(scales) == 2 and (scales[0], codes[1]) == zeros and scales[1] == 8 * codes[1]:
+                return True
+    return False
+
+
+def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
+    """The config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
+    if contents.method:
+        return (contents.quantization if contents.method == name else None), "config.json"
+    if not find_modules(contents):
+        return None, ""
+    old = contents.beside.get("quant_config.json")
+    if old is not None and ("w_bit" in old or str(old.get("quant_method")).lower() == name):
+        return old, "quant_config.json"
+    side = contents.beside.get("quantize_config.json")
+    if side is not None:
+        is_ours = str(side.get("quant_method") or side.get("method")).lower() == name
+        return (side if is_ours else None), "quantize_config.json"
+    return (contents.quantization if looks_like(contents) else None), "config.json"
+
+
+def _gemm(contents: Contents, keys: Mapping[str, str], options: Options, zero_point: bool | None) -> Entry:
+    codes = matrix(contents, keys, "qweight", (torch.int32,))
+    scales = matrix(contents, keys, "scales", FLOATS)
+    (columns, words), groups = codes.shape, scales.shape[0]
+    check_shape("scales", scales, (groups, 8 * words), f"qweight {codes.shape} of version gemm")
+    _check_zeros(contents, keys, (groups, words), zero_point, f"scales {scales.shape}")
+    return _entry(keys, (8 * words, columns), groups, scales, options, GEMM, zero_point)
+
+
+def _gemv(contents: Contents, keys: Mapping[str, str], options: Options, zero_point: bool | None) -> Entry:
+    codes = matrix(contents, keys, "qweight", (torch.int32,))
+    scales = matrix(contents, keys, "scales", FLOATS)
+    if options.group_size is None:
+        raise CheckpointError("its scales are padded, and no config names the group_size")
+    rows, columns = codes.shape[0], 8 * codes.shape[1]
+    size = columns if options.group_size == -1 else options.group_size
+    groups = -(-columns // size)
+    multiple = _PADDING.get(size, 1)
+    words = -(-groups // (8 * multiple)) * multiple
+    why = f"qweight {codes.shape} of version gemv and group_size {size}"
+    check_shape("scales", scales, (rows, 8 * words), why)
+    _check_zeros(contents, keys, (rows, words), zero_point, why)
+    return _entry(keys, (rows, columns), groups, scales, options, GEMV, zero_point)
+
+
+def _check_zeros(
+    contents: Contents, keys: Mapping[str, str], shape: tuple[int, int], zero_point: bool | None, why: str
+) -> None:
+    if "qzeros" in keys:
+        check_shape("qzeros", matrix(contents, keys, "qzeros", (torch.int32,)), shape, why)
+    elif zero_point is not False:
+        raise CheckpointError(
+            "its qweight and scales are there, its qzeros is not, and no config says zero_point: false"
+        )
+
+
+def _entry(
+    keys: Mapping[str, str],
+    shape: tuple[int, int],
+    groups: int,
+    scales: Stored,
+    options: Options,
+    version: str,
+    zero_point: bool | None,
+) -> Entry:
+    scheme = Affine(
+        bits=4,
+        signed=False,
+        symmetric="qzeros" not in keys,
+        block=groups_over(shape[1], groups, options.group_size),
+        scale_dtype=scales.dtype,
+    )
+    spec = spec_of(shape, compute_dtype(scales.dtype), scheme, name=keys["qweight"])
+    used = {role: keys[role] for role in ("qweight", "qzeros", "scales") if role in keys}
+    return Entry.of(used, spec, version=version, zero_point=zero_point)
+
+
+def _reordered(words: Tensor, rows: int, columns: int) -> Tensor:
+    """The stream (rows, ceil(columns / 2)) uint8 of ``words`` (columns, rows / 8): word by word, output by output."""
+    made = torch.empty((rows // 8, 8, streams.packed_size(columns, 4)), dtype=torch.uint8, device=words.device)
+    for start, stop in pieces(0, rows // 8, max(1, CHUNK // columns)):
+        some = words[:, start:stop].t().contiguous()
+        for output, nibble in enumerate(NIBBLE_OF):
+            made[start:stop, output] = streams.pack(((some >> (4 * nibble)) & 15).to(torch.uint8), 4)
+    return made.view(rows, -1)
+
+
+def _zero_points(words: Tensor) -> Tensor:
+    """The zero points (G, N) uint8 of ``words`` (G, N / 8)."""
+    nibbles = streams.unpack(as_bytes(words), 4, 8 * words.shape[1])
+    return nibbles.view(words.shape[0], -1, 8)[..., list(NIBBLE_OF)].flatten(1)

@@ -1,0 +1,247 @@
+"""GPTQ: what GPTQModel, AutoGPTQ, GPTQ-for-LLaMa and AutoRound write.
+
+    m.qweight  int32 (ceil(K * bits / 32), N)   down each column the dense stream of codes of an output
+    m.qzeros   int32 (G, ceil(N * bits / 32))   along each row the dense stream of zero points
+    m.scales   float (G, N)
+    m.g_idx    int32 (K,)                       the group of each column; absent or all zero: groups of neighbours
+
+``m.weight`` (N, K) is ``scales[g_idx[k], n] * (q[k, n] - zero[g_idx[k], n])``.
+
+Version 1, which is what no ``checkpoint_format`` means, stores ``zero - 1``; version 2 ("gptq_v2") stores ``zero``.
+The inverse of what GPTQModel writes adds 1 to every field by one addition to the word: of a zero point of 0 the -1 had
+borrowed from the field above.  Fields that cross words (3, 5, 6 and 7 bits) wrap, each for itself.
+
+Labels are sometimes wrong (vLLM issue 38966): where weights may be symmetric, zero points that all are the middle of
+the range are read as stored, and one below the middle as stored less one, whatever the label says.
+
+Source: GPTQModel 7.7, AutoGPTQ 0.7.1, AutoRound 0.16.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..files import Stored
+from ..schemes import Affine
+from ..schemes import bits as streams
+from ..spec import WeightSpec
+from .entry import Contents, Entry, Found, spec_of
+from .linears import (
+    FLOATS,
+    Options,
+    Settings,
+    check_shape,
+    compute_dtype,
+    dynamic_rules,
+    find_modules,
+    groups_over,
+    matrix,
+    options_of,
+    read_modules,
+)
+
+name = "gptq"
+
+WIDTHS = range(2, 9)
+_SIDE = "quantize_config.json"
+_VERSIONS = {"": 1, "gptq": 1, "gptq_v1": 1, "gptq_v2": 2}
+_REFUSED = {
+    "marlin": "the order of Marlin's kernel",
+    "gptq_marlin": "the order of Marlin's kernel",
+    "marlin_24": "2:4 sparse codes in the order of Marlin's kernel",
+    "gptq_p": "codes split into planes",
+    "bitblas": "the order of BitBLAS's kernel",
+    "qqq": "the order of QQQ's kernel",
+}
+_UNPACKED = "Take a checkpoint in the format 'gptq' or 'gptq_v2', or have the package that wrote it convert it."
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every module with a ``qweight``; bits and sizes come from its tensors, the size of groups from the config.
+
+    Without a config, what looks like GPTQ is read as version 1, as far as the tensors decide the rest.
+    """
+    config, file = _config(contents)
+    if config is None:
+        return None
+    version = _version(config, file)
+    return read(contents, Settings(options_of(config, file=file), dynamic_rules(config, file=file)), version)
+
+
+def read(contents: Contents, settings: Settings, version: int) -> Found:
+    """Every module with a ``qweight``, its zero points stored as ``version`` says."""
+
+    def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
+        return _entry(contents, keys, options, version)
+
+    return read_modules(contents, settings, understand)
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts: columns of words become rows of bytes, zero points one byte each."""
+    assert entry.spec is not None
+    scheme = entry.spec.scheme
+    assert isinstance(scheme, Affine)
+    rows, columns = entry.shape
+    size = streams.packed_size(columns, scheme.bits)
+    zeros = _zero_points(tensors["qzeros"], scheme.bits, rows, **entry.options)
+    parts = {
+        "qdata": as_bytes(tensors["qweight"].t())[:, :size].contiguous(),
+        "scale": tensors["scales"].t().contiguous(),
+        "zero_point": zeros.t().contiguous(),
+    }
+    if scheme.act_order:
+        parts["g_idx"] = tensors["g_idx"].to(torch.int32)
+    return parts
+
+
+def as_bytes(words: Tensor) -> Tensor:
+    """The bytes of ``words`` (N, W) int32, row by row: (N, 4 * W) uint8, lowest byte first."""
+    # flat first, because a dimension of 1 may have any stride, and a view as bytes wants 1
+    return words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
+
+
+def looks_like(contents: Contents) -> bool:
+    """Whether some module has a ``qweight`` with one column per output, and the zero points of GPTQ."""
+    for keys in find_modules(contents).values():
+        if {"qweight", "qzeros", "scales"} <= keys.keys():
+            codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
+            if len(codes) == len(zeros) == len(scales) == 2 and (zeros[0], codes[1]) == scales:
+                return True
+    return False
+
+
+# -- what the config says -----------------------------------------------------------------------------------------
+
+
+def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
+    """The config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
+    if contents.method:
+        return (contents.quantization if contents.method == name else None), "config.json"
+    side = contents.beside.get(_SIDE)
+    if side is not None:
+        method = str(side.get("quant_method") or side.get("method") or name).lower()
+        is_ours = method == name and bool(find_modules(contents) or side.get("is_marlin_format") or _label(side))
+        return (side if is_ours else None), _SIDE
+    return (contents.quantization if looks_like(contents) else None), "config.json"
+
+
+def _label(config: Mapping[str, Any]) -> str:
+    return str(config.get("checkpoint_format") or config.get("format") or "").lower()
+
+
+def _version(config: Mapping[str, Any], file: str) -> int:
+    label = "marlin" if config.get("is_marlin_format") is True else _label(config)
+    if label not in _VERSIONS:
+        what = f" ({_REFUSED[label]})" if label in _REFUSED else ""
+        raise CheckpointError(f"GPTQ in the format {label[:40]!r}{what} is not read", name=file, fix=_UNPACKED)
+    words = str(config.get("pack_dtype") or "int32").removeprefix("torch.")
+    if words != "int32":
+        raise CheckpointError(f"GPTQ packed in {words[:40]} is not read, only in int32", name=file, fix=_UNPACKED)
+    return _VERSIONS[label]
+
+
+# -- what the tensors say -----------------------------------------------------------------------------------------
+
+
+def _entry(contents: Contents, keys: Mapping[str, str], options: Options, version: int) -> Entry:
+    codes = matrix(contents, keys, "qweight", (torch.int32,))
+    scales = matrix(contents, keys, "scales", FLOATS)
+    if "qzeros" not in keys:
+        raise CheckpointError("its qweight and scales are there, its qzeros is not")
+    zeros = matrix(contents, keys, "qzeros", (torch.int32,))
+    (words, rows), groups = codes.shape, scales.shape[0]
+    check_shape("scales", scales, (groups, rows), f"qweight {codes.shape}")
+    listed = contents.tensors[keys["g_idx"]] if "g_idx" in keys else None
+    bits = _bits(codes, zeros, listed, options)
+    check_shape("qzeros", zeros, (groups, _words(rows, bits)), f"scales {scales.shape} and {bits} bits")
+    columns = _columns(words, bits, listed)
+    block, order = _groups(contents, keys, columns, groups, options)
+    scheme = Affine(bits=bits, signed=False, symmetric=False, block=block, act_order=order, scale_dtype=scales.dtype)
+    spec = spec_of((rows, columns), compute_dtype(scales.dtype), scheme, name=keys["qweight"])
+    used = {role: keys[role] for role in ("qweight", "qzeros", "scales", *(["g_idx"] if order else []))}
+    return _entry_of(used, spec, options, version)
+
+
+def _entry_of(keys: Mapping[str, str], spec: WeightSpec, options: Options, version: int) -> Entry:
+    return Entry.of(keys, spec, is_less_one=version == 1, may_be_symmetric=options.symmetric is not False)
+
+
+def _words(count: int, bits: int) -> int:
+    return -(-count * bits // 32)
+
+
+def _bits(codes: Stored, zeros: Stored, listed: Stored | None, options: Options) -> int:
+    """The width that explains the shapes of all tensors; CheckpointError if none does, or not the one asked for."""
+    words, rows = codes.shape
+    fitting = (
+        [
+            bits
+            for bits in WIDTHS
+            if zeros.shape[1] == _words(rows, bits) and (listed is None or words == _words(listed.shape[0], bits))
+        ]
+        if listed is None or len(listed.shape) == 1
+        else []
+    )
+    if options.bits in fitting:
+        return options.bits  # type: ignore[return-value]
+    shapes = f"qweight {codes.shape}, qzeros {zeros.shape}" + ("" if listed is None else f", g_idx {listed.shape}")
+    if options.bits is not None:
+        fits = f"{' or '.join(map(str, fitting))} bits" if fitting else "no width"
+        raise CheckpointError(f"{shapes} fit {fits}, the config says {options.bits}")
+    if len(fitting) != 1:
+        raise CheckpointError(f"{shapes} fit {len(fitting)} widths, and no config names one")
+    return fitting[0]
+
+
+def _columns(words: int, bits: int, listed: Stored | None) -> int:
+    if listed is not None:
+        return listed.shape[0]
+    if words * 32 % bits:
+        raise CheckpointError(
+            f"its {words} rows of words hold no whole number of {bits} bit codes, and g_idx is absent"
+        )
+    return words * 32 // bits
+
+
+def _groups(
+    contents: Contents, keys: Mapping[str, str], columns: int, groups: int, options: Options
+) -> tuple[tuple[int | None, int | None], bool]:
+    """The block under one scale, and whether ``g_idx`` puts the columns into groups otherwise than as neighbours."""
+    if "g_idx" not in keys:
+        return groups_over(columns, groups, options.group_size), False
+    if contents.tensors[keys["g_idx"]].dtype not in (torch.int32, torch.int64):
+        raise CheckpointError(f"its g_idx is {contents.tensors[keys['g_idx']].dtype}, not torch.int32")
+    order = contents.read(keys["g_idx"])
+    lowest, highest = int(order.min()), int(order.max())
+    if lowest < 0 or highest >= groups:
+        raise CheckpointError(f"its g_idx names groups from {lowest} to {highest}, its scales are for {groups}")
+    if highest == 0:  # also of several groups: AutoGPTQ stored zeros where it did not reorder
+        return groups_over(columns, groups, options.group_size), False
+    size = options.group_size if options.group_size is not None else int(order.bincount().max())
+    block = groups_over(columns, groups, size)
+    return block, not torch.equal(order, torch.arange(columns, dtype=order.dtype) // (block[1] or columns))
+
+
+# -- zero points --------------------------------------------------------------------------------------------------
+
+
+def _zero_points(words: Tensor, bits: int, rows: int, *, is_less_one: bool, may_be_symmetric: bool) -> Tensor:
+    """The zero points (G, rows) uint8 that ``words`` stand for."""
+    fields = streams.unpack(as_bytes(words), bits, rows)
+    middle = 1 << (bits - 1)
+    if may_be_symmetric:
+        for stored in (middle, middle - 1):
+            if bool((fields == stored).all()):
+                return torch.full_like(fields, middle)
+    if not is_less_one:
+        return fields
+    if 32 % bits:
+        return (fields + 1) & ((1 << bits) - 1)
+    one = sum(1 << at for at in range(0, 32, bits))
+    return streams.unpack(as_bytes(words + one), bits, rows)

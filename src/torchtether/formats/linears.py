@@ -1,0 +1,222 @@
+"""``qweight``, ``qzeros`` and ``scales`` of a module: what GPTQ, AWQ and AutoRound have in common.
+
+One config speaks of all modules, with exceptions for some by name or pattern; which modules are quantized, and how
+large they are, is what the tensors say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..files import Stored
+from ..schemes import Shape
+from ..schemes.blocks import Block
+from .entry import Contents, Entry, Found
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_ROLES = ("qweight", "qzeros", "scales", "g_idx")
+_PATTERN_LIMIT = 2000  # characters; what people write takes tens
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the weights of a module are quantized; ``None`` is what nobody says, a group size of -1 the whole row."""
+
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+
+
+class Rule(NamedTuple):
+    """An exception: ``options`` for the modules that ``matches``; nobody says more about the others."""
+
+    matches: Callable[[str], object]
+    options: Options
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a config says about all modules, and the exceptions, of which the first that matches has its say."""
+
+    options: Options = Options()
+    rules: tuple[Rule, ...] = ()
+
+    def of(self, module: str) -> Options:
+        """What holds for ``module``."""
+        rule = next((rule for rule in self.rules if rule.matches(module)), None)
+        if rule is None:
+            return self.options
+        said = {name: value for name, value in vars(rule.options).items() if value is not None}
+        return replace(self.options, **said)
+
+
+def options_of(config: Mapping[str, Any], *, file: str) -> Options:
+    """What ``config`` says, under the names of AutoGPTQ or of old AWQ; CheckpointError, naming ``file``, for nonsense.
+
+    >>> options_of({"w_bit": 4, "q_group_size": 128, "sym": None}, file="quant_config.json")
+    Options(bits=4, group_size=128, symmetric=None)
+    """
+    bits, group_size = _first(config, "bits", "w_bit"), _first(config, "group_size", "q_group_size")
+    symmetric = _first(config, "sym")
+    if bits is not None and (type(bits) is not int or not 1 <= bits <= 64):
+        raise CheckpointError(f"bits is {_short(bits)}, not a number of bits", name=file)
+    if group_size is not None and (type(group_size) is not int or not (group_size == -1 or 0 < group_size < 2**31)):
+        raise CheckpointError(f"group_size is {_short(group_size)}, neither -1 nor a number of columns", name=file)
+    if symmetric is not None and type(symmetric) is not bool:
+        raise CheckpointError(f"sym is {_short(symmetric)}, neither true nor false", name=file)
+    return Options(bits, group_size, symmetric)
+
+
+def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
+    """``dynamic`` of GPTQModel: patterns for the beginning of a name, ``+:`` with options, ``-:`` not quantized.
+
+    A module that is quantized all the same has the options of all.
+
+    >>> rules = dynamic_rules({"dynamic": {r"-:lm_head": {}, r"+:.*down": {"bits": 8}}}, file="config.json")
+    >>> Settings(Options(4), rules).of("layers.0.down").bits, Settings(Options(4), rules).of("lm_head").bits
+    (8, 4)
+    """
+    rules = []
+    for text, options in _object(config, "dynamic", file).items():
+        if not isinstance(options, Mapping):
+            raise CheckpointError(f"dynamic[{_short(text)}] is {_short(options)}, not an object", name=file)
+        made = Options() if text.startswith("-:") else options_of(options, file=file)
+        rules.append(Rule(pattern(text[2:] if text[:2] in ("+:", "-:") else text, file=file).match, made))
+    return tuple(rules)
+
+
+def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) -> tuple[Rule, ...]:
+    """``extra_config`` of AutoRound: options of the modules that it names, and of those that match its patterns.
+
+    What is not among ``names``, of all modules, is a pattern for any part of a name.
+    """
+    extra = _object(config, "extra_config", file)
+    exact, patterns = [], []
+    for text, options in extra.items():
+        if not isinstance(options, Mapping):
+            raise CheckpointError(f"extra_config[{_short(text)}] is {_short(options)}, not an object", name=file)
+        made = options_of(options, file=file)
+        if text in names:
+            exact.append(Rule(text.__eq__, made))
+            continue
+        with contextlib.suppress(CheckpointError):  # the name of a module that is elsewhere need be no pattern
+            patterns.append(Rule(pattern(text, file=file).search, made))
+    return (*exact, *patterns)
+
+
+def pattern(text: str, *, file: str) -> re.Pattern[str]:
+    """``text`` as a pattern for names; CheckpointError if it is none."""
+    try:
+        if len(text) > _PATTERN_LIMIT:
+            raise ValueError(f"it has {len(text)} characters")
+        return re.compile(text)
+    except (re.error, ValueError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{_short(text)} is no pattern for names: {error}", name=file) from None
+
+
+def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
+    """The keys of every module that has a ``qweight`` or ``qzeros``, by role."""
+    modules: dict[str, dict[str, str]] = {}
+    for key in contents.tensors:
+        module, _, role = key.rpartition(".")
+        if role in ("qweight", "qzeros"):
+            modules.setdefault(module, {})
+    for module, keys in modules.items():
+        for role in (*_ROLES, "weight"):
+            key = f"{module}.{role}" if module else role
+            if key in contents.tensors:
+                keys[role] = key
+    return modules
+
+
+def read_modules(
+    contents: Contents, settings: Settings, understand: Callable[[Contents, Mapping[str, str], Options], Entry]
+) -> Found:
+    """Every module with a ``qweight``, as ``understand`` makes an entry of it; its CheckpointErrors are faults.
+
+    A module that has half of what it needs, or a ``weight`` besides, is a fault too. Keys that the entry does not use
+    are spare.
+    """
+    found = Found()
+    for module, keys in find_modules(contents).items():
+        name = f"{module}.weight" if module else "weight"
+        try:
+            if "weight" in keys:
+                raise CheckpointError(f"it is stored as {keys['weight']} and, quantized, as {module}.qweight")
+            for role in ("qweight", "scales"):
+                if role not in keys:
+                    raise CheckpointError(f"its {' and '.join(keys)} are there, its {role} is not")
+            entry = understand(contents, keys, settings.of(module))
+        except CheckpointError as error:
+            found.fault(name, f"{error.what}. {error.fix}" if error.fix else error.what, keys)
+            continue
+        found.weights[name] = entry
+        found.spare.update(set(keys.values()) - set(entry.keys.values()))
+    return found
+
+
+def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple[torch.dtype, ...]) -> Stored:
+    """The stored matrix that is the ``role`` of a module; CheckpointError if its dtype or rank is another."""
+    stored = contents.tensors[keys[role]]
+    if stored.dtype not in dtypes:
+        raise CheckpointError(f"its {role} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
+    if len(stored.shape) != 2 or 0 in stored.shape:
+        raise CheckpointError(f"its {role} has shape {stored.shape}, not that of a matrix")
+    return stored
+
+
+def check_shape(role: str, stored: Stored, wanted: Shape, why: str) -> None:
+    """Raises CheckpointError unless ``stored`` has the shape ``wanted``, which it needs because of ``why``."""
+    if stored.shape != wanted:
+        raise CheckpointError(f"its {role} has shape {stored.shape}, {why} needs {wanted}")
+
+
+def groups_over(columns: int, groups: int, size: int | None) -> Block:
+    """The block of scales in ``groups`` groups of ``size`` (-1: all) over ``columns``; CheckpointError if they differ.
+
+    Where nobody says the size, groups as long as a power of two that divide the columns are believed: others could be
+    of several sizes, with a shorter one at the end.
+
+    >>> groups_over(192, 2, 128), groups_over(256, 2, None), groups_over(64, 1, -1)
+    ((1, 128), (1, 128), (1, None))
+    """
+    if size is None:
+        size = columns // groups
+        if groups > 1 and (size * groups != columns or size & (size - 1)):
+            raise CheckpointError(
+                f"{groups} groups over {columns} columns may be of several sizes, and no config names one",
+                fix="Put the config of the checkpoint beside it.",
+            )
+    size = columns if size == -1 else size
+    if -(-columns // size) != groups:
+        raise CheckpointError(
+            f"its scales are for {groups} groups, group_size {size} over {columns} columns makes {-(-columns // size)}"
+        )
+    return (1, None) if groups == 1 else (1, size)
+
+
+def compute_dtype(scales: torch.dtype) -> torch.dtype:
+    """The dtype to compute in, where nobody says another: that of half precision scales, else float16."""
+    return scales if scales == torch.bfloat16 else torch.float16
+
+
+def _first(config: Mapping[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _object(config: Mapping[str, Any], name: str, file: str) -> Mapping[str, Any]:
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{name} is {_short(found)}, not an object", name=file)
+    return found
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
