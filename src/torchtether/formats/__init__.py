@@ -7,7 +7,21 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..spec import contiguous_stride
-from . import awq, bitsandbytes, compressed_tensors, fp8, gptq, hqq, mlx, modelopt, mxfp4, native, quanto, torchao
+from . import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    hqq,
+    mlx,
+    modelopt,
+    mxfp4,
+    native,
+    quanto,
+    torchao,
+)
 from .entry import Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
 
 FORMATS: tuple[Format, ...] = (
@@ -15,6 +29,7 @@ FORMATS: tuple[Format, ...] = (
     torchao,
     compressed_tensors,
     modelopt,
+    auto_round,
     gptq,
     awq,
     bitsandbytes,
@@ -37,12 +52,14 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     """The format of a checkpoint (``None``: plain tensors), what it found, and every tensor by name, quantized or not.
 
     Weights with a fault, and keys that only belong to the format, are not among the tensors.
+    Raises CheckpointError for a format that is known and not read.
     """
     for format in FORMATS:
         found = format.recognise(contents)
         if found is not None:
             break
     else:
+        check_refused(contents)
         format, found = None, Found()
     taken = {key for entry in found.weights.values() for key in entry.keys.values()} | found.spare
     entries = dict(found.weights)

@@ -1,0 +1,75 @@
+"""AutoRound: the tensors of GPTQ or of AWQ, under a ``quant_method`` of its own.
+
+    packing_format    "auto_round:auto_gptq"                      GPTQ, zero points stored less one
+                      "auto_round", "auto_round:gptqmodel", ...   GPTQ, zero points as they are
+                      "auto_round:auto_awq"                       AWQ, gemm
+    extra_config      options of some modules, by name or pattern
+
+Checkpoints of before there was a ``packing_format`` have a ``backend`` of the same words.
+Source: AutoRound 0.16.1, inference/convert_model.py and export/export_to_autoround.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from . import awq, gptq
+from .entry import Contents, Entry, Found
+from .linears import Settings, dynamic_rules, extra_rules, options_of
+from .refused import find_codes
+
+name = "auto-round"
+
+_DEFAULT = "auto_round:auto_gptq"
+_AS_STORED = ("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2", "auto_round:triton")
+_FILE = "config.json"
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Every module with a ``qweight``, read as GPTQ or as AWQ."""
+    method = contents.method.removeprefix("intel/").replace("_", "-")
+    if method not in (name, "autoround"):
+        return None
+    config = contents.quantization
+    packing = str(config.get("packing_format") or config.get("backend") or _DEFAULT).lower()
+    packing = _DEFAULT if packing == "auto" else packing.replace("autoround", "auto_round")
+    kind, codes = _kind(packing), find_codes(contents)
+    if kind is None and codes is not None:
+        raise CheckpointError(
+            f"AutoRound with the packing_format {packing[:60]!r} is not read, and {codes} is packed",
+            name=_FILE,
+            fix="Take or export it in auto_round:auto_gptq, auto_round:auto_awq or llm_compressor.",
+        )
+    for field in ("rotation_config", "spinquant_config"):
+        if config.get(field):
+            raise CheckpointError(
+                f"its weights are rotated ({field}), and the model has to undo it",
+                name=_FILE,
+                fix="Load it with auto-round, or take a checkpoint without rotations.",
+            )
+    names = {key.rpartition(".")[0] for key in contents.tensors}
+    rules = (*extra_rules(config, names, file=_FILE), *dynamic_rules(config, file=_FILE))
+    settings = Settings(options_of(config, file=_FILE), rules)
+    if kind == awq.name:
+        return awq.read(contents, settings)
+    return gptq.read(contents, settings, version=1 if kind == "gptq_v1" else 2)
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts, as GPTQ or AWQ has them."""
+    return awq.unpack(entry, tensors) if "version" in entry.options else gptq.unpack(entry, tensors)
+
+
+def _kind(packing: str) -> str | None:
+    """How weights are packed; ``None`` if in none of the ways that are read."""
+    words = packing.split(":")
+    if words[0] not in ("auto_round", "auto_gptq", "auto_awq", "gptq", "gptqmodel", "awq"):
+        return None
+    if "auto_awq" in words or "awq" in words:
+        return awq.name
+    if "auto_gptq" in words or "gptq" in words:
+        return "gptq_v1"
+    return "gptq_v2" if packing in _AS_STORED else None

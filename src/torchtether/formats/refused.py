@@ -1,0 +1,96 @@
+"""Formats that are known and not read: each is refused in one line that names it and says what to do.
+
+A checkpoint is refused if its ``quant_method`` is none that another module of this room reads and some matrix in it is
+of codes (integers of up to 32 bits, float8), or, without a ``quant_method``, if its keys are those of such a format.
+A ``quant_method`` alone refuses nothing: tools leave it in the config of a model whose weights they have turned into
+floats again, and those are loaded like any others.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from ..errors import CheckpointError
+from .entry import Contents
+
+METHODS = {
+    "aqlm": "AQLM (indices into learned codebooks)",
+    "bitblas": "BitBLAS (GPTQ in the order of its kernel)",
+    "bitnet": "BitNet (packed ternary weights)",
+    "eetq": "EETQ (int8 in the order of its kernel)",
+    "exl2": "EXL2 (ExLlamaV2)",
+    "exl3": "EXL3 (ExLlamaV3)",
+    "fp_quant": "FP-Quant (rotated weights in small floats)",
+    "gptq_marlin": "GPTQ in the order of Marlin's kernel",
+    "gptq_marlin_24": "2:4 sparse GPTQ in the order of Marlin's kernel",
+    "higgs": "HIGGS (rotated weights on grids)",
+    "llm-awq": "llm-awq (AWQ in 16-bit words)",
+    "marlin": "GPTQ in the order of Marlin's kernel",
+    "paroquant": "ParoQuant (rotated AWQ)",
+    "qqq": "QQQ (int4 in the order of its kernel)",
+    "quip": "QuIP# (rotated weights on a lattice)",
+    "spqr": "SpQR (codes beside sparse outliers)",
+    "torchao": "torchao pickled in .bin files, or a tensor class that safetensors cannot describe",
+    "vptq": "VPTQ (indices into codebooks of vectors)",
+}
+_ALIASES = {
+    "exllamav2": "exl2",
+    "exllamav3": "exl3",
+    "marlin_24": "gptq_marlin_24",
+    "quip_sharp": "quip",
+    "quip#": "quip",
+}
+_SUFFIXES = {
+    "aqlm": ("codes", "codebooks"),
+    "exl2": ("q_weight", "q_invperm"),
+    "exl3": ("trellis", "suh"),
+    "llm-awq": ("qweight", "scaled_zeros"),
+    "marlin": ("B", "s"),
+    "quip": ("Qidxs", "SU"),
+    "spqr": ("dense_weights", "row_offsets"),
+    "vptq": ("indices", "centroids.weight"),
+}
+_CODES = (
+    *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+_FIX = "Take the model unquantized or in a format that is read, or dequantize it with the package that wrote it."
+
+
+def check_refused(contents: Contents) -> None:
+    """Raises CheckpointError, naming the format, for a checkpoint that no module of this room recognises and whose
+    tensors are not what they seem; all others may be loaded as they are."""
+    for kind, suffixes in _SUFFIXES.items():
+        key = _with(contents, suffixes)
+        if key is not None:
+            _refuse(METHODS[kind], f"{key} is there, with {' and '.join(suffixes[1:])}", key)
+    codes = find_codes(contents)
+    if contents.method and codes is not None:
+        method = _ALIASES.get(contents.method, contents.method)
+        what = METHODS.get(method, f"of the unknown quant_method {contents.method[:60]!r}")
+        _refuse(what, f"{codes} is {contents.tensors[codes].dtype}", "config.json")
+
+
+def find_codes(contents: Contents) -> str | None:
+    """The first matrix of integers or float8; masks that old models keep as ``bias`` are none."""
+    for key, stored in contents.tensors.items():
+        if stored.dtype in _CODES and len(stored.shape) >= 2 and not key.endswith("bias"):
+            return key
+    return None
+
+
+def _with(contents: Contents, suffixes: tuple[str, ...]) -> str | None:
+    """The first key of integers of a module that has all of ``suffixes``."""
+    first, *others = suffixes
+    for key, stored in contents.tensors.items():
+        module, _, last = key.rpartition(".")
+        beside = (f"{module}.{other}" if module else other for other in others)
+        if last == first and not stored.dtype.is_floating_point and all(other in contents.tensors for other in beside):
+            return key
+    return None
+
+
+def _refuse(what: str, why: str, name: str) -> NoReturn:
+    raise CheckpointError(f"the checkpoint is {what}, which is not read: {why}", name=name, fix=_FIX)
