@@ -23,6 +23,7 @@ from . import (
     torchao,
 )
 from .entry import Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
+from .refused import check_refused
 
 FORMATS: tuple[Format, ...] = (
     native,

@@ -44,6 +44,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _SIDES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATE_WIDTH = 256  # bytes of JSON, filled up with spaces: its length is known before the offset is
 _NESTED = 256
+_CHUNK = 1 << 22  # bytes whose nibbles are exchanged at once
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -89,7 +90,10 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _swapped(packed: Tensor, count: int) -> Tensor:
     """Both nibbles of every byte exchanged; a nibble beyond ``count`` codes is zero."""
-    made = (packed >> 4).bitwise_or_(packed << 4)
+    made = torch.empty_like(packed)
+    for start in range(0, packed.shape[0], _CHUNK):
+        piece = packed[start : start + _CHUNK]
+        made[start : start + _CHUNK].copy_(piece << 4).bitwise_or_(piece >> 4)
     if count % 2:
         made[-1] &= 0x0F
     return made
