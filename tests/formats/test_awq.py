@@ -5,9 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtether as tt
-from tests.formats.linears import drawn, fault, gemm, gemv, opened, values, write
+from tests.formats.linears import drawn, fault, gemm, gemv, gptq, opened, values, write
+from torchtether.formats import awq
+from torchtether.formats import gptq as gptq_format
 
 SAID = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,8 +53,6 @@ def test_gemv_of_any_shape(rows, words, size, dtype, seed, tmp_path_factory):
 
 
 def test_many_outputs_are_reordered_in_pieces(tmp_path, monkeypatch):
-    from torchtether.formats import awq
-
     monkeypatch.setattr(awq, "CHUNK", 1000)
     drawing = drawn(264, 256, 2)
     assert torch.equal(opened(write(tmp_path, gemm(*drawing), SAID))[0], values(*drawing, neighbours(256, 128)))
@@ -170,3 +171,28 @@ def test_refused(tmp_path, said, text):
         tt.open(write(tmp_path, spoilt(), {**SAID, **said}))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest storage, in bytes, that an op made or read."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.nbytes = max(self.nbytes, out.untyped_storage().nbytes() if isinstance(out, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_scratch_is_no_larger_than_what_is_stored(tmp_path, method):
+    """No tensor of one byte or more per code is made, of which there are two to a byte."""
+    codes, zeros, scales = drawn(4096, 2048, 16)
+    tensors = gemm(codes, zeros, scales) if method == "awq" else gptq(codes, zeros, scales)
+    with tt.open(write(tmp_path, tensors, {**SAID, "quant_method": method})) as checkpoint:
+        entry = checkpoint.entries["m.weight"]
+    given = {role: tensors[key] for role, key in entry.keys.items()}
+    with Largest() as largest:
+        parts = {"awq": awq, "gptq": gptq_format}[method].unpack(entry, given)
+    assert largest.nbytes <= 4096 * 2048 // 2
+    assert parts["qdata"].nbytes == 4096 * 2048 // 2

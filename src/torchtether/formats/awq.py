@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -45,8 +46,8 @@ from .linears import (
 name = "awq"
 
 GEMM, GEMV = "gemm", "gemv"
-NIBBLE_OF = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble of a word of gemm that holds output j of its 8."""
+OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output, of the 8 of a word of gemm, that each of its nibbles is of."""
 
 _GEMM = ("", GEMM, "exllama", "exllamav2", "ipex")  # kernels that read the files of gemm
 _REFUSED = {
@@ -54,6 +55,7 @@ _REFUSED = {
     "llm-awq": "16-bit words in the order of its kernel, scaled zero points",
     "marlin": "the order of Marlin's kernel",
 }
+_LOW = 0x0F0F0F0F  # the low nibble of every byte of a word
 _PADDING = {64: 2, 32: 4}
 """Words of zero points are padded to a multiple of this, by group size."""
 
@@ -199,16 +201,24 @@ def _entry(
 
 
 def _reordered(words: Tensor, rows: int, columns: int) -> Tensor:
-    """The stream (rows, ceil(columns / 2)) uint8 of ``words`` (columns, rows / 8): word by word, output by output."""
+    """The stream (rows, ceil(columns / 2)) uint8 of ``words`` (columns, rows / 8).
+
+    Two columns make a byte: the low nibbles of their words make four outputs at once, the high ones the other four.
+    """
     made = torch.empty((rows // 8, 8, streams.packed_size(columns, 4)), dtype=torch.uint8, device=words.device)
-    for start, stop in pieces(0, rows // 8, max(1, CHUNK // columns)):
-        some = words[:, start:stop].t().contiguous()
-        for output, nibble in enumerate(NIBBLE_OF):
-            made[start:stop, output] = streams.pack(((some >> (4 * nibble)) & 15).to(torch.uint8), 4)
+    for start, stop in pieces(0, rows // 8, max(1, 2 * CHUNK // columns)):
+        some = F.pad(words[:, start:stop], (0, 0, 0, columns % 2))
+        first, second = some[0::2], some[1::2]
+        for high in (0, 1):
+            pairs = (first >> 4 * high).bitwise_and_(_LOW)
+            pairs |= second & ~_LOW if high else (second & _LOW) << 4
+            by_output = pairs.view(torch.uint8).t().contiguous().view(stop - start, 4, -1)
+            for byte in range(4):
+                made[start:stop, OUTPUTS[2 * byte + high]] = by_output[:, byte]
     return made.view(rows, -1)
 
 
 def _zero_points(words: Tensor) -> Tensor:
     """The zero points (G, N) uint8 of ``words`` (G, N / 8)."""
     nibbles = streams.unpack(as_bytes(words), 4, 8 * words.shape[1])
-    return nibbles.view(words.shape[0], -1, 8)[..., list(NIBBLE_OF)].flatten(1)
+    return nibbles.view(words.shape[0], -1, 8)[..., [OUTPUTS.index(output) for output in range(8)]].flatten(1)
