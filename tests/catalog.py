@@ -8,7 +8,7 @@ import torch
 
 import torchtether as tt
 from torchtether.dispatch import KINDS
-from torchtether.schemes import Biased
+from torchtether.schemes import Biased, SuperBlocks
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -23,6 +23,8 @@ class SchemeRow(NamedTuple):
 def _codebook(size, **kwargs):
     return tt.Codebook(table=tuple(torch.linspace(-1, 1, size).tolist()), **kwargs)
 
+
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 SCHEMES = [
     SchemeRow("plain", tt.Plain()),
@@ -48,6 +50,13 @@ SCHEMES = [
     SchemeRow("biased3-bf16", Biased(3, (1, 8), torch.bfloat16, torch.bfloat16)),
     SchemeRow("biased8-bf16", Biased(8, (1, 64), torch.bfloat16, torch.bfloat16)),
     SchemeRow("biased4-bf16-first", Biased(4, (1, 16), torch.bfloat16, torch.bfloat16, bias_first=True)),
+    SchemeRow("q4_k", SuperBlocks(4, 32, minimum=True)),
+    SchemeRow("q2_k", SuperBlocks(2, 16, scale_bits=4, minimum=True)),
+    SchemeRow("q3_k", SuperBlocks(3, 16, offset=4)),
+    SchemeRow("q6_k", SuperBlocks(6, 16, scale_bits=8, offset=32)),
+    SchemeRow("super-blocks-small", SuperBlocks(5, 8, 16, minimum=True)),
+    SchemeRow("super-blocks-table", SuperBlocks(4, 8, 32, table=_UNEVEN)),
+    SchemeRow("super-blocks-alone", SuperBlocks(4, 8, 8, 0, table=_UNEVEN)),
     SchemeRow("biased5-fp16-scale", Biased(5, (1, 32), torch.float16)),
     SchemeRow("fp8", tt.fp8()),
     SchemeRow("fp8-tensor", tt.fp8("tensor")),

@@ -236,3 +236,32 @@ def test_tall_blocks_keep_the_last_two_dimensions():
     assert scheme.can_view((3, 4, 8), (3, 1, 4, 8))
     assert not scheme.can_view((3, 4, 8), (12, 8))
     assert not Affine(bits=3).can_view((1, 5), (5,))  # a row of 2 bytes, a run of 3
+
+
+@settings(max_examples=60)
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    act_order=st.booleans(),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_foreign_parts_keep_their_values(bits, symmetric, act_order, dtype, seed):
+    """Scales of any sign and size, zeros among them, and any codes: writing back what they decode to moves nothing."""
+    scheme = Affine(bits, symmetric=symmetric, block=(1, 16), act_order=act_order)
+    generator = torch.Generator().manual_seed(seed)
+    parts = scheme.empty((4, 48), torch.float32, "cpu")
+    for name, part in parts.items():
+        if name == "scale":
+            part.normal_(generator=generator)[0, 0] = 0
+        elif name == "g_idx":
+            part.random_(0, 3, generator=generator)
+        else:
+            part.random_(*((-128, 128) if part.dtype == torch.int8 else (0, 256)), generator=generator)
+    if bits < 8 and not symmetric:
+        parts["zero_point"] %= 2 ** (bits - 1)
+    decoded = scheme.decode(parts, (4, 48), dtype)
+    again = scheme.reencode(decoded, parts)
+    assert torch.equal(scheme.decode(again, (4, 48), dtype), decoded)
+    assert all(laws.same(again[name], part) for name, part in parts.items() if name != "qdata")
+    assert bool((scheme.bound(parts, (4, 48)) >= 0).all())

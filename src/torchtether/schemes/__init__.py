@@ -9,6 +9,7 @@ from .plain import Plain
 from .scaled_float import ScaledFloat
 from .scheme import SCHEMES, Part, Parts, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
 from .spelled import scheme_from_text
+from .super_blocks import SuperBlocks
 
 __all__ = [
     "NAMED",
@@ -22,6 +23,7 @@ __all__ = [
     "ScaledFloat",
     "Scheme",
     "Shape",
+    "SuperBlocks",
     "dtype_from_name",
     "dtype_name",
     "fp4",

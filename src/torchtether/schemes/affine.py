@@ -23,7 +23,7 @@ from .blocks import (
     source,
     store_scale,
 )
-from .decoding import decode_rows, quiet, reshapable, take_rows
+from .decoding import decode_rows, quiet, reshapable, take_rows, unmoved
 from .scheme import Part, Parts, Scheme, Shape, dtype_name
 from .search import FITS, SMALLEST, least_squares
 
@@ -155,15 +155,19 @@ class Affine(Scheme):
         return parts
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scale and zero point in blocks that they fit and whose range they use."""
+        """As ``encode``, with the held scale and zero point in blocks that they suit or give back exactly.
+
+        They suit where the values fit and use their range. Exactly is for parts that others wrote: their scales may be
+        negative, or larger than the values ask for.
+        """
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values, g_idx=held.get("g_idx"))
         grid, g_idx = grid_over(tuple(values.shape), self.block), held.get("g_idx")
         fresh = self._fit(grid, values, g_idx)
-        scale = self._step(held["scale"])
-        low = grid.reduce(values, torch.amin, g_idx=g_idx) / scale
-        high = grid.reduce(values, torch.amax, g_idx=g_idx) / scale
+        scale = _divisor(self._step(held["scale"]))
+        ends = [grid.reduce(values, op, g_idx=g_idx) / scale for op in (torch.amin, torch.amax)]
+        low, high = torch.minimum(*ends), torch.maximum(*ends)
         if self.symmetric:
             is_used = torch.maximum(high, -low) >= max(self._highest, 1) * (1 - 2.0**-10)  # an end of the range
         else:
@@ -172,28 +176,15 @@ class Affine(Scheme):
             zero = held["zero_point"].float() - self._zero_offset
             low, high = low + zero, high + zero
         keep = is_used & (low >= self._lowest - 0.5) & (high <= self._highest + 0.5)
+        if not bool(keep.all()):
+            again = self.encode(values, like=held)
+            keep |= unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values, g_idx)
         chosen = {name: torch.where(keep, held[name], part) for name, part in fresh.items()}
         return self.encode(values, like={**held, **chosen})
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = grid_over(shape, self.block)
-        g_idx = parts.get("g_idx")
-
-        def some(start: int, stop: int) -> Tensor:
-            codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
-            x = unpack(codes, self.bits, grid.columns).float() if self.bits < 8 else codes.float()
-            scale = grid.pick(parts["scale"], start, stop).float()
-            if self.symmetric:
-                x = x.sub_(self._offset) if self._offset else x
-                x, scale = grid.align(x, scale, g_idx=g_idx)
-            else:
-                zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
-                x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
-                x = x.sub_(zero)
-            x = x.mul_(scale)
-            return (x if self.unit == 1 else x.mul_(self.unit)).reshape(stop - start, grid.columns)
-
-        return decode_rows(some, grid, parts["qdata"], dtype)
+        return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
@@ -209,7 +200,7 @@ class Affine(Scheme):
         grid = grid_over(shape, self.block)
         g_idx = parts.get("g_idx")
         reach = self._steps / 2 if self.symmetric else self._steps
-        stored = grid.expand(parts["scale"].float(), g_idx)
+        stored = grid.expand(parts["scale"].float().abs(), g_idx)
         bound = self._step(stored) * (0.5 + 2.0**-14) + rounded_off(stored, self.scale_dtype) * self.unit * reach
         if self.fit != "range" and 0 not in shape:
             codes = (
@@ -222,6 +213,22 @@ class Affine(Scheme):
         return bound * ~quiet(grid, self.decode(parts, shape, torch.float32), stored, g_idx)
 
     # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to ``stop``, float32."""
+        g_idx = parts.get("g_idx")
+        codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+        x = unpack(codes, self.bits, grid.columns).float() if self.bits < 8 else codes.float()
+        scale = grid.pick(parts["scale"], start, stop).float()
+        if self.symmetric:
+            x = x.sub_(self._offset) if self._offset else x
+            x, scale = grid.align(x, scale, g_idx=g_idx)
+        else:
+            zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
+            x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
+            x = x.sub_(zero)
+        x = x.mul_(scale)
+        return (x if self.unit == 1 else x.mul_(self.unit)).reshape(stop - start, grid.columns)
 
     def _step(self, scale: Tensor) -> Tensor:
         """The distance between neighbours, float32."""
@@ -266,7 +273,7 @@ class Affine(Scheme):
         self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, g_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The float32 rows ``x`` as signed integers, in place, and the steps and zero points that go with them."""
-        scale = self._step(grid.pick(parts["scale"], start, stop))
+        scale = _divisor(self._step(grid.pick(parts["scale"], start, stop)))
         zero = scale.new_zeros(1, 1).expand(scale.shape)
         if not self.symmetric:
             zero = grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset
@@ -291,3 +298,8 @@ class Affine(Scheme):
             packed = pack(x.to(torch.uint8), self.bits)
             table[start:stop, : packed.shape[1]].copy_(packed)
             table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """``scale``, and 1 where it is 0: others write that above zeros."""
+    return torch.where(scale == 0, 1.0, scale)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
-from .blocks import Block, Grid
+from .blocks import Block, Grid, rows
 from .scheme import Part, Parts, Scheme, Shape
 
 
@@ -59,3 +59,11 @@ def quiet(grid: Grid, decoded: Tensor, scale: Tensor, g_idx: Tensor | None) -> T
     """Where a block holds nothing but zeros: its scale is 1 and every value decodes to 0."""
     amax = grid.reduce(decoded, torch.amax, magnitude=True, g_idx=g_idx)
     return (grid.expand(amax, g_idx) == 0) & (scale == 1)
+
+
+def unmoved(some: Callable[[int, int], Tensor], grid: Grid, values: Tensor, g_idx: Tensor | None = None) -> Tensor:
+    """Which blocks hold what ``some(start, stop)``, rows as they decode, gives: bools of ``grid.scale_shape``."""
+    moved = torch.empty((grid.rows, grid.columns), dtype=torch.uint8, device=values.device)
+    for start, stop in grid.chunks():
+        moved[start:stop] = some(start, stop).to(values.dtype) != rows(values, start, stop)
+    return grid.reduce(moved.view(grid.shape), torch.amax, g_idx=g_idx) == 0

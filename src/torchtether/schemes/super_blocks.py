@@ -1,0 +1,302 @@
+"""Codes under scales that are quantized themselves, by super-blocks: GGUF's K-quants and its 4-bit tables."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import SchemeError
+from .bits import lookup, pack, unpack
+from .blocks import TINY, Grid, check_finite, code_part, fold, grid_over, rows, source
+from .decoding import decode_rows, reshapable, take_rows, unmoved
+from .nearest import count_above, nearest_codes
+from .scheme import Part, Parts, Scheme, Shape
+
+_HALF = torch.float16
+
+
+@dataclass(frozen=True)
+class SuperBlocks(Scheme):
+    """Holds codes ``q`` so that ``w ≈ (super_scale * scale) * q - super_min * min``, or ``... * (q - offset)``, or
+    ``... * table[q]``.
+
+        qdata (*lead, ceil(K * bits / 8)) uint8            a dense stream of q
+        scale (*lead, ceil(K / block_size)) int8           integers; uint8 with ``minimum``; absent if scale_bits is 0
+        super_scale (*lead, ceil(K / super_block_size)) float16
+        min, super_min                                     with ``minimum``, like scale and super_scale
+
+    Scales are integers of ``scale_bits`` bits, one per ``block_size`` columns, under one float16 number per
+    ``super_block_size`` columns. All steps are taken in float32, in the order above, and the result is rounded once.
+    GGUF's types are
+
+        Q2_K  bits=2, block_size=16, scale_bits=4, minimum    Q3_K    bits=3, block_size=16, scale_bits=6, offset=4
+        Q4_K  bits=4, block_size=32, scale_bits=6, minimum    Q6_K    bits=6, block_size=16, scale_bits=8, offset=32
+        Q5_K  bits=5, block_size=32, scale_bits=6, minimum    IQ4_XS  bits=4, block_size=32, scale_bits=6, table
+        IQ4_NL  bits=4, block_size=super_block_size=32, scale_bits=0, table
+
+    ``encode`` makes every scale just large enough that no value clips, and rounds to the nearest code; llama.cpp
+    searches for scales that make the squared error smaller.
+
+    Error: half the distance to the neighbours of a code.
+
+    Writing back decoded values keeps every value (``reencode``, or ``encode`` with ``like=`` the parts).
+
+    >>> scheme = SuperBlocks(bits=4, minimum=True)
+    >>> parts = scheme.encode(torch.tensor([[15.0, -1.0, 0.0, 7.0]]))
+    >>> scheme.decode(parts, (1, 4), torch.float32).round().tolist()
+    [[15.0, -1.0, 0.0, 7.0]]
+    """
+
+    kind: ClassVar[str] = "super_blocks"
+    _levels: ClassVar[tuple[float, ...]]  # of the instance: what each code stands for, before scale and minimum
+    _nearest: ClassVar[tuple[tuple[float, ...], tuple[int, ...]]]  # thresholds between them, and codes
+
+    bits: int = 4
+    block_size: int = 32
+    super_block_size: int = 256
+    scale_bits: int = 6
+    minimum: bool = False
+    offset: int = 0
+    table: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        who = "SuperBlocks"
+        for name, low, high in (("bits", 1, 8), ("scale_bits", 0, 8), ("block_size", 1, 2**31)):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise SchemeError(f"{name} must be an int from {low} to {high}, got {value!r}", name=who)
+        size = self.super_block_size
+        fits = type(size) is int and size > 0 and size % self.block_size == 0
+        if not fits or (not self.scale_bits and size != self.block_size):
+            times = "a multiple of" if self.scale_bits else "without scale_bits"
+            raise SchemeError(f"super_block_size must be {times} block_size {self.block_size}, got {size!r}", name=who)
+        self._check_levels(who)
+        levels = self.table if self.table is not None else tuple(range(-self.offset, (1 << self.bits) - self.offset))
+        levels = tuple(float(level) for level in levels)
+        object.__setattr__(self, "table", None if self.table is None else levels)
+        object.__setattr__(self, "_levels", levels)
+        object.__setattr__(self, "_nearest", nearest_codes(levels))  # once, and outside of compiled graphs
+
+    def _check_levels(self, who: str) -> None:
+        chosen = [self.minimum is True, self.offset != 0, self.table is not None]
+        if type(self.minimum) is not bool or type(self.offset) is not int or sum(chosen) != 1:
+            raise SchemeError("it needs one of minimum=True, an offset and a table", name=who)
+        if not 0 <= self.offset < 1 << self.bits:
+            raise SchemeError(f"offset must be from 1 to {(1 << self.bits) - 1}, got {self.offset}", name=who)
+        if self.minimum and not self.scale_bits:
+            raise SchemeError("minimum needs scale_bits", name=who)
+        table = self.table
+        if table is None:
+            return
+        if not isinstance(table, tuple) or not 2 <= len(table) <= 1 << self.bits:
+            raise SchemeError(f"table must be a tuple of 2 to {1 << self.bits} numbers", name=who)
+        if not all(isinstance(value, int | float) and abs(value) < 2.0**16 for value in table):
+            raise SchemeError("table must hold numbers below 2**16", name=who)
+        if not min(table) < 0 < max(table):
+            raise SchemeError("table must hold numbers of both signs", name=who)
+
+    # -- the interface ------------------------------------------------------------------------------------------
+
+    def layout(self, shape: Shape) -> dict[str, Part]:
+        blocks, supers = self._grids(shape)
+        parts = {"qdata": code_part(shape, self.bits)}
+        if self.scale_bits:
+            parts["scale"] = blocks.scale_part(torch.uint8 if self.minimum else torch.int8)
+        parts["super_scale"] = supers.scale_part(_HALF)
+        if self.minimum:
+            parts |= {"min": parts["scale"], "super_min": parts["super_scale"]}
+        return parts
+
+    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
+        """The parts of ``values``; ``like``: parts whose scales and minima are used again, values beyond them clip."""
+        values = source(values)
+        parts = self.empty(tuple(values.shape), values.dtype, values.device)
+        if values.is_meta:
+            return parts
+        if like is None:
+            parts.update(self._fit(values))
+        else:
+            check_finite(self._grids(tuple(values.shape))[0].reduce(values, torch.amax, magnitude=True), values)
+            parts.update({name: like[name].clone() for name in parts.keys() - {"qdata"}})
+        self._quantize(values, parts)
+        return parts
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """As ``encode``, with the held scales and minima of every super-block whose values they give back exactly."""
+        values = source(values)
+        if values.is_meta or values.numel() == 0:
+            return self.encode(values)
+        again = self.encode(values, like=held)
+        _, supers = self._grids(tuple(values.shape))
+        keep = unmoved(lambda start, stop: self._rows(again, supers, start, stop), supers, values)
+        if bool(keep.all()):
+            return again
+        fresh = self._fit(values)
+        each = self._over_blocks(keep, supers)
+        kept = {
+            name: torch.where(keep if name.startswith("super") else each, held[name], fresh[name]) for name in fresh
+        }
+        return self.encode(values, like=kept)
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        grid, _ = self._grids(shape)
+        return decode_rows(lambda start, stop: self._rows(parts, grid, start, stop), grid, parts["qdata"], dtype)
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(shape) == 1:
+            return super().gather(parts, shape, index, dtype)
+        some, _ = take_rows(self.layout(shape), parts, shape, (1, self.block_size), index)
+        return self.decode(some, (index.shape[0], *shape[1:]), dtype)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        return super().can_view(old, new) and reshapable(self, (1, self.block_size), old, new)
+
+    def bound(self, parts: Parts, shape: Shape) -> Tensor:
+        """Half the larger gap beside the level of each code, times its scale, and what float32 arithmetic may add."""
+        if 0 in shape:
+            return torch.zeros(shape, device=parts["qdata"].device)
+        grid, _ = self._grids(shape)
+        half = torch.tensor(self._half_gaps(), device=parts["qdata"].device)
+        gaps = lookup(parts["qdata"].reshape(grid.rows, -1), half, self.bits, grid.columns).reshape(shape)
+        scale, low = self._scales(parts, grid, 0, grid.rows)
+        step = grid.expand(scale.abs().view(grid.scale_shape))
+        bound = gaps * step * (1 + 2.0**-14)
+        if low is None:
+            return bound
+        lowest = grid.expand(low.abs().view(grid.scale_shape))
+        return bound + (lowest + step * len(self._levels)) * 2.0**-21
+
+    # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _grids(self, shape: Shape) -> tuple[Grid, Grid]:
+        """The blocks and the super-blocks over ``shape``."""
+        return grid_over(tuple(shape), (1, self.block_size)), grid_over(tuple(shape), (1, self.super_block_size))
+
+    def _over_blocks(self, part: Tensor, supers: Grid) -> Tensor:
+        """One entry per super-block, repeated for each of its blocks."""
+        groups = -(-supers.columns // self.block_size)
+        index = torch.arange(groups, device=part.device) // (self.super_block_size // self.block_size)
+        return part.index_select(-1, index)
+
+    def _scales(self, parts: Parts, grid: Grid, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """What codes are multiplied by, and what is subtracted then: one per block of the rows, float32."""
+        blocks, supers = self._grids(grid.shape)
+        scale = self._over_blocks(supers.pick(parts["super_scale"], start, stop).float(), supers)
+        if self.scale_bits:
+            scale = scale * blocks.pick(parts["scale"], start, stop).float()
+        if not self.minimum:
+            return scale, None
+        low = self._over_blocks(supers.pick(parts["super_min"], start, stop).float(), supers)
+        return scale, low * blocks.pick(parts["min"], start, stop).float()
+
+    def _rows(self, parts: Parts, grid: Grid, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to ``stop``, float32."""
+        blocks, _ = self._grids(grid.shape)
+        codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+        if self.table is not None:
+            x = lookup(codes, torch.tensor(self.table, device=codes.device), self.bits, grid.columns)
+        else:
+            x = unpack(codes, self.bits, grid.columns).float().sub_(self.offset)
+        scale, low = self._scales(parts, grid, start, stop)
+        if low is None:
+            x, scale = blocks.align(x, scale)
+            return (x * scale).reshape(stop - start, grid.columns)
+        x, scale, low = blocks.align(x, scale, low)
+        return (x * scale).sub_(low).reshape(stop - start, grid.columns)
+
+    def _fit(self, values: Tensor) -> dict[str, Tensor]:
+        """The scales and minima that fit ``values``: none of them clips."""
+        blocks, supers = self._grids(tuple(values.shape))
+        high, low = blocks.reduce(values, torch.amax), -blocks.reduce(values, torch.amin)
+        check_finite(torch.maximum(high.abs(), low.abs()), values)
+        parts: dict[str, Tensor] = {}
+        gaps = self._half_gaps()
+        top = max(level + gap for level, gap in zip(self._levels, gaps, strict=True))
+        bottom = -min(level - gap for level, gap in zip(self._levels, gaps, strict=True))
+        if self.minimum:
+            parts["min"], parts["super_min"] = self._under_supers(low.clamp_min(0), supers)
+            lowest = self._over_blocks(parts["super_min"].float(), supers) * parts["min"].float()
+            scale = (high + lowest).clamp_min(0) / top
+            scale = torch.where((high > 0) | (low > 0), scale, 0.0)
+        else:
+            scale = torch.maximum(high / top, low / bottom).clamp_min(0)
+        if self.scale_bits:
+            parts["scale"], parts["super_scale"] = self._under_supers(scale, supers)
+        else:
+            parts["super_scale"] = _rounded_up(scale, empty=0)  # a table need not have a zero
+        return parts
+
+    def _under_supers(self, scale: Tensor, supers: Grid) -> tuple[Tensor, Tensor]:
+        """Integers, and the float16 number above each super-block of them, whose products reach each ``scale``."""
+        largest = (1 << (self.scale_bits if self.minimum else self.scale_bits - 1)) - 1
+        ratio = self.super_block_size // self.block_size
+        top = fold(scale, ratio, scale.dim() - 1, torch.amax) if scale.numel() else scale.new_zeros(supers.scale_shape)
+        over = _rounded_up(top / largest)
+        times = (scale / self._over_blocks(over.float(), supers)).ceil().clamp(0, largest)
+        return times.to(torch.uint8 if self.minimum else torch.int8), over
+
+    def _quantize(self, values: Tensor, parts: dict[str, Tensor]) -> None:
+        if values.numel() == 0:
+            return
+        blocks, _ = self._grids(tuple(values.shape))
+        table = parts["qdata"].view(blocks.rows, -1)
+        for start, stop in blocks.chunks():
+            scale, low = self._scales(parts, blocks, start, stop)
+            x = rows(values, start, stop).float()
+            if low is None:
+                x, scale = blocks.align(x, scale)
+                codes = self._codes(x / torch.where(scale == 0, 1.0, scale))
+            else:
+                x, scale, low = blocks.align(x, scale, low)
+                codes = self._above(x, scale, low)
+            packed = pack(codes.reshape(stop - start, blocks.columns), self.bits)
+            table[start:stop, : packed.shape[1]].copy_(packed)
+            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+
+    def _codes(self, x: Tensor) -> Tensor:
+        """The code whose level is nearest to each element of ``x``."""
+        if self.table is None:
+            return x.round().add_(self.offset).clamp_(0, (1 << self.bits) - 1).to(torch.uint8)
+        thresholds, order = self._nearest
+        nearest = count_above(x, thresholds)
+        if order == tuple(range(len(order))):
+            return nearest
+        codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
+        return codes.index_select(0, nearest.reshape(-1).int()).view(nearest.shape)
+
+    def _above(self, x: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+        """The code that decodes nearest to ``x`` above a minimum: a float32 sum may have hidden which it is."""
+        steps = (1 << self.bits) - 1
+        middle = ((x + low) / torch.where(scale == 0, 1.0, scale)).round_().clamp_(0, steps)
+        middle = torch.where(scale == 0, 0.0, middle)
+        best, error = middle, (middle * scale).sub_(low).sub_(x).abs_()
+        for away in (-1, 1):
+            other = (middle + away).clamp_(0, steps)
+            its = (other * scale).sub_(low).sub_(x).abs_()
+            best, error = torch.where(its < error, other, best), torch.minimum(its, error)
+        return best.to(torch.uint8)
+
+    def _half_gaps(self) -> list[float]:
+        """For each code, how far from its level a number may lie that is nearest to it; at the ends as far inwards."""
+        distinct = sorted(set(self._levels))
+        place = {level: i for i, level in enumerate(distinct)}
+        gaps = [(b - a) / 2 for a, b in itertools.pairwise(distinct)]
+        sides = [gaps[max(i - 1, 0) : i + 1] for i in range(len(distinct))]
+        return [max(sides[place[level]]) for level in self._levels]
+
+
+def _rounded_up(scale: Tensor, empty: int = 1) -> Tensor:
+    """``scale`` as float16 and not smaller; ``empty`` where it is 0. SchemeError if it does not fit."""
+    stored = scale.clamp_min(TINY).to(_HALF)
+    bits = stored.view(torch.int16)  # of a number that is not negative, the next larger one has the next bits
+    stored = torch.where(stored.float() < scale, bits + 1, bits).clamp_min(1).view(_HALF)
+    stored = torch.where(scale > 0, stored, torch.full_like(stored, empty))
+    if not torch.compiler.is_compiling() and not bool(stored.isfinite().all()):
+        raise SchemeError(
+            f"a scale of {float(scale.max()):.4g} does not fit float16", fix="Leave this tensor unquantized."
+        )
+    return stored
