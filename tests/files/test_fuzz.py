@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchtether as tt
+from tests.formats.ggufs import gguf
 from torchtether.files import KEY, replacing, write_tensors
 
 EMB = torch.arange(24.0).reshape(6, 4)
@@ -237,8 +238,46 @@ def test_mutated_records(valid, tmp_path_factory, data):
     open_and_read(folder / "fuzz.safetensors", (folder / "made.safetensors").read_bytes())
 
 
+@pytest.fixture(scope="module")
+def valid_gguf():
+    """The bytes of a small GGUF file with pairs of several types and blocks of several sizes."""
+    blocks = torch.randint(0, 256, (4 * (34 + 18) + 144,), generator=torch.Generator().manual_seed(0)).byte()
+    raw = blocks.numpy().tobytes()
+    tensors = [
+        ("blk.0.attn_q.weight", (4, 32), "Q8_0", raw[: 4 * 34]),
+        ("blk.0.attn_k.weight", (4, 32), "Q4_0", raw[4 * 34 : 4 * 52]),
+        ("token_embd.weight", (1, 256), "Q4_K", raw[4 * 52 :]),
+        ("output_norm.weight", (24,), "F32", EMB.numpy().tobytes()),
+    ]
+    pairs = {"general.architecture": "llama", "tokens": ["a", "b"], "scores": [0.5], "general.alignment": 32}
+    return gguf(tensors, pairs)
+
+
+def one_gguf(valid_gguf, tmp_path_factory, edits, cut):
+    """Edits are mostly in the header, where every byte means something."""
+    edits = [(where % 480 if where % 8 else where, value) for where, value in edits]
+    open_and_read(tmp_path_factory.getbasetemp() / "fuzz.gguf", mutated(valid_gguf, edits, cut))
+
+
+@settings(max_examples=300)
+@given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
+def test_mutated_gguf(valid_gguf, tmp_path_factory, edits, cut):
+    one_gguf(valid_gguf, tmp_path_factory, edits, cut)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000)
+@given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
+def test_many_mutated_gguf(valid_gguf, tmp_path_factory, edits, cut):
+    one_gguf(valid_gguf, tmp_path_factory, edits, cut)
+
+
 def test_the_valid_file_is_believed(valid, tmp_path):
     assert open_and_read(tmp_path / "x.safetensors", valid)
+
+
+def test_the_valid_gguf_is_believed(valid_gguf, tmp_path):
+    assert open_and_read(tmp_path / "x.gguf", valid_gguf)
 
 
 def test_every_truncation_is_an_error(valid, tmp_path):

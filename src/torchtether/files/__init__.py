@@ -4,6 +4,8 @@ from .batch import Batch
 from .beside import read_beside
 from .dtypes import CODES, DTYPES
 from .folder import carry_over, folder_for, new_folder, remove_stale
+from .ggml import PACKINGS, PLAIN, Packing
+from .gguf import PAIRS
 from .header import Header, Stored
 from .index import INDEX_SUFFIX, SUFFIX, format_index
 from .memory import on_huge_pages, scratch
@@ -19,6 +21,10 @@ __all__ = [
     "HIDDEN",
     "INDEX_SUFFIX",
     "KEY",
+    "PACKINGS",
+    "PAIRS",
+    "PLAIN",
+    "Packing",
     "SUFFIX",
     "Batch",
     "Header",

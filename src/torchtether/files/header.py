@@ -23,11 +23,15 @@ _TENSOR_LIMIT = VALUES // 8  # a tensor of rank 2 takes eight values
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor as a file stores it: contiguous, ``nbytes`` from ``start``, counted from the file's first byte."""
+    """One tensor as a file stores it: contiguous, ``nbytes`` from ``start``, counted from the file's first byte.
+
+    ``packing`` is what a file that has types of its own calls that of the tensor (GGUF: "Q4_K"); others leave it empty.
+    """
 
     dtype: torch.dtype
     shape: Shape
     start: int
+    packing: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from .strict_json import parse_object, said
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+GGUF_SUFFIX = ".gguf"
 
 PICKLED = (".pt", ".pth", ".bin")
 """How the names of files by ``torch.save`` end."""
@@ -42,6 +43,7 @@ def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
     """The files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
 
     In a folder safetensors files go before ``pytorch_model.bin``, as in transformers, which writes either.
+    Without either it may hold one GGUF file.
 
     Raises CheckpointError if there is none, or if it is not clear which of several is meant.
     """
@@ -84,7 +86,15 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
         return index.files, index
     if pickled.is_file():
         return (pickled,), None
-    raise CheckpointError(f"the folder holds no safetensors file, and no {pickled.name}", name=str(folder))
+    others = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if not file.name.startswith("."))
+    if len(others) > 1:  # mostly one model in several types
+        names = ", ".join(file.name for file in others)
+        raise CheckpointError(
+            f"the folder holds several GGUF files: {names}", name=str(folder), fix="Give the path of one."
+        )
+    if not others:
+        raise CheckpointError(f"the folder holds no safetensors file, and no {pickled.name}", name=str(folder))
+    return tuple(others), None
 
 
 def read_index(path: Path) -> Index:

@@ -26,6 +26,15 @@ def no_tick(nbytes: int) -> None:
     """Nobody wants to know."""
 
 
+def begins_with(path: Path, magic: bytes) -> bool:
+    """Whether the file at ``path`` can be read and begins with ``magic``."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError:
+        return False
+
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

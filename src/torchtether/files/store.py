@@ -13,10 +13,11 @@ from ..errors import CheckpointError
 from ..spec import View
 from .batch import Batch
 from .beside import read_beside
+from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
-from .index import PICKLED, Index, find_files
+from .index import GGUF_SUFFIX, PICKLED, Index, find_files
 from .pickled import PickledFile
-from .reader import TensorFile, Tick, no_tick
+from .reader import TensorFile, Tick, begins_with, no_tick
 from .record import KEY, Record, parse_record
 
 
@@ -35,7 +36,7 @@ class Store:
         self.files: list[TensorFile] = []
         try:
             for file in paths:
-                self.files.append((PickledFile if file.suffix in PICKLED else TensorFile)(file))
+                self.files.append(_kind(file)(file))
             self._home = _homes(self.files, self.index)
             self.header = Header(
                 {key: file.header.tensors[key] for key, file in sorted(self._home.items())},
@@ -102,6 +103,13 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _kind(path: Path) -> type[TensorFile]:
+    """Who reads the file at ``path``: by its name, or by the magic of a GGUF file, which no safetensors file has."""
+    if path.suffix in PICKLED:
+        return PickledFile
+    return GgufFile if path.suffix == GGUF_SUFFIX or begins_with(path, MAGIC) else TensorFile
 
 
 def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile]:

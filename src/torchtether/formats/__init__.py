@@ -13,6 +13,7 @@ from . import (
     bitsandbytes,
     compressed_tensors,
     fp8,
+    gguf,
     gptq,
     hqq,
     mlx,
@@ -27,6 +28,7 @@ from .refused import check_refused
 
 FORMATS: tuple[Format, ...] = (
     native,
+    gguf,
     torchao,
     compressed_tensors,
     modelopt,

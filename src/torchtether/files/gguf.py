@@ -1,0 +1,247 @@
+"""Reading a GGUF file: its key-value pairs and tensor infos once, believed only after every check.
+
+    "GGUF"  version u32 (2 or 3)  tensors u64  pairs u64
+    pairs   key string, type u32, value
+    infos   name string, rank u32, sizes u64 (fastest first), type u32, offset u64
+    data    each tensor at a multiple of ``general.alignment`` (32)
+
+Strings are a u64 length and UTF-8 bytes; everything is little endian.
+Source: ggml ``docs/gguf.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import CheckpointError
+from .ggml import NUMBERED, Packing
+from .header import HEADER_LIMIT, Header, Stored
+from .reader import TensorFile
+from .record import HIDDEN
+
+MAGIC = b"GGUF"
+
+PAIRS = "gguf"
+"""The key of the metadata under which the scalar pairs of a file are, as JSON."""
+
+ALIGNMENT = 32
+_COUNT_LIMIT = 2**16  # tensors, pairs, bytes of a name: ten times what large models have
+_VALUES_LIMIT = 2**22  # strings and arrays in arrays: ten times the largest vocabulary with its merges
+_RANK_LIMIT = 4  # ggml's own
+_DEPTH_LIMIT = 4  # arrays within arrays; llama.cpp has none
+_PIECE = 2**20
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_UINT32 = 4
+
+
+class GgufFile(TensorFile):
+    """An open GGUF file: quantized tensors are uint8 (*lead, bytes per row), ``Stored.packing`` names their type.
+
+    ``header.metadata`` has one key, ``PAIRS``; arrays (the vocabulary of a tokenizer) are passed over.
+    """
+
+    def _parse(self) -> Header:
+        try:
+            cursor = _Cursor(self, os.fstat(self._descriptor).st_size)
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
+        tensors = cursor.counts()
+        pairs: dict[str, tuple[int, Any]] = {}
+        for _ in range(cursor.pairs):
+            key, value = cursor.pair()
+            if key in pairs:
+                cursor.fail("the key is there twice", key)
+            pairs[key] = value
+        alignment = _alignment(pairs, self.name)
+        _refuse_parts(pairs, self.name)
+        infos: dict[str, tuple[Stored, int]] = {}
+        for _ in range(tensors):
+            key, stored, offset = cursor.info()
+            if key in infos:
+                cursor.fail("it is there twice", key)
+            if offset % alignment:
+                cursor.fail(f"it begins at byte {offset} of the data, which is no multiple of {alignment}", key)
+            infos[key] = stored, offset
+        first = -(-cursor.at // alignment) * alignment
+        made = {
+            key: Stored(stored.dtype, stored.shape, first + offset, stored.packing)
+            for key, (stored, offset) in infos.items()
+        }
+        _check_places(made, cursor.size, self.name)
+        scalars = {key: value for key, (_, value) in pairs.items() if value is not None}
+        return Header(made, {PAIRS: json.dumps(scalars, sort_keys=True)})
+
+
+class _Cursor:
+    """Reads one value after the other; nothing is allocated before the file is known to hold it."""
+
+    def __init__(self, file: GgufFile, size: int) -> None:
+        self.file, self.name, self.size = file, file.name, size
+        self.at = self.pairs = self._values = 0
+        self._start, self._piece = 0, memoryview(b"")
+
+    def fail(self, what: str, key: str = "", fix: str = "") -> NoReturn:
+        raise CheckpointError(what, name=f"{self.name}: {key}" if key else self.name, fix=fix)
+
+    def take(self, count: int, what: str) -> memoryview:
+        """The next ``count`` bytes."""
+        if count > self.size - self.at:
+            self.fail(f"{what} takes {count} bytes at byte {self.at}, the file has {self.size}")
+        if self.at + count > HEADER_LIMIT:
+            self.fail(f"what comes before the data takes more than {HEADER_LIMIT} bytes")
+        skipped = self.at - self._start
+        if skipped + count > len(self._piece):
+            fresh = bytearray(min(max(count, _PIECE), self.size - self.at))
+            self.file._read(memoryview(fresh), self.at, what)
+            self._start, self._piece, skipped = self.at, memoryview(fresh), 0
+        self.at += count
+        return self._piece[skipped : skipped + count]
+
+    def number(self, code: str, what: str) -> Any:
+        """The next number, by its code of ``struct``."""
+        (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))
+        return value
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        """The next string, of at most ``limit`` bytes."""
+        count = self.number("Q", what)
+        if limit is not None and count > limit:
+            self.fail(f"{what} has {count} bytes, more than {limit}")
+        try:
+            return bytes(self.take(count, what)).decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
+
+    def counts(self) -> int:
+        """The number of tensors, after the magic and the version; that of the pairs is then in ``pairs``."""
+        if bytes(self.take(min(4, self.size), "magic")) != MAGIC:
+            self.fail("it does not begin with 'GGUF'", fix="Is it a GGUF file?")
+        version = self.number("I", "version")
+        if version & 0xFFFF == 0:
+            self.fail("it is big endian, which is not read", fix="Convert it with gguf-py's gguf_convert_endian.")
+        if version not in (2, 3):
+            self.fail(f"it has version {version}, read are 2 and 3", fix="Write it again with a newer llama.cpp.")
+        counts = self.number("Q", "tensor count"), self.number("Q", "pair count")
+        for count, what in zip(counts, ("tensors", "key-value pairs"), strict=True):
+            if count > _COUNT_LIMIT:
+                self.fail(f"it has {count} {what}, more than {_COUNT_LIMIT}")
+        self.pairs = counts[1]
+        return int(counts[0])
+
+    def pair(self) -> tuple[str, tuple[int, Any]]:
+        """The next key with the type of its value, and the value: ``None`` for an array."""
+        key = self.text("a key", _COUNT_LIMIT)
+        kind = self.number("I", key)
+        return key, (kind, self._value(kind, key))
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind], key)
+        if kind == _BOOL:
+            value = self.number("B", key)
+            if value > 1:
+                self.fail(f"it is a bool of {value}", key)
+            return bool(value)
+        if kind == _STRING:
+            return self.text(key)
+        if kind != _ARRAY:
+            self.fail(f"it has the unknown type {kind}", key)
+        self._pass_array(key, 1)
+        return None
+
+    def _pass_array(self, key: str, depth: int) -> None:
+        kind, count = self.number("I", key), self.number("Q", key)
+        size = 1 if kind == _BOOL else struct.calcsize(f"<{_NUMBERS[kind]}") if kind in _NUMBERS else 0
+        if size:
+            for at in range(0, self._fitting(count, size, key), _PIECE):
+                self.take(min(_PIECE, count * size - at), key)
+        elif kind == _STRING:
+            for _ in range(self._spent(self._fitting(count, 8, key) // 8, key)):
+                self.take(self.number("Q", key), key)
+        elif kind == _ARRAY and depth < _DEPTH_LIMIT:
+            for _ in range(self._spent(self._fitting(count, 12, key) // 12, key)):
+                self._pass_array(key, depth + 1)
+        else:
+            what = "its arrays are nested too deeply" if kind == _ARRAY else f"it is an array of unknown type {kind}"
+            self.fail(what, key)
+
+    def _fitting(self, count: int, size: int, key: str) -> int:
+        """The bytes that ``count`` values take at least, now that the file has them."""
+        if count * size > self.size - self.at:
+            self.fail(f"it is an array of {count} values, the file has {self.size - self.at} bytes left", key)
+        return count * size
+
+    def _spent(self, count: int, key: str) -> int:
+        """``count``, unless there are too many values to walk over."""
+        self._values += count
+        if self._values > _VALUES_LIMIT:
+            self.fail(f"it has more than {_VALUES_LIMIT} strings in arrays", key)
+        return count
+
+    def info(self) -> tuple[str, Stored, int]:
+        """The next tensor: its name, what it is, and its offset in the data."""
+        key = self.text("a name", _COUNT_LIMIT)
+        if not key or key.startswith(HIDDEN):
+            self.fail(f"names that are empty or begin with {HIDDEN} are not read", key or "a tensor")
+        rank = self.number("I", key)
+        if rank > _RANK_LIMIT:
+            self.fail(f"it has {rank} dimensions, more than {_RANK_LIMIT}", key)
+        shape = tuple(self.number("Q", key) for _ in range(rank))[::-1]
+        number, offset = self.number("I", key), self.number("Q", key)
+        packing = NUMBERED.get(number)
+        if packing is None:
+            self.fail(f"it has the unknown type {number}", key)
+        if math.prod(max(size, 1) for size in shape) >= 2**60:  # torch computes strides in 64 bits
+            self.fail(f"it has the impossible shape {shape}", key)
+        return key, _stored(packing, shape, f"{self.name}: {key}"), offset
+
+
+def _stored(packing: Packing, shape: tuple[int, ...], where: str) -> Stored:
+    if packing.dtype is not None:
+        return Stored(packing.dtype, shape, 0, packing.name)
+    if not shape or shape[-1] % packing.elements:
+        what = f"it is {packing.name} with shape {shape}, whose last size is no multiple of {packing.elements}"
+        raise CheckpointError(what, name=where)
+    return Stored(torch.uint8, (*shape[:-1], shape[-1] // packing.elements * packing.nbytes), 0, packing.name)
+
+
+def _alignment(pairs: Mapping[str, tuple[int, Any]], name: str) -> int:
+    kind, value = pairs.get("general.alignment", (_UINT32, ALIGNMENT))
+    if kind != _UINT32 or not value or value & (value - 1):
+        raise CheckpointError(f"it is {value!r}, not a power of two in 32 bits", name=f"{name}: general.alignment")
+    return int(value)
+
+
+def _refuse_parts(pairs: Mapping[str, tuple[int, Any]], name: str) -> None:
+    _, count = pairs.get("split.count", (_UINT32, 0))
+    if isinstance(count, int) and count > 1:
+        raise CheckpointError(
+            f"it is one of {count} files, which are not read one by one",
+            name=name,
+            fix="Join them with llama-gguf-split --merge.",
+        )
+
+
+def _check_places(tensors: Mapping[str, Stored], size: int, name: str) -> None:
+    """Raises CheckpointError if a tensor reaches beyond the file or into another."""
+    at, before = 0, ""
+    for key, stored in sorted(tensors.items(), key=lambda one: (one[1].start, one[1].nbytes)):
+        stop = stored.start + stored.nbytes
+        if stop > size:
+            raise CheckpointError(
+                f"it ends at byte {stop}, the file has {size}", name=f"{name}: {key}", fix="Fetch the whole file."
+            )
+        if stored.nbytes and stored.start < at:
+            what = f"it begins at byte {stored.start} and overlaps {before}, which ends at {at}"
+            raise CheckpointError(what, name=f"{name}: {key}")
+        if stored.nbytes:
+            at, before = stop, key

@@ -1,0 +1,200 @@
+"""The blocks of GGUF's types, byte by byte: what each scheme's parts are called there, and how the bits lie.
+
+Each codec takes the bytes of blocks, uint8 (n, bytes), apart into codes (n, elements), one to a byte, and the other
+parts (n, entries); nothing is rounded.
+Source: ggml ``ggml-common.h`` and ``ggml-quants.c``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..schemes import Affine, Biased, ScaledFloat, Scheme, SuperBlocks
+
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The 4-bit values of IQ4_NL and IQ4_XS."""
+
+Parts = dict[str, Tensor]
+
+
+class Codec(NamedTuple):
+    """A type of GGUF that we have a scheme for; ``qdata`` of what ``apart`` gives are codes, one to a byte."""
+
+    scheme: Scheme
+    apart: Callable[[Tensor], Parts]
+    together: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+
+
+def _half(raw: Tensor) -> Tensor:
+    """Pairs of bytes (n, 2 * count) as float16 (n, count)."""
+    return raw.contiguous().view(torch.float16)
+
+
+def _bytes(halves: Tensor) -> Tensor:
+    return halves.contiguous().view(torch.uint8)
+
+
+def _halves(raw: Tensor) -> Tensor:
+    """4-bit codes whose first half are the low nibbles."""
+    return torch.cat((raw & 15, raw >> 4), -1)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """The inverse of ``_halves``."""
+    half = codes.shape[-1] // 2
+    return (codes[:, :half] & 15) | (codes[:, half:] << 4)
+
+
+def _bit_of_each(raw: Tensor) -> Tensor:
+    """The bits of (n, 4) bytes, low first, as (n, 32)."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
+    bits: Tensor = (raw.unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(-2)
+
+
+def _spread(raw: Tensor, run: int, bits: int) -> Tensor:
+    """Fields of ``bits`` bits: of each run of ``run`` bytes first all lowest fields, then all next ones, ..."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device).unsqueeze(-1)
+    runs = raw.unflatten(-1, (raw.shape[-1] // run, 1, run))
+    fields: Tensor = (runs >> shifts) & ((1 << bits) - 1)
+    return fields.flatten(1)
+
+
+# -- blocks of 32 -----------------------------------------------------------------------------------------------------
+
+
+def _q8_0(raw: Tensor) -> Parts:
+    return {"qdata": raw[:, 2:], "scale": _half(raw[:, :2])}
+
+
+def _to_q8_0(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat((_bytes(parts["scale"]), parts["qdata"]), -1)
+
+
+def _q4_0(raw: Tensor) -> Parts:
+    return {"qdata": _halves(raw[:, 2:]), "scale": _half(raw[:, :2])}
+
+
+def _to_q4_0(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat((_bytes(parts["scale"]), _nibbles(parts["qdata"])), -1)
+
+
+def _q4_1(raw: Tensor) -> Parts:
+    return {"qdata": _halves(raw[:, 4:]), "scale": _half(raw[:, :2]), "bias": _half(raw[:, 2:4])}
+
+
+def _to_q4_1(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat((_bytes(parts["scale"]), _bytes(parts["bias"]), _nibbles(parts["qdata"])), -1)
+
+
+def _q5_0(raw: Tensor) -> Parts:
+    return {"qdata": _halves(raw[:, 6:]) | (_bit_of_each(raw[:, 2:6]) << 4), "scale": _half(raw[:, :2])}
+
+
+def _q5_1(raw: Tensor) -> Parts:
+    codes = _halves(raw[:, 8:]) | (_bit_of_each(raw[:, 4:8]) << 4)
+    return {"qdata": codes, "scale": _half(raw[:, :2]), "bias": _half(raw[:, 2:4])}
+
+
+def _iq4_nl(raw: Tensor) -> Parts:
+    return {"qdata": _halves(raw[:, 2:]), "super_scale": _half(raw[:, :2])}
+
+
+def _mxfp4(raw: Tensor) -> Parts:
+    codes = _halves(raw[:, 1:])
+    codes = torch.where(codes == 8, 0, codes)  # ggml has no -0
+    return {"qdata": codes, "scale": raw[:, :1].contiguous().view(torch.float8_e8m0fnu)}
+
+
+# -- super-blocks of 256 ----------------------------------------------------------------------------------------------
+
+
+def _q2_k(raw: Tensor) -> Parts:
+    return {
+        "qdata": _spread(raw[:, 16:80], 32, 2),
+        "scale": raw[:, :16] & 15,
+        "super_scale": _half(raw[:, 80:82]),
+        "min": raw[:, :16] >> 4,
+        "super_min": _half(raw[:, 82:84]),
+    }
+
+
+def _q3_k(raw: Tensor) -> Parts:
+    low = torch.cat((raw[:, 96:104] & 15, raw[:, 96:104] >> 4), -1)
+    high = _spread(raw[:, 104:108], 4, 2)
+    return {
+        "qdata": _spread(raw[:, 32:96], 32, 2) | (_spread(raw[:, :32], 32, 1) << 2),
+        "scale": _signed(low | (high << 4), 32),
+        "super_scale": _half(raw[:, 108:110]),
+    }
+
+
+def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight scales and eight minima in 12 bytes: six bits of each, those of the last four in two places."""
+    scale, low, rest = raw[:, :4], raw[:, 4:8], raw[:, 8:12]
+    return (
+        torch.cat((scale & 63, (rest & 15) | ((scale >> 6) << 4)), -1),
+        torch.cat((low & 63, (rest >> 4) | ((low >> 6) << 4)), -1),
+    )
+
+
+def _q4_k(raw: Tensor) -> Parts:
+    scale, low = _six_bits(raw[:, 4:16])
+    return {
+        "qdata": _spread(raw[:, 16:144], 32, 4),
+        "scale": scale,
+        "super_scale": _half(raw[:, :2]),
+        "min": low,
+        "super_min": _half(raw[:, 2:4]),
+    }
+
+
+def _q5_k(raw: Tensor) -> Parts:
+    codes = _spread(raw[:, 48:176], 32, 4) | (_spread(raw[:, 16:48], 32, 1) << 4)
+    return {**_q4_k(raw[:, :144]), "qdata": codes}
+
+
+def _q6_k(raw: Tensor) -> Parts:
+    return {
+        "qdata": _spread(raw[:, :128], 64, 4) | (_spread(raw[:, 128:192], 32, 2) << 4),
+        "scale": raw[:, 192:208].view(torch.int8),
+        "super_scale": _half(raw[:, 208:210]),
+    }
+
+
+def _iq4_xs(raw: Tensor) -> Parts:
+    low = torch.stack((raw[:, 4:8] & 15, raw[:, 4:8] >> 4), -1).flatten(1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)
+    high = ((raw[:, 2:4].unsqueeze(-1) >> shifts) & 3).flatten(1)
+    return {
+        "qdata": _spread(raw[:, 8:], 16, 4),
+        "scale": _signed(low | (high << 4), 32),
+        "super_scale": _half(raw[:, :2]),
+    }
+
+
+def _signed(codes: Tensor, offset: int) -> Tensor:
+    return codes.to(torch.int8).sub_(offset)
+
+
+_HALF = torch.float16
+CODECS: dict[str, Codec] = {
+    "Q8_0": Codec(Affine(8, block=(1, 32), scale_dtype=_HALF), _q8_0, _to_q8_0),
+    "Q4_0": Codec(Affine(4, block=(1, 32), scale_dtype=_HALF), _q4_0, _to_q4_0),
+    "Q4_1": Codec(Biased(4, (1, 32), _HALF), _q4_1, _to_q4_1),
+    "Q5_0": Codec(Affine(5, block=(1, 32), scale_dtype=_HALF), _q5_0),
+    "Q5_1": Codec(Biased(5, (1, 32), _HALF), _q5_1),
+    "MXFP4": Codec(ScaledFloat("e2m1", (1, 32), torch.float8_e8m0fnu), _mxfp4),
+    "IQ4_NL": Codec(SuperBlocks(4, 32, 32, 0, table=TABLE), _iq4_nl),
+    "IQ4_XS": Codec(SuperBlocks(4, 32, 256, 6, table=TABLE), _iq4_xs),
+    "Q2_K": Codec(SuperBlocks(2, 16, 256, 4, minimum=True), _q2_k),
+    "Q3_K": Codec(SuperBlocks(3, 16, 256, 6, offset=4), _q3_k),
+    "Q4_K": Codec(SuperBlocks(4, 32, 256, 6, minimum=True), _q4_k),
+    "Q5_K": Codec(SuperBlocks(5, 32, 256, 6, minimum=True), _q5_k),
+    "Q6_K": Codec(SuperBlocks(6, 16, 256, 8, offset=32), _q6_k),
+}
+"""The types that are read, by name; those with ``together`` are written too."""

@@ -1,0 +1,173 @@
+"""GGUF files: what is read, and what is refused, by file and key."""
+
+import json
+import struct
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchtether as tt
+from tests.formats.ggufs import gguf, text
+from torchtether.files import PAIRS, Store
+
+ONES = struct.pack("<6f", *[1.0] * 6)
+PLAIN = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+}
+
+
+def written(folder, data, name="x.gguf"):
+    (folder / name).write_bytes(data)
+    return folder / name
+
+
+def refused(path):
+    with pytest.raises(tt.CheckpointError) as caught:
+        Store(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    kind=st.sampled_from(sorted(PLAIN)),
+    version=st.sampled_from((2, 3)),
+    alignment=st.sampled_from((8, 32, 128)),
+    seed=st.integers(0, 99),
+)
+def test_floats_and_integers_come_as_they_are(shape, kind, version, alignment, seed, tmp_path_factory):
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(9).to(PLAIN[kind])
+    raw = made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    first = ("first", (2, 3), "F32", ONES)
+    pairs = {"general.alignment": alignment}
+    data = gguf([first, ("w", shape, kind, raw)], pairs, version=version, alignment=alignment)
+    with tt.open(written(tmp_path_factory.mktemp("gguf"), data)) as checkpoint:
+        assert torch.equal(checkpoint["w"], made)
+        assert torch.equal(checkpoint["first"], torch.ones(2, 3))
+        assert checkpoint.format == "gguf"
+
+
+def test_pairs_of_every_type_are_passed_and_scalars_kept(tmp_path):
+    numbers = {f"n{kind}": (kind, struct.pack(f"<{code}", 1)) for kind, code in enumerate("BbHhIi")}
+    more = {
+        "Q": (10, struct.pack("<Q", 2**63)),
+        "q": (11, struct.pack("<q", -5)),
+        "d": (12, struct.pack("<d", 0.5)),
+    }
+    arrays = {"tokens": ["a", "bé", ""], "scores": [0.5, 1.0], "nested": [[1, 2], [3]], "flags": [True], "none": []}
+    pairs = {**numbers, **more, **arrays, "flag": True, "general.architecture": "llama", "eps": 0.25}
+    with Store(written(tmp_path, gguf([("w", (2, 3), "F32", ONES)], pairs))) as store:
+        kept = json.loads(store.header.metadata[PAIRS])
+        assert torch.equal(store.read("w"), torch.ones(2, 3))
+    assert kept == {
+        **dict.fromkeys(numbers, 1),
+        "Q": 2**63,
+        "q": -5,
+        "d": 0.5,
+        "flag": True,
+        "general.architecture": "llama",
+        "eps": 0.25,
+    }
+
+
+def test_magic_or_suffix_decides(tmp_path):
+    data = gguf([("w", (2, 3), "F32", ONES)])
+    for name in ("x.gguf", "x.bin2", "model"):
+        with tt.open(written(tmp_path, data, name)) as checkpoint:
+            assert list(checkpoint) == ["w"]
+    assert "does not begin with 'GGUF'" in refused(written(tmp_path, b"\0" * 64, "y.gguf"))
+
+
+def test_a_folder_may_hold_one_file(tmp_path):
+    data = gguf([("w", (2, 3), "F32", ONES)])
+    written(tmp_path, data)
+    with tt.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+    written(tmp_path, data, "y.gguf")
+    assert "several GGUF files: x.gguf, y.gguf" in refused(tmp_path)
+    tt.save({"v": torch.ones(2)}, tmp_path)
+    with tt.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["v"]
+
+
+W = ("w", (2, 3), "F32", ONES)
+HUGE = 2**62
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (gguf([W], magic=b"GGML"), "does not begin with 'GGUF'"),
+        (gguf([W], version=1), "version 1, read are 2 and 3"),
+        (gguf([W], version=4), "version 4"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big endian"),
+        (gguf([W], counts=(HUGE, 0)), "tensors, more than"),
+        (gguf([W], counts=(1, HUGE)), "pairs, more than"),
+        (gguf([W], counts=(2, 0)), "names that are empty"),
+        (gguf([W, W]), "w: it is there twice"),
+        (gguf([W], [("a", 1), ("a", 2)]), "a: the key is there twice"),
+        (gguf([W], {b"\xff": 1}), "not UTF-8"),
+        (gguf([W], {"a": (8, text(b"\xff"))}), "not UTF-8"),
+        (gguf([W], {"a": (13, b"")}), "a: it has the unknown type 13"),
+        (gguf([W], {"a": (7, b"\2")}), "a: it is a bool of 2"),
+        (gguf([W], {"a": (8, struct.pack("<Q", HUGE))}), "takes"),
+        (gguf([W], {"a": (9, struct.pack("<IQ", 4, HUGE))}), "a: it is an array of"),
+        (gguf([W], {"a": (9, struct.pack("<IQ", 8, HUGE))}), "a: it is an array of"),
+        (gguf([W], {"a": (9, struct.pack("<IQ", 99, 0))}), "a: it is an array of unknown type 99"),
+        (gguf([W], {"a": [[[[[1]]]]]}), "a: its arrays are nested too deeply"),
+        (gguf([W], {"general.alignment": 0}), "general.alignment: it is 0"),
+        (gguf([W], {"general.alignment": 24}), "general.alignment: it is 24"),
+        (gguf([W], {"general.alignment": "32"}), "general.alignment: it is '32'"),
+        (gguf([W], {"split.count": (2, struct.pack("<H", 3))}), "one of 3 files"),
+        (gguf([("", (2, 3), 0, ONES)]), "names that are empty"),
+        (gguf([("torchtether.storage.w", (2, 3), 0, ONES)]), "begin with torchtether.storage."),
+        (gguf([("n" * 2**17, (2, 3), 0, ONES)]), "has 131072 bytes, more than"),
+        (gguf([("w", (1,) * 5, 0, ONES)]), "w: it has 5 dimensions"),
+        (gguf([("w", (2, 3), 99, ONES)]), "w: it has the unknown type 99"),
+        (gguf([("w", (2, 3), 4, ONES)]), "w: it has the unknown type 4"),
+        (gguf([("w", (2**31, 2**31), 0, ONES)]), "w: it has the impossible shape"),
+        (gguf([("w", (0, 2**63), 0, ONES)]), "w: it has the impossible shape"),
+        (gguf([("w", (2, 33), "Q8_0", ONES)]), "no multiple of 32"),
+        (gguf([("w", (), "Q8_0", ONES)]), "no multiple of 32"),
+        (gguf([("w", (200, 3), 0, ONES)]), "w: it ends at byte"),
+        (gguf([W], places=[HUGE]), "w: it ends at byte"),
+        (gguf([W], places=[4]), "w: it begins at byte 4 of the data, which is no multiple of 32"),
+        (gguf([W, ("v", (2, 3), 0, ONES)], places=[0, 0]), "overlaps"),
+        (b"GGUF", "version takes 4 bytes"),
+        (b"", "does not begin"),
+    ],
+)
+def test_what_is_refused(data, said, tmp_path):
+    assert said in refused(written(tmp_path, data))
+
+
+def test_every_truncation_is_an_error(tmp_path):
+    data = gguf([W], {"tokens": ["a", "b"], "n": 1, "s": "text"})
+    end = len(data) - 8  # padding behind the last tensor
+    for length in range(end):
+        refused(written(tmp_path, data[:length]))
+    Store(written(tmp_path, data[:end])).close()
+
+
+def test_a_header_that_asks_for_memory_gets_none(tmp_path):
+    """Each claims terabytes, in a file of a few hundred bytes."""
+    for data in (
+        gguf([W], {"a": (8, struct.pack("<Q", 2**40))}),
+        gguf([W], {"a": (9, struct.pack("<IQ", 0, 2**40))}),
+        gguf([("w", (2**20, 2**20), 0, ONES)]),
+    ):
+        path = written(tmp_path, data)
+        tracemalloc.start()
+        refused(path)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2**18

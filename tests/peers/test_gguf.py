@@ -1,0 +1,90 @@
+"""The gguf package itself: what it quantizes and writes, and any bytes, we decode to its values bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchtether as tt
+from torchtether.formats.gguf_blocks import CODECS
+
+pytestmark = pytest.mark.peers
+gguf = pytest.importorskip("gguf")
+
+QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "BF16", "F16", "F32")
+
+
+def write(path, tensors):
+    """A file by GGUFWriter; ``tensors``: bytes and type by name."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(1)
+    writer.add_token_list(["a", "b"])
+    for name, (raw, kind) in tensors.items():
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def values(path, name):
+    with tt.open(path) as checkpoint:
+        tensor = checkpoint[name].to(torch.float32)
+    return tensor.dequantize() if isinstance(tensor, tt.Weight) else tensor
+
+
+def same(ours, theirs):
+    theirs = torch.from_numpy(np.array(theirs))
+    return ours.shape == theirs.shape and torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+def random(shape, pattern, seed):
+    made = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    if pattern == "zero rows":
+        made[..., ::2, :] = 0
+    return made * {"small": 1e-5, "large": 300.0}.get(pattern, 1.0)
+
+
+patterns = st.sampled_from(("normal", "zero rows", "small", "large"))
+leads = st.lists(st.integers(1, 4), min_size=0, max_size=2)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@settings(max_examples=25)
+@given(lead=leads, blocks=st.integers(1, 5), pattern=patterns, seed=st.integers(0, 2**31))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # their division by an empty scale
+def test_what_it_quantizes(kind, lead, blocks, pattern, seed, tmp_path_factory):
+    source = random((*lead, 3, blocks * 32), pattern, seed)
+    with np.errstate(all="ignore"):
+        raw = gguf.quantize(source, gguf.GGMLQuantizationType[kind])
+    path = write(tmp_path_factory.mktemp("gguf") / "x.gguf", {"w": (raw, kind)})
+    (read,) = gguf.GGUFReader(str(path)).tensors
+    assert same(values(path, "w"), gguf.dequantize(read.data, read.tensor_type))
+
+
+def _with_scales(kind, raw, seed):
+    """Random blocks whose float16 numbers are numbers."""
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    both = {"Q4_1": (0, 2), "Q5_1": (0, 2)}
+    scales = np.random.default_rng(seed).standard_normal((*raw.shape[:-1], 2)).astype(np.float16)
+    scales[..., 0] *= np.float16(0.01)
+    for i, at in enumerate((places | both).get(kind, (0,))):
+        raw[..., at : at + 2] = scales[..., i : i + 1].view(np.uint8)
+    return raw
+
+
+@pytest.mark.parametrize("kind", CODECS)
+@settings(max_examples=40)
+@given(rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_any_bytes(kind, rows, blocks, seed, tmp_path_factory):
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(seed).integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] %= 255  # NaN by the standard, 2**128 by ggml
+    else:
+        raw = _with_scales(kind, raw, seed)
+    raw = raw.reshape(rows, -1)
+    path = write(tmp_path_factory.mktemp("gguf") / "x.gguf", {"w": (raw, kind)})
+    assert same(values(path, "w"), gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
