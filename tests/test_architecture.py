@@ -36,7 +36,7 @@ LEVELS = [
     {"pieces", "patterns"},
     {"composing", "arrangements"},
     {"renaming"},
-    {"arranged"},
+    {"arranged", "gguf_names"},
     {"plan"},
     {"report"},
     {"writing"},

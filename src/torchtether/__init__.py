@@ -2,7 +2,7 @@
 
 from . import module_load as _module_load  # noqa: F401 - registers its rule
 from . import ops as _ops  # noqa: F401 - registers the rules
-from .arrangements import Concat, Split, Stack, Transpose
+from .arrangements import Concat, Rotary, Split, Stack, Transpose
 from .checkpoint import Checkpoint
 from .checkpoint import open_checkpoint as open
 from .convert import convert
@@ -17,6 +17,7 @@ from .errors import (
     TieError,
     UnsupportedOpError,
 )
+from .gguf_names import gguf_names
 from .load import LoadPlan, load, plan_load
 from .meta import materialize, on_meta
 from .optimizer import check_optimizer
@@ -34,7 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     # checkpoints
     "load", "plan_load", "save", "open", "Checkpoint", "LoadPlan", "LoadReport",
-    "Concat", "Split", "Stack", "Transpose",
+    "Concat", "Split", "Stack", "Transpose", "Rotary", "gguf_names",
     # conversions
     "convert", "quantize", "dequantize", "swapping", "on_meta", "materialize",
     # ties and optimizers

@@ -13,7 +13,7 @@ from .checkpoint import Checkpoint, is_equal
 from .composing import Recipe, recipe
 from .errors import UnsupportedOpError
 from .files import Tick, no_tick, scratch
-from .pieces import Composed, Piece, whole
+from .pieces import Composed, Piece, in_halves, whole
 from .renaming import Rename, renamed
 from .schemes import Plain, Shape
 from .spec import View, WeightSpec
@@ -128,7 +128,7 @@ class Arranged(Mapping[str, Composed]):
         return self._keys[name]
 
     def _is_whole(self, piece: Piece) -> bool:
-        return piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
+        return not piece.heads and piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
 
     def _recipe(self, name: str) -> Recipe:
         if name not in self._recipes:
@@ -145,9 +145,14 @@ class Arranged(Mapping[str, Composed]):
         made = self._made[name]
         return self._place(made.pieces[0]) if len(made.pieces) == 1 else (made, None)
 
-    def _place(self, piece: Piece) -> tuple[str, View]:
-        """The memory of ``piece``, in strides of the stored tensor that holds it, as a tie would record it."""
+    def _place(self, piece: Piece) -> tuple[Hashable, View]:
+        """The memory of ``piece``, in strides of the stored tensor that holds it, as a tie would record it.
+
+        A stored tensor with its rows in another order is memory of its own.
+        """
+        home: Hashable
         home, view = self.checkpoint.find(piece.key)
+        home = (home, piece.heads) if piece.heads else home
         spec = self.checkpoint.spec(piece.key)
         offset = view.offset if view else 0
         for (start, _), step in zip(piece.box, spec.stride, strict=True):
@@ -218,6 +223,12 @@ class Arranged(Mapping[str, Composed]):
     def _read_piece(self, piece: Piece, place: Tensor, tick: Tick) -> None:
         if self._is_whole(piece):
             self.checkpoint.read_into(piece.key, place, tick)
+            return
+        if piece.heads:
+            whole_one = self.checkpoint.read_briefly(piece.key, tick)
+            (start, stop), *rest = piece.box
+            rows = whole_one.index_select(0, in_halves(whole_one.shape[0], piece.heads)[start:stop])
+            place.copy_(rows[(slice(None), *(slice(*range_) for range_ in rest))])
             return
         source, itemsize = self.checkpoint.get_slice(piece.key), self.checkpoint.spec(piece.key).dtype.itemsize
         for box in _bounded(piece.box, _PIECE // itemsize):

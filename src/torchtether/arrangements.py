@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .errors import RuleError
 from .patterns import NUMBER, TURN_BY_HAND, check_pattern, left_out, replaced, turned
-from .pieces import Composed, concatenated, keys_of, narrowed, selected, stacked, transposed
+from .pieces import Composed, concatenated, keys_of, narrowed, reordered, selected, stacked, transposed
 from .schemes import Shape
 
 
@@ -350,6 +350,74 @@ class Transpose:
 
     def __str__(self) -> str:
         return f"Transpose({self.source!r}{'' if self.target is None else f' -> {self.target!r}'})"
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rows of each head of a query or key change between the two orders that rotary embeddings are computed in.
+
+    ``source``    a regex, found anywhere in a name
+    ``heads``     how many heads the rows belong to, in equal numbers
+    ``target``    what the name is replaced by, as by ``re.sub``; ``None`` leaves it
+    ``to_pairs``  the checkpoint has the halves of transformers and the model the pairs of Meta and llama.cpp; by
+                  default it is the other way round
+
+    Quantized tensors are reordered without decoding, where no block spans rows. The rule comes before others that join
+    or cut the tensor.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"q.weight": torch.arange(6.).view(6, 1)}, folder)
+    ...     model = torch.nn.ModuleDict({"q": torch.nn.Linear(1, 6, bias=False)})
+    ...     _ = tt.load(model, folder, rename=tt.Rotary("q.weight", heads=1))
+    >>> model["q"].weight.flatten().tolist()
+    [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
+    """
+
+    source: str
+    heads: int
+    target: str | None = None
+    to_pairs: bool = False
+
+    def __post_init__(self) -> None:
+        check_pattern(self, self.source, self.target or "")
+        if type(self.heads) is not int or self.heads < 1:
+            raise RuleError(f"heads must be a positive int, got {self.heads!r}", name="Rotary")
+
+    @property
+    def inverse(self) -> Rotary:
+        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        source, target = (self.source, None) if self.target is None else turned(self.source, self.target)
+        return Rotary(source, self.heads, target, not self.to_pairs)
+
+    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+        """``names`` after this rule; ``None`` if it finds none of them."""
+        made: list[Named] = []
+        is_used = False
+        for one in names:
+            found = re.search(self.source, one.name)
+            if found is None:
+                made.append(one)
+                continue
+            is_used = True
+            name = one.name if self.target is None else replaced(found, self.target)
+            made.append(replace(one, name=name, tensor=self._reordered(one)))
+        return made if is_used else None
+
+    def _reordered(self, one: Named) -> Composed:
+        tensor = one.tensor
+        if tensor.is_broken:
+            return tensor
+        if not tensor.shape or tensor.shape[0] % (2 * self.heads):
+            what = f"it has shape {tensor.shape}, whose rows are no pairs for each of {self.heads} heads"
+            return _broken([one], wrong=f"{one.name}: {what}")
+        if not tensor.is_stored:
+            what = "Rotary finds a tensor that a rule before it has made. Put it first"
+            return _broken([one], wrong=f"{one.name}: {what}")
+        return reordered(tensor, -self.heads if self.to_pairs else self.heads)
+
+    def __str__(self) -> str:
+        return f"Rotary({self.source!r}{'' if self.target is None else f' -> {self.target!r}'})"
 
 
 # -- what the rules share ---------------------------------------------------------------------------------------------

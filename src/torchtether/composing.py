@@ -14,7 +14,7 @@ from .checkpoint import Checkpoint
 from .errors import SchemeError, UnsupportedOpError
 from .files import Tick
 from .ops.rows import part_rows, view_parts
-from .pieces import Composed, Piece
+from .pieces import Composed, Piece, in_halves
 from .schemes import Scheme, Shape
 from .spec import WeightSpec, contiguous_stride
 from .weight import Weight
@@ -24,13 +24,17 @@ _FIX = "Load it from a float checkpoint, or dequantize it first."
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of a stored Weight, seen in ``shape``, that are one after the other in the composed one too."""
+    """Rows of a stored Weight, seen in ``shape``, that are one after the other in the composed one too.
+
+    With ``heads`` they are rows of it after ``in_halves(heads)``.
+    """
 
     key: str
     shape: Shape
     start: int
     stop: int
     at: int
+    heads: int = 0
 
     def cuts(self, scheme: Scheme) -> dict[str, slice | None]:
         """The entries of each stored part that hold the rows; ``None`` for a part that all rows need."""
@@ -79,12 +83,21 @@ class Recipe:
         scheme = self.spec.scheme
         parts = scheme.empty(self.shape, self.spec.dtype, device)
         for run in self.runs:
-            given = checkpoint.read_rows(run.key, run.shape, run.start, run.stop)
+            given = self._read_run(run, checkpoint)
             for name, place in self._places(run).items():
                 _bits(parts[name] if place is None else parts[name][place]).copy_(_bits(given[name]))
             tick(self._nbytes(run))
         spec = self.spec
         return Weight(view_parts(scheme, parts, spec.base), spec)
+
+    def _read_run(self, run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        if not run.heads:
+            return checkpoint.read_rows(run.key, run.shape, run.start, run.stop)
+        count = run.shape[0]
+        given = checkpoint.read_rows(run.key, run.shape, 0, count)
+        order = in_halves(count, run.heads)[run.start : run.stop]
+        layout = self.spec.scheme.layout(run.shape)
+        return {name: part.index_select(0, order) if layout[name].span else part for name, part in given.items()}
 
 
 def recipe(made: Composed, checkpoint: Checkpoint) -> Recipe:
@@ -131,6 +144,8 @@ def _runs(made: Composed, order: tuple[int, ...], tail: Shape, specs: dict[str, 
         shape = (math.prod(base) // row, *tail)
         if base[len(base) - len(tail) :] != tail:
             raise UnsupportedOpError(f"{piece.key} of shape {spec.shape} does not keep its last dimension whole")
+        if piece.heads and (shape != base or not _rows_are_apart(made.scheme, shape)):
+            raise UnsupportedOpError(f"rows of {piece.key}, {made.scheme} of shape {base}, cannot be reordered")
         if not _can_view(made.scheme, base, shape):
             raise UnsupportedOpError(f"{piece.key}, {made.scheme} of shape {base}, cannot be seen as {shape}")
         stored = contiguous_stride(base)
@@ -142,7 +157,7 @@ def _runs(made: Composed, order: tuple[int, ...], tail: Shape, specs: dict[str, 
             first, last, begin = start + offset, start + offset + count, at + place
             if first % row or last % row or begin % row:
                 raise UnsupportedOpError(f"elements {first}:{last} of {piece.key} are not whole rows of {row}")
-            yield Run(piece.key, shape, first // row, last // row, begin // row)
+            yield Run(piece.key, shape, first // row, last // row, begin // row, piece.heads)
 
 
 def _contiguous(sizes: list[int], source: list[int], target: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -170,6 +185,11 @@ def _check(found: Recipe) -> None:
                 cut is not None and place is not None and cut.stop - cut.start != place.stop - place.start
             ):
                 raise UnsupportedOpError(f"{name!r} of {run.key} has other blocks than that of the whole")
+
+
+def _rows_are_apart(scheme: Scheme, shape: Shape) -> bool:
+    """Whether every part has one entry per row, or is needed by all rows."""
+    return all(part.span in (0, math.prod(shape[1:])) for part in scheme.layout(shape).values())
 
 
 def _can_view(scheme: Scheme, old: Shape, new: Shape) -> bool:

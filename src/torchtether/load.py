@@ -291,8 +291,9 @@ def load(
                   model's ties and takes the owner's values; ``"file"`` changes the model's, and the names concerned get
                   new Parameters
     ``rename``    what the file's names are called in the model: a mapping, a function that may return ``None`` to leave
-                  a name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack`` or ``tt.Transpose``, or a list of these and of
-                  (regex, replacement) pairs, applied in order, each to the names as the one before has left them
+                  a name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack``, ``tt.Transpose`` or ``tt.Rotary``, or a list
+                  of these and (regex, replacement) pairs, applied in order, each to the names as the one before has
+                  left them; ``tt.gguf_names`` makes one for a file of llama.cpp
     ``progress``  ``True`` for a bar, or a function of (bytes done, bytes in all)
     ``optimizer`` its state follows its parameters' device and dtype
 

@@ -22,12 +22,15 @@ class Piece:
     ``box`` has a range per dimension of the stored tensor.  ``dims[t]`` is the stored dimension that is dimension ``t``
     of the composed one, ``None`` where that is a new one of size 1; a stored dimension that is named nowhere has one
     index.  ``at[t]`` is where the box begins.
+
+    With ``heads`` the box is one of the stored tensor after ``in_halves(heads)`` has put its rows in another order.
     """
 
     key: str
     box: tuple[Range, ...]
     dims: tuple[int | None, ...]
     at: Shape
+    heads: int = 0
 
     @property
     def size(self) -> Shape:
@@ -56,6 +59,8 @@ class Composed:
     """What the checkpoint would need to have."""
     wrong: tuple[str, ...] = ()
     """What does not fit together."""
+    is_stored: bool = False
+    """Whether it is a stored tensor as it is, which no rule has cut, joined or turned."""
 
     @property
     def is_broken(self) -> bool:
@@ -66,7 +71,7 @@ def whole(key: str, spec: WeightSpec) -> Composed:
     """The stored tensor ``key`` as it is."""
     rank = len(spec.shape)
     piece = Piece(key, tuple((0, size) for size in spec.shape), tuple(range(rank)), (0,) * rank)
-    return Composed(tuple(spec.shape), spec.dtype, spec.scheme, (piece,), (key,))
+    return Composed(tuple(spec.shape), spec.dtype, spec.scheme, (piece,), (key,), is_stored=True)
 
 
 def concatenated(given: Sequence[Composed], dim: int) -> Composed:
@@ -75,7 +80,9 @@ def concatenated(given: Sequence[Composed], dim: int) -> Composed:
     for one in given:
         pieces += [replace(piece, at=_set(piece.at, dim, piece.at[dim] + offset)) for piece in one.pieces]
         offset += one.shape[dim]
-    return replace(given[0], shape=_set(given[0].shape, dim, offset), pieces=tuple(pieces), keys=keys_of(given))
+    return replace(
+        given[0], is_stored=False, shape=_set(given[0].shape, dim, offset), pieces=tuple(pieces), keys=keys_of(given)
+    )
 
 
 def stacked(given: Sequence[Composed], dim: int) -> Composed:
@@ -86,7 +93,7 @@ def stacked(given: Sequence[Composed], dim: int) -> Composed:
         for piece in one.pieces
     ]
     shape = _insert(given[0].shape, dim, len(given))
-    return replace(given[0], shape=shape, pieces=tuple(pieces), keys=keys_of(given))
+    return replace(given[0], is_stored=False, shape=shape, pieces=tuple(pieces), keys=keys_of(given))
 
 
 def transposed(given: Composed, dim0: int, dim1: int) -> Composed:
@@ -102,7 +109,7 @@ def transposed(given: Composed, dim0: int, dim1: int) -> Composed:
         replace(piece, dims=tuple(piece.dims[d] for d in order), at=tuple(piece.at[d] for d in order))
         for piece in given.pieces
     ]
-    return replace(given, shape=tuple(given.shape[d] for d in order), pieces=tuple(pieces))
+    return replace(given, is_stored=False, shape=tuple(given.shape[d] for d in order), pieces=tuple(pieces))
 
 
 def narrowed(given: Composed, dim: int, start: int, stop: int) -> Composed:
@@ -118,7 +125,7 @@ def narrowed(given: Composed, dim: int, start: int, stop: int) -> Composed:
             begin = box[stored][0]
             box = _set(box, stored, (begin + first - at, begin + last - at))
         pieces.append(replace(piece, box=box, at=_set(piece.at, dim, first - start)))
-    return replace(given, shape=_set(given.shape, dim, stop - start), pieces=tuple(pieces))
+    return replace(given, is_stored=False, shape=_set(given.shape, dim, stop - start), pieces=tuple(pieces))
 
 
 def selected(given: Composed, dim: int, index: int) -> Composed:
@@ -126,6 +133,25 @@ def selected(given: Composed, dim: int, index: int) -> Composed:
     one = narrowed(given, dim, index, index + 1)
     pieces = [replace(piece, dims=_remove(piece.dims, dim), at=_remove(piece.at, dim)) for piece in one.pieces]
     return replace(one, shape=_remove(one.shape, dim), pieces=tuple(pieces))
+
+
+def reordered(given: Composed, heads: int) -> Composed:
+    """``given``, which is one stored tensor, after ``in_halves(heads)``."""
+    return replace(given, is_stored=False, pieces=tuple(replace(piece, heads=heads) for piece in given.pieces))
+
+
+def in_halves(rows: int, heads: int) -> torch.Tensor:
+    """The order of ``rows`` rows in which the pairs of each head are two halves: first all even rows, then all odd.
+
+    With negative ``heads`` it is the inverse.
+
+    >>> in_halves(8, 2).tolist(), in_halves(8, -2).tolist()
+    ([0, 2, 1, 3, 4, 6, 5, 7], [0, 2, 1, 3, 4, 6, 5, 7])
+    >>> in_halves(6, 1).tolist()
+    [0, 2, 4, 1, 3, 5]
+    """
+    pairs = (heads, -1, 2) if heads > 0 else (-heads, 2, -1)
+    return torch.arange(rows, device="cpu").view(pairs).transpose(1, 2).reshape(-1)
 
 
 def keys_of(given: Sequence[Composed]) -> tuple[str, ...]:

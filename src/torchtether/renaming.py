@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .arrangements import Concat, Named, Split, Stack, Transpose
+from .arrangements import Concat, Named, Rotary, Split, Stack, Transpose
 from .errors import RuleError
 from .ties import nearest
 
-Rule = Concat | Split | Stack | Transpose
+Rule = Concat | Split | Stack | Transpose | Rotary
 Substitution = tuple[str, str]
 Naming = Callable[[str], str | None]
 Rename = Mapping[str, str] | Naming | Rule | Sequence[Substitution | Rule | Mapping[str, str] | Naming] | None
@@ -68,7 +68,7 @@ def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Nami
         raise RuleError(
             f"{step!r} is not a (regex, replacement) pair: {error}",
             name="rename",
-            fix="Give pairs, tt.Concat, tt.Split, tt.Stack, tt.Transpose, mappings or functions.",
+            fix="Give pairs, tt.Concat, tt.Split, tt.Stack, tt.Transpose, tt.Rotary, mappings or functions.",
         ) from None
     return lambda name: compiled.sub(replacement, name)
 

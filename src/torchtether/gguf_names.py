@@ -1,0 +1,78 @@
+"""What llama.cpp's names of tensors are in transformers, and the order of rows that it changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .arrangements import Rotary
+from .checkpoint import Checkpoint
+from .errors import CheckpointError, RuleError
+from .files import PAIRS
+from .renaming import Naming, Rule, Substitution
+
+_DECODER: list[Substitution] = [
+    (r"^token_embd\.", "model.embed_tokens."),
+    (r"^output_norm\.", "model.norm."),
+    (r"^output\.", "lm_head."),
+    (r"^blk\.(\d+)\.attn_norm\.", r"model.layers.\1.input_layernorm."),
+    (r"^blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.post_attention_layernorm."),
+    (r"^blk\.(\d+)\.attn_(q|k)_norm\.", r"model.layers.\1.self_attn.\2_norm."),
+    (r"^blk\.(\d+)\.attn_(q|k|v)\.", r"model.layers.\1.self_attn.\2_proj."),
+    (r"^blk\.(\d+)\.attn_output\.", r"model.layers.\1.self_attn.o_proj."),
+    (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"model.layers.\1.mlp.\2_proj."),
+]
+
+_PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
+"""The architectures that these names are of, and whether their queries and keys have the pairs of Meta."""
+
+
+def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Naming]:
+    """The ``rename`` with which ``tt.load`` fills a model of transformers from the GGUF file ``source``.
+
+    For the architectures llama (Mistral and others are written as such), qwen2 and qwen3. The rows of llama's queries
+    and keys, which llama.cpp keeps in pairs, are put in halves, quantized ones without decoding. Frequencies
+    (``rope_freqs``) are left out, the model computes them. A file without a head is that of a tied model.
+
+    Raises CheckpointError if ``source`` is no GGUF file or does not say how many heads it has, and RuleError for
+    another architecture; for those write the renames yourself, with ``tt.Rotary`` and the other rules.
+
+        tt.load(model, "model.gguf", rename=tt.gguf_names("model.gguf"))
+    """
+    if not isinstance(source, Checkpoint):
+        with Checkpoint(source) as opened:
+            return gguf_names(opened)
+    pairs = _pairs(source)
+    family = pairs.get("general.architecture")
+    if not isinstance(family, str) or family not in _PAIRED:
+        raise RuleError(
+            f"there are no names for the architecture {family!r}, known are {', '.join(_PAIRED)}",
+            name=str(source.path),
+            fix="Give the renames yourself.",
+        )
+    rules: list[Rule | Substitution | Naming] = [_without_frequencies]
+    if _PAIRED[family]:
+        heads = _count(source, pairs, f"{family}.attention.head_count", None)
+        kv_heads = _count(source, pairs, f"{family}.attention.head_count_kv", heads)
+        rules += [Rotary(rf"\.attn_{one}\.(weight|bias)$", n) for one, n in (("q", heads), ("k", kv_heads))]
+    return rules + _DECODER
+
+
+def _without_frequencies(name: str) -> str | None:
+    return None if name.startswith("rope_freqs.") or ".rope_freqs." in name else name
+
+
+def _pairs(source: Checkpoint) -> dict[str, Any]:
+    text = source.store.header.metadata.get(PAIRS)
+    if source.format != "gguf" or text is None:
+        raise CheckpointError(f"it is {source.format}, not a GGUF file", name=str(source.path))
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _count(source: Checkpoint, pairs: dict[str, Any], key: str, default: int | None) -> int:
+    value = pairs.get(key, default)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"it is {value!r}, not a number of heads", name=f"{source.path}: {key}")
+    return value
