@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from ._storage import blocks_of
 from .checkpoint import view_of
 from .errors import CheckpointError, TieError
-from .files import CODES, HIDDEN, check_writable
-from .formats import Writable, writable
+from .files import CODES, HIDDEN, Pairs, check_writable
+from .formats import Contained, Writable, writable
 from .report import Progress
 from .spec import Tie, View, contiguous_stride
 from .ties import Component, find_components, member_view, tie_of
@@ -32,11 +32,12 @@ def save(
     format: str = "native",
     aliases: Aliases = "drop",
     max_shard_size: int | str | None = None,
+    metadata: Pairs | None = None,
     progress: Progress = None,
 ) -> None:
     """The tensors of ``model`` (or of a state dict) are at ``path``, each once, with their ties, strides and schemes.
 
-    ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``
+    ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``; ``name.gguf`` for GGUF
     ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on. Others
                         spell quantized weights as a package does, and say so in the ``config.json`` of the folder,
                         which keeps what else it says: ``"compressed-tensors"``, ``"bitsandbytes"``. Ties of whole
@@ -44,6 +45,8 @@ def save(
     ``aliases``         ``"drop"`` stores tied tensors once, and the other names as a record; ``"copy"`` stores all, for
                         readers that want every key. Either way they are one tensor again when we read them
     ``max_shard_size``  a number of bytes, or ``"5GB"``: beyond it, shards and an index. No tensor is cut
+    ``metadata``        for GGUF, its key-value pairs: text, numbers, bools and lists of them. ``general.architecture``
+                        is "unknown" without it. Names are written as they are, and of tied ones the first alone
     ``progress``        ``True`` for a bar, or a function of (bytes done, bytes in all)
 
     Equal tensors give equal bytes. Each file is written beside its target and renamed, so that the old one is whole
@@ -65,7 +68,8 @@ def save(
     if aliases not in ("drop", "copy"):
         raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
     groups = _groups(_named(model), target, copy=aliases == "copy")
-    write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress)
+    pairs = target.pairs({}, metadata) if isinstance(target, Contained) else metadata
+    write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress, metadata=pairs)
 
 
 # -- what is to be stored ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,15 +13,15 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, view_of
 from .errors import CheckpointError, RuleError, SchemeError
-from .files import HIDDEN, SUFFIX, carry_over, new_folder
-from .formats import Entry, Writable, writable
+from .files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
+from .formats import Contained, Entry, Writable, writable
 from .report import Progress
 from .rules import order_of
 from .save import Aliases
 from .schemes import Scheme, dtype_name, resolve
 from .spec import Tie, View, WeightSpec, contiguous_stride
 from .weight import Weight
-from .writing import Group, write_groups
+from .writing import Group, check_target, write_groups
 
 SMALLEST = 32
 """A matrix with a side below this is left alone by default: a gate or a position bias, nothing that saves memory."""
@@ -148,7 +149,8 @@ def _transform(
     verb: str,
 ) -> TransformReport:
     source, target = Path(source), Path(target)
-    is_file = target.suffix == SUFFIX
+    check_target(target, format, max_shard_size=max_shard_size)
+    is_file = target.suffix == SUFFIX or isinstance(format, Contained)
     if is_file and target.exists():
         raise CheckpointError("it is there already", name=str(target), fix="Remove it, or give another name.")
     if is_file and max_shard_size is not None:
@@ -160,7 +162,8 @@ def _transform(
         for alias in checkpoint.copies:
             checkpoint.check_copy(alias)
         if is_file:
-            write_groups(groups, target, format=format, progress=progress, verb=verb)
+            pairs = _pairs(checkpoint, format) if isinstance(format, Contained) else None
+            write_groups(groups, target, format=format, progress=progress, verb=verb, metadata=pairs)
         else:
             with new_folder(target) as folder:
                 if source.suffix != SUFFIX:
@@ -172,6 +175,16 @@ def _transform(
             sum(checkpoint.nbytes(name) for name in checkpoint.entries),
             sum(group.nbytes for group in groups),
         )
+
+
+def _pairs(checkpoint: Checkpoint, format: Contained) -> Pairs:
+    """What a file says besides its tensors: what ``config.json`` of the source says, or the pairs of another such file.
+
+    Of those only single values: a vocabulary does not come along.
+    """
+    text = checkpoint.store.header.metadata.get(PAIRS) if checkpoint.format == format.name else None
+    given = {key: value for key, value in json.loads(text or "{}").items() if key != "general.alignment"}
+    return format.pairs(checkpoint.store.beside().get("config.json", {}), given)
 
 
 def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:

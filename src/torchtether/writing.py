@@ -14,19 +14,23 @@ from torch import Tensor
 
 from .errors import CheckpointError, SchemeError, TieError
 from .files import (
+    GGUF_SUFFIX,
     INDEX_SUFFIX,
     KEY,
     SUFFIX,
+    Pairs,
     Record,
     Tick,
     folder_for,
     format_index,
+    gguf_packing,
     read_beside,
     remove_stale,
     replacing,
+    write_gguf,
     write_made,
 )
-from .formats import Writable, native, restated
+from .formats import Contained, Writable, native, restated
 from .report import Progress, ticking
 from .schemes import Shape
 from .spec import Tie, WeightSpec, contiguous_stride
@@ -88,14 +92,21 @@ def write_groups(
     max_shard_size: int | str | None = None,
     progress: Progress = None,
     verb: str = "save",
+    metadata: Pairs | None = None,
 ) -> None:
     """All of ``groups`` is at ``path``, a ``.safetensors`` file or a folder, in shards where it must be.
+
+    A format that has files of its own writes one of those, with ``metadata`` in it.
 
     What ``format`` has to say beside the tensors goes into the JSON files of the folder, which keep what else they say.
     Every file is written beside its target, and renamed when all are written. Raises CheckpointError if two tensors
     have one key, before anything is written, or where the disk refuses.
     """
+    check_target(path, format, max_shard_size=max_shard_size, metadata=metadata)
     check_keys(groups)
+    if isinstance(format, Contained):
+        _write_contained(groups, path, format, metadata, progress, verb)
+        return
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
@@ -114,6 +125,43 @@ def write_groups(
             file.write(text)
     if is_folder:
         remove_stale(folder, stem, keep={file.name for file in everything})
+
+
+def check_target(
+    path: Path, format: Writable, *, max_shard_size: int | str | None = None, metadata: Pairs | None = None
+) -> None:
+    """Raises CheckpointError if ``path`` is not what ``format`` writes to, or it has no place for what is given."""
+    if isinstance(format, Contained):
+        if path.suffix != format.suffix:
+            raise CheckpointError(
+                f"{format.name} writes one file, whose name ends in {format.suffix}",
+                name=str(path),
+                fix="Give such a name.",
+            )
+        if max_shard_size is not None:
+            raise CheckpointError(f"{format.name} has no shards", name="max_shard_size", fix="Leave it out.")
+        return
+    if path.suffix == GGUF_SUFFIX:
+        raise CheckpointError(
+            f"{format.name} does not write GGUF files", name=str(path), fix="Give format='gguf', or another name."
+        )
+    if metadata is not None:
+        raise CheckpointError(f"{format.name} has no place for it", name="metadata", fix="Leave it out.")
+
+
+def _write_contained(
+    groups: Sequence[Group], path: Path, format: Contained, metadata: Pairs | None, progress: Progress, verb: str
+) -> None:
+    """All of ``groups`` is in the one file ``path``; names that are one tensor are stored once, under the first."""
+    layout = {key: what for group in groups for key, what in group.layout.items()}
+    packings = {name: format.packing(name, spec).name for group in groups for name, spec in group.weights.items()}
+    for key, (dtype, shape) in layout.items():
+        gguf_packing(key, dtype, shape, packings.get(key))
+    folder_for(path.parent)
+    total = sum(group.nbytes for group in groups)
+    with ticking(progress, total, verb) as tick, replacing(path) as (file,):
+        made = (pair for group in groups for pair in group.tensors())
+        write_gguf(file, layout, packings, made, metadata or format.pairs({}), name=str(path), tick=tick)
 
 
 def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:

@@ -1,4 +1,6 @@
-"""GGUF: types and their faults, and the names of llama.cpp."""
+"""GGUF: types and their faults, what is written, and the names of llama.cpp."""
+
+import json
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 import torchtether as tt
 from tests.formats.files import faults
 from tests.formats.ggufs import gguf
-from torchtether.files import PACKINGS
+from torchtether.cli import main
+from torchtether.files import PACKINGS, PAIRS
 from torchtether.formats.gguf_blocks import CODECS
+from torchtether.transform import quantize_checkpoint
 
 
 def raw(packing, shape, seed=0):
@@ -81,6 +85,124 @@ def test_writing_back_what_was_read_keeps_the_values(tmp_path):
         before = weight.dequantize()
         weight.mul_(1.0)
         assert torch.equal(weight.dequantize(), before), packing
+
+
+# -- written ----------------------------------------------------------------------------------------------------------
+
+FITTING = {
+    "Q8_0": tt.int8(32, scale_dtype=torch.float16),
+    "Q4_0": tt.int4(32, symmetric=True, scale_dtype=torch.float16),
+    **{name: codec.scheme for name, codec in CODECS.items() if name not in ("Q8_0", "Q4_0")},
+}
+
+
+@pytest.mark.parametrize("packing", CODECS)
+@settings(max_examples=15)
+@given(lead=st.lists(st.integers(1, 3), max_size=2), count=st.integers(1, 3), seed=st.integers(0, 99))
+def test_blocks_are_written_as_they_were_read(packing, lead, count, seed, tmp_path_factory):
+    shape, folder = (*lead, count * PACKINGS[packing].elements), tmp_path_factory.mktemp("again")
+    source = written(folder, packing, shape, seed)
+    with tt.open(source) as checkpoint:
+        tt.save({"w": checkpoint["w"]}, folder / "y.gguf", format="gguf")
+        tt.save({"w": checkpoint["w"]}, folder / "z.gguf", format="gguf")
+        stored = checkpoint.store.read("w")
+        values = checkpoint["w"].dequantize()
+    with tt.open(folder / "y.gguf") as checkpoint:
+        assert checkpoint.store.stored("w").packing == packing
+        assert torch.equal(checkpoint["w"].dequantize(), values)
+        if packing != "MXFP4":  # whose -0 became 0
+            assert torch.equal(checkpoint.store.read("w"), stored)
+    assert (folder / "y.gguf").read_bytes() == (folder / "z.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("packing", FITTING)
+def test_what_we_encode_is_written_without_loss(packing, tmp_path, monkeypatch):
+    weight = tt.Weight.encode(torch.randn(5, 512, generator=torch.Generator().manual_seed(0)), FITTING[packing])
+    monkeypatch.setattr("torchtether.formats.gguf._PIECE", 3 * PACKINGS[packing].elements)
+    plain = {"n": torch.ones(3), "h": torch.ones(2, 2).half(), "b": torch.ones(1).bfloat16(), "i": torch.arange(4)}
+    pairs = {"general.architecture": "mine", "n": 3}
+    tt.save({"w": weight, **plain}, tmp_path / "x.gguf", format="gguf", metadata=pairs)
+    with tt.open(tmp_path / "x.gguf") as checkpoint:
+        assert checkpoint.store.stored("w").packing == packing
+        again = checkpoint["w"]
+        kept = json.loads(checkpoint.store.header.metadata[PAIRS])
+        for name, part in weight.parts.items():
+            if packing != "MXFP4":
+                assert torch.equal(part.view(torch.uint8), again.parts[name].view(torch.uint8))
+        assert torch.equal(again.to(torch.float32).dequantize(), weight.dequantize())
+        assert all(torch.equal(checkpoint[name], tensor) for name, tensor in plain.items())
+        assert all(checkpoint[name].dtype == tensor.dtype for name, tensor in plain.items())
+    assert kept == {"general.architecture": "mine", "general.quantization_version": 2, "n": 3}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kwargs", "said"),
+    [
+        ({"w": tt.Weight.encode(torch.ones(2, 64), tt.int8())}, {}, "w: GGUF has no type for Affine"),
+        ({"w": tt.Weight.encode(torch.ones(2, 40), FITTING["Q8_0"])}, {}, "w: Q8_0 needs rows of whole blocks of 32"),
+        ({"w": tt.Weight.encode(torch.ones(2, 64), FITTING["Q8_0"]).t()}, {}, "w: gguf has no words for"),
+        ({"w": torch.ones(2, dtype=torch.bool)}, {}, "w: GGUF has no type for torch.bool"),
+        ({"w": torch.ones(1, 1, 1, 1, 1)}, {}, "w: it has 5 dimensions, GGUF allows 4"),
+        ({"w": torch.ones(2)}, {"max_shard_size": 10}, "gguf has no shards"),
+        ({"w": torch.ones(2)}, {"metadata": {"a": None}}, "a: a NoneType has no type in GGUF"),
+        ({"w": torch.ones(2)}, {"metadata": {"a": ["x", 1]}}, "a: ['x', 1] have no type in GGUF"),
+        ({"w": torch.ones(2)}, {"metadata": {"a": 2**64}}, "have no type in GGUF"),
+        ({"w": torch.ones(2)}, {"metadata": {"a": 1e300}}, "have no type in GGUF"),
+        ({"w": torch.ones(2)}, {"metadata": {"general.alignment": 64}}, "it is always 32 here"),
+    ],
+)
+def test_what_cannot_be_written_is_said_and_leaves_nothing(tensors, kwargs, said, tmp_path):
+    with pytest.raises((tt.SchemeError, tt.CheckpointError)) as caught:
+        tt.save(tensors, tmp_path / "x.gguf", format="gguf", **kwargs)
+    assert said in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_file_of_its_own(tmp_path):
+    one = {"w": torch.ones(2)}
+    with pytest.raises(tt.CheckpointError, match="one file, whose name ends in .gguf"):
+        tt.save(one, tmp_path / "folder", format="gguf")
+    with pytest.raises(tt.CheckpointError, match="native does not write GGUF files"):
+        tt.save(one, tmp_path / "x.gguf")
+    with pytest.raises(tt.CheckpointError, match="native has no place for it"):
+        tt.save(one, tmp_path / "x.safetensors", metadata={"a": 1})
+
+
+def test_tied_names_are_stored_once_or_all(tmp_path):
+    w = torch.randn(2, 32)
+    tt.save({"emb": w, "head": w}, tmp_path / "x.gguf", format="gguf")
+    tt.save({"emb": w, "head": w}, tmp_path / "y.gguf", format="gguf", aliases="copy")
+    with tt.open(tmp_path / "x.gguf") as once, tt.open(tmp_path / "y.gguf") as both:
+        assert list(once) == ["emb"]
+        assert torch.equal(both["head"], w)
+    with pytest.raises(tt.TieError, match="no words for views"):
+        tt.save({"emb": w, "head": w[1:]}, tmp_path / "z.gguf", format="gguf")
+
+
+def test_convert_and_quantize_to_gguf_and_back(tmp_path):
+    source = tmp_path / "source"
+    w = torch.randn(64, 64)
+    tt.save({"a.weight": w, "norm.weight": torch.ones(64)}, source)
+    config = {"model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 10000}
+    (source / "config.json").write_text(json.dumps(config))
+    quantize_checkpoint(source, tmp_path / "x.gguf", FITTING["Q8_0"], format="gguf")
+    with tt.open(tmp_path / "x.gguf") as checkpoint:
+        kept = json.loads(checkpoint.store.header.metadata[PAIRS])
+        values = checkpoint["a.weight"].to(torch.float32).dequantize()
+        assert checkpoint["norm.weight"].dtype == torch.float32
+    assert kept["llama.block_count"] == 1
+    assert kept["llama.rope.freq_base"] == 10000.0
+    assert kept["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    assert torch.equal(values, tt.Weight.encode(w, FITTING["Q8_0"]).dequantize())
+    assert main(["convert", str(tmp_path / "x.gguf"), str(tmp_path / "back"), "--format", "native"]) == 0
+    assert main(["convert", str(tmp_path / "back"), str(tmp_path / "z.gguf"), "--format", "gguf"]) == 0
+    assert main(["convert", str(tmp_path / "x.gguf"), str(tmp_path / "v.gguf"), "--format", "gguf"]) == 0
+    assert (tmp_path / "v.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
+    for path in ("back", "z.gguf"):
+        with tt.open(tmp_path / path) as checkpoint:
+            assert torch.equal(checkpoint["a.weight"].to(torch.float32).dequantize(), values)
+    with pytest.raises(tt.CheckpointError, match="it is there already"):
+        quantize_checkpoint(source, tmp_path / "x.gguf", FITTING["Q8_0"], format="gguf")
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -88,3 +88,24 @@ def test_any_bytes(kind, rows, blocks, seed, tmp_path_factory):
     raw = raw.reshape(rows, -1)
     path = write(tmp_path_factory.mktemp("gguf") / "x.gguf", {"w": (raw, kind)})
     assert same(values(path, "w"), gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", CODECS)
+@settings(max_examples=15)
+@given(lead=leads, blocks=st.integers(1, 3), pattern=patterns, seed=st.integers(0, 2**31))
+def test_it_reads_what_we_write(kind, lead, blocks, pattern, seed, tmp_path_factory):
+    size, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    source = torch.from_numpy(random((*lead, 3, blocks * size), pattern, seed))
+    weight = tt.Weight.encode(source, CODECS[kind].scheme)
+    path = tmp_path_factory.mktemp("gguf") / "x.gguf"
+    pairs = {"general.architecture": "llama", "llama.block_count": 1, "eps": 0.5, "tokens": ["a", "\u00e9"], "on": True}
+    plain = {"f": source, "h": source.half(), "b": source.bfloat16()}
+    tt.save({"w": weight, **plain}, path, format="gguf", metadata=pairs)
+    reader = gguf.GGUFReader(str(path))
+    read = {tensor.name: tensor for tensor in reader.tensors}
+    assert read["w"].tensor_type.name == kind
+    theirs = torch.from_numpy(np.array(gguf.dequantize(read["w"].data, read["w"].tensor_type)))
+    assert torch.equal(theirs, weight.dequantize())  # MXFP4 has no -0 there
+    for name, tensor in plain.items():
+        assert same(tensor.float(), gguf.dequantize(read[name].data, read[name].tensor_type))
+    assert {key: reader.get_field(key).contents() for key in pairs} == pairs

@@ -6,8 +6,9 @@ from .dtypes import CODES, DTYPES
 from .folder import carry_over, folder_for, new_folder, remove_stale
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import PAIRS
+from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Header, Stored
-from .index import INDEX_SUFFIX, SUFFIX, format_index
+from .index import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, format_index
 from .memory import on_huge_pages, scratch
 from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
@@ -24,7 +25,11 @@ __all__ = [
     "PACKINGS",
     "PAIRS",
     "PLAIN",
+    "GGUF_SUFFIX",
     "Packing",
+    "Pairs",
+    "gguf_packing",
+    "write_gguf",
     "SUFFIX",
     "Batch",
     "Header",

@@ -34,7 +34,7 @@ PAIRS = "gguf"
 ALIGNMENT = 32
 _COUNT_LIMIT = 2**16  # tensors, pairs, bytes of a name: ten times what large models have
 _VALUES_LIMIT = 2**22  # strings and arrays in arrays: ten times the largest vocabulary with its merges
-_RANK_LIMIT = 4  # ggml's own
+RANK_LIMIT = 4  # ggml's own
 _DEPTH_LIMIT = 4  # arrays within arrays; llama.cpp has none
 _PIECE = 2**20
 
@@ -193,8 +193,8 @@ class _Cursor:
         if not key or key.startswith(HIDDEN):
             self.fail(f"names that are empty or begin with {HIDDEN} are not read", key or "a tensor")
         rank = self.number("I", key)
-        if rank > _RANK_LIMIT:
-            self.fail(f"it has {rank} dimensions, more than {_RANK_LIMIT}", key)
+        if rank > RANK_LIMIT:
+            self.fail(f"it has {rank} dimensions, more than {RANK_LIMIT}", key)
         shape = tuple(self.number("Q", key) for _ in range(rank))[::-1]
         number, offset = self.number("I", key), self.number("Q", key)
         packing = NUMBERED.get(number)

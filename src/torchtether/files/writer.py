@@ -55,7 +55,7 @@ def write_made(
     Raises CheckpointError if they are not what ``layout`` says.
     """
     header, start = format_header(layout, metadata(dict.fromkeys(layout, 0)), name=name)
-    _write(file, memoryview(header))
+    write_bytes(file, memoryview(header))
     checksums: dict[str, int] = {}
     with ThreadPoolExecutor(1) as aside:
         for key, tensor in made:
@@ -63,7 +63,7 @@ def write_made(
                 given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
                 raise CheckpointError(given, name=key)
             file.seek(start.pop(key))
-            checksums[key] = _write_tensor(file, tensor, aside, tick)
+            checksums[key] = write_tensor(file, tensor, aside, tick)
             del tensor
     if start:
         raise CheckpointError("it was to be written and was not made", name=min(start))
@@ -71,7 +71,7 @@ def write_made(
     if final != header:
         assert len(final) == len(header)
         file.seek(0)
-        _write(file, memoryview(final))
+        write_bytes(file, memoryview(final))
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
@@ -86,23 +86,24 @@ def check_writable(name: str, tensor: Tensor) -> None:
         raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
 
 
-def _write_tensor(file: FileIO, tensor: Tensor, aside: ThreadPoolExecutor, tick: Tick) -> int:
+def write_tensor(file: FileIO, tensor: Tensor, aside: ThreadPoolExecutor, tick: Tick) -> int:
     """Writes ``tensor`` and returns its CRC-32, which is computed ``aside`` while the system takes the bytes."""
     checksum = 0
     for piece in pieces(tensor.detach(), PIECE):
         flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
         if len(flat) < _WORTH:
             checksum = zlib.crc32(flat, checksum)
-            _write(file, flat)
+            write_bytes(file, flat)
         else:
             later = aside.submit(zlib.crc32, flat, checksum)
-            _write(file, flat)
+            write_bytes(file, flat)
             checksum = later.result()
         tick(len(flat))
     return checksum
 
 
-def _write(file: FileIO, memory: memoryview) -> None:
+def write_bytes(file: FileIO, memory: memoryview) -> None:
+    """All of ``memory`` is in ``file``, where it stands."""
     while memory:
         count = file.write(memory)
         memory = memory[count or 0 :]

@@ -44,7 +44,7 @@ FORMATS: tuple[Format, ...] = (
 )
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
-WRITABLE: tuple[Writable, ...] = (native, compressed_tensors, bitsandbytes)
+WRITABLE: tuple[Writable, ...] = (native, compressed_tensors, bitsandbytes, gguf)
 """Those that can be written."""
 
 PLAIN = "safetensors"
@@ -102,6 +102,7 @@ __all__ = [
     "FORMATS",
     "PLAIN",
     "WRITABLE",
+    "Contained",
     "Contents",
     "Entry",
     "Fitting",

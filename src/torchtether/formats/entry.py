@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import Record, Stored
+from ..files import Packing, Pairs, Record, Stored
 from ..schemes import Scheme, Shape
 from ..spec import WeightSpec
 
@@ -156,6 +156,21 @@ class Writable(Format, Protocol):
         ``plain`` names the tensors that are stored as they are; formats that list what they leave out list them.
         An object is merged into the file of that name, key by key.
         """
+
+
+@runtime_checkable
+class Contained(Writable, Protocol):
+    """A format with files of its own, one for a checkpoint, where the others are written as safetensors files."""
+
+    @property
+    def suffix(self) -> str:
+        """How the names of its files end."""
+
+    def packing(self, name: str, spec: WeightSpec) -> Packing:
+        """The type of the file that holds a Weight of ``spec``; SchemeError if there is none."""
+
+    def pairs(self, config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
+        """What the file says besides its tensors, by ``config.json`` and by what is ``given``."""
 
 
 def expect(

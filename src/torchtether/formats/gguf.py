@@ -8,18 +8,25 @@ Source: ggml ``docs/gguf.md``; the ``gguf`` package, whose float32 values ours a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files import PACKINGS, Stored
-from ..schemes import Shape
-from ..schemes.bits import pack
+from ..errors import SchemeError
+from ..files import GGUF_SUFFIX, PACKINGS, Packing, Pairs, Stored
+from ..schemes import Affine, Scheme, Shape
+from ..schemes.bits import pack as packed
+from ..schemes.bits import unpack as unpacked
+from ..spec import WeightSpec
+from ..weight import Weight
 from .entry import Contents, Entry, Found, spec_of
 from .gguf_blocks import CODECS
 
 name = "gguf"
+suffix = GGUF_SUFFIX
 
 _PIECE = 2**20  # elements that are taken apart at once
 
@@ -56,11 +63,100 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     step = _PIECE // packing.elements
     for at in range(0, count, step):
         made = CODECS[packing.name].apart(blocks[at : at + step])
-        made["qdata"] = pack(made["qdata"], bits)
+        made["qdata"] = packed(made["qdata"], bits)
         for part, values in made.items():
             place = _bytes(parts[part]).view(count, -1)[at : at + step]
             place.copy_(_bytes(values.contiguous()).view(place.shape))
     return parts
+
+
+# -- written ----------------------------------------------------------------------------------------------------------
+
+
+def packing(name: str, spec: WeightSpec) -> Packing:
+    """The type that holds a Weight of ``spec`` as it is; raises SchemeError, with those that there are."""
+    scheme = _plainly(spec.scheme)
+    found = next((PACKINGS[one] for one, codec in CODECS.items() if codec.scheme == scheme), None)
+    if found is None:
+        raise SchemeError(
+            f"GGUF has no type for {spec.scheme}",
+            name=name,
+            fix="It has Q8_0, which is tt.int8(32, scale_dtype=torch.float16), and "
+            f"{', '.join(f'{one} ({codec.scheme})' for one, codec in CODECS.items() if one != 'Q8_0')}.",
+        )
+    if not spec.shape or spec.shape[-1] % found.elements:
+        raise SchemeError(
+            f"{found.name} needs rows of whole blocks of {found.elements}, its shape is {spec.shape}",
+            name=name,
+            fix="Leave it unquantized.",
+        )
+    return found
+
+
+def _plainly(scheme: Scheme) -> Scheme:
+    """``scheme`` without what matters only when it encodes."""
+    if not isinstance(scheme, Affine):
+        return scheme
+    scheme = replace(scheme, narrow_range=False, reciprocal=False)
+    return replace(scheme, signed=True) if scheme.symmetric and scheme.bits < 8 else scheme
+
+
+def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
+    """The bytes of its blocks, row by row, under its own name."""
+    found = packing(name, spec)
+    return {name: (torch.uint8, (*spec.shape[:-1], spec.shape[-1] // found.elements * found.nbytes))}
+
+
+def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """The bytes of the blocks: bits are moved, a bounded number of blocks at a time."""
+    assert isinstance(weight, Weight)
+    found = packing(name, weight.spec)
+    ((_, shape),) = layout(name, weight.spec).values()
+    out = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    blocks = out.view(-1, found.nbytes)
+    count = blocks.shape[0]
+    parts = {part: tensor.detach().reshape(count, -1) for part, tensor in weight.parts.items() if count}
+    step = _PIECE // found.elements
+    for at in range(0, count, step):
+        some = {part: tensor[at : at + step] for part, tensor in parts.items()}
+        codes = some["qdata"].view(torch.uint8)
+        some["qdata"] = unpacked(codes, codes.shape[-1] * 8 // found.elements, found.elements)
+        blocks[at : at + step] = CODECS[found.name].together(some)
+    return {name: out}
+
+
+def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """Nothing beside the file: every tensor in it says its type."""
+    return {}
+
+
+_CONFIG = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "vocab_size": "vocab_size",
+}
+
+
+def pairs(config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
+    """The pairs of a file: ``given`` ones, and before them those that ``config.json`` says; "unknown" if neither does.
+
+    >>> pairs({"model_type": "llama", "num_hidden_layers": 2})
+    {'general.architecture': 'llama', 'general.quantization_version': 2, 'llama.block_count': 2}
+    """
+    family = str((given or {}).get("general.architecture") or config.get("model_type") or "unknown")
+    made: dict[str, Any] = {"general.architecture": family, "general.quantization_version": 2}
+    for key, ours in _CONFIG.items():
+        value = config.get(key)
+        if type(value) is int or type(value) is float:
+            made[f"{family}.{ours}"] = float(value) if ours in ("rope.freq_base",) else value
+    return made | dict(given or {})
 
 
 def _bytes(tensor: Tensor) -> Tensor:

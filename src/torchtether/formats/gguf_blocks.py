@@ -1,7 +1,7 @@
 """The blocks of GGUF's types, byte by byte: what each scheme's parts are called there, and how the bits lie.
 
 Each codec takes the bytes of blocks, uint8 (n, bytes), apart into codes (n, elements), one to a byte, and the other
-parts (n, entries); nothing is rounded.
+parts (n, entries), and puts them together again; nothing is rounded.
 Source: ggml ``ggml-common.h`` and ``ggml-quants.c``.
 """
 
@@ -26,7 +26,7 @@ class Codec(NamedTuple):
 
     scheme: Scheme
     apart: Callable[[Tensor], Parts]
-    together: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    together: Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def _half(raw: Tensor) -> Tensor:
@@ -62,6 +62,17 @@ def _spread(raw: Tensor, run: int, bits: int) -> Tensor:
     runs = raw.unflatten(-1, (raw.shape[-1] // run, 1, run))
     fields: Tensor = (runs >> shifts) & ((1 << bits) - 1)
     return fields.flatten(1)
+
+
+def _joined(codes: Tensor, run: int, bits: int) -> Tensor:
+    """The inverse of ``_spread``, of the lowest ``bits`` bits of each code."""
+    each = 8 // bits
+    runs = codes.unflatten(-1, (codes.shape[-1] // (each * run), each, run))
+    fields: Tensor = runs & ((1 << bits) - 1)
+    raw: Tensor = fields[:, :, 0]
+    for i in range(1, each):
+        raw = raw | (fields[:, :, i] << (bits * i))
+    return raw.flatten(1)
 
 
 # -- blocks of 32 -----------------------------------------------------------------------------------------------------
@@ -100,14 +111,37 @@ def _q5_1(raw: Tensor) -> Parts:
     return {"qdata": codes, "scale": _half(raw[:, :2]), "bias": _half(raw[:, 2:4])}
 
 
+def _fifth_bits(codes: Tensor) -> Tensor:
+    """The fifth bit of each of 32 codes, in 4 bytes."""
+    return _joined((codes >> 4).unflatten(-1, (4, 8)).flatten(0, 1), 1, 1).view(-1, 4)
+
+
+def _to_q5_0(parts: Mapping[str, Tensor]) -> Tensor:
+    codes = parts["qdata"]
+    return torch.cat((_bytes(parts["scale"]), _fifth_bits(codes), _nibbles(codes)), -1)
+
+
+def _to_q5_1(parts: Mapping[str, Tensor]) -> Tensor:
+    codes = parts["qdata"]
+    return torch.cat((_bytes(parts["scale"]), _bytes(parts["bias"]), _fifth_bits(codes), _nibbles(codes)), -1)
+
+
 def _iq4_nl(raw: Tensor) -> Parts:
     return {"qdata": _halves(raw[:, 2:]), "super_scale": _half(raw[:, :2])}
+
+
+def _to_iq4_nl(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat((_bytes(parts["super_scale"]), _nibbles(parts["qdata"])), -1)
 
 
 def _mxfp4(raw: Tensor) -> Parts:
     codes = _halves(raw[:, 1:])
     codes = torch.where(codes == 8, 0, codes)  # ggml has no -0
     return {"qdata": codes, "scale": raw[:, :1].contiguous().view(torch.float8_e8m0fnu)}
+
+
+def _to_mxfp4(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat((_bytes(parts["scale"]), _nibbles(parts["qdata"])), -1)
 
 
 # -- super-blocks of 256 ----------------------------------------------------------------------------------------------
@@ -123,6 +157,12 @@ def _q2_k(raw: Tensor) -> Parts:
     }
 
 
+def _to_q2_k(parts: Mapping[str, Tensor]) -> Tensor:
+    both = (parts["scale"] & 15) | (parts["min"] << 4)
+    over = (_bytes(parts["super_scale"]), _bytes(parts["super_min"]))
+    return torch.cat((both, _joined(parts["qdata"], 32, 2), *over), -1)
+
+
 def _q3_k(raw: Tensor) -> Parts:
     low = torch.cat((raw[:, 96:104] & 15, raw[:, 96:104] >> 4), -1)
     high = _spread(raw[:, 104:108], 4, 2)
@@ -131,6 +171,12 @@ def _q3_k(raw: Tensor) -> Parts:
         "scale": _signed(low | (high << 4), 32),
         "super_scale": _half(raw[:, 108:110]),
     }
+
+
+def _to_q3_k(parts: Mapping[str, Tensor]) -> Tensor:
+    codes, scale = parts["qdata"], _unsigned(parts["scale"], 32)
+    scales = ((scale[:, :8] & 15) | (scale[:, 8:] << 4), _joined(scale >> 4, 4, 2))
+    return torch.cat((_joined(codes >> 2, 32, 1), _joined(codes, 32, 2), *scales, _bytes(parts["super_scale"])), -1)
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +199,27 @@ def _q4_k(raw: Tensor) -> Parts:
     }
 
 
+def _twelve_bytes(scale: Tensor, low: Tensor) -> Tensor:
+    """The inverse of ``_six_bits``."""
+    first = (scale[:, :4] & 63) | ((scale[:, 4:] >> 4) << 6)
+    second = (low[:, :4] & 63) | ((low[:, 4:] >> 4) << 6)
+    return torch.cat((first, second, (scale[:, 4:] & 15) | (low[:, 4:] << 4)), -1)
+
+
+def _k_head(parts: Mapping[str, Tensor]) -> Tensor:
+    over = (_bytes(parts["super_scale"]), _bytes(parts["super_min"]))
+    return torch.cat((*over, _twelve_bytes(parts["scale"], parts["min"])), -1)
+
+
+def _to_q4_k(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat((_k_head(parts), _joined(parts["qdata"], 32, 4)), -1)
+
+
+def _to_q5_k(parts: Mapping[str, Tensor]) -> Tensor:
+    codes = parts["qdata"]
+    return torch.cat((_k_head(parts), _joined(codes >> 4, 32, 1), _joined(codes, 32, 4)), -1)
+
+
 def _q5_k(raw: Tensor) -> Parts:
     codes = _spread(raw[:, 48:176], 32, 4) | (_spread(raw[:, 16:48], 32, 1) << 4)
     return {**_q4_k(raw[:, :144]), "qdata": codes}
@@ -166,6 +233,12 @@ def _q6_k(raw: Tensor) -> Parts:
     }
 
 
+def _to_q6_k(parts: Mapping[str, Tensor]) -> Tensor:
+    codes = parts["qdata"]
+    scales = (_bytes(parts["scale"]), _bytes(parts["super_scale"]))
+    return torch.cat((_joined(codes, 64, 4), _joined(codes >> 4, 32, 2), *scales), -1)
+
+
 def _iq4_xs(raw: Tensor) -> Parts:
     low = torch.stack((raw[:, 4:8] & 15, raw[:, 4:8] >> 4), -1).flatten(1)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)
@@ -177,6 +250,18 @@ def _iq4_xs(raw: Tensor) -> Parts:
     }
 
 
+def _to_iq4_xs(parts: Mapping[str, Tensor]) -> Tensor:
+    scale = _unsigned(parts["scale"], 32)
+    low = (scale[:, ::2] & 15) | (scale[:, 1::2] << 4)
+    high = _joined((scale >> 4).unflatten(-1, (2, 4)).flatten(0, 1), 1, 2).view(-1, 2)
+    return torch.cat((_bytes(parts["super_scale"]), high, low, _joined(parts["qdata"], 16, 4)), -1)
+
+
+def _unsigned(scale: Tensor, offset: int) -> Tensor:
+    """The inverse of ``_signed``."""
+    return (scale + offset).to(torch.uint8)
+
+
 def _signed(codes: Tensor, offset: int) -> Tensor:
     return codes.to(torch.int8).sub_(offset)
 
@@ -186,15 +271,15 @@ CODECS: dict[str, Codec] = {
     "Q8_0": Codec(Affine(8, block=(1, 32), scale_dtype=_HALF), _q8_0, _to_q8_0),
     "Q4_0": Codec(Affine(4, block=(1, 32), scale_dtype=_HALF), _q4_0, _to_q4_0),
     "Q4_1": Codec(Biased(4, (1, 32), _HALF), _q4_1, _to_q4_1),
-    "Q5_0": Codec(Affine(5, block=(1, 32), scale_dtype=_HALF), _q5_0),
-    "Q5_1": Codec(Biased(5, (1, 32), _HALF), _q5_1),
-    "MXFP4": Codec(ScaledFloat("e2m1", (1, 32), torch.float8_e8m0fnu), _mxfp4),
-    "IQ4_NL": Codec(SuperBlocks(4, 32, 32, 0, table=TABLE), _iq4_nl),
-    "IQ4_XS": Codec(SuperBlocks(4, 32, 256, 6, table=TABLE), _iq4_xs),
-    "Q2_K": Codec(SuperBlocks(2, 16, 256, 4, minimum=True), _q2_k),
-    "Q3_K": Codec(SuperBlocks(3, 16, 256, 6, offset=4), _q3_k),
-    "Q4_K": Codec(SuperBlocks(4, 32, 256, 6, minimum=True), _q4_k),
-    "Q5_K": Codec(SuperBlocks(5, 32, 256, 6, minimum=True), _q5_k),
-    "Q6_K": Codec(SuperBlocks(6, 16, 256, 8, offset=32), _q6_k),
+    "Q5_0": Codec(Affine(5, block=(1, 32), scale_dtype=_HALF), _q5_0, _to_q5_0),
+    "Q5_1": Codec(Biased(5, (1, 32), _HALF), _q5_1, _to_q5_1),
+    "MXFP4": Codec(ScaledFloat("e2m1", (1, 32), torch.float8_e8m0fnu), _mxfp4, _to_mxfp4),
+    "IQ4_NL": Codec(SuperBlocks(4, 32, 32, 0, table=TABLE), _iq4_nl, _to_iq4_nl),
+    "IQ4_XS": Codec(SuperBlocks(4, 32, 256, 6, table=TABLE), _iq4_xs, _to_iq4_xs),
+    "Q2_K": Codec(SuperBlocks(2, 16, 256, 4, minimum=True), _q2_k, _to_q2_k),
+    "Q3_K": Codec(SuperBlocks(3, 16, 256, 6, offset=4), _q3_k, _to_q3_k),
+    "Q4_K": Codec(SuperBlocks(4, 32, 256, 6, minimum=True), _q4_k, _to_q4_k),
+    "Q5_K": Codec(SuperBlocks(5, 32, 256, 6, minimum=True), _q5_k, _to_q5_k),
+    "Q6_K": Codec(SuperBlocks(6, 16, 256, 8, offset=32), _q6_k, _to_q6_k),
 }
-"""The types that are read, by name; those with ``together`` are written too."""
+"""The types that are read and written, by name."""

@@ -1,0 +1,128 @@
+"""Writing a GGUF file, tensor by tensor: the same tensors and pairs give the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..schemes import Shape
+from .ggml import PACKINGS, PLAIN, Packing
+from .gguf import ALIGNMENT, MAGIC, RANK_LIMIT
+from .reader import Tick, no_tick
+from .writer import write_bytes, write_tensor
+
+Scalar = str | bool | int | float
+Pairs = Mapping[str, Scalar | Sequence[Scalar]]
+"""Key-value pairs: text, bools, whole numbers, 32-bit floats, and lists of one of them."""
+
+_VERSION = 3
+_INTEGERS = ((4, "I", 0, 2**32), (5, "i", -(2**31), 2**31), (10, "Q", 0, 2**64), (11, "q", -(2**63), 2**63))
+
+
+def write_gguf(
+    file: FileIO,
+    layout: Mapping[str, tuple[torch.dtype, Shape]],
+    packings: Mapping[str, str],
+    made: Iterable[tuple[str, Tensor]],
+    pairs: Pairs,
+    *,
+    name: str,
+    tick: Tick = no_tick,
+) -> None:
+    """Writes tensors that are made one at a time, in any order, to ``file``, in the order of ``layout``.
+
+    ``layout`` is dtype and shape by key; ``packings`` names the type of each quantized one, which is bytes (*lead,
+    bytes per row). Raises CheckpointError for what GGUF cannot hold, or if a tensor is not what ``layout`` says.
+    """
+    head, start, stop = _header(layout, packings, pairs, name)
+    write_bytes(file, memoryview(head))
+    with ThreadPoolExecutor(1) as aside:
+        for key, tensor in made:
+            if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
+                given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
+                raise CheckpointError(given, name=key)
+            file.seek(start.pop(key))
+            write_tensor(file, tensor, aside, tick)
+            del tensor
+    if start:
+        raise CheckpointError("it was to be written and was not made", name=min(start))
+    file.truncate(stop)
+
+
+def gguf_packing(key: str, dtype: torch.dtype, shape: Shape, packing: str | None) -> tuple[Packing, Shape]:
+    """The type of a tensor in the file, and its shape in elements; raises CheckpointError if GGUF has none."""
+    if len(shape) > RANK_LIMIT:
+        raise CheckpointError(f"it has {len(shape)} dimensions, GGUF allows {RANK_LIMIT}", name=key)
+    if packing is not None:
+        made = PACKINGS[packing]
+        return made, (*shape[:-1], shape[-1] // made.nbytes * made.elements)
+    if dtype not in PLAIN:
+        known = ", ".join(str(one).removeprefix("torch.") for one in PLAIN)
+        raise CheckpointError(f"GGUF has no type for {dtype}, it has {known}", name=key, fix="Convert or leave it out.")
+    return PLAIN[dtype], shape
+
+
+def _header(
+    layout: Mapping[str, tuple[torch.dtype, Shape]], packings: Mapping[str, str], pairs: Pairs, name: str
+) -> tuple[bytes, dict[str, int], int]:
+    """The bytes before the data, where each tensor begins, and where the file ends."""
+    infos, offsets, at = [], {}, 0
+    for key, (dtype, shape) in layout.items():
+        packing, elements = gguf_packing(key, dtype, shape, packings.get(key))
+        sizes = b"".join(struct.pack("<Q", size) for size in reversed(elements))
+        infos.append(_text(key) + struct.pack("<I", len(elements)) + sizes + struct.pack("<IQ", packing.number, at))
+        offsets[key] = at
+        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if pairs.get("general.alignment", ALIGNMENT) != ALIGNMENT:
+        raise CheckpointError(f"it is always {ALIGNMENT} here", name=f"{name}: general.alignment", fix="Leave it out.")
+    try:
+        said = [_text(key) + _value(value, f"{name}: {key}") for key, value in sorted(pairs.items(), key=_rank)]
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"a key or value is not Unicode text: {error.reason}", name=name) from None
+    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(said)) + b"".join(said) + b"".join(infos)
+    head += b"\0" * (-len(head) % ALIGNMENT)
+    return head, {key: len(head) + offset for key, offset in offsets.items()}, len(head) + at
+
+
+def _rank(pair: tuple[str, object]) -> tuple[bool, str]:
+    """The architecture comes first, because the format asks for it; all others in the order of their keys."""
+    return pair[0] != "general.architecture", pair[0]
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Scalar | Sequence[Scalar], where: str) -> bytes:
+    """A value with its type; a list has the type of its first that holds all."""
+    if isinstance(value, str | bool | int | float):
+        kind, (raw,) = _typed([value], where)
+        return struct.pack("<I", kind) + raw
+    if not isinstance(value, Sequence):
+        raise CheckpointError(f"a {type(value).__name__} has no type in GGUF", name=where, fix="Leave it out.")
+    kind, items = _typed(value, where)
+    return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
+
+
+def _typed(values: Sequence[Scalar], where: str) -> tuple[int, list[bytes]]:
+    if all(isinstance(value, str) for value in values):
+        return 8, [_text(str(value)) for value in values]
+    if all(isinstance(value, bool) for value in values):
+        return 7, [struct.pack("<B", value) for value in values]
+    if all(type(value) is int for value in values):
+        for kind, code, low, high in _INTEGERS:
+            if all(low <= int(value) < high for value in values):
+                return kind, [struct.pack(f"<{code}", value) for value in values]
+    elif all(type(value) in (int, float) for value in values):
+        with contextlib.suppress(OverflowError):
+            return 6, [struct.pack("<f", value) for value in values]
+    raise CheckpointError(f"{str(values)[:80]} have no type in GGUF", name=where, fix="Leave it out.")
