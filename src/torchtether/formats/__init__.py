@@ -23,7 +23,7 @@ from . import (
     quanto,
     torchao,
 )
-from .entry import Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
+from .entry import Contained, Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
 from .refused import check_refused
 
 FORMATS: tuple[Format, ...] = (
