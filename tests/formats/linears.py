@@ -95,6 +95,9 @@ def opened(folder, name="m.weight", dtype=torch.float16):
         weight = checkpoint[name]
         assert isinstance(weight, tt.Weight)
         assert checkpoint.spec(name) == weight.spec
+        layout = weight.scheme.layout(weight.spec.base)
+        held = {part: (tensor.dtype, tuple(tensor.shape)) for part, tensor in weight.parts.items()}
+        assert held == {part: (what.dtype, tuple(what.shape)) for part, what in layout.items()}
         return weight.to(dtype).dequantize(), weight.spec
 
 
