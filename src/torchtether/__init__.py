@@ -24,7 +24,21 @@ from .optimizer import check_optimizer
 from .quantize import dequantize, quantize
 from .report import LoadReport
 from .save import save
-from .schemes import Affine, Biased, Codebook, Plain, ScaledFloat, Scheme, fp8, int4, int8, mxfp4, nf4, nvfp4
+from .schemes import (
+    Affine,
+    Biased,
+    Codebook,
+    Plain,
+    ScaledFloat,
+    Scheme,
+    SuperBlocks,
+    fp8,
+    int4,
+    int8,
+    mxfp4,
+    nf4,
+    nvfp4,
+)
 from .spec import Tie, View, WeightSpec
 from .swapping import swapping
 from .ties import check_ties, find_ties, tie, untie
@@ -43,7 +57,8 @@ __all__ = [
     # the nouns
     "Weight", "WeightSpec", "Tie", "View",
     # schemes
-    "Scheme", "Affine", "Biased", "ScaledFloat", "Codebook", "Plain", "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4",
+    "Scheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
+    "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4",
     # errors
     "TetherError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError", "SchemeError",
     "TieError", "UnsupportedOpError",
