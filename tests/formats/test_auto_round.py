@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import torchtether as tt
+from tests.formats import files
 from tests.formats.linears import drawn, fault, gemm, gptq, opened, values, write
+from torchtether.formats import compressed_tensors
 
 SAID = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int"}
 
@@ -77,7 +79,7 @@ def test_config_and_tensors_that_disagree(tmp_path):
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ({"packing_format": "auto_round:llm_compressor"}, "llm_compressor"),
+        ({"packing_format": "auto_round:marlin"}, "marlin"),
         ({"packing_format": "auto_round:fp8_static"}, "fp8_static"),
         ({"packing_format": "mlx"}, "mlx"),
         ({"packing_format": ["auto"]}, "['auto']"),
@@ -100,3 +102,12 @@ def test_what_was_only_simulated_is_plain(tmp_path):
     folder = write(tmp_path, {"m.weight": torch.ones(2, 2)}, {**SAID, "packing_format": "auto_round:fake"})
     with tt.open(folder) as checkpoint:
         assert torch.equal(checkpoint["m.weight"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_as_compressed_tensors(tmp_path, symmetric):
+    weight = tt.Weight.encode(files.random(16, 64), tt.int4(32, symmetric=symmetric, scale_dtype=torch.bfloat16))
+    tensors, _ = files.packed(compressed_tensors, {"m.weight": weight})
+    said = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4, "group_size": 32}
+    folder = files.write(tmp_path, tensors, {**said, "sym": symmetric})
+    assert torch.equal(files.decoded(folder, "m.weight", torch.float32), weight.dequantize())

@@ -1,8 +1,9 @@
-"""AutoRound: the tensors of GPTQ or of AWQ, under a ``quant_method`` of its own.
+"""AutoRound: the tensors of GPTQ, AWQ or compressed-tensors, under a ``quant_method`` of its own.
 
     packing_format    "auto_round:auto_gptq"                      GPTQ, zero points stored less one
                       "auto_round", "auto_round:gptqmodel", ...   GPTQ, zero points as they are
                       "auto_round:auto_awq"                       AWQ, gemm
+                      "auto_round:llm_compressor"                 compressed-tensors
     extra_config      options of some modules, by name or pattern
 
 Checkpoints of before there was a ``packing_format`` have a ``backend`` of the same words.
@@ -12,11 +13,12 @@ Source: AutoRound 0.16.1, inference/convert_model.py and export/export_to_autoro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from ..errors import CheckpointError
-from . import awq, gptq
+from . import awq, compressed_tensors, gptq
 from .entry import Contents, Entry, Found
 from .linears import Settings, dynamic_rules, extra_rules, options_of
 from .refused import find_codes
@@ -36,6 +38,8 @@ def recognise(contents: Contents) -> Found | None:
     config = contents.quantization
     packing = str(config.get("packing_format") or config.get("backend") or _DEFAULT).lower()
     packing = _DEFAULT if packing == "auto" else packing.replace("autoround", "auto_round")
+    if packing.endswith("llm_compressor"):
+        return compressed_tensors.recognise(_restated(contents))
     kind, codes = _kind(packing), find_codes(contents)
     if kind is None and codes is not None:
         raise CheckpointError(
@@ -59,8 +63,31 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts, as GPTQ or AWQ has them."""
+    """The parts, as the format in whose way they are packed has them."""
+    if "dense" in entry.options:
+        return compressed_tensors.unpack(entry, tensors)
     return awq.unpack(entry, tensors) if "version" in entry.options else gptq.unpack(entry, tensors)
+
+
+def _restated(contents: Contents) -> Contents:
+    """``contents`` with the config that compressed-tensors would have for the same weights."""
+    config = contents.quantization
+    size = config.get("group_size")
+    is_group = type(size) is int and size > 0
+    weights = {
+        "num_bits": config.get("bits"),
+        "type": "int",
+        "symmetric": config.get("sym") is not False,
+        "strategy": "group" if is_group else "channel",
+        "group_size": size if is_group else None,
+    }
+    said = {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        **config,
+        "quant_method": compressed_tensors.name,
+    }
+    return replace(contents, beside={**contents.beside, _FILE: {"quantization_config": said}})
 
 
 def _kind(packing: str) -> str | None:
