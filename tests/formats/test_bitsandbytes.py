@@ -164,3 +164,11 @@ def test_one_config_cannot_say_two_kinds():
     specs["b"] = specs["b"].replace(scheme=bitsandbytes.INT8)
     with pytest.raises(tt.SchemeError, match="4-bit and others int8"):
         bitsandbytes.announce(specs, [])
+
+
+def test_the_nibble_behind_the_last_code_is_nobodys(tmp_path):
+    weight = tt.Weight.encode(random(3, 5), tt.nf4())
+    tensors, said = packed(bitsandbytes, {"m.weight": weight})
+    tensors["m.weight"][-1] |= 0x0B
+    with tt.open(write(tmp_path, tensors, config=said["config.json"])) as checkpoint:
+        assert torch.equal(checkpoint["m.weight"].parts["qdata"], weight.parts["qdata"])
