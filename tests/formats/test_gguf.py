@@ -87,6 +87,47 @@ def test_writing_back_what_was_read_keeps_the_values(tmp_path):
         assert torch.equal(weight.dequantize(), before), packing
 
 
+def _number(raw, at):
+    return float(raw[at : at + 2].clone().view(torch.float16))
+
+
+def _q5_k(raw, e):
+    """One element, as ggml's ``dequantize_row_q5_K`` has it."""
+    b, j, i = raw[4:16].tolist(), e // 32, e % 32
+    scale, low = (b[j] & 63, b[4 + j] & 63) if j < 4 else (0, 0)
+    if j >= 4:
+        scale, low = (b[4 + j] & 15) | (b[j - 4] >> 6) << 4, (b[4 + j] >> 4) | (b[j] >> 6) << 4
+    code = (int(raw[48 + 32 * (j // 2) + i]) >> (4 * (j % 2))) & 15 | ((int(raw[16 + i]) >> j) & 1) << 4
+    return _number(raw, 0) * scale, code, _number(raw, 2) * low
+
+
+def _q6_k(raw, e):
+    half, quarter, i = e // 128, e % 128 // 32, e % 32
+    code = (int(raw[64 * half + i + 32 * (quarter % 2)]) >> (4 * (quarter // 2))) & 15
+    code |= ((int(raw[128 + 32 * half + i]) >> (2 * quarter)) & 3) << 4
+    scale = int(raw[192 + e // 16].view(torch.int8))
+    return _number(raw, 208) * scale, code - 32, 0.0
+
+
+def _mxfp4(raw, e):
+    code = (int(raw[1 + e % 16]) >> (4 * (e // 16))) & 15
+    doubled = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)[code]
+    return 2.0 ** (int(raw[0]) - 128), doubled, 0.0
+
+
+@pytest.mark.parametrize(("packing", "element"), [("Q5_K", _q5_k), ("Q6_K", _q6_k), ("MXFP4", _mxfp4)])
+def test_elements_by_hand(packing, element, tmp_path):
+    """Types of which no sample shows every bit; products of two float32 are exact in Python's floats."""
+    count = PACKINGS[packing].elements
+    blocks = raw(packing, (2, 2 * count))
+    with tt.open(written(tmp_path, packing, (2, 2 * count))) as checkpoint:
+        values = checkpoint["w"].to(torch.float32).dequantize().view(4, count)
+    for block, row in zip(blocks, values, strict=True):
+        scale, code, low = (torch.tensor(each) for each in zip(*(element(block, e) for e in range(count)), strict=True))
+        expected = scale * code - low
+        assert torch.equal(row.view(torch.int32), expected.view(torch.int32))
+
+
 # -- written ----------------------------------------------------------------------------------------------------------
 
 FITTING = {
@@ -119,9 +160,10 @@ def test_blocks_are_written_as_they_were_read(packing, lead, count, seed, tmp_pa
 def test_what_we_encode_is_written_without_loss(packing, tmp_path, monkeypatch):
     weight = tt.Weight.encode(torch.randn(5, 512, generator=torch.Generator().manual_seed(0)), FITTING[packing])
     monkeypatch.setattr("torchtether.formats.gguf._PIECE", 3 * PACKINGS[packing].elements)
-    plain = {"n": torch.ones(3), "h": torch.ones(2, 2).half(), "b": torch.ones(1).bfloat16(), "i": torch.arange(4)}
+    plain = {"m": torch.ones(3), "h": torch.ones(2, 2).half(), "b": torch.ones(1).bfloat16(), "z": torch.arange(3)}
     pairs = {"general.architecture": "mine", "n": 3}
     tt.save({"w": weight, **plain}, tmp_path / "x.gguf", format="gguf", metadata=pairs)
+    assert (tmp_path / "x.gguf").stat().st_size % 32 == 0  # also behind the last tensor
     with tt.open(tmp_path / "x.gguf") as checkpoint:
         assert checkpoint.store.stored("w").packing == packing
         again = checkpoint["w"]
