@@ -247,7 +247,7 @@ def test_a_scheme_is_spelled_as_in_python(text):
     [
         ("int5", "unknown scheme 'int5', known are"),
         ("", "unknown scheme ''"),
-        ("int4(", "is not understood. Write int4, or int4(group_size=..., symmetric=..., scale_dtype=...)."),
+        ("int4(", "is not understood. Write int4, or int4(group_size=..., symmetric=..., scale_dtype=..., fit=...)."),
         ("int4(64)(64)", "is not understood"),
         ("int4(64) or int8", "is not understood"),
         ("int4" + "(" * 400, "is not understood"),
@@ -256,7 +256,7 @@ def test_a_scheme_is_spelled_as_in_python(text):
         ("int8(32, True)", "is not understood"),
         ("int4(*[64])", "is no int or None"),
         ("int4(**{})", "there is no option None"),
-        ("int4(group=64)", "int4: there is no option 'group'. It has group_size, symmetric, scale_dtype."),
+        ("int4(group=64)", "int4: there is no option 'group'. It has group_size, symmetric, scale_dtype, fit."),
         ("int4(64, group_size=64)", "the option 'group_size' is given twice"),
         ("int4(group_size=True)", "int4(group_size=): True is no int or None"),
         ("int4(group_size=6.5)", "6.5 is no int or None"),

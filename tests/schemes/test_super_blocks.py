@@ -104,15 +104,15 @@ def foreign(scheme, shape, seed):
 
 @every_scheme
 @settings(max_examples=40)
-@given(seed=st.integers(0, 2**31 - 1), dtype=st.sampled_from((FP32, torch.bfloat16)))
-def test_foreign_parts_keep_their_values(scheme, seed, dtype):
+@given(seed=st.integers(0, 2**31 - 1))
+def test_foreign_parts_keep_their_values(scheme, seed):
     if len(scheme._levels) < 1 << scheme.bits:
         return  # codes beyond the table
     shape = (4, 288)
     parts = foreign(scheme, shape, seed)
-    decoded = scheme.decode(parts, shape, dtype)
+    decoded = scheme.decode(parts, shape, FP32)
     again = scheme.reencode(decoded, parts)
-    assert torch.equal(scheme.decode(again, shape, dtype), decoded)
+    assert torch.equal(scheme.decode(again, shape, FP32), decoded)
     assert all(laws.same(again[name], part) for name, part in parts.items() if name != "qdata")
 
 

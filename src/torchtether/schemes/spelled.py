@@ -28,7 +28,7 @@ def scheme_from_text(text: str) -> Scheme:
     True
     >>> scheme_from_text("int8(group=64)")
     Traceback (most recent call last):
-    torchtether.errors.RuleError: int8: there is no option 'group'. It has group_size, symmetric, scale_dtype.
+    torchtether.errors.RuleError: int8: there is no option 'group'. It has group_size, symmetric, scale_dtype, fit.
     """
     name, bracket, _ = text.partition("(")
     name = name.strip()
