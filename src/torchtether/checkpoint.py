@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +38,10 @@ class Checkpoint(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path | str) -> None:
+        with _no_collection():
+            self._open(path)
+
+    def _open(self, path: Path | str) -> None:
         self.store = Store(path)
         try:
             store = self.store
@@ -298,6 +304,18 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors, {len(self.ties)} ties)"
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, Python does not look for reference cycles: a header makes millions of objects, and no cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -113,7 +113,7 @@ def write_groups(
     folder_for(folder)
     names = _file_names(stem, len(shards))
     targets = [folder / name for name in names]
-    index = _index(groups, shards, names)
+    index = _index(groups, shards, names, name=str(folder / f"{stem}{INDEX_SUFFIX}"))
     beside = _beside(groups, format, folder, is_folder)
     extra = {**({f"{stem}{INDEX_SUFFIX}": index} if index else {}), **beside}
     everything = [*targets, *(folder / name for name in extra)]
@@ -258,16 +258,20 @@ def _write(shard: list[Group], file: FileIO, name: str, tick: Tick) -> None:
     layout = {key: what for group in shard for key, what in group.layout.items()}
     made = (pair for group in shard for pair in group.tensors())
     record = _record(shard)
+    record.with_checksums(dict.fromkeys(layout, 0)).check_extent(len(layout), name=name)
     write_made(file, layout, made, lambda checksums: record.with_checksums(checksums).metadata(), name=name, tick=tick)
 
 
-def _index(groups: Sequence[Group], shards: list[list[Group]], names: list[str]) -> bytes:
+def _index(groups: Sequence[Group], shards: list[list[Group]], names: list[str], *, name: str) -> bytes:
     """The index of several shards, with the whole record and, for other readers, ``alias: owner``; empty for one."""
     if len(shards) == 1:
         return b""
-    flat = _record(groups).metadata()
+    record = _record(groups)
+    record.check_extent(sum(len(group.layout) for group in groups), name=name)
+    flat = record.metadata()
     del flat["format"]
     weight_map = {
-        key: name for name, shard in zip(names, shards, strict=True) for group in shard for key in group.layout
+        key: file for file, shard in zip(names, shards, strict=True) for group in shard for key in group.layout
     }
-    return format_index(weight_map, {**flat, KEY: flat[KEY], "total_size": sum(group.nbytes for group in groups)})
+    total = sum(group.nbytes for group in groups)
+    return format_index(weight_map, {**flat, KEY: flat[KEY], "total_size": total}, name=name)

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import torchtether as tt
-from torchtether.files import KEY
+from torchtether.files import KEY, Record, record, strict_json
 from torchtether.files.strict_json import VALUES, parse_object
 
 _MB = 2**20
@@ -42,6 +44,8 @@ def many(unit, count):
     return b"{" + b",".join(unit % i for i in range(count)) + b"}"
 
 
+WIDE = "more than 131072 values in one object or list"
+
 FILES = {
     "deep objects": (lambda size: file(b'{"a":' * (size // 5)), "nested too deeply"),
     "deep lists": (lambda size: file(b'{"a":' + b"[" * size), "nested too deeply"),
@@ -50,9 +54,9 @@ FILES = {
     "one key": (lambda size: file(b'{"%s":{}}' % (b"x" * size)), "characters, more than 65536"),
     "escapes": (lambda size: file(b'{"a\\\\":"%s"}' % (b"\\u0041" * (size // 6))), "the entry needs dtype"),
     "keys": (lambda size: file(many(b'"%x":{}', size // 14)), f"more than {VALUES} values"),
-    "metadata": (lambda size: file(b'{"__metadata__":%s}' % many(b'"%x":""', size // 14)), f"more than {VALUES} v"),
-    "lists": (lambda size: file(b'{"a":[' + b"[]," * (size // 3) + b"[]]}"), f"more than {VALUES} values"),
-    "numbers": (lambda size: file(b'{"a":[' + b"999," * (size // 4) + b"1]}"), f"more than {VALUES} values"),
+    "metadata": (lambda size: file(b'{"__metadata__":%s}' % many(b'"%x":""', size // 14)), WIDE),
+    "lists": (lambda size: file(b'{"a":[' + b"[]," * (size // 3) + b"[]]}"), WIDE),
+    "numbers": (lambda size: file(b'{"a":[' + b"999," * (size // 4) + b"1]}"), WIDE),
     "one number": (lambda size: file(b'{"a":' + b"9" * size + b"}"), "not JSON"),
     "spaces": (lambda size: file(b"{" + b" " * size + b"}"), "0 tensors"),
     "tensors": (
@@ -61,7 +65,11 @@ FILES = {
     ),
     "record of lists": (lambda size: with_record(b'{"v":1,"ties":[' + b"[]," * (5 * _MB) + b"[]]}"), "values"),
     "record, deep": (lambda size: with_record(b"[" * (15 * _MB)), "nested too deeply"),
-    "record, large": (lambda size: with_record(b'"' + b"x" * (17 * _MB) + b'"'), "more than 16777216"),
+    "record, large": (lambda size: with_record(b'"' + b"x" * (17 * _MB) + b'"'), "the torchtether record is a str"),
+    "record of keys": (
+        lambda size: with_record(b'{"v":1,"crc32":%s}' % many(b'"%x":""', size // 15)),
+        f"record holds more than {2**18 + 32} values",
+    ),
 }
 
 
@@ -117,5 +125,42 @@ def test_half_a_character_is_not_text(tmp_path):
 
 def test_what_cannot_be_read_back_is_not_written(tmp_path):
     tensors = dict.fromkeys(map(str, range(VALUES // 8 + 1)), torch.ones(1))
-    with pytest.raises(tt.CheckpointError, match="tensors in one file are more than 524288. Save in shards"):
+    with pytest.raises(tt.CheckpointError, match="tensors in one file are more than 262144. Save in shards"):
         tt.files.writer.format_header({k: (t.dtype, (1,)) for k, t in tensors.items()}, {}, name="x")
+    with pytest.raises(tt.CheckpointError, match=f"x: the header holds {WIDE}"):
+        tt.files.writer.format_header({}, dict.fromkeys(map(str, range(2**17 + 1)), ""), name="x")
+    with pytest.raises(tt.CheckpointError, match=f"x: the torchtether record holds more than {2**18 + 32} values"):
+        Record(copies=frozenset(map(str, range(2**18 + 40)))).check_extent(1, name="x")
+
+
+@pytest.mark.parametrize(("shards", "what"), [(None, "model.safetensors"), (60, "model.safetensors.index.json")])
+def test_saving_asks_for_the_limits_of_the_record(tmp_path, monkeypatch, shards, what):
+    monkeypatch.setattr(record, "_values", lambda count: 5)
+    tied = dict.fromkeys("abcdefg", torch.ones(10))
+    with pytest.raises(tt.CheckpointError, match=f"{what}: the torchtether record holds more than 5 values"):
+        tt.save({**tied, "x": torch.ones(10)}, tmp_path, max_shard_size=shards)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_is_read_back_up_to_the_limits(tmp_path):
+    """A checksum takes its key and 14 bytes; these alone are more than 16 MiB."""
+    names = [f"{'a' * 2000}.{i}" for i in range(10_000)]
+    tt.save({name: torch.ones(1) for name in names}, tmp_path / "x.safetensors")
+    with tt.open(tmp_path / "x.safetensors") as checkpoint:
+        assert len(checkpoint) == len(names)
+        assert checkpoint.store.record.checksums.keys() == set(names)
+
+
+@given(st.lists(st.integers(0, 9), max_size=9), st.integers(1, 9), st.integers(1, 7))
+def test_the_widest_inner_object_is_counted_over_pieces(sizes, widest, piece):
+    """Whatever the pieces in which the text is looked at."""
+    text = json.dumps({str(i): {str(j): [[j], {"a": j}] for j in range(size)} for i, size in enumerate(sizes)}).encode()
+    stock, strict_json._PIECE = strict_json._PIECE, piece
+    try:
+        strict_json.check_extent(text, 10**9, widest, name="f", what="text")
+    except tt.CheckpointError:
+        assert max(sizes) > widest
+    else:
+        assert max(sizes, default=0) <= widest
+    finally:
+        strict_json._PIECE = stock

@@ -1,19 +1,20 @@
 """Writers that are killed, interrupted, or refused by a real disk: the old file is whole, and nothing lies."""
 
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 import torchtether as tt
 from torchtether.cli import main
-from torchtether.files import replacing
+from torchtether.files import new_folder, replacing
+from torchtether.files.leftovers import hold
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits are POSIX's")
 
@@ -23,24 +24,52 @@ def source(tmp_path_factory):
     """Large enough that writing takes a while."""
     path = tmp_path_factory.mktemp("source") / "model"
     torch.manual_seed(0)
-    tt.save({f"layer{i}.weight": torch.randn(256, 1024) for i in range(16)}, path, max_shard_size="5MB")
+    tt.save({f"layer{i}.weight": torch.randn(256, 1024) for i in range(8)}, path, max_shard_size="3MB")
     (path / "config.json").write_text("{}")
     return path
 
 
-def launch(words, after=None):
-    """Starts a command that says when it has been imported, and sends it ``after`` (a signal, seconds from there)."""
-    code = "import sys; from torchtether.cli import main; print('ready', flush=True); sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
+# Imports once and forks for every command: what is killed is a process of its own, without the seconds of importing.
+_FORKS = """
+import json, os, signal, sys, time
+import torchtether.transform, torchtether.verify
+from torchtether.cli import main
+for line in sys.stdin:
+    words, number, after, errors = json.loads(line)
     start = time.monotonic()
-    if after is not None:
-        time.sleep(after[1])
-        process.send_signal(after[0])
-    _, error = process.communicate()
-    return process.returncode, error, time.monotonic() - start
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            os.dup2(2, 1)
+            code = main(words)
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    if number:
+        time.sleep(after)
+        os.kill(child, number)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps([code, time.monotonic() - start]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """Runs a command, and sends it ``after`` (a signal, seconds from its start): code, stderr, seconds."""
+    errors = tmp_path_factory.mktemp("errors") / "errors"
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+
+        def run(words, after=(0, 0.0)):
+            print(json.dumps([[str(word) for word in words], *after, str(errors)]), file=server.stdin, flush=True)
+            code, seconds = json.loads(server.stdout.readline())
+            return code, errors.read_text(), seconds
+
+        yield run
+        server.stdin.close()
 
 
 def is_right(target, source):
@@ -50,37 +79,43 @@ def is_right(target, source):
 @posix
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_killing_quantize_at_any_moment_leaves_nothing_that_lies(tmp_path, source, kind):
-    """Twenty kills over the time that a run takes: what is there afterwards is right, or refused, or nothing."""
+def test_killing_quantize_at_any_moment_leaves_nothing_that_lies(tmp_path, source, launch, kind):
+    """Twenty kills over the time that a run takes. What is there is absent and refused, or whole and right.
+
+    The same command, run again over what is left, succeeds, and takes what the killed one left hidden with it; where
+    the killed one had finished, it says that the target is there.
+    """
     target = tmp_path / ("made" if kind == "folder" else "made.safetensors")
-    words = [
-        "quantize",
-        source,
-        target,
-        "--scheme",
-        "int4",
-        *(["--max-shard-size", "500kB"] if kind == "folder" else []),
-    ]
-    code, error, whole = launch(words)
+    shards = ["--max-shard-size", "500kB"] if kind == "folder" else []
+    words = ["quantize", source, target, "--scheme", "int4", *shards]
+    code, error, _ = launch(words)
     assert code == 0, error
     expected = read(target)
+    assert is_right(target, source)
+    remove(target)
+    whole = launch(words)[2]  # the first one has imported something still
     moments = random.Random(0)
-    finished = 0
+    killed = hidden = 0
     for i in range(20):
         remove(target)
         code, _, _ = launch(words, after=(signal.SIGKILL, whole * (i + moments.random()) / 20))
         assert code in (0, -signal.SIGKILL)
-        finished += code == 0
-        if target.exists():
-            assert read(target) == expected  # which is right, see below
-        else:
-            assert main(["verify", str(target)]) == 1
-    assert finished < 15, "the moments are not spread over the run"
-    remove(target)
-    assert launch(words)[0] == 0  # what the killed ones left is in nobody's way
-    assert is_right(target, source)
-    left = {path.name for path in tmp_path.iterdir()} - {target.name}
-    assert all(name.startswith(f".{target.name}.") and name.endswith(".tmp") for name in left)
+        killed += code != 0
+        left = {path.name for path in tmp_path.iterdir()} - {target.name}
+        assert all(name.startswith(f".{target.name}.") and name.endswith(".tmp") for name in left)
+        assert len(left) <= 1
+        hidden += len(left)
+        was_there = target.exists()
+        assert was_there or main(["verify", str(target)]) == 1
+        code, error, _ = launch(words)
+        assert (code, "it is there already" in error) == ((1, True) if was_there else (0, False)), error
+        assert read(target) == expected
+        assert was_there or os.listdir(tmp_path) == [target.name]
+        for path in tmp_path.iterdir():  # of one that was killed after its last rename
+            if path != target:
+                remove(path)
+    assert killed >= 8, "the moments are not spread over the run"
+    assert hidden >= 4, "no kill met a file that was being written"
 
 
 def read(target):
@@ -100,12 +135,14 @@ def remove(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", [["quantize", "--scheme", "nf4"], ["convert", "--dtype", "bfloat16"]])
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_ctrl_c_leaves_nothing(tmp_path, source, verb, kind):
+def test_ctrl_c_leaves_nothing(tmp_path, source, launch, verb, kind):
     target = tmp_path / ("made" if kind == "folder" else "made.safetensors")
     words = [verb[0], source, target, *verb[1:]]
-    code, error, whole = launch(words)
+    code, error, _ = launch(words)
     assert code == 0, error
     expected = read(target)
+    remove(target)
+    whole = launch(words)[2]  # the first one has imported something still
     interrupted = 0
     for i in range(6):
         remove(target)
@@ -172,6 +209,51 @@ def test_other_numbers_of_shards_leave_the_old_ones_whole_until_the_index(tmp_pa
         tt.save(state(2), tmp_path, max_shard_size=256)
     with tt.open(tmp_path) as checkpoint:
         assert {float(checkpoint[name][0]) for name in checkpoint} == {1.0}
+
+
+# -- what killed ones left --------------------------------------------------------------------------------------------
+
+
+@posix
+def test_leftovers_of_dead_processes_go_and_others_stay(tmp_path):
+    """One is told by its name, by the number of its process, and by that nobody holds it."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    dead = process.pid
+    shard = "model-00001-of-00002.safetensors"
+    gone = [f".model.safetensors.{dead}.0123abcd.tmp", f".{shard}.{dead}.0123abcd.tmp"]
+    held = f".model.safetensors.{dead}.00000000.tmp"  # by another machine, say
+    kept = [
+        held,
+        f".model.safetensors.{os.getpid()}.0123abcd.tmp",
+        f".other.safetensors.{dead}.0123abcd.tmp",
+        f".model.safetensors.{dead}.tmp",
+        f"model.safetensors.{dead}.0123abcd.tmp",
+    ]
+    for name in (*gone, *kept):
+        (tmp_path / name).write_bytes(b"x")
+    with open(tmp_path / held) as file:
+        hold(file.fileno())
+        tt.save(state(1), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", *kept}
+    tt.save(state(2), tmp_path)
+    assert not (tmp_path / held).exists()
+
+
+@posix
+def test_a_file_that_is_being_written_is_held(tmp_path, monkeypatch):
+    """Another process that thinks its owner dead, because it runs on another machine, leaves it alone."""
+    monkeypatch.setattr("torchtether.files.leftovers._runs", lambda process: False)
+    with replacing(tmp_path / "x") as (file,):
+        with replacing(tmp_path / "x") as (other,):
+            other.write(b"other")
+        file.write(b"mine")
+    assert (tmp_path / "x").read_bytes() == b"mine"
+    with new_folder(tmp_path / "y") as folder:
+        with replacing(tmp_path / "y.safetensors"), new_folder(tmp_path / "y"):
+            pass
+        assert folder.is_dir()
+    assert sorted(os.listdir(tmp_path)) == ["x", "y", "y.safetensors"]
 
 
 # -- disks that refuse ------------------------------------------------------------------------------------------------

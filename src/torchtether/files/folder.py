@@ -13,6 +13,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .beside import BESIDE
 from .index import INDEX_SUFFIX, SUFFIX
+from .leftovers import held, name_beside, remove_leftovers
 from .replacing import sync_folder
 
 _COMPANIONS = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
@@ -29,31 +30,35 @@ def folder_for(path: Path) -> None:
 def remove_stale(folder: Path, stem: str, *, keep: AbstractSet[str]) -> None:
     """What an earlier save of ``stem`` left in ``folder`` and the last one did not write is gone.
 
-    Only names that a save makes are touched: the file, its index, and numbered shards. Two checkpoints under one stem
-    would leave readers to guess.
+    Only names that a save makes are touched: the file, its index, and numbered shards, and what a killed process left
+    of these. Two checkpoints under one stem would leave readers to guess.
     """
     ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}|{re.escape(stem + INDEX_SUFFIX)}")
     for file in folder.iterdir():
         if ours.fullmatch(file.name) and file.name not in keep:
             with contextlib.suppress(FileNotFoundError):
                 file.unlink()
+    remove_leftovers(folder, ours.fullmatch)
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Inside, an empty folder to fill; afterwards it is at ``path``, by one rename: no reader sees a part of it.
 
-    After an error or an interrupt nothing is left; a killed process leaves a hidden folder beside ``path``.
+    After an error or an interrupt nothing is left; a killed process leaves a hidden folder beside ``path``, which the
+    next that is to be there takes with it.
     Raises CheckpointError if ``path`` is there already and not an empty folder, or where the disk refuses.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError("it is there already", name=str(path), fix="Give a new or an empty folder.")
     folder_for(target.parent)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    remove_leftovers(target.parent, target.name.__eq__)
+    temporary = name_beside(target)
     try:
         temporary.mkdir()
-        yield temporary
+        with held(temporary):
+            yield temporary
         os.replace(temporary, target)
         sync_folder(target.parent)
     except OSError as error:

@@ -6,23 +6,24 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
 from ..schemes import Shape
 from .dtypes import CODES, DTYPES, WITHOUT_TORCH
-from .strict_json import VALUES, is_count, parse_object, said
+from .strict_json import VALUES, are_counts, check_extent, parse_object, said
 
 HEADER_LIMIT = 100_000_000  # bytes; the reference reader and writer refuse more
 _METADATA = "__metadata__"
+_NEEDED = {"dtype", "shape", "data_offsets"}
 _RANK_LIMIT = 64  # torch's own
 _TENSOR_LIMIT = VALUES // 8  # a tensor of rank 2 takes eight values
+_METADATA_LIMIT = 2**17  # keys of the metadata
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One tensor as a file stores it: contiguous, ``nbytes`` from ``start``, counted from the file's first byte.
 
     ``packing`` is what a file that has types of its own calls that of the tensor (GGUF: "Q4_K"); others leave it empty.
@@ -54,53 +55,62 @@ def parse_header(text: bytes, size: int, *, name: str) -> Header:
     """
     if text[:1] != b"{":
         raise CheckpointError("the header does not begin with '{'", name=name, fix="Is it a safetensors file?")
-    entries = parse_object(text, name=name, what="header", floats=False)
+    entries = parse_object(text, name=name, what="header", floats=False, widest=_METADATA_LIMIT)
     metadata = entries.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{_METADATA} is not an object of strings", name=name)
     first = 8 + len(text)
     tensors: dict[str, Stored] = {}
-    stops: dict[str, int] = {}
+    places: list[tuple[int, int, str]] = []
+    shapes: dict[Shape, Shape] = {}
     for key, entry in entries.items():
-        tensors[key], stops[key] = _stored(entry, first, where=f"{name}: {key}")
+        try:
+            tensors[key], stop = _stored(entry, first, shapes)
+        except CheckpointError as error:
+            raise CheckpointError(error.what, name=f"{name}: {key}") from None
+        places.append((tensors[key].start, stop, key))
+    places.sort()
     at = first
-    for key in sorted(tensors, key=lambda key: (tensors[key].start, stops[key])):
-        if tensors[key].start != at:
-            problem = "overlaps the tensor before it" if tensors[key].start < at else "leaves a gap before it"
-            raise CheckpointError(
-                f"it begins at byte {tensors[key].start} and {problem}, which ends at {at}", name=f"{name}: {key}"
-            )
-        at = stops[key]
+    for start, stop, key in places:
+        if start != at:
+            problem = "overlaps the tensor before it" if start < at else "leaves a gap before it"
+            raise CheckpointError(f"it begins at byte {start} and {problem}, which ends at {at}", name=f"{name}: {key}")
+        at = stop
     if at != size:
         problem = "is cut short" if at > size else "holds bytes that no tensor covers"
         raise CheckpointError(f"the file {problem}: its tensors end at byte {at}, it has {size}", name=name)
     return Header(tensors, metadata)
 
 
-def _stored(entry: Any, first: int, *, where: str) -> tuple[Stored, int]:
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError("the entry needs dtype, shape and data_offsets", name=where)
+def _stored(entry: Any, first: int, shapes: dict[Shape, Shape]) -> tuple[Stored, int]:
+    """What an entry of the header says, and where the tensor stops; raises CheckpointError, for the caller to name.
+
+    ``shapes`` holds one tuple for all tensors of a shape.
+    """
+    if not isinstance(entry, dict) or not entry.keys() >= _NEEDED:
+        raise CheckpointError("the entry needs dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         known = "a dtype that torch does not have" if code in WITHOUT_TORCH else "no dtype of the format"
-        raise CheckpointError(f"it has dtype {said(code)}, {known}", name=where)
-    if not isinstance(shape, list) or len(shape) > _RANK_LIMIT or not all(is_count(n) for n in shape):
-        raise CheckpointError(f"it has the bad shape {said(shape)}", name=where)
-    if math.prod(max(n, 1) for n in shape) >= 2**60:  # also with a 0 in it, torch computes strides in 64 bits
-        raise CheckpointError(f"it has the impossible shape {shape}", name=where)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_count(n) for n in offsets):
-        raise CheckpointError(f"it has the bad data_offsets {said(offsets)}", name=where)
+        raise CheckpointError(f"it has dtype {said(code)}, {known}")
+    if not are_counts(shape) or len(shape) > _RANK_LIMIT:
+        raise CheckpointError(f"it has the bad shape {said(shape)}")
+    if math.prod(shape if 0 not in shape else [n for n in shape if n]) >= 2**60:  # also beside a 0 torch takes 64 bits
+        raise CheckpointError(f"it has the impossible shape {shape}")
+    if not are_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"it has the bad data_offsets {said(offsets)}")
     if code == "F4":
         if not shape or shape[-1] % 2:
-            raise CheckpointError(f"it is F4 with shape {shape}, whose last size must be even", name=where)
+            raise CheckpointError(f"it is F4 with shape {shape}, whose last size must be even")
         shape = [*shape[:-1], shape[-1] // 2]
-    stored = Stored(DTYPES[code], tuple(shape), first + offsets[0])
-    if offsets[1] - offsets[0] != stored.nbytes:
+    start, stop = offsets
+    size = tuple(shape)
+    stored = Stored(DTYPES[code], shapes.setdefault(size, size), first + start)
+    if stop - start != stored.nbytes:
         raise CheckpointError(
-            f"its data_offsets span {offsets[1] - offsets[0]} bytes, {code} of shape {shape} takes {stored.nbytes}",
-            name=where,
+            f"its data_offsets span {stop - start} bytes, {code} of shape {shape} takes {stored.nbytes}"
         )
-    return stored, first + offsets[1]
+    return stored, first + stop
 
 
 def format_header(
@@ -136,6 +146,9 @@ def format_header(
         raise CheckpointError(f"a name or metadata is not Unicode text: {error.reason}", name=name) from None
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
-        raise CheckpointError(f"the header takes {len(text)} bytes, the format allows {HEADER_LIMIT}", name=name)
+        raise CheckpointError(
+            f"the header takes {len(text)} bytes, the format allows {HEADER_LIMIT}", name=name, fix="Save in shards."
+        )
+    check_extent(text, VALUES, _METADATA_LIMIT, name=name, what="header")
     first = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {key: first + at for key, at in start.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .header import HEADER_LIMIT
-from .strict_json import parse_object, said
+from .strict_json import check_extent, parse_object, said
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -131,7 +131,14 @@ def _is_plain_name(name: str) -> bool:
     )
 
 
-def format_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> bytes:
-    """The bytes of an index; equal arguments give equal bytes."""
+def format_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any], *, name: str) -> bytes:
+    """The bytes of the index ``name``; equal arguments give equal bytes.
+
+    Raises CheckpointError if it would be larger than what is read.
+    """
     record = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
-    return (json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    text = (json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    if len(text) > HEADER_LIMIT:
+        raise CheckpointError(f"the index takes {len(text)} bytes, more than {HEADER_LIMIT}", name=name)
+    check_extent(text, _VALUES, _VALUES, name=name, what="index")
+    return text

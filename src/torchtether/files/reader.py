@@ -194,5 +194,5 @@ class TensorFile:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
+        if hasattr(self, "_descriptor") and os is not None:  # None when the interpreter ends
             self.close()

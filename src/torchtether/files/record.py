@@ -34,13 +34,13 @@ from ..schemes import Shape
 from ..spec import Tie, View, WeightSpec, contiguous_stride
 from .dtypes import CODES
 from .header import Stored
-from .strict_json import check_length, is_count, parse_object, said
+from .strict_json import VALUES, check_extent, check_length, is_count, parse_object, said
 
 KEY = "torchtether"
 HIDDEN = "torchtether.storage."
-_LIMIT = 16 * 2**20  # bytes of JSON
 _FIELDS = {"v", "ties", "weights", "strides", "copies", "crc32"}
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_WHAT = "torchtether record"
 _RESERVED = {"", "__metadata__"}
 
 
@@ -88,6 +88,10 @@ class Record:
                     made[alias] = tie.owner
         return made
 
+    def check_extent(self, count: int, *, name: str) -> None:
+        """Raises CheckpointError, naming the file, if it says more about ``count`` tensors than would be read back."""
+        check_extent(self._text().encode(), _values(count), VALUES, name=name, what=_WHAT)
+
     def _text(self) -> str:
         record: dict[str, Any] = {"v": 1}
         if self.ties:
@@ -103,6 +107,15 @@ class Record:
         return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
+def _values(count: int) -> int:
+    """The JSON values that a record of ``count`` stored tensors may hold, so that a small file asks for little memory.
+
+    A tensor takes one for its checksum, and one of the parts of a Weight a share of twenty or so; views of one tensor
+    take a dozen each, and there may be twenty thousand of them.
+    """
+    return min(VALUES, 2**18 + 32 * count)
+
+
 def part_key(name: str, part: str) -> str:
     """The key under which part ``part`` of the Weight ``name`` is stored."""
     return f"{name}.{part}"
@@ -110,9 +123,7 @@ def part_key(name: str, part: str) -> str:
 
 def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Record:
     """The record in the metadata of the file ``name``, which stores ``stored``; raises CheckpointError if it lies."""
-    if len(text) > _LIMIT:
-        raise CheckpointError(f"the record takes {len(text)} bytes, more than {_LIMIT}", name=name)
-    found = parse_object(text, name=name, what="torchtether record", floats=True)
+    found = parse_object(text, name=name, what=_WHAT, floats=True, values=_values(len(stored)))
     if found.get("v") != 1 or not found.keys() <= _FIELDS:
         raise CheckpointError(
             f"the record has version {said(found.get('v'))} and fields {', '.join(sorted(found))[:80]}, this package"
@@ -128,7 +139,7 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
     strides = {key: _strides(entry, stored.get(key), where=f"{name}: {key}") for key, entry in found["strides"].items()}
     if not all(isinstance(key, str) for key in found["copies"]):
         raise CheckpointError("copies in the record are not names", name=name)
-    checksums = {key: _checksum(entry, key, stored, where=f"{name}: {key}") for key, entry in found["crc32"].items()}
+    checksums = {key: _checksum(entry, key, stored, name=name) for key, entry in found["crc32"].items()}
     record = Record(_ties(found["ties"], name), weights, strides, frozenset(found["copies"]), checksums)
     _check_ties(record, stored, parts, name)
     return record
@@ -210,11 +221,11 @@ def _is_dense(shape: Shape, stride: Shape) -> bool:
 # -- checksums --------------------------------------------------------------------------------------------------------
 
 
-def _checksum(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -> int:
+def _checksum(entry: Any, key: str, stored: Mapping[str, Stored], *, name: str) -> int:
     if key not in stored:
-        raise CheckpointError("its checksum is recorded, it is not stored", name=where)
+        raise CheckpointError("its checksum is recorded, it is not stored", name=f"{name}: {key}")
     if not isinstance(entry, str) or not _CHECKSUM.fullmatch(entry):
-        raise CheckpointError(f"the checksum {str(entry)[:80]!r} is not 8 lower-case hex digits", name=where)
+        raise CheckpointError(f"the checksum {str(entry)[:80]!r} is not 8 lower-case hex digits", name=f"{name}: {key}")
     return int(entry, 16)
 
 

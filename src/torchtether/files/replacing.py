@@ -10,6 +10,7 @@ from io import FileIO
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .leftovers import hold, name_beside, remove_leftovers
 
 TORN = b'{"torn": "the save that began here did not end"}\n'
 """What stands in the place of an index while the files that it is about are exchanged."""
@@ -22,10 +23,13 @@ def replacing(*paths: Path) -> Iterator[list[FileIO]]:
     Each file is written beside its target and renamed over it when all are written, so an error, a full disk or a
     killed process leaves the old ones as they were. Only the renames of several files over old ones can be torn; from
     the first to the last of them the last path, an index, says so. A symbolic link is followed. A new file gets the
-    mode that the umask asks for, a replaced one keeps its own. Raises CheckpointError where the disk refuses.
+    mode that the umask asks for, a replaced one keeps its own. A killed process leaves hidden files beside the targets,
+    which the next to write there removes. Raises CheckpointError where the disk refuses.
     """
     targets = [Path(os.path.realpath(path)) for path in paths]
     made: list[tuple[Path, FileIO]] = []
+    for folder in {target.parent for target in targets}:
+        remove_leftovers(folder, {target.name for target in targets}.__contains__)
     try:
         for target in targets:
             if target.is_dir():
@@ -65,8 +69,9 @@ def _mark_torn(index: Path) -> None:
 
 
 def _beside(target: Path) -> tuple[Path, FileIO]:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    temporary = name_beside(target)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    hold(descriptor)
     file = FileIO(descriptor, "wb", closefd=True)
     with contextlib.suppress(FileNotFoundError):
         os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))

@@ -12,12 +12,13 @@ import numpy as np
 
 from ..errors import CheckpointError
 
-VALUES = 2**22
-"""Numbers, strings, lists and objects in one text: half a million tensors. Each takes Python some hundred bytes."""
+VALUES = 2**21
+"""Numbers, strings, lists and objects in one text: a quarter of a million tensors. Each takes some hundred bytes."""
 
 _DEPTH = 32
 _NAME_LIMIT = 2**16  # characters of a key; every error about it repeats them
 _PIECE = 2**20
+_COUNT_LIMIT = 2**48
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -26,12 +27,13 @@ _HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(
-    text: bytes | str, *, name: str, what: str, floats: bool = False, values: int = VALUES
+    text: bytes | str, *, name: str, what: str, floats: bool = False, values: int = VALUES, widest: int = VALUES
 ) -> dict[str, Any]:
     """The JSON object in ``text``; ``name`` is the file and ``what`` the place in it that an error is about.
 
     Raises CheckpointError for anything but one object in UTF-8 with unique keys; for fractions unless ``floats``;
-    for NaN and infinities always; and, before it is parsed, for more than ``values`` values.
+    for NaN and infinities always; and, before it is parsed, for more than ``values`` values, or more than ``widest`` in
+    one of the objects and lists that it consists of.
 
     >>> parse_object('{"a": [1, null]}', name="f", what="header")
     {'a': [1, None]}
@@ -43,7 +45,9 @@ def parse_object(
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise CheckpointError(f"the {what} holds the key {said(twice)} twice", name=name)
-        check_length(max(made, key=len, default=""), name=name)
+        for key in made:
+            if len(key) > _NAME_LIMIT:
+                check_length(key, name=name)
         return made
 
     def refuse(word: str) -> NoReturn:
@@ -53,7 +57,7 @@ def parse_object(
         return float(word) if math.isfinite(float(word)) else refuse(word)
 
     try:
-        _check_extent(text if isinstance(text, bytes) else text.encode(), values, name=name, what=what)
+        check_extent(text if isinstance(text, bytes) else text.encode(), values, widest, name=name, what=what)
         words = text.decode("utf-8") if isinstance(text, bytes) else text
         found = json.loads(
             words, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite if floats else refuse
@@ -75,26 +79,32 @@ def parse_object(
     return found
 
 
-def _check_extent(text: bytes, limit: int, *, name: str, what: str) -> None:
-    """Counts values and depth without making any: a list takes two bytes in a file and sixty in memory.
+def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) -> None:
+    """Raises CheckpointError if ``text`` says more than ``parse_object`` reads; writers ask too, of what they write.
 
-    What follows a syntax error may be counted wrongly; the parser stops before it.
+    Counts values and depth without making any: a list takes two bytes in a file and sixty in memory. What follows a
+    syntax error may be counted wrongly; the parser stops before it.
     """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # so that every quote begins or ends a string
-    values = depth = is_inside = 0
+    values = depth = is_inside = width = 0
     for at in range(0, len(text), _PIECE):
         piece = np.frombuffer(text, np.uint8, min(_PIECE, len(text) - at), at)
         inside = np.bitwise_xor.accumulate((piece == ord('"')).view(np.uint8)) ^ is_inside
         is_inside = int(inside[-1])
         outside = piece[inside == 0]
-        opens = (outside == ord("{")) | (outside == ord("["))
+        opens, commas = (outside == ord("{")) | (outside == ord("[")), outside == ord(",")
         levels = depth + np.cumsum(opens.astype(np.int32) - ((outside == ord("}")) | (outside == ord("]"))))
-        values += int(opens.sum()) + int((outside == ord(",")).sum())
+        values += int(opens.sum()) + int(commas.sum())
         if len(levels):
             depth = int(levels[-1])
             if levels.max() > _DEPTH:
                 raise CheckpointError(f"the {what} is nested too deeply", name=name)
+            counts = width + np.cumsum(commas & (levels == 2))
+            ends = np.concatenate(([0], counts[levels < 2], counts[-1:]))
+            width = int(counts[-1] - ends[-2]) if depth >= 2 else 0
+            if max(np.diff(ends).max(), 0) >= widest:
+                raise CheckpointError(f"the {what} holds more than {widest} values in one object or list", name=name)
         if values > limit:
             raise CheckpointError(f"the {what} holds more than {limit} values", name=name)
 
@@ -120,4 +130,18 @@ def is_count(value: Any) -> bool:
     >>> is_count(3), is_count(True), is_count(-1)
     (True, False, False)
     """
-    return type(value) is int and 0 <= value < 2**48
+    return type(value) is int and 0 <= value < _COUNT_LIMIT
+
+
+def are_counts(values: Any) -> bool:
+    """Whether ``values`` is a list of such integers.
+
+    >>> are_counts([3, 0]), are_counts([3, None]), are_counts(3)
+    (True, False, False)
+    """
+    if type(values) is not list:
+        return False
+    for value in values:  # noqa: SIM110 - headers ask half a million times, and a generator takes twice as long
+        if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
+            return False
+    return True

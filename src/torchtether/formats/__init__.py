@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
+from ..schemes import Shape
 from ..spec import contiguous_stride
 from . import (
     auto_round,
@@ -66,10 +67,13 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
         format, found = None, Found()
     taken = {key for entry in found.weights.values() for key in entry.keys.values()} | found.spare
     entries = dict(found.weights)
-    for key, stored in contents.tensors.items():
+    strides: dict[Shape, Shape] = {}  # many tensors have few shapes
+    for key, (dtype, shape, _) in contents.tensors.items():
         if key not in taken:
-            stride = contents.record.strides.get(key) or contiguous_stride(stored.shape)
-            entries[key] = Entry({"tensor": key}, stored.shape, stride, stored.dtype)
+            if shape not in strides:
+                strides[shape] = contiguous_stride(shape)
+            stride = contents.record.strides.get(key) or strides[shape]
+            entries[key] = Entry({"tensor": key}, shape, stride, dtype)
     return format, found, dict(sorted(entries.items()))
 
 

@@ -55,7 +55,8 @@ def recognise(contents: Contents) -> Found | None:
     tensors = contents.tensors
     states = {key.partition(STATE)[0]: key for key in tensors if STATE in key}
     rows = [key for key in tensors if key.endswith(".SCB")]
-    sided = [key for key in tensors if key.endswith(tuple(f".{role}" for role in _SIDES))]
+    sides = tuple(f".{role}" for role in _SIDES)
+    sided = [key for key in tensors if key.endswith(sides)]
     if not states and not rows and contents.method != "bitsandbytes":
         return None
     found = Found()

@@ -17,7 +17,7 @@ from ..spec import WeightSpec
 NOTHING: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor as a checkpoint holds it. ``keys`` maps each of its roles to a stored key.
 
@@ -31,7 +31,7 @@ class Entry:
     stride: Shape
     dtype: torch.dtype
     spec: WeightSpec | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
 
     @staticmethod
     def of(keys: Mapping[str, str], spec: WeightSpec, **options: Any) -> Entry:
