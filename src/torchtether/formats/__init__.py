@@ -69,7 +69,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     entries = dict(found.weights)
     strides: dict[Shape, Shape] = {}  # many tensors have few shapes
     for key, (dtype, shape, _) in contents.tensors.items():
-        if key not in taken:
+        if key not in taken and key not in found.faults:
             if shape not in strides:
                 strides[shape] = contiguous_stride(shape)
             stride = contents.record.strides.get(key) or strides[shape]
