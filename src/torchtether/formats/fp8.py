@@ -64,7 +64,8 @@ def recognise(contents: Contents) -> Found | None:
     for key in contents.tensors:
         if key.endswith(("weight_scale_inv", "weight_scale")) and key not in scales:
             owner = key.removesuffix("_inv").removesuffix("_scale")
-            found.fault(owner, f"its scale {key} is there, its codes are not", {"scale": key})
+            held = f"are {contents.tensors[owner].dtype}" if owner in contents.tensors else "are not"
+            found.fault(owner, f"its scale {key} is there, its codes {held}", {"scale": key})
     return found
 
 

@@ -1,0 +1,329 @@
+"""Quantized files that lie: in config.json, in the header, in the tensors that say how others are to be read.
+
+Whatever is asked of one, the answer is tensors of the shapes that were promised, or one error of one line that names
+the file and the key; and a model into which it could not be loaded is as it was.
+"""
+
+import contextlib
+import json
+import math
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torchtether as tt
+from torchtether.files.dtypes import DTYPES
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def _is_read(path):
+    """Whether the format of this sample exists."""
+    try:
+        with tt.open(path / "model.safetensors") as checkpoint:
+            return checkpoint.format != "safetensors"
+    except tt.CheckpointError:
+        return False
+
+
+SAMPLES = sorted(path.parent.name for path in GOLDEN.glob("*/model.safetensors") if _is_read(path.parent))
+
+
+class Sample:
+    """A folder of tests/golden in memory: its config, its header, its bytes, and the shapes it decodes to."""
+
+    def __init__(self, name):
+        folder = GOLDEN / name
+        data = (folder / "model.safetensors").read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        self.metadata = header.pop("__metadata__", {})
+        self.tensors = {
+            key: (what["dtype"], what["shape"], data[8 + length :][slice(*what["data_offsets"])])
+            for key, what in header.items()
+        }
+        self.config = json.loads((folder / "config.json").read_text())
+        self.shapes = {name: what["shape"] for name, what in json.loads((folder / "expected.json").read_text()).items()}
+
+    def write(self, folder):
+        """The files of it; a config that JSON has no words for is written as Python does, NaN and all."""
+        header, at = ({"__metadata__": self.metadata} if self.metadata else {}), 0
+        for key, (code, shape, data) in self.tensors.items():
+            header[key] = {"dtype": code, "shape": shape, "data_offsets": [at, at + len(data)]}
+            at += len(data)
+        text = json.dumps(header).encode()
+        whole = struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in self.tensors.values())
+        (folder / "model.safetensors").write_bytes(whole)
+        (folder / "config.json").write_text(json.dumps(self.config))
+
+    def model(self):
+        """A module with every tensor that it decodes to, under its name, on meta."""
+        root = nn.Module()
+        for name, shape in self.shapes.items():
+            *path, leaf = name.split(".")
+            module = root
+            for step in path:
+                if step not in dict(module.named_children()):
+                    module.add_module(step, nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
+        return root
+
+
+# -- the law ----------------------------------------------------------------------------------------------------------
+
+
+def is_one_line(error):
+    """Whether it is one that a person can act on: one line, which names a file or a tensor."""
+    text = str(error)
+    return "\n" not in text and ": " in text and len(text) < 20_000
+
+
+def check(sample, folder):
+    """Opens, reads and loads it; returns whether it was believed."""
+    sample.write(folder)
+    with little_memory():
+        return _read(folder) + _load(sample, folder)
+
+
+@contextlib.contextmanager
+def little_memory():
+    """Inside, whoever asks for much more memory than a sample and a few threads take gets an error that is not ours."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 2**30, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _read(folder):
+    try:
+        checkpoint = tt.open(folder)
+    except tt.CheckpointError as error:
+        assert is_one_line(error), str(error)
+        return 0
+    with checkpoint:
+        assert all("\n" not in what for what in checkpoint.faults.values())
+        read = 0
+        for name in (*checkpoint, *checkpoint.faults):
+            try:
+                tensor = checkpoint[name]
+                assert name not in checkpoint.faults
+                assert tuple(tensor.shape) == checkpoint.spec(name).shape
+                if isinstance(tensor, tt.Weight):
+                    tensor.dequantize()
+                read += 1
+            except tt.TetherError as error:
+                assert is_one_line(error), str(error)
+                assert name in str(error) or any(key in str(error) for key in checkpoint.store.header.tensors)
+        return read
+
+
+def _load(sample, folder):
+    model = sample.model()
+    before = dict(model.named_parameters())
+    try:
+        tt.load(model, folder, strict=False)
+        for name, shape in sample.shapes.items():
+            found = model.get_parameter(name)
+            assert found is before[name]
+            assert list(found.shape) == shape
+        return 1
+    except tt.TetherError as error:
+        assert is_one_line(error), str(error)
+        for name, parameter in before.items():
+            assert model.get_parameter(name) is parameter
+            assert type(parameter) is nn.Parameter
+            assert parameter.is_meta
+            assert list(parameter.shape) == sample.shapes[name]
+        return 0
+
+
+# -- mutations --------------------------------------------------------------------------------------------------------
+
+ODD = st.one_of(
+    st.sampled_from([None, True, False, -1, 0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 64, 128, 2**31, 2**40, 2**63, 2**64]),
+    st.sampled_from(
+        [10**400, 1.5, -0.0, math.nan, math.inf, "", "x", "4", "int4", "re:[", "re:(a+)+$", "\ud800", "\n"]
+    ),
+    st.sampled_from([[], {}, [None], [[]], [{}], {"": None}, [1, 2], [-1, 0], [2**40, 2**40], [128, 128], ["x"]]),
+    st.sampled_from(["gptq", "awq", "fp8", "group", "channel", "tensor", "float", "Linear", "gemm", "marlin"]),
+)
+
+
+def _paths(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _paths(inner, (*path, key))
+
+
+def edited(value, path, draw):
+    """``value`` with what is at ``path`` replaced by something odd, dropped, or put inside of something."""
+    if path:
+        made = dict(value) if isinstance(value, dict) else list(value)
+        if len(path) == 1 and draw(st.integers(0, 3)) == 0:
+            del made[path[0]]
+        else:
+            made[path[0]] = edited(made[path[0]], path[1:], draw)
+        return made
+    how = draw(st.integers(0, 9))
+    return [value] if how == 0 else {"x": value} if how == 1 else str(value) if how == 2 else draw(ODD)
+
+
+def change_config(sample, draw):
+    """Any value of the config; the whole of it may become no object at all."""
+    sample.config = edited(sample.config, draw(st.sampled_from(list(_paths(sample.config)))), draw)
+
+
+def change_metadata(sample, draw):
+    """Any value of the JSON texts in the metadata of the file, or the text."""
+    if not sample.metadata:
+        return change_config(sample, draw)
+    key = draw(st.sampled_from(sorted(sample.metadata)))
+    try:
+        record = json.loads(sample.metadata[key])
+        made = json.dumps(edited(record, draw(st.sampled_from(list(_paths(record)))), draw))
+    except ValueError:
+        made = draw(st.sampled_from(["", "{}", "[]", "null", "{", '{"_type": 3}', "x" * 1000]))
+    sample.metadata = {**sample.metadata, key: made}
+
+
+def change_keys(sample, draw):
+    """A tensor has another name, or none, or one more."""
+    key = draw(st.sampled_from(sorted(sample.tensors)))
+    other = draw(st.sampled_from(sorted(sample.tensors)))
+    stem, _, last = key.rpartition(".")
+    names = [
+        f"{key}.{other.rpartition('.')[2]}",
+        f"{stem}.{other.rpartition('.')[2]}",
+        f"{key}_scale",
+        last,
+        f"x.{key}",
+    ]
+    how = draw(st.sampled_from(["drop", "rename", "copy", "swap"]))
+    if how == "swap":
+        sample.tensors[key], sample.tensors[other] = sample.tensors[other], sample.tensors[key]
+        return
+    name = draw(st.sampled_from(names))
+    if how != "drop":
+        sample.tensors[name] = sample.tensors[key]
+    if how != "copy" and key != name:
+        del sample.tensors[key]
+
+
+def change_shape(sample, draw):
+    """The same bytes in another shape or dtype, or fewer or more of them: what the header allows."""
+    key = draw(st.sampled_from(sorted(sample.tensors)))
+    code, shape, data = sample.tensors[key]
+    item = DTYPES[code].itemsize
+    count = len(data) // item
+    how = draw(st.sampled_from(["dtype", "flat", "turned", "more", "fewer", "none", "deep", "scalar"]))
+    if how == "dtype":
+        fitting = sorted(one for one in DTYPES if len(data) % DTYPES[one].itemsize == 0 and one != "F4")
+        code = draw(st.sampled_from(fitting))
+        shape = [*shape[:-1], -1] if shape else [-1]
+        rest = math.prod(shape[:-1]) * DTYPES[code].itemsize
+        fits = rest and len(data) % rest == 0
+        shape = [*shape[:-1], len(data) // rest] if fits else [len(data) // DTYPES[code].itemsize]
+    elif how == "flat":
+        shape = [count]
+    elif how == "turned":
+        shape = shape[::-1]
+    elif how in ("more", "fewer"):
+        row = math.prod(shape[1:]) * item
+        shape = [max((shape or [1])[0] + (1 if how == "more" else -1), 0), *shape[1:]]
+        data = (data + bytes(row))[: shape[0] * row]
+    elif how == "none":
+        shape, data = draw(st.sampled_from([[0], [0, *shape[1:]], [*shape, 0], [2**30, 0]])), b""
+    elif how == "deep":
+        shape = draw(st.sampled_from([[1, *shape], [*shape, 1], [1] * 60 + shape]))
+    else:
+        shape, data = [], data[:item] or bytes(item)
+    sample.tensors[key] = code, shape, data
+
+
+_ENDS = (0, 1, 0x7F, 0x80, 0xFF)
+
+
+def change_bytes(sample, draw):
+    """Bytes of one of the smaller tensors; where it is JSON, also what that says."""
+    smaller = sorted(sample.tensors, key=lambda key: (len(sample.tensors[key][2]), key))
+    key = draw(st.sampled_from(smaller[: max(1, len(smaller) * 3 // 4)]))
+    code, shape, data = sample.tensors[key]
+    if data[:1] == b"{" and draw(st.booleans()):
+        record = json.loads(data)
+        made = json.dumps(edited(record, draw(st.sampled_from(list(_paths(record)))), draw)).encode()
+        sample.tensors[key] = code, [len(made)], made
+        return
+    item = DTYPES[code].itemsize
+    changed = bytearray(data)
+    for _ in range(draw(st.integers(1, 4))):
+        if changed:
+            at = draw(st.integers(0, len(changed) // item - 1)) * item
+            changed[at : at + item] = draw(
+                st.one_of(
+                    st.sampled_from([bytes([end]) * item for end in _ENDS]),
+                    st.sampled_from([bytes(item - 1) + b"\x7f", bytes(item - 1) + b"\x40"]),
+                    st.binary(min_size=item, max_size=item),
+                )
+            )
+    sample.tensors[key] = code, shape, bytes(changed)
+
+
+CHANGES = {
+    "config": change_config,
+    "metadata": change_metadata,
+    "keys": change_keys,
+    "shape": change_shape,
+    "bytes": change_bytes,
+}
+
+
+def _fuzz(name, folder, draw):
+    sample = Sample(name)
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+        CHANGES[draw(st.sampled_from(sorted(CHANGES)))](sample, draw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(sample, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_sample_itself_is_believed(name, folder):
+    sample = Sample(name)
+    assert check(sample, folder) > len(sample.shapes)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_mutated_samples(name, folder, data):
+    _fuzz(name, folder, data.draw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
+@settings(max_examples=150)
+@given(data=st.data())
+def test_much_mutated_samples(name, folder, data):
+    _fuzz(name, folder, data.draw)
