@@ -314,6 +314,53 @@ def test_the_sample_itself_is_believed(name, folder):
     assert check(sample, folder) > len(sample.shapes)
 
 
+# -- what it has found ------------------------------------------------------------------------------------------------
+
+
+def _faulty(name, folder):
+    with tt.open(folder) as checkpoint:
+        assert name not in checkpoint
+        assert name not in list(checkpoint)
+        with pytest.raises(tt.CheckpointError, match=f"{name}: "):
+            checkpoint[name]
+        return checkpoint.faults[name]
+
+
+def test_codes_of_another_dtype_are_a_fault_and_no_plain_tensor(folder):
+    sample = Sample("fp8_block128_f32scale")
+    name = "self_attn.k_proj.weight"
+    _, (rows, columns), data = sample.tensors[name]
+    sample.tensors[name] = "BF16", [rows, columns // 2], data
+    sample.write(folder)
+    assert _faulty(name, folder) == f"its scale {name}_scale_inv is there, its codes are torch.bfloat16"
+
+
+def test_codes_that_are_also_a_scale_are_a_fault_and_no_weight(folder):
+    sample = Sample("fp8_block128_bf16scale")
+    name = "self_attn.k_proj.weight"
+    sample.tensors[f"{name}_scale"] = sample.tensors[name]
+    sample.write(folder)
+    assert f"its scale {name}_scale is there" in _faulty(name, folder)
+
+
+def test_a_fault_is_one_line_whatever_the_file_says(folder):
+    sample = Sample("torchao_fp8_row")
+    name = "self_attn.k_proj.weight"
+    sample.metadata[name] = json.dumps({**json.loads(sample.metadata[name]), "_type": "a\nb"})
+    sample.write(folder)
+    assert "it is a torchao a b, and only" in _faulty(name, folder)
+
+
+def test_a_description_of_a_plain_tensor_that_cannot_be_is_a_fault(folder):
+    sample = Sample("torchao_int8_row")
+    sample.metadata["self_attn.q_proj.bias"] = '{"_type": null}'
+    sample.write(folder)
+    assert "not a list of names" in _faulty("self_attn.q_proj.bias", folder)
+
+
+# -- any others -------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 @settings(max_examples=8)
 @given(data=st.data())

@@ -109,7 +109,7 @@ class Found:
 
     def fault(self, name: str, what: str, keys: Mapping[str, str] | None = None) -> None:
         """``name`` cannot be read because of ``what``; its stored ``keys`` are no tensors of the model either."""
-        self.faults.setdefault(name, what)
+        self.faults.setdefault(name, " ".join(what.split()))  # one line, whatever the file has put into it
         self.spare.update((keys or {}).values())
 
 
