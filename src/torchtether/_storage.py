@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 _HARDEST = 100_000
 """Steps for numpy's exact overlap test. It is a Diophantine problem; what is harder is called an overlap."""
 
+_STOCK = (Tensor, nn.Parameter)
+"""The types of nearly all tensors: no wrappers, never lazy."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The bytes of one strided tensor; ``start`` and ``stop`` count in ``space``, and compare only within one."""
 
@@ -84,17 +87,14 @@ def storage_id(tensor: Tensor) -> int:
 
 def is_strided(tensor: Tensor) -> bool:
     """Whether the tensor is one strided piece of memory: not sparse, nested, lazy or a wrapper around others."""
-    return (
-        not is_lazy(tensor)
-        and tensor.layout == torch.strided
-        and not tensor.is_nested
-        and not hasattr(tensor, "__tensor_flatten__")
-    )
+    is_one = type(tensor) in _STOCK or not (is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__"))
+    return is_one and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
     """The memory under ``tensor``: one block, or those of everything that it wraps; none if empty or not strided."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    is_stock = type(tensor) in _STOCK
+    if not is_stock and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         inner = (getattr(tensor, name) for name in names)  # of a DTensor, the device mesh is among them
         return tuple(block for one in inner if isinstance(one, Tensor) for block in blocks_of(one))
@@ -102,9 +102,8 @@ def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
         return ()
     size, stride, itemsize = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
     extent = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-    address: int = (
-        0 if tensor.untyped_storage().device.type == "meta" else tensor.data_ptr()
-    )  # fake tensors lie on meta
+    is_meta = tensor.is_meta if is_stock else tensor.untyped_storage().device.type == "meta"  # fake tensors lie there
+    address: int = 0 if is_meta else tensor.data_ptr()
     space: Hashable = tensor.device
     if address == 0:  # meta, or freed: unknown, so only the same memory object can be shared
         space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize

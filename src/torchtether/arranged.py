@@ -37,11 +37,13 @@ class Arranged(Mapping[str, Composed]):
         self.checkpoint = checkpoint
         listed = list(checkpoint)
         every = [(key, True) for key in listed] + [(key, False) for key in checkpoint.flat if key not in set(listed)]
-        named, self.faults = renamed((Named(key, whole(key, checkpoint.spec(key)), is_) for key, is_ in every), rename)
+        stored = {key: whole(key, checkpoint.spec(key)) for key, _ in every}
+        named, self.faults = renamed([Named(key, stored[key], is_listed) for key, is_listed in every], rename)
         self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
         self._made: dict[str, Composed] = {}
         self._recipes: dict[str, Recipe] = {}
         self._keys: dict[str, str | None] = {}
+        """The key in the checkpoint that a name is, if it is only called so."""
         self.listed: set[str] = set()
         """Names that must not be left over."""
         for one in sorted(named, key=lambda one: not one.listed):
@@ -49,6 +51,7 @@ class Arranged(Mapping[str, Composed]):
                 continue
             if one.name not in self._made:
                 self._made[one.name] = one.tensor
+                self._keys[one.name] = _key(one.tensor, stored)
                 self.listed.update([one.name] if one.listed else [])
             elif one.listed:
                 first, second = (" with ".join(keys) for keys in (self._made[one.name].keys, one.tensor.keys))
@@ -71,21 +74,21 @@ class Arranged(Mapping[str, Composed]):
 
     def is_as_it_is(self, name: str) -> bool:
         """Whether ``name`` is a stored tensor, at most called something else."""
-        return self._key(name) is not None
+        return self._keys[name] is not None
 
     def whole_key(self, name: str) -> str | None:
         """The key under which the values of ``name`` are stored as they are; ``None`` for anything made of others."""
-        key = self._key(name)
+        key = self._keys[name]
         return None if key is None else self.checkpoint.whole_key(key)
 
     def fit(self, name: str, shape: Shape) -> Shape:
         """The shape of ``name``; where its file does not say one, it takes ``shape`` if it can."""
-        key = self._key(name)
+        key = self._keys[name]
         return self.spec(name).shape if key is None else self.checkpoint.fit(key, shape)
 
     def spec(self, name: str) -> WeightSpec:
         """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
-        key = self._key(name)
+        key = self._keys[name]
         if key is not None:
             return self.checkpoint.spec(key)
         made = self._made[name]
@@ -98,34 +101,27 @@ class Arranged(Mapping[str, Composed]):
 
     def is_weight(self, name: str) -> bool:
         """Whether it is stored as a Weight."""
-        key = self._key(name)
+        key = self._keys[name]
         if key is not None:
             return self.checkpoint.entries[self.checkpoint.find(key)[0]].spec is not None
         return not self._made[name].scheme.transparent
 
     def check(self, name: str) -> None:
         """Raises UnsupportedOpError if the Weights that make up ``name`` cannot be cut or joined as they are stored."""
-        if self._key(name) is None and not self._made[name].scheme.transparent:
+        if self._keys[name] is None and not self._made[name].scheme.transparent:
             self._recipe(name).check(self.checkpoint)
 
     def nbytes(self, name: str) -> int:
         """The bytes that are read for ``name``."""
-        made = self._made[name]
-        if self._key(name) is None and not made.scheme.transparent:
+        key, made = self._keys[name], self._made[name]
+        if key is not None:
+            return self.checkpoint.nbytes(key)
+        if not made.scheme.transparent:
             return self._recipe(name).nbytes
         return sum(
             self.checkpoint.nbytes(piece.key) if self._is_whole(piece) else piece.numel * made.dtype.itemsize
             for piece in made.pieces
         )
-
-    def _key(self, name: str) -> str | None:
-        """The key in the checkpoint that is ``name``, if it is only called so."""
-        if name not in self._keys:
-            pieces = self._made[name].pieces
-            key = pieces[0].key if len(pieces) == 1 else None
-            is_same = key is not None and pieces == whole(key, self.checkpoint.spec(key)).pieces
-            self._keys[name] = key if is_same else None
-        return self._keys[name]
 
     def _is_whole(self, piece: Piece) -> bool:
         return not piece.heads and piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
@@ -139,7 +135,7 @@ class Arranged(Mapping[str, Composed]):
 
     def find(self, name: str) -> tuple[Hashable, View | None]:
         """The stored tensor that ``name`` is, and the view of it; what has several pieces is a home of its own."""
-        key = self._key(name)
+        key = self._keys[name]
         if key is not None:
             return self.checkpoint.find(key)
         made = self._made[name]
@@ -177,12 +173,14 @@ class Arranged(Mapping[str, Composed]):
 
     def tied(self) -> Iterator[list[str]]:
         """The names, as the model calls them, of what the file ties or notes as tied; those of one tie at a time."""
+        groups = [list(tie.names) for tie in self.checkpoint.ties]
+        groups += [[owner, alias] for alias, owner in self.checkpoint.flat.items()]
+        if not groups:
+            return
         users: dict[str, list[str]] = {}
         for name, made in self._made.items():
             for key in made.keys:
                 users.setdefault(key, []).append(name)
-        groups = [list(tie.names) for tie in self.checkpoint.ties]
-        groups += [[owner, alias] for alias, owner in self.checkpoint.flat.items()]
         for keys in groups:
             yield list(dict.fromkeys(name for key in keys for name in users.get(key, ())))
 
@@ -190,7 +188,7 @@ class Arranged(Mapping[str, Composed]):
 
     def read_weight(self, name: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Weight:
         """The Weight ``name``, which is stored as one, in new memory on ``device``."""
-        key = self._key(name)
+        key = self._keys[name]
         if key is None:
             return self._recipe(name).read(self.checkpoint, device, tick)
         made = self.checkpoint.read_whole(key, device, tick)
@@ -199,7 +197,7 @@ class Arranged(Mapping[str, Composed]):
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
         """The values of ``name`` on the CPU, to be dropped soon; see ``Checkpoint.read_briefly``."""
-        key = self._key(name)
+        key = self._keys[name]
         if key is not None:
             return self.checkpoint.read_briefly(key, tick)
         made = self._made[name]
@@ -211,7 +209,7 @@ class Arranged(Mapping[str, Composed]):
 
     def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:
         """Fills the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
-        key = self._key(name)
+        key = self._keys[name]
         if key is not None:
             self.checkpoint.read_into(key, out, tick)
         elif not self._made[name].scheme.transparent:
@@ -241,13 +239,21 @@ class Arranged(Mapping[str, Composed]):
 
     def is_same(self, one: str, other: str) -> bool:
         """Whether two names hold the same bits in the same shape and dtype."""
-        key, other_key = self._key(one), self._key(other)
+        key, other_key = self._keys[one], self._keys[other]
         if key is not None and other_key is not None:
             return self.checkpoint.is_same(key, other_key)
         kind, other_kind = (self.spec(name).replace(tie=None) for name in (one, other))
         if (kind.shape, kind.dtype, kind.scheme) != (other_kind.shape, other_kind.dtype, other_kind.scheme):
             return False
         return self.find(one) == self.find(other) or is_equal(self.read_briefly(one), self.read_briefly(other))
+
+
+def _key(made: Composed, stored: Mapping[str, Composed]) -> str | None:
+    """The key of the stored tensor that ``made`` is, from one end to the other."""
+    if len(made.pieces) != 1:
+        return None
+    given = stored[made.pieces[0].key]
+    return given.keys[0] if made is given or made.pieces == given.pieces else None
 
 
 def _laid(out: Tensor, piece: Piece) -> Tensor:

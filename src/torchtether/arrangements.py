@@ -12,7 +12,7 @@ from .pieces import Composed, concatenated, keys_of, narrowed, reordered, select
 from .schemes import Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Named:
     """A name, as the rules so far have left it, and its tensor; ``listed`` ones must not be left over."""
 

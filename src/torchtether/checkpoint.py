@@ -16,7 +16,7 @@ from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
 from .formats import PLAIN, Contents, Entry, Fitting, is_in_parts, recognise
 from .ops.rows import part_rows, view_parts
-from .schemes import Plain, Shape, same_bits
+from .schemes import Shape, same_bits
 from .slices import TensorSlice
 from .spec import Tie, View, WeightSpec, contiguous_stride
 from .weight import Weight
@@ -53,6 +53,7 @@ class Checkpoint(Mapping[str, Tensor]):
             self.store.close()
             raise
         self._format = format
+        self._fitting = format if isinstance(format, Fitting) else None
         self.path = self.store.path
         self.format = format.name if format else PLAIN
         self.faults: Mapping[str, str] = found.faults
@@ -135,8 +136,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def spec(self, name: str) -> WeightSpec:
         """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
         owner, view = self.find(name)
-        entry = self.entries[owner]
-        whole = entry.spec or WeightSpec(entry.shape, entry.stride, entry.dtype, Plain())
+        whole = self.entries[owner].kind
         if view is None:
             return whole
         return whole.replace(shape=view.size, stride=view.stride, dtype=view.dtype)
@@ -144,8 +144,8 @@ class Checkpoint(Mapping[str, Tensor]):
     def fit(self, name: str, shape: Shape) -> Shape:
         """The shape of ``name``: from now on ``shape``, if its format stores none and this one is possible."""
         owner, view = self.find(name)
-        if view is None and isinstance(self._format, Fitting):
-            self.entries[owner] = self._format.fit(self.entries[owner], shape) or self.entries[owner]
+        if view is None and self._fitting is not None:
+            self.entries[owner] = self._fitting.fit(self.entries[owner], shape) or self.entries[owner]
         return self.spec(name).shape
 
     def nbytes(self, name: str) -> int:

@@ -15,7 +15,7 @@ Range = tuple[int, int]
 """From the first index to one past the last."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of the stored tensor ``key``, and where it lies in a composed one.
 
@@ -43,7 +43,7 @@ class Piece:
         return math.prod(stop - start for start, stop in self.box)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Composed:
     """A tensor made of pieces that cover it, each element once; or, with ``lacks`` or ``wrong``, why there is none.
 

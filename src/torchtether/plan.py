@@ -43,7 +43,7 @@ _KEYS = 6  # names of one tensor in one line
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """One name of the model that the checkpoint, arranged, fills."""
 
@@ -51,7 +51,7 @@ class Source:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """What happens to one component of the model: its memory is filled, or its tensors get new contents.
 
@@ -73,7 +73,7 @@ class Step:
     @property
     def held(self) -> Tensor:
         """The tensor of the owner."""
-        return next(m.tensor for m in self.component.members if self.name in m.names)
+        return self.component.member(self.name).tensor
 
 
 @dataclass
@@ -176,6 +176,8 @@ class _Drafter:
 
     def _asked(self, what: str, asked: Any, check: Callable[[Any], Value]) -> dict[str, Value]:
         """What the user asks for, under every name of each component; names without an answer have the default."""
+        if asked is None:
+            return {}
         rules = asked if isinstance(asked, Mapping) else {"*": asked}
         values: dict[str, Value | None] = {}
         for glob, value in rules.items():
@@ -227,7 +229,7 @@ class _Drafter:
             return
         if not all([self._check_shape(component.members[source.member], source) for source in sources]):
             return
-        member = next(m for m in component.members if owner in m.names)
+        member = component.member(owner)
         chosen = self._settle(component, sources, owner)
         step = self._step(component, chosen, owner, member) if chosen else None
         if step is not None:
@@ -296,7 +298,7 @@ class _Drafter:
         if owner not in self.given:
             return False
         home, whole = self.given.find(owner)
-        laid = next(member.view.stride for member in component.members if owner in member.names)
+        laid = component.member(owner).view.stride
         if whole is not None or (any(tie.views) and self.given.spec(owner).stride != laid):
             return False
         for source in sources:
@@ -397,7 +399,7 @@ class _Drafter:
 
     def _can_share(self, component: Component, owner: str) -> bool:
         tie = self.owner_tie[id(component)]
-        held = next(m.tensor for m in component.members if owner in m.names)
+        held = component.member(owner).tensor
         return all(view is None or order_of(view, held) is not None for view in tie.views)
 
     def _dtype(self, held: Tensor, given: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -552,7 +554,7 @@ def _laid(memory: Tensor, member: Member, component: Component) -> Tensor:
 
 def _overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may lie in one place (``expand``), so that it cannot be written to."""
-    if isinstance(tensor, Weight) or tensor.numel() == 0:
+    if isinstance(tensor, Weight) or tensor.is_contiguous() or tensor.numel() == 0:
         return False
     reach = 1
     for step, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):

@@ -196,9 +196,10 @@ class Replacement:
                     fix="Set its grad to None first.",
                 ) from None
         self.old = (type(held), held.__dict__, impl_id(held), self.grad is not None and impl_id(self.grad))
-        self.old_slots = _slots(held)
+        self.old_slots: dict[str, Any] = {}
         self.new_dict: dict[str, Any] | None = None
         if is_wrapper(held) or is_wrapper(new):
+            self.old_slots = _slots(held)
             self.new_dict = {**user_attributes(held, new), **self.shell.__dict__}
             if isinstance(held, nn.Parameter) and not is_wrapper(held) and type(held) is not nn.Parameter:
                 self.new_dict[_CLASS] = type(held)

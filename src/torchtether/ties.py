@@ -34,7 +34,7 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
 # -- what shares memory -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Member:
     """One tensor object of a component, with all its names, and its geometry from the component's first byte."""
 
@@ -45,7 +45,7 @@ class Member:
     """Whether the span of the component is bytes, because its members have several dtypes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Component:
     """Tensors that share memory, directly or through each other; most have one member.
 
@@ -61,7 +61,16 @@ class Component:
     @property
     def names(self) -> tuple[str, ...]:
         """Every name of every member."""
+        if len(self.members) == 1:
+            return self.members[0].names
         return tuple(name for member in self.members for name in member.names)
+
+    def member(self, name: str) -> Member:
+        """The one that has this name. Raises KeyError."""
+        for member in self.members:
+            if name in member.names:
+                return member
+        raise KeyError(name)
 
 
 def find_components(model: Tensors) -> tuple[Component, ...]:
@@ -112,7 +121,7 @@ def _component(found: list[tuple[Tensor, list[str], tuple[Block, ...]]]) -> Comp
         members = tuple(Member(tuple(names), tensor, _own_view(tensor)) for tensor, names, _ in found)
         return Component(members, dtype, 0, 0)
     spans = [blocks[0] for _, _, blocks in found]
-    start = _aligned(spans)
+    start = _aligned(spans) if len(spans) > 1 else spans[0].start
     members = tuple(
         Member(
             tuple(names),

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import Packing, Pairs, Record, Stored
-from ..schemes import Scheme, Shape
+from ..schemes import Plain, Scheme, Shape
 from ..spec import WeightSpec
 
 NOTHING: Mapping[str, Any] = {}
+
+_AS_IT_IS = Plain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Entry:
     def of(keys: Mapping[str, str], spec: WeightSpec, **options: Any) -> Entry:
         """A quantized weight that ``spec`` describes, stored under ``keys``."""
         return Entry(keys, spec.shape, spec.stride, spec.dtype, spec, options)
+
+    @property
+    def kind(self) -> WeightSpec:
+        """What the tensor is; the scheme of a plain one is ``Plain()``."""
+        return self.spec or WeightSpec(self.shape, self.stride, self.dtype, _AS_IT_IS)
 
 
 def is_in_parts(entry: Entry, tensors: Mapping[str, Stored]) -> bool:
