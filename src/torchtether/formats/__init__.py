@@ -68,7 +68,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     taken = {key for entry in found.weights.values() for key in entry.keys.values()} | found.spare
     entries = {name: entry for name, entry in found.weights.items() if name not in found.faults}
     strides: dict[Shape, Shape] = {}  # many tensors have few shapes
-    for key, (dtype, shape, _) in contents.tensors.items():
+    for key, (dtype, shape, *_) in contents.tensors.items():
         if key not in taken and key not in found.faults:
             if shape not in strides:
                 strides[shape] = contiguous_stride(shape)
