@@ -155,14 +155,13 @@ def _load(sample, folder):
 
 # -- mutations --------------------------------------------------------------------------------------------------------
 
-ODD = st.one_of(
-    st.sampled_from([None, True, False, -1, 0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 64, 128, 2**31, 2**40, 2**63, 2**64]),
-    st.sampled_from(
-        [10**400, 1.5, -0.0, math.nan, math.inf, "", "x", "4", "int4", "re:[", "re:(a+)+$", "\ud800", "\n"]
-    ),
-    st.sampled_from([[], {}, [None], [[]], [{}], {"": None}, [1, 2], [-1, 0], [2**40, 2**40], [128, 128], ["x"]]),
-    st.sampled_from(["gptq", "awq", "fp8", "group", "channel", "tensor", "float", "Linear", "gemm", "marlin"]),
-)
+_ODD = [
+    *(None, True, False, -1, 0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 64, 128, 2**31, 2**40, 2**63, 2**64, 10**400),
+    *(1.5, -0.0, 1e300, math.nan, math.inf, "", "x", "4", "int4", "re:[", "\ud800", "a\nb"),
+    *([], {}, [None], [[]], [{}], {"": None}, [1, 2], [-1, 0], [2**40, 2**40], [128, 128], ["x"]),
+    *("gptq", "awq", "fp8", "group", "channel", "tensor", "float", "Linear", "gemm", "marlin"),
+]
+ODD = st.sampled_from(_ODD)
 
 
 def _paths(value, path=()):
@@ -356,6 +355,19 @@ def test_a_description_of_a_plain_tensor_that_cannot_be_is_a_fault(folder):
     sample.metadata["self_attn.q_proj.bias"] = '{"_type": null}'
     sample.write(folder)
     assert "not a list of names" in _faulty("self_attn.q_proj.bias", folder)
+
+
+@pytest.mark.parametrize("odd", _ODD, ids=lambda odd: repr(odd)[:20])
+def test_every_field_of_a_quant_state_may_be_anything(folder, odd):
+    """The one JSON text that a tensor holds; also bytes that are no JSON, and JSON without an end."""
+    given = Sample("bnb_nf4_dq_bf16")
+    key = next(key for key in given.tensors if key.endswith("bitsandbytes__nf4"))
+    code, _, data = given.tensors[key]
+    record = json.loads(data)
+    texts = [json.dumps({**record, field: odd}).encode() for field in record]
+    for text in (*texts, json.dumps(odd).encode(), data[:-9], b"[" * 100_000):
+        given.tensors[key] = code, [len(text)], text
+        check(given, folder)
 
 
 # -- any others -------------------------------------------------------------------------------------------------------

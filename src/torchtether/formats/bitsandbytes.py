@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
+from ..files.strict_json import parse_object
 from ..schemes import Affine, Codebook, Shape
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..spec import WeightSpec
@@ -131,9 +132,7 @@ def _state(blob: Tensor) -> dict[str, Any]:
     """The JSON that a quant_state holds, its fields of the right types; ValueError otherwise."""
     if blob.dtype != torch.uint8:
         raise ValueError(f"it is {blob.dtype}, not bytes")
-    state = json.loads(bytes(blob.reshape(-1).tolist()).decode())
-    if not isinstance(state, dict):
-        raise ValueError("it is no object")
+    state = parse_object(bytes(blob.reshape(-1).tolist()), name="", what="JSON in it", floats=True)
 
     def is_count(value: Any) -> bool:
         return type(value) is int and 0 < value < 2**48
@@ -146,10 +145,10 @@ def _state(blob: Tensor) -> dict[str, Any]:
     for field in ("blocksize", *(["nested_blocksize"] if "nested_offset" in state else [])):
         if not is_count(state.get(field)):
             raise ValueError(f"{field} is {str(state.get(field))[:60]}")
-    if state.get("dtype") not in _DTYPES:
+    if not isinstance(state.get("dtype"), str) or state["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {str(state.get('dtype'))[:60]}")
     offset = state.get("nested_offset", 0.0)
-    if not (isinstance(offset, int | float) and math.isfinite(offset)):
+    if type(offset) not in (int, float) or not abs(offset) < 2**128:  # float32
         raise ValueError(f"nested_offset is {str(offset)[:60]}")
     return state
 
