@@ -67,7 +67,7 @@ FILES = {
     "record, deep": (lambda size: with_record(b"[" * (15 * _MB)), "nested too deeply"),
     "record, large": (lambda size: with_record(b'"' + b"x" * (17 * _MB) + b'"'), "the torchtether record is a str"),
     "record of keys": (
-        lambda size: with_record(b'{"v":1,"crc32":%s}' % many(b'"%x":""', size // 15)),
+        lambda size: with_record(b'{"v":1,"crc32":%s}' % many(b'"%x":""', size // 20)),
         f"record holds more than {2**18 + 32} values",
     ),
 }

@@ -280,6 +280,13 @@ def test_the_valid_gguf_is_believed(valid_gguf, tmp_path):
     assert open_and_read(tmp_path / "x.gguf", valid_gguf)
 
 
+def test_an_index_of_nothing_is_an_error(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": null, "weight_map": {}}')
+    assert not read_all(tmp_path, 0)
+    with pytest.raises(tt.CheckpointError, match="index.json: the index names no file"):
+        tt.open(tmp_path)
+
+
 def test_every_truncation_is_an_error(valid, tmp_path):
     for length in range(0, len(valid), 7):
         assert not open_and_read(tmp_path / "x.safetensors", valid[:length])

@@ -116,6 +116,8 @@ def read_index(path: Path) -> Index:
             raise CheckpointError(
                 f"the index puts it in {said(file)}, which is not a file beside the index", name=f"{name}: {key}"
             )
+    if not weight_map:
+        raise CheckpointError("the index names no file", name=name, fix="Is it the index of a checkpoint?")
     index = Index(path, weight_map, metadata)
     for file in index.files:
         if not file.is_file():
