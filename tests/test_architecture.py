@@ -13,7 +13,7 @@ SOURCE = Path(torchtether.__file__).parent
 
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
-    {"errors"},
+    {"errors", "_garbage"},
     {"_torch"},
     {"schemes"},
     {"spec"},

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 _HARDEST = 100_000
 """Steps for numpy's exact overlap test. It is a Diophantine problem; what is harder is called an overlap."""
 
-_STOCK = (Tensor, nn.Parameter)
+STOCK = (Tensor, nn.Parameter)
 """The types of nearly all tensors: no wrappers, never lazy."""
 
 
@@ -87,13 +87,13 @@ def storage_id(tensor: Tensor) -> int:
 
 def is_strided(tensor: Tensor) -> bool:
     """Whether the tensor is one strided piece of memory: not sparse, nested, lazy or a wrapper around others."""
-    is_one = type(tensor) in _STOCK or not (is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__"))
+    is_one = type(tensor) in STOCK or not (is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__"))
     return is_one and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
     """The memory under ``tensor``: one block, or those of everything that it wraps; none if empty or not strided."""
-    is_stock = type(tensor) in _STOCK
+    is_stock = type(tensor) in STOCK
     if not is_stock and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         inner = (getattr(tensor, name) for name in names)  # of a DTensor, the device mesh is among them

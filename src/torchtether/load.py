@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import meta
+from ._garbage import uncollected
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import LoadError, SchemeError
@@ -119,7 +120,7 @@ class LoadPlan:
         ]
         _check_unchanged(self.model, steps)
         nbytes = sum(step.nbytes for step in steps)
-        with Meter() as meter, ticking(progress, nbytes, "load") as tick:
+        with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
             self._stream(steps, tick)
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
@@ -255,12 +256,13 @@ def plan_load(
         "ties": ties,
         "rename": rename,
     }
-    checkpoint = Checkpoint(path)
-    try:
-        return LoadPlan(model, checkpoint, draft(model, checkpoint, **options), options, optimizer)
-    except BaseException:
-        checkpoint.close()
-        raise
+    with uncollected():
+        checkpoint = Checkpoint(path)
+        try:
+            return LoadPlan(model, checkpoint, draft(model, checkpoint, **options), options, optimizer)
+        except BaseException:
+            checkpoint.close()
+            raise
 
 
 def load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -69,9 +70,15 @@ class Composed:
 
 def whole(key: str, spec: WeightSpec) -> Composed:
     """The stored tensor ``key`` as it is."""
-    rank = len(spec.shape)
-    piece = Piece(key, tuple((0, size) for size in spec.shape), tuple(range(rank)), (0,) * rank)
-    return Composed(tuple(spec.shape), spec.dtype, spec.scheme, (piece,), (key,), is_stored=True)
+    shape = tuple(spec.shape)
+    return Composed(shape, spec.dtype, spec.scheme, (Piece(key, *_frame(shape)),), (key,), is_stored=True)
+
+
+@lru_cache(maxsize=4096)
+def _frame(shape: Shape) -> tuple[tuple[Range, ...], Shape, Shape]:
+    """``box``, ``dims`` and ``at`` of all of a tensor; thousands of tensors have a few shapes, and share them."""
+    rank = len(shape)
+    return tuple((0, size) for size in shape), tuple(range(rank)), (0,) * rank
 
 
 def concatenated(given: Sequence[Composed], dim: int) -> Composed:

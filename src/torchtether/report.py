@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -136,6 +137,7 @@ class Meter:
 
 
 _STATUS = Path("/proc/self/status")
+_RESIDENT = re.compile(rb"^RssAnon:\s*(\d+) kB\nRssFile:\s*(\d+) kB", re.MULTILINE)
 
 
 class Resident(NamedTuple):
@@ -148,11 +150,7 @@ class Resident(NamedTuple):
 def resident_memory() -> Resident | None:
     """What is resident now; ``None`` where the system does not tell."""
     try:
-        text = _STATUS.read_text()
+        found = _RESIDENT.search(_STATUS.read_bytes())
     except OSError:
         return None
-    found = dict(line.split(":", 1) for line in text.splitlines())
-    try:
-        return Resident(*(int(found[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")))
-    except KeyError:
-        return None
+    return None if found is None else Resident(*(int(kilobytes) * 1024 for kilobytes in found.groups()))

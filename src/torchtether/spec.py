@@ -188,6 +188,7 @@ class WeightSpec:
         return WeightSpec(shape, stride, dtype_from_name(record["dtype"]), scheme, tie)
 
 
+@lru_cache(maxsize=4096)
 def contiguous_stride(shape: Shape) -> Shape:
     """The strides, in elements, of a contiguous tensor of ``shape``.
 

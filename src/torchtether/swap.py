@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._caches import Caches
 from ._holders import find_holders
+from ._storage import STOCK
 from ._torch import (
     as_class,
     check_torch,
@@ -273,7 +274,7 @@ def user_attributes(held: Tensor, new: Tensor) -> dict[str, Any]:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    return isinstance(tensor, Weight) or is_traceable_wrapper_subclass(tensor)
+    return type(tensor) not in STOCK and (isinstance(tensor, Weight) or is_traceable_wrapper_subclass(tensor))
 
 
 def _slots(tensor: Tensor) -> dict[str, Any]:

@@ -27,6 +27,9 @@ _WORTHWHILE = 2 * SLICE
 Buffer = tuple[str, memoryview]
 """A key, and memory that some of its bytes are for."""
 
+_Part = tuple[str, Tensor, int, int]
+"""A key, the tensor that it is for, and which of its bytes."""
+
 
 class Batch:
     """What is to be read, in any order; ``run`` reads it. Until then the memory is not touched.
@@ -35,7 +38,7 @@ class Batch:
     """
 
     def __init__(self) -> None:
-        self._reads: list[tuple[int, int, TensorFile, Buffer]] = []
+        self._reads: list[tuple[int, int, TensorFile, str, Tensor]] = []
         self._jobs: list[tuple[int, int, Job]] = []
         self._nbytes = 0
 
@@ -45,12 +48,12 @@ class Batch:
         Bytes that need no change go straight there; others go through scratch of at most ``SLICE`` per thread.
         """
         stored = file.stored(key)
-        out = out.detach()
         if out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous():
             self._nbytes += stored.nbytes
-            self._reads.append((id(file), stored.start, file, (key, memory_of(out))))
+            self._reads.append((id(file), stored.start, file, key, out))
             torch.autograd.graph.increment_version(out)  # autograd will not see the bytes arrive
             return
+        out = out.detach()
         limit = SLICE * out.element_size() // max(stored.dtype.itemsize, out.element_size())
         at = 0
         for piece in pieces(out, limit):
@@ -90,27 +93,28 @@ class Batch:
     def _joined(self) -> list[tuple[int, int, Job]]:
         """The reads as jobs: what follows each other in a file is one, of at most ``SLICE``; what is larger is cut."""
         jobs: list[tuple[int, int, Job]] = []
-        buffers: list[Buffer] = []
+        parts: list[_Part] = []
         first = size = 0
         before: TensorFile | None = None
-        for _, at, file, (key, memory) in sorted(self._reads, key=lambda read: read[:2]):
-            for place in range(0, len(memory), SLICE):
-                part = memory[place : place + SLICE]
-                follows = file is before and at + place == first + size
-                if not follows or size + len(part) > SLICE or len(buffers) == _NEIGHBOURS:
+        for _, at, file, key, out in sorted(self._reads, key=lambda read: read[:2]):
+            nbytes = out.nbytes
+            for start in range(0, nbytes, SLICE):
+                stop = min(start + SLICE, nbytes)
+                follows = file is before and at + start == first + size
+                if not follows or size + stop - start > SLICE or len(parts) == _NEIGHBOURS:
                     if before is not None:
-                        jobs.append((id(before), first, _reading(before, buffers, first, size)))
-                    before, buffers, first, size = file, [], at + place, 0
-                buffers.append((key, part))
-                size += len(part)
+                        jobs.append((id(before), first, _reading(before, parts, first, size)))
+                    before, parts, first, size = file, [], at + start, 0
+                parts.append((key, out, start, stop))
+                size += stop - start
         if before is not None:
-            jobs.append((id(before), first, _reading(before, buffers, first, size)))
+            jobs.append((id(before), first, _reading(before, parts, first, size)))
         return jobs
 
 
-def _reading(file: TensorFile, buffers: list[Buffer], at: int, size: int) -> Job:
+def _reading(file: TensorFile, parts: list[_Part], at: int, size: int) -> Job:
     def job(room: Room) -> int:
-        file.read_bytes(buffers, at)
+        file.read_bytes([(key, memory_of(out)[start:stop]) for key, out, start, stop in parts], at)
         return size
 
     return job

@@ -63,9 +63,9 @@ def parse_header(text: bytes, size: int, *, name: str) -> Header:
     tensors: dict[str, Stored] = {}
     places: list[tuple[int, int, str]] = []
     shapes: dict[Shape, Shape] = {}
-    for key, entry in entries.items():
+    for key in list(entries):  # each entry goes as its tensor comes: there may be a quarter of a million
         try:
-            tensors[key], stop = _stored(entry, first, shapes)
+            tensors[key], stop = _stored(entries.pop(key), first, shapes)
         except CheckpointError as error:
             raise CheckpointError(error.what, name=f"{name}: {key}") from None
         places.append((tensors[key].start, stop, key))

@@ -17,7 +17,7 @@ VALUES = 2**21
 
 _DEPTH = 32
 _NAME_LIMIT = 2**16  # characters of a key; every error about it repeats them
-_PIECE = 2**20
+_PIECE = 2**16
 _COUNT_LIMIT = 2**48
 
 _SHORT = Repr()
