@@ -184,6 +184,17 @@ class Arranged(Mapping[str, Composed]):
         for keys in groups:
             yield list(dict.fromkeys(name for key in keys for name in users.get(key, ())))
 
+    def is_mappable(self, name: str) -> bool:
+        """Whether a file holds ``name`` as it is in memory; see ``Checkpoint``."""
+        key = self._keys[name]
+        return key is not None and self.checkpoint.is_mappable(key)
+
+    def map(self, name: str) -> Tensor:
+        """``name``, which is mappable, over private pages of its file."""
+        key = self._keys[name]
+        assert key is not None
+        return self.checkpoint.map(key)
+
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read_weight(self, name: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Weight:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
-from .formats import PLAIN, Contents, Entry, Fitting, is_in_parts, recognise
+from .formats import PLAIN, Contents, Entry, Fitting, is_in_parts, native, recognise
 from .ops.rows import part_rows, view_parts
 from .schemes import Shape, same_bits
 from .slices import TensorSlice
@@ -252,6 +252,23 @@ class Checkpoint(Mapping[str, Tensor]):
             return
         values = self.read_whole(name, tick=tick)
         out.detach().copy_(values.dequantize() if isinstance(values, Weight) else values)
+
+    def is_mappable(self, name: str) -> bool:
+        """Whether the file holds ``name`` as it is in memory: a contiguous tensor, or a Weight of our own format."""
+        owner, view = self.find(name)
+        entry = self.entries[owner]
+        as_it_is = view is None and entry.kind.is_contiguous if entry.spec is None else self._format is native
+        return as_it_is and all(self.store.is_mappable(key) for key in entry.keys.values())
+
+    def map(self, name: str) -> Tensor:
+        """``name``, which is mappable, over private pages of its file."""
+        owner, view = self.find(name)
+        entry = self.entries[owner]
+        tensors = {role: self.store.map(key) for role, key in entry.keys.items()}
+        if entry.spec is None:
+            return tensors["tensor"]
+        made = Weight(tensors, entry.spec.replace(tie=self._tied.get(owner)))
+        return made if view is None else view_of(made, view)
 
     def whole_key(self, name: str) -> str | None:
         """The key under which the values of ``name`` are stored as they are; ``None`` for a view, and for a Weight."""

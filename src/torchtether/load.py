@@ -53,9 +53,10 @@ class LoadPlan:
         found: Draft,
         options: dict[str, Any],
         optimizer: Any = None,
+        map: bool = False,
     ) -> None:
         self.model, self.checkpoint = model, checkpoint
-        self._options, self._optimizer = options, optimizer
+        self._options, self._optimizer, self._map = options, optimizer, map
         self._done: set[str] = set()
         self._take(found)
 
@@ -75,7 +76,7 @@ class LoadPlan:
     def __str__(self) -> str:
         lines = [f"{self.checkpoint!r}: {len(self.steps)} steps, {said_bytes(self.bytes)}, {len(self.faults)} faults"]
         lines += [f"  fault: {fault}" for fault in self.faults]
-        lines += [f"  {_said(step, self._draft.given)}" for step in self.steps]
+        lines += [f"  {_said(step, self._draft.given, self._is_mapped(step))}" for step in self.steps]
         return "\n".join(lines)
 
     def check(self) -> None:
@@ -121,7 +122,7 @@ class LoadPlan:
         _check_unchanged(self.model, steps)
         nbytes = sum(step.nbytes for step in steps)
         with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
-            self._stream(steps, tick)
+            mapped = self._stream(steps, tick)
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
         held = {name: tensor for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
@@ -132,7 +133,8 @@ class LoadPlan:
             {s.name: str(s.held.scheme) for s in steps if isinstance(s.held, Weight) and not s.held.scheme.transparent},
             tuple(held),
             len(steps),
-            nbytes,
+            nbytes - mapped,
+            mapped,
             meter.seconds,
             meter.peak,
             meter.mapped_peak,
@@ -169,8 +171,15 @@ class LoadPlan:
         self._take(draft(self.model, self.checkpoint, **self._options))
         self.check()
 
-    def _stream(self, steps: Sequence[Step], tick: Tick) -> None:
-        """First everything that takes new memory for a tensor on meta, which can fail without harm; then the rest."""
+    def _is_mapped(self, step: Step) -> bool:
+        return self._map and _is_mappable(step, self._draft.given)
+
+    def _stream(self, steps: Sequence[Step], tick: Tick) -> int:
+        """First everything that takes new memory for a tensor on meta, which can fail without harm; then the rest.
+
+        Returns how many bytes have been mapped.
+        """
+        mapped = {id(step) for step in steps if self._is_mapped(step)}
         fresh = [step for step in steps if not step.in_place and step.held.is_meta]
         other = [step for step in steps if not step.in_place and not step.held.is_meta]
         for step in steps:
@@ -180,7 +189,12 @@ class LoadPlan:
             with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
                 exchange.check([member.tensor for step in (*fresh, *other) for member in step.component.members])
                 batch = Batch()
-                made = [_contents(step, self._draft.given, tick, batch) for step in fresh]
+                made = [
+                    _mapped(step, self._draft.given, tick)
+                    if id(step) in mapped
+                    else _contents(step, self._draft.given, tick, batch)
+                    for step in fresh
+                ]
                 batch.run(tick)
                 for step, contents in zip(fresh, made, strict=True):
                     _put(exchange, step, contents)
@@ -192,6 +206,7 @@ class LoadPlan:
             if step.in_place:
                 _fill(step, self._draft.given, tick)
                 self._done.update(step.component.names)
+        return sum(step.nbytes for step in steps if id(step) in mapped)
 
     def _replay(self) -> None:
         """What ``tt.on_meta`` recorded and no file stores is computed again, exactly as the constructors did.
@@ -236,6 +251,7 @@ def plan_load(
     ties: Ties = "match",
     rename: Rename = None,
     optimizer: Any = None,
+    map: bool = False,
 ) -> LoadPlan:
     """What ``load`` with the same arguments would do; the model is untouched. See ``load`` for the arguments.
 
@@ -259,7 +275,7 @@ def plan_load(
     with uncollected():
         checkpoint = Checkpoint(path)
         try:
-            return LoadPlan(model, checkpoint, draft(model, checkpoint, **options), options, optimizer)
+            return LoadPlan(model, checkpoint, draft(model, checkpoint, **options), options, optimizer, map)
         except BaseException:
             checkpoint.close()
             raise
@@ -277,6 +293,7 @@ def load(
     rename: Rename = None,
     progress: Progress = None,
     optimizer: Any = None,
+    map: bool = False,
 ) -> LoadReport:
     """The model holds the values of the checkpoint at ``path``, in the Parameter objects that it had before.
 
@@ -298,6 +315,14 @@ def load(
                   left them; ``tt.gguf_names`` makes one for a file of llama.cpp
     ``progress``  ``True`` for a bar, or a function of (bytes done, bytes in all)
     ``optimizer`` its state follows its parameters' device and dtype
+    ``map``       tensors on ``meta`` that go to the CPU as the file has them, plain or quantized by ``tt.save``, are
+                  not read: their memory is private pages of the file, which the system reads when they are first used,
+                  and may drop again. Writing to them, as training does, copies the pages concerned and never reaches
+                  the file. What must be converted, encoded, composed or laid out anew is read as without it
+
+    A mapped file may be deleted or replaced (``tt.save`` replaces): the model keeps the old one. Nobody may write into
+    it or cut it short meanwhile: the model would see the new bytes, or the process end with SIGBUS at the next use.
+    That it has all its bytes is checked when it is mapped, not later. It stays mapped until its last tensor is gone.
 
     A real tensor that keeps dtype and device is filled where it is, so whatever shares its memory sees the values.
     Tied names are loaded once; a name that the file leaves out because it is tied to another is satisfied. A weight
@@ -328,6 +353,7 @@ def load(
         ties=ties,
         rename=rename,
         optimizer=optimizer,
+        map=map,
     )
     try:
         return plan.apply(progress=progress)
@@ -358,17 +384,54 @@ def _fill(step: Step, given: Arranged, tick: Tick) -> None:
 
 def _contents(step: Step, given: Arranged, tick: Tick, batch: Batch | None = None) -> list[Tensor]:
     """New contents for every member of the component, over one memory; where it can wait, ``batch`` fills it."""
-    members = step.component.members
     if step.is_given:
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
         return _shared(step, cast(Weight, weight.to(step.dtype)))
     if step.scheme is not None and not step.scheme.transparent:
         later = None if batch is None else _encoded_later(step, given, batch)
         return _shared(step, _encoded(step, given, tick) if later is None else later)
-    made = _plain(step, given, tick, batch=None if step.scheme else batch)
+    return _dressed(_plain(step, given, tick, batch=None if step.scheme else batch), step)
+
+
+def _is_mappable(step: Step, given: Arranged) -> bool:
+    """Whether the stored bytes can be the memory of the component, on ``meta`` so far, as they are."""
+    component, held = step.component, step.held
+    if not held.is_meta or step.device.type != "cpu" or len(step.sources) != 1:
+        return False
+    source = step.sources[0]
+    if not given.is_mappable(source.name):
+        return False
+    if step.is_given:
+        return True
+    member = component.members[source.member]
+    covers = component.nbytes in (0, member.tensor.nbytes) and member.view.offset == 0
+    dtype = given.spec(source.name).dtype
+    as_stored = step.dtype == dtype and (component.dtype is not None or member.tensor.dtype == dtype)
+    return covers and as_stored and member.tensor.is_contiguous() and (step.scheme is None or step.scheme.transparent)
+
+
+def _mapped(step: Step, given: Arranged, tick: Tick) -> list[Tensor]:
+    """The contents of every member, over private pages of the file."""
+    made = given.map(step.sources[0].name)
+    tick(step.nbytes)
+    if isinstance(made, Weight):
+        return _shared(step, cast(Weight, made.to(step.dtype)))
+    component = step.component
+    if len(component.members) > 1:
+        flat = made.view(-1)
+        contents = [member_view(flat if component.dtype else flat.view(torch.uint8), m) for m in component.members]
+    else:
+        held = step.held
+        contents = [held.around(made) if isinstance(held, Weight) else made]
+    return _dressed(contents, step)
+
+
+def _dressed(made: list[Tensor], step: Step) -> list[Tensor]:
+    """Plain contents as Weights where the rules ask for a transparent scheme, with their tie."""
     if step.scheme is not None:
         made = [Weight.encode(_memory(tensor), step.scheme) for tensor in made]
-    return [_with_tie(new, step) for new in made] if len(members) > 1 or isinstance(made[0], Weight) else made
+    is_tied = len(step.component.members) > 1 or isinstance(made[0], Weight)
+    return [_with_tie(new, step) for new in made] if is_tied else made
 
 
 def _encoded(step: Step, given: Arranged, tick: Tick) -> Weight:
@@ -517,11 +580,11 @@ def _keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:
             add_load_hook(module)
 
 
-def _said(step: Step, given: Arranged) -> str:
+def _said(step: Step, given: Arranged, is_mapped: bool) -> str:
     spec = given.spec(step.sources[0].name)
     names = " = ".join([step.name, *(name for name in step.component.names if name != step.name)])
     keys = [key for s in step.sources for key in given.keys_of(s.name) if given.keys_of(s.name) != (s.name,)]
-    how = "filled" if step.in_place else "new"
+    how = "filled" if step.in_place else "mapped" if is_mapped else "new"
     scheme = "" if step.scheme is None and not step.is_given else f" as {step.scheme or spec.scheme}"
     origin = f" from {said_keys(keys)}" if keys else ""
     return f"{names}{origin}: {list(spec.shape)} {spec.dtype} -> {step.dtype} on {step.device}{scheme}, {how}"

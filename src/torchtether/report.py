@@ -35,6 +35,8 @@ class LoadReport:
     tensors: int = 0
     bytes: int = 0
     """Read from the files."""
+    mapped: int = 0
+    """Bytes that were not read: parameters lie over private pages of the files, which are read at first use."""
     seconds: float = 0.0
     peak: int | None = None
     """Anonymous memory at its highest, above what there was before; ``None`` where the system does not tell."""
@@ -43,6 +45,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         words = [f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"]
+        if self.mapped:
+            words.append(f"{said_bytes(self.mapped)} mapped")
         if self.peak is not None:
             mapped = "" if self.mapped_peak is None else f" (mapped {said_bytes(self.mapped_peak)})"
             words.append(f"peak {said_bytes(self.peak)}{mapped}")

@@ -224,12 +224,12 @@ def encode_alone(folder, options):
     return run
 
 
-def torchtether(folder, options):
+def torchtether(folder, options, map=False):
     model = on_meta(options["size"], many=options.get("many", 0))
     wanted = {name: options[name] for name in ("quantize", "dtype") if name in options}
 
     def run():
-        tt.load(model, folder, **wanted)
+        tt.load(model, folder, map=map, **wanted)
         return model
 
     return run
@@ -334,6 +334,7 @@ CONTENDERS = {
     READ_4K: lambda folder, options: plain_read(folder, options, huge=False),
     "encode alone": encode_alone,
     "torchtether": torchtether,
+    "torchtether mapped": lambda folder, options: torchtether(folder, options, map=True),
     "safetensors mapped": lambda folder, options: safetensors_assign(folder, options, own=False),
     "safetensors own": safetensors_assign,
     "safetensors loop": safetensors_loop,
@@ -405,6 +406,15 @@ def groups_of(size, folder):
         "bf16": [
             ("bf16, 4 shards", "bf16-4", bf16, [READ, READ_4K, "torchtether", "safetensors mapped", *peers], largest)
         ],
+        "mapped": [
+            (
+                "bf16, mapped",
+                "bf16-4",
+                bf16,
+                ["safetensors mapped", "torchtether mapped", *(name for name in peers if name != "safetensors own")],
+                largest,
+            )
+        ],
         "shards": [
             (f"bf16, {count} shards", f"bf16-{count}", bf16, [READ, "torchtether", "safetensors own"], largest)
             for count in (1, 32)
@@ -467,6 +477,9 @@ def bars(group, title, runs, largest):
 
     if group == "save":
         yield "save against a plain write", ratio("torchtether save", "write, synced"), 1.2
+        return
+    if group == "mapped":
+        yield "mapped against safetensors mapped", ratio("torchtether mapped", "safetensors mapped"), 1.2
         return
     scratch = max(run["anon"] - run["final"] for run in runs["torchtether"])
     yield "scratch, MiB", scratch / MIB, largest / MIB + 64

@@ -64,6 +64,17 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 _madvise = _find_madvise()
 
 
+def private_map(descriptor: int) -> mmap.mmap:
+    """The whole file, in memory when it is used; what is written there stays there and never reaches the file.
+
+    Without a reservation, because a file that is larger than the memory could not be mapped otherwise.
+    """
+    if hasattr(mmap, "MAP_PRIVATE"):
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable, not copied."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

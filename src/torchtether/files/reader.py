@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..schemes import Shape
 from ..spec import View
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, parse_header
-from .memory import PIECE, memory_of, on_huge_pages, scratch
+from .memory import PIECE, memory_of, on_huge_pages, private_map, scratch
 
 Tick = Callable[[int], None]
 """Told how many bytes have just been read or written."""
@@ -52,6 +53,7 @@ class TensorFile:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.name = str(path)
+        self._map: mmap.mmap | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         except OSError as error:
@@ -115,6 +117,28 @@ class TensorFile:
             raise CheckpointError(f"it has shape {stored.shape}, not {tuple(out.shape)}", name=f"{self.name}: {key}")
         if stored.nbytes:
             batch.read(self, key, out)
+
+    def is_mappable(self, key: str) -> bool:
+        """Whether ``key`` lies where memory of its dtype can: it is not empty, and a multiple of its item size in."""
+        stored = self.stored(key)
+        return stored.nbytes > 0 and stored.start % stored.dtype.itemsize == 0
+
+    def map(self, key: str) -> Tensor:
+        """The tensor ``key`` over private pages of the file, which the system reads when they are first used.
+
+        Its storage is its own bytes, and no others. Writing to it makes copies of the pages, the file stays as it is;
+        it may be deleted or replaced, but whoever cuts it short ends this process at the next use (SIGBUS).
+        """
+        stored = self.stored(key)
+        if self._map is None:
+            try:
+                self._map = private_map(self._descriptor)
+            except (OSError, ValueError) as error:
+                self._fail(f"cannot be mapped: {error}", key)
+        if stored.start + stored.nbytes > len(self._map):
+            self._fail(f"the file ended at byte {len(self._map)}, before its last one", key)
+        made = torch.frombuffer(self._map, dtype=torch.uint8, count=stored.nbytes, offset=stored.start)
+        return made.view(stored.dtype).view(stored.shape)
 
     def read_view(self, key: str, view: View, tick: Tick = no_tick) -> Tensor:
         """The elements of ``key`` that ``view`` names over its stored bytes, contiguous, in memory of their own.
@@ -180,7 +204,8 @@ class TensorFile:
         raise CheckpointError(what, name=f"{self.name}: {key}") from None
 
     def close(self) -> None:
-        """Afterwards nothing can be read; tensors that were read stay."""
+        """Afterwards nothing can be read; tensors that were read or mapped stay."""
+        self._map = None  # the mapping goes with the last tensor over it
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -73,6 +73,14 @@ class Store:
         """As ``read_into``, when ``batch`` runs."""
         self._home[key].read_later(key, out, batch)
 
+    def is_mappable(self, key: str) -> bool:
+        """Whether ``map`` can give ``key``; see ``TensorFile``."""
+        return self._home[key].is_mappable(key)
+
+    def map(self, key: str) -> Tensor:
+        """The tensor ``key`` over private pages of its file."""
+        return self._home[key].map(key)
+
     def read_view(self, key: str, view: View) -> Tensor:
         """The elements of ``key`` that ``view`` names, contiguous, in memory of its own."""
         return self._home[key].read_view(key, view)
