@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from ._garbage import uncollected
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
 from .formats import PLAIN, Contents, Entry, Fitting, is_in_parts, native, recognise
@@ -38,7 +37,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path | str) -> None:
-        with _no_collection():
+        with uncollected():
             self._open(path)
 
     def _open(self, path: Path | str) -> None:
@@ -321,18 +320,6 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors, {len(self.ties)} ties)"
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Inside, Python does not look for reference cycles: a header makes millions of objects, and no cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
