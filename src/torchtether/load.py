@@ -111,27 +111,28 @@ class LoadPlan:
         () ()
         """
         self.check()
-        wanted = self._wanted(only)
+        tensors = named_tensors(self.model)
+        wanted = self._wanted(only, list(tensors))
         if self._draft.tie or self._draft.untie:
             self._take_file_ties(wanted)
+            tensors = named_tensors(self.model)
         steps = [
             step
             for step in self.steps
             if not wanted.isdisjoint(step.component.names) and not self._done.issuperset(step.component.names)
         ]
-        _check_unchanged(self.model, steps)
+        _check_unchanged(tensors, steps)
         nbytes = sum(step.nbytes for step in steps)
         with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
             mapped = self._stream(steps, tick)
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
-        held = {name: tensor for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
         return LoadReport(
             self.missing_keys,
             self.unexpected_keys,
             tuple(step.tie for step in steps if step.tie is not None),
             {s.name: str(s.held.scheme) for s in steps if isinstance(s.held, Weight) and not s.held.scheme.transparent},
-            tuple(held),
+            tuple(name for name, tensor in tensors.items() if tensor.is_meta),  # the objects are those of before
             len(steps),
             nbytes - mapped,
             mapped,
@@ -140,9 +141,8 @@ class LoadPlan:
             meter.mapped_peak,
         )
 
-    def _wanted(self, only: str | Sequence[str] | None) -> set[str]:
-        """The names of the model that ``only`` matches, with all that they share memory with."""
-        names = list(named_tensors(self.model))
+    def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:
+        """Those of the model's ``names`` that ``only`` matches, with all that they share memory with."""
         if only is None:
             return set(names)
         globs = [only] if isinstance(only, str) else list(only)
@@ -161,7 +161,7 @@ class LoadPlan:
         if not here and not pairs:
             return
         is_all = (len(here), len(pairs)) == (len(self._draft.untie), len(self._draft.tie))
-        _check_unchanged(self.model, self.steps)
+        _check_unchanged(named_tensors(self.model), self.steps)
         for name in here:
             untie(self.model, name)
         for owner, alias in pairs:
@@ -556,8 +556,7 @@ def _with_tie(new: Tensor, step: Step) -> Tensor:
 # -- before and after -------------------------------------------------------------------------------------------------
 
 
-def _check_unchanged(model: nn.Module, steps: Sequence[Step]) -> None:
-    now = named_tensors(model)
+def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
     for step in steps:
         for member in step.component.members:
             if any(now.get(name) is not member.tensor for name in member.names):

@@ -56,8 +56,11 @@ def check_belongs(model: nn.Module, optimizer: Optimizers) -> None:
 
     More lenient than ``check_optimizer``: one that trains a part of the model, or a loss beside it, can follow.
     """
+    optimizers = optimizers_of(optimizer)
+    if not optimizers:
+        return
     held = {id(parameter) for parameter in model.parameters()}
-    for one in optimizers_of(optimizer):
+    for one in optimizers:
         parameters = [parameter for group in one.param_groups for parameter in group["params"]]
         if parameters and not any(id(parameter) in held for parameter in parameters):
             raise _error(*_difference(model, one))
