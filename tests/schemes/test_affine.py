@@ -32,7 +32,6 @@ SCHEMES = (
     Affine(bits=1),
     Affine(bits=4, block=(1, 16), fit="mse"),
     Affine(bits=3, symmetric=False, block=(2, 8), fit="mse"),
-    Affine(bits=8, block=(None, None), scale_dtype=torch.bfloat16, fit="mse"),
 )
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(map(str, s.to_json().values())))
 a_scheme = st.sampled_from(SCHEMES)

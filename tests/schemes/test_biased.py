@@ -27,7 +27,6 @@ SCHEMES = (
     Biased(4, (None, None), FP16, FP16, bias_first=True),
     Biased(4, (1, 16), fit="mse"),
     Biased(3, (1, 16), BF16, BF16, fit="hqq"),
-    Biased(4, (2, 8), bias_first=True, fit="hqq"),
 )
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(map(str, s.to_json().values())))
 
