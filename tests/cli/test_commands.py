@@ -207,8 +207,8 @@ def test_inspect_of_many_tensors_takes_time_in_proportion(tmp_path, capsys):
             assert main([*arguments, str(tmp_path / f"{count}.safetensors")]) == 0
             seconds.append(time.process_time() - start)
             assert f"layers.{count - 1}.weight" in capsys.readouterr().out
-    assert seconds[2] < 8 * seconds[0]
-    assert seconds[3] < 8 * seconds[1]
+    assert seconds[2] < 12 * seconds[0]  # processor time; measured 4 to 9 on busy machines
+    assert seconds[3] < 12 * seconds[1]
 
 
 def test_ctrl_c_exits_130(monkeypatch, capsys):
