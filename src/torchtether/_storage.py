@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,3 +108,42 @@ def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
     if address == 0:  # meta, or freed: unknown, so only the same memory object can be shared
         space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize
     return (Block(space, address, address + extent * itemsize, size, stride, itemsize),)
+
+
+def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Where each tensor that surely shares no element with another begins, and its bytes; ``None`` for all others.
+
+    Quick, by addresses alone: what has an address in the midst of another's bytes, is no plain tensor, or is empty, is
+    left to ``blocks_of``.
+    """
+    spans: list[tuple[int, int] | None] = [None] * len(tensors)
+    places: list[tuple[int, int, int]] = []  # start, stop, and which tensor; -1 for what is not plain
+    memories: dict[Hashable, list[int]] = {}  # of those without an address
+    for i, tensor in enumerate(tensors):
+        address = nbytes = 0
+        if type(tensor) in STOCK and tensor.layout is torch.strided and not tensor.is_nested:
+            address, nbytes = 0 if tensor.is_meta else tensor.data_ptr(), tensor.nbytes
+        if address and nbytes:
+            if not tensor.is_contiguous():
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
+            places.append((address, address + nbytes, i))
+        elif nbytes and tensor.is_contiguous():
+            memories.setdefault(storage_id(tensor), []).append(i)
+        else:
+            for block in blocks_of(tensor):
+                if isinstance(block.space, torch.device):
+                    places.append((block.start, block.stop, -1))
+                else:
+                    memories.setdefault(block.space, []).append(-1)
+    for first, *more in memories.values():
+        if first >= 0 and not more:
+            spans[first] = int(tensors[first].storage_offset()) * tensors[first].element_size(), tensors[first].nbytes
+    places.sort()
+    reached = 0
+    for at, (start, stop, i) in enumerate(places):
+        follows = places[at + 1][0] if at + 1 < len(places) else stop
+        if i >= 0 and start >= reached and follows >= stop:
+            spans[i] = start, stop - start
+        reached = max(reached, stop)
+    return spans

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._storage import Block, blocks_of, is_strided
+from ._garbage import uncollected
+from ._storage import Block, blocks_of, is_strided, lone_spans
 from .errors import TieError
 from .spec import Tie, View
 from .weight import Weight
@@ -30,8 +31,12 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
         buffers: dict[str, Tensor] = {}
         for path, module in model.named_modules(remove_duplicate=False):  # one walk for both, on thousands of modules
             before = f"{path}." if path else ""
-            for found, held in ((parameters, module._parameters), (buffers, module._buffers)):
-                found.update((before + leaf, tensor) for leaf, tensor in held.items() if tensor is not None)
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameters[before + leaf] = parameter
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers[before + leaf] = buffer
         return parameters | buffers
     return dict(sorted(model.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 
@@ -83,12 +88,36 @@ def find_components(model: Tensors) -> tuple[Component, ...]:
 
     Slices of one storage that share no element are apart.  Also on ``meta``, where only the memory object tells.
     """
-    objects: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, tensor in named_tensors(model).items():
-        objects.setdefault(id(tensor), (tensor, []))[1].append(name)
-    found = list(objects.values())
-    blocks = [blocks_of(tensor) for tensor, _ in found]
-    return tuple(_component([(*found[i], blocks[i]) for i in group]) for group in _groups(blocks))
+    return _components(model, alone=True)
+
+
+def shared_components(model: Tensors) -> tuple[Component, ...]:
+    """Those of ``find_components`` that have two names or more, in a small part of the time."""
+    return tuple(component for component in _components(model, alone=False) if len(component.names) > 1)
+
+
+def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
+    """Every component; without ``alone`` those of one name may be missing."""
+    with uncollected():
+        named = named_tensors(model)
+        names: dict[int, list[str]] = {}
+        for name, tensor in named.items():
+            names.setdefault(id(tensor), []).append(name)
+        objects = {id(tensor): tensor for tensor in named.values()}
+        found = [(tensor, names[key]) for key, tensor in objects.items()]
+        spans = lone_spans([tensor for tensor, _ in found])
+        near = [i for i, span in enumerate(spans) if span is None]
+        blocks = [blocks_of(found[i][0]) for i in near]
+        made = {near[group[0]]: _component([(*found[near[i]], blocks[i]) for i in group]) for group in _groups(blocks)}
+        for i, span in enumerate(spans):
+            if span is not None and (alone or len(found[i][1]) > 1):
+                made[i] = _lone(*found[i], *span)
+        return tuple(made[i] for i in sorted(made))
+
+
+def _lone(tensor: Tensor, names: list[str], start: int, nbytes: int) -> Component:
+    view = View(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    return Component((Member(tuple(names), tensor, view),), tensor.dtype, start, nbytes)
 
 
 def _groups(blocks: Sequence[Sequence[Block]]) -> list[list[int]]:
@@ -246,7 +275,7 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
     >>> str(*tt.find_ties(model))
     'emb.weight = head.weight'
     """
-    made = (tie_of(component) for component in find_components(model))
+    made = (tie_of(component) for component in shared_components(model))
     return tuple(tie for tie in made if tie is not None)
 
 
@@ -357,7 +386,8 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     torchtether.errors.TieError: bias: is not tied to weight, as the record says. Call tt.tie(model, 'weight', 'bias').
     """
     records = recorded_ties(model) if expected is None else tuple(expected)
-    components = {name: component for component in find_components(model) for name in component.names}
+    components: dict[str, Component | None] = dict.fromkeys(named_tensors(model))
+    components.update((name, component) for component in shared_components(model) for name in component.names)
     claimed: dict[str, Tie] = {}
     for tie in records:
         for name in tie.names:
@@ -367,22 +397,23 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
         _check_one(tie, components)
     if expected is not None:
         for component in components.values():
-            live = tie_of(component)
+            live = None if component is None else tie_of(component)
             if live is not None and live.owner not in claimed:
                 alias = live.aliases[0]
                 raise TieError(f"is tied to {live.owner}, no record says so", name=alias, fix=_untie(alias))
 
 
-def _check_one(tie: Tie, components: dict[str, Component]) -> None:
+def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
+    """Raises TieError unless ``tie`` is live; ``components`` has every name of the model, ``None`` for those alone."""
     for name in tie.names:
         if name not in components:
             fix = f"The nearest name is {nearest(name, components)!r}." if nearest(name, components) else ""
             raise TieError(f"is not in the model, the record ties it: {tie}", name=name, fix=fix)
     component = components[tie.owner]
     for name in tie.aliases:
-        if components[name] is not component:
+        if component is None or components[name] is not component:
             raise TieError(f"is not tied to {tie.owner}, as the record says", name=name, fix=_tie(tie.owner, name))
-    live = tie_of(component, tie.owner)
+    live = None if component is None else tie_of(component, tie.owner)
     assert live is not None  # a tie has two names, and all of them are in this component
     for name in live.names:
         if name not in tie.names:

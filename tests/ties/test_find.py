@@ -9,7 +9,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.ties.models import MODELS, dtypes, fused, overlapping, six_way, transposed, two_way
-from torchtether.ties import find_components, find_ties, member_view, named_tensors, span_tensor
+from torchtether.ties import find_components, find_ties, member_view, named_tensors, shared_components, span_tensor
 
 each_model = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 each_device = pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -210,3 +210,17 @@ def test_lazy_conjugates_of_shared_memory_are_refused():
 def test_order_is_that_of_the_model():
     assert find_ties(six_way()) == find_ties(six_way())
     assert [tie.owner for tie in find_ties(six_way())] == ["head0.weight", "head0.bias"]
+
+
+def test_a_plain_tensor_over_a_part_of_a_weight_shares_its_memory():
+    model = nn.Linear(4, 4)
+    tt.quantize(model, "int8")
+    model.register_buffer("codes", model.weight.parts["qdata"][1:3])
+    (component,) = [c for c in find_components(model) if len(c.names) > 1]
+    assert component.names == ("weight", "codes")
+
+
+@each_model
+def test_shared_components_are_the_components_with_several_names(make):
+    model = _build(make, "cpu")
+    assert [c.names for c in shared_components(model)] == [c.names for c in find_components(model) if len(c.names) > 1]
