@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 import torch
@@ -43,14 +42,13 @@ def write_gguf(
     """
     head, start, stop = _header(layout, packings, pairs, name)
     write_bytes(file, memoryview(head))
-    with ThreadPoolExecutor(1) as aside:
-        for key, tensor in made:
-            if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
-                given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
-                raise CheckpointError(given, name=key)
-            file.seek(start.pop(key))
-            write_tensor(file, tensor, aside, tick)
-            del tensor
+    for key, tensor in made:
+        if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
+            given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
+            raise CheckpointError(given, name=key)
+        file.seek(start.pop(key))
+        write_tensor(file, tensor, tick)
+        del tensor
     if start:
         raise CheckpointError("it was to be written and was not made", name=min(start))
     file.truncate(stop)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..schemes import Shape
+from .system import HUGE_PAGE, ask_for_huge_pages
 
 PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside any checkpoint
 
@@ -38,30 +38,9 @@ def on_huge_pages(tensor: Tensor) -> Tensor:
 
     Half of the time of a load goes into the first touch of 4 KB pages. Small tensors and other systems are left alone.
     """
-    if tensor.nbytes >= _HUGE_PAGE and tensor.device.type == "cpu" and _madvise is not None:
-        page = mmap.PAGESIZE
-        start = tensor.untyped_storage().data_ptr() // page * page
-        stop = -(-(tensor.untyped_storage().data_ptr() + tensor.untyped_storage().nbytes()) // page) * page
-        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: what it returns changes nothing
+    if tensor.nbytes >= HUGE_PAGE and tensor.device.type == "cpu":
+        ask_for_huge_pages(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
     return tensor
-
-
-_HUGE_PAGE = 2 * 2**20
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    """The system's ``madvise``, for memory that Python did not map."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    try:
-        found = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError, TypeError):
-        return None
-    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    return found  # type: ignore[no-any-return]
-
-
-_madvise = _find_madvise()
 
 
 def private_map(descriptor: int) -> mmap.mmap:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..schemes import Shape
+from .checksum import Checksum
 from .header import format_header
-from .memory import PIECE, memory_of, pieces
+from .memory import memory_of, pieces
 from .reader import Tick, no_tick
+from .system import begin_writing_back
 
 Layout = Mapping[str, tuple[torch.dtype, Shape]]
 """What a file is going to hold: dtype and shape by key."""
@@ -22,7 +23,8 @@ Layout = Mapping[str, tuple[torch.dtype, Shape]]
 Metadata = Callable[[Mapping[str, int]], Mapping[str, str]]
 """What a file says besides, given the CRC-32 of every tensor by key; as many bytes whatever they are."""
 
-_WORTH = 2**20  # bytes; below it a checksum is done before a thread has begun
+PIECE = 4 * 2**20
+"""Bytes that are written at once: a copy of so many, if the tensor is not contiguous, waits for its checksum."""
 
 
 def write_tensors(
@@ -58,12 +60,14 @@ def write_made(
     write_bytes(file, memoryview(header))
     checksums: dict[str, int] = {}
     with ThreadPoolExecutor(1) as aside:
+        checksum = Checksum(aside)
         for key, tensor in made:
             if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
                 given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
                 raise CheckpointError(given, name=key)
             file.seek(start.pop(key))
-            checksums[key] = write_tensor(file, tensor, aside, tick)
+            write_tensor(file, tensor, tick, checksum)
+            checksums[key] = checksum.value()
             del tensor
     if start:
         raise CheckpointError("it was to be written and was not made", name=min(start))
@@ -86,20 +90,16 @@ def check_writable(name: str, tensor: Tensor) -> None:
         raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
 
 
-def write_tensor(file: FileIO, tensor: Tensor, aside: ThreadPoolExecutor, tick: Tick) -> int:
-    """Writes ``tensor`` and returns its CRC-32, which is computed ``aside`` while the system takes the bytes."""
-    checksum = 0
+def write_tensor(file: FileIO, tensor: Tensor, tick: Tick, checksum: Checksum | None = None) -> None:
+    """Writes ``tensor``, the values that it shows in row-major order; ``checksum`` gets what is written."""
     for piece in pieces(tensor.detach(), PIECE):
         flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
-        if len(flat) < _WORTH:
-            checksum = zlib.crc32(flat, checksum)
-            write_bytes(file, flat)
-        else:
-            later = aside.submit(zlib.crc32, flat, checksum)
-            write_bytes(file, flat)
-            checksum = later.result()
+        if checksum is not None:
+            checksum.add(flat)
+        at = file.tell()
+        write_bytes(file, flat)
+        begin_writing_back(file.fileno(), at, len(flat))
         tick(len(flat))
-    return checksum
 
 
 def write_bytes(file: FileIO, memory: memoryview) -> None:

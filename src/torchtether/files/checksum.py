@@ -1,0 +1,96 @@
+"""CRC-32 of what is being written, by two threads: one that writes, and one aside."""
+
+from __future__ import annotations
+
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+
+_POLYNOMIAL = 0xEDB88320
+_WORTH = 2**20  # bytes; below it a checksum is done before a thread has begun
+_WAITING = 3
+
+
+@dataclass
+class _Part:
+    length: int
+    found: int = 0
+    later: Future[int] | None = None
+    piece: memoryview | None = None
+
+    def settle(self) -> int:
+        if self.later is not None:
+            self.found = self.later.result()
+        self.later = self.piece = None
+        return self.found
+
+
+class Checksum:
+    """The CRC-32 of pieces that are given one after the other; of each, some thread reads the bytes once.
+
+    ``aside`` computes what it can while the caller does other work, and the caller the rest.  A piece must stay as it
+    is until ``value`` is asked for, or three others have come.
+    """
+
+    def __init__(self, aside: ThreadPoolExecutor) -> None:
+        self._aside = aside
+        self._parts: list[_Part] = []
+        self._waiting: list[_Part] = []
+
+    def add(self, piece: memoryview) -> None:
+        for part in self._waiting:
+            if part.later is not None and part.later.done():
+                part.settle()
+        self._waiting = [part for part in self._waiting if part.later is not None]
+        part = _Part(len(piece))
+        self._parts.append(part)
+        if len(piece) < _WORTH or len(self._waiting) == _WAITING:
+            part.found = zlib.crc32(piece)
+        else:
+            part.later, part.piece = self._aside.submit(zlib.crc32, piece), piece
+            self._waiting.append(part)
+
+    def value(self) -> int:
+        """The checksum of all pieces, none of which is held any more; the next is that of other pieces."""
+        for part in reversed(self._waiting):
+            if part.later is not None and part.piece is not None and part.later.cancel():
+                part.found, part.later = zlib.crc32(part.piece), None
+        parts, self._parts, self._waiting = self._parts, [], []
+        whole = 0
+        for part in parts:
+            whole = joined(whole, part.settle(), part.length)
+        return whole
+
+
+def joined(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two runs of bytes one after the other, the second of ``length``, from the CRC-32 of each.
+
+    A CRC is a polynomial modulo another: bytes that follow multiply it by a power of x (as zlib's crc32_combine does).
+
+    >>> joined(zlib.crc32(b"one"), zlib.crc32(b"and two"), 7) == zlib.crc32(b"oneand two")
+    True
+    """
+    return (_times(first, _shift(length)) if first else 0) ^ second
+
+
+@lru_cache(maxsize=64)
+def _shift(length: int) -> int:
+    """x to the power of 8 * length."""
+    power, base = 1 << 31, 1 << 23  # 1, and x**8: the highest bit is the lowest power
+    while length:
+        if length & 1:
+            power = _times(power, base)
+        base = _times(base, base)
+        length >>= 1
+    return power
+
+
+def _times(one: int, two: int) -> int:
+    product = 0
+    while one:
+        if one & 1 << 31:
+            product ^= two
+        one = one << 1 & 0xFFFFFFFF
+        two = two >> 1 ^ (_POLYNOMIAL if two & 1 else 0)
+    return product

@@ -1,0 +1,44 @@
+"""Advice to the operating system that Python's library cannot give; systems that do not take it do without."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from typing import Any
+
+HUGE_PAGE = 2 * 2**20
+
+
+def ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """The system may back these bytes, from whole pages around them, with huge pages where it has none yet."""
+    if _madvise is not None:
+        page = mmap.PAGESIZE
+        start, stop = address // page * page, -(-(address + nbytes) // page) * page
+        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: what it returns changes nothing
+
+
+def begin_writing_back(descriptor: int, at: int, nbytes: int) -> None:
+    """The system begins to bring these bytes of the file to the disk, so that a later ``fsync`` has less to wait for.
+
+    Unlike ``posix_fadvise`` it leaves them in the page cache, for the next to read the file.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, at, nbytes, 2)  # SYNC_FILE_RANGE_WRITE; advice again
+
+
+def _find(name: str, *arguments: Any) -> Any:
+    try:
+        found = getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError, TypeError):
+        return None
+    found.argtypes, found.restype = arguments, ctypes.c_int
+    return found
+
+
+_madvise = _find("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int) if hasattr(mmap, "MADV_HUGEPAGE") else None
+_sync_file_range = (
+    _find("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if sys.platform == "linux"
+    else None
+)
