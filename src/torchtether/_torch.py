@@ -113,7 +113,7 @@ def as_class(kind: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
 
     ``nn.Parameter(...)`` cannot make a subclass without calling its constructor, which may ask for anything.
     """
-    made: Tensor = Tensor._make_subclass(kind, data.detach(), requires_grad)  # type: ignore[attr-defined]
+    made: Tensor = Tensor._make_subclass(kind, data, requires_grad)  # type: ignore[attr-defined]
     return made
 
 

@@ -13,6 +13,7 @@ from .checkpoint import Checkpoint, is_equal
 from .composing import Recipe, recipe
 from .errors import UnsupportedOpError
 from .files import Tick, no_tick, scratch
+from .formats import Entry
 from .pieces import Composed, Piece, in_halves, whole
 from .renaming import Rename, renamed
 from .schemes import Plain, Shape
@@ -36,16 +37,25 @@ class Arranged(Mapping[str, Composed]):
     def __init__(self, checkpoint: Checkpoint, rename: Rename = None) -> None:
         self.checkpoint = checkpoint
         listed = list(checkpoint)
-        every = [(key, True) for key in listed] + [(key, False) for key in checkpoint.flat if key not in set(listed)]
-        stored = {key: whole(key, checkpoint.spec(key)) for key, _ in every}
-        named, self.faults = renamed([Named(key, stored[key], is_listed) for key, is_listed in every], rename)
-        self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
-        self._made: dict[str, Composed] = {}
+        names = set(listed)
+        hidden = [key for key in checkpoint.flat if key not in names]
+        self.faults: list[str] = []
+        self.broken: dict[str, Composed] = {}
+        self._made: dict[str, Composed] = _AsStored(checkpoint)
         self._recipes: dict[str, Recipe] = {}
-        self._keys: dict[str, str | None] = {}
+        self._keys: dict[str, str | None] = {key: key for some in (listed, hidden) for key in some}
         """The key in the checkpoint that a name is, if it is only called so."""
-        self.listed: set[str] = set()
+        self.listed = names
         """Names that must not be left over."""
+        if rename is not None:
+            self._rename(listed, hidden, rename)
+
+    def _rename(self, listed: list[str], hidden: list[str], rename: Rename) -> None:
+        stored = {key: self._made[key] for key in self._keys}
+        every = [Named(key, stored[key], True) for key in listed] + [Named(key, stored[key], False) for key in hidden]
+        named, self.faults = renamed(every, rename)
+        self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
+        self._made, self._keys, self.listed = {}, {}, set()
         for one in sorted(named, key=lambda one: not one.listed):
             if one.tensor.is_broken:
                 continue
@@ -63,18 +73,28 @@ class Arranged(Mapping[str, Composed]):
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._keys)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
 
     def keys_of(self, name: str) -> tuple[str, ...]:
         """The names in the checkpoint that ``name`` comes from."""
-        return self._made[name].keys
+        key = self._keys[name]
+        return self._made[name].keys if key is None else (key,)
 
     def is_as_it_is(self, name: str) -> bool:
         """Whether ``name`` is a stored tensor, at most called something else."""
         return self._keys[name] is not None
+
+    def stored(self, name: str) -> Entry | None:
+        """The entry of the plain tensor that ``name`` is, as it is stored; ``None`` for anything else."""
+        key = self._keys.get(name)
+        entry = None if key is None else self.checkpoint.entries.get(key)
+        return entry if entry is not None and entry.spec is None else None
 
     def whole_key(self, name: str) -> str | None:
         """The key under which the values of ``name`` are stored as they are; ``None`` for anything made of others."""
@@ -113,9 +133,10 @@ class Arranged(Mapping[str, Composed]):
 
     def nbytes(self, name: str) -> int:
         """The bytes that are read for ``name``."""
-        key, made = self._keys[name], self._made[name]
+        key = self._keys[name]
         if key is not None:
             return self.checkpoint.nbytes(key)
+        made = self._made[name]
         if not made.scheme.transparent:
             return self._recipe(name).nbytes
         return sum(
@@ -178,8 +199,8 @@ class Arranged(Mapping[str, Composed]):
         if not groups:
             return
         users: dict[str, list[str]] = {}
-        for name, made in self._made.items():
-            for key in made.keys:
+        for name in self._keys:
+            for key in self.keys_of(name):
                 users.setdefault(key, []).append(name)
         for keys in groups:
             yield list(dict.fromkeys(name for key in keys for name in users.get(key, ())))
@@ -257,6 +278,18 @@ class Arranged(Mapping[str, Composed]):
         if (kind.shape, kind.dtype, kind.scheme) != (other_kind.shape, other_kind.dtype, other_kind.scheme):
             return False
         return self.find(one) == self.find(other) or is_equal(self.read_briefly(one), self.read_briefly(other))
+
+
+class _AsStored(dict[str, Composed]):
+    """Stored tensors as they are, by their keys; each is described when it is first asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+
+    def __missing__(self, key: str) -> Composed:
+        made = self[key] = whole(key, self._checkpoint.spec(key))
+        return made
 
 
 def _key(made: Composed, stored: Mapping[str, Composed]) -> str | None:

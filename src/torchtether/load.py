@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import meta
 from ._garbage import uncollected
+from ._storage import STOCK
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import LoadError, SchemeError
@@ -25,7 +26,7 @@ from .quantize import add_load_hook
 from .renaming import Rename
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
 from .rules import Rules, order_of, unmatched
-from .spec import WeightSpec
+from .spec import WeightSpec, contiguous_stride
 from .swap import Exchange
 from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .weight import Weight
@@ -384,6 +385,10 @@ def _fill(step: Step, given: Arranged, tick: Tick) -> None:
 
 def _contents(step: Step, given: Arranged, tick: Tick, batch: Batch | None = None) -> list[Tensor]:
     """New contents for every member of the component, over one memory; where it can wait, ``batch`` fills it."""
+    if batch is not None and step.scheme is None and len(step.component.members) == 1:
+        made = _as_stored(step, given, batch)
+        if made is not None:
+            return [made]
     if step.is_given:
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
         return _shared(step, cast(Weight, weight.to(step.dtype)))
@@ -391,6 +396,18 @@ def _contents(step: Step, given: Arranged, tick: Tick, batch: Batch | None = Non
         later = None if batch is None else _encoded_later(step, given, batch)
         return _shared(step, _encoded(step, given, tick) if later is None else later)
     return _dressed(_plain(step, given, tick, batch=None if step.scheme else batch), step)
+
+
+def _as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
+    """New memory for a plain tensor that is stored as it is, which ``batch`` fills; ``None`` for anything else."""
+    entry, held = given.stored(step.sources[0].name), step.held
+    if entry is None or type(held) not in STOCK or len(step.sources) > 1:
+        return None
+    if not held.stride() == entry.stride == contiguous_stride(entry.shape):
+        return None
+    made = on_huge_pages(torch.empty(entry.shape, dtype=step.dtype, device=step.device))
+    given.checkpoint.store.read_later(entry.keys["tensor"], made, batch)
+    return made
 
 
 def _is_mappable(step: Step, given: Arranged) -> bool:

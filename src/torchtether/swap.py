@@ -116,6 +116,13 @@ class Exchange:
                 fix="Give contents of the same shape.",
             )
         change = Change(held, held.dtype, held.device)
+        if self._journal is None and _is_simple(held, new):
+            shell = as_class(type(held), new, held.requires_grad)
+            swap_impl(held, shell)  # the one step that can refuse, and the only one but for hooks
+            if held._backward_hooks is not None or held._post_accumulate_grad_hooks is not None:
+                seat_hooks(held)
+            self._changes.setdefault(id(held), change)
+            return
         try:
             replacement = Replacement(held, new)
         except TetherError as error:
@@ -176,6 +183,13 @@ class Exchange:
 
     def _name(self, held: Tensor) -> str:
         return said(self._names.get(id(held), ()))
+
+
+def _is_simple(held: Tensor, new: Tensor) -> bool:
+    """Whether a plain tensor or Parameter gets plain contents and has no grad that would have to follow."""
+    if type(held) not in STOCK or type(new) is not Tensor or new.requires_grad or not held.is_leaf:
+        return False
+    return held.grad is None and (not held.requires_grad or new.is_floating_point() or new.is_complex())
 
 
 class Replacement:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,7 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
 # -- what shares memory -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One tensor object of a component, with all its names, and its geometry from the component's first byte."""
 
     names: tuple[str, ...]
@@ -55,8 +55,7 @@ class Member:
     """Whether the span of the component is bytes, because its members have several dtypes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
+class Component(NamedTuple):
     """Tensors that share memory, directly or through each other; most have one member.
 
     ``dtype`` is that of all members, ``None`` if they differ.  ``start`` is where the memory begins, in bytes, and

@@ -45,13 +45,13 @@ class Batch:
     def read(self, file: TensorFile, key: str, out: Tensor) -> None:
         """``out``, of the shape of ``key`` and any strides, dtype and device, is to have its values.
 
-        Bytes that need no change go straight there; others go through scratch of at most ``SLICE`` per thread.
+        Bytes that need no change go straight there, unseen by autograd; others go through scratch of at most ``SLICE``
+        per thread.
         """
         stored = file.stored(key)
         if out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous():
             self._nbytes += stored.nbytes
             self._reads.append((id(file), stored.start, file, key, out))
-            torch.autograd.graph.increment_version(out)  # autograd will not see the bytes arrive
             return
         out = out.detach()
         limit = SLICE * out.element_size() // max(stored.dtype.itemsize, out.element_size())

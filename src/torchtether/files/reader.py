@@ -108,6 +108,7 @@ class TensorFile:
         """
         batch = Batch()
         self.read_later(key, out, batch)
+        torch.autograd.graph.increment_version(out)  # autograd will not see the bytes arrive
         batch.run(tick)
 
     def read_later(self, key: str, out: Tensor, batch: Batch) -> None:

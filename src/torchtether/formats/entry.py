@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -43,7 +44,13 @@ class Entry:
     @property
     def kind(self) -> WeightSpec:
         """What the tensor is; the scheme of a plain one is ``Plain()``."""
-        return self.spec or WeightSpec(self.shape, self.stride, self.dtype, _AS_IT_IS)
+        return self.spec or _plain(self.shape, self.stride, self.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _plain(shape: Shape, stride: Shape, dtype: torch.dtype) -> WeightSpec:
+    """Thousands of tensors have a few shapes, and share what describes them."""
+    return WeightSpec(shape, stride, dtype, _AS_IT_IS)
 
 
 def is_in_parts(entry: Entry, tensors: Mapping[str, Stored]) -> bool:

@@ -62,8 +62,9 @@ _FIX = "Take the model unquantized or in a format that is read, or dequantize it
 def check_refused(contents: Contents) -> None:
     """Raises CheckpointError, naming the format, for a checkpoint that no module of this room recognises and whose
     tensors are not what they seem; all others may be loaded as they are."""
+    leaves = {key.rpartition(".")[2] for key in contents.tensors}
     for kind, suffixes in _SUFFIXES.items():
-        key = _with(contents, suffixes)
+        key = _with(contents, suffixes) if suffixes[0] in leaves else None
         if key is not None:
             _refuse(METHODS[kind], f"{key} is there, with {' and '.join(suffixes[1:])}", key)
     codes = find_codes(contents)

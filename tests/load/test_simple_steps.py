@@ -1,0 +1,72 @@
+"""Most tensors are planned on a short way; it must be the same plan as on the long one."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import torchtether as tt
+from tests.load.models import Tied, Turned, build
+from torchtether.plan import FLOATS, _Drafter
+
+
+def _steps(plan):
+    return [
+        (s.name, s.component.names, s.tie, s.sources, s.dtype, s.device, s.scheme, s.is_given, s.in_place, s.nbytes)
+        for s in plan.steps
+    ]
+
+
+class Kinds(nn.Module):
+    """A parameter and a buffer of every kind of dtype, and shapes of every rank."""
+
+    def __init__(self, dtypes):
+        super().__init__()
+        for i, dtype in enumerate(dtypes):
+            self.register_buffer(f"b{i}", torch.ones((2,) * (i % 4)).to(dtype))
+        self.turned = nn.Parameter(torch.ones(3, 2).t())
+        self.empty = nn.Parameter(torch.ones(0, 2))
+
+
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("quantize", [None, "int8", {"mid.weight": None, "*": "int8"}], ids=["plain", "all", "some"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"dtype": {"norm.*": torch.float64}, "device": {"mid.*": "cpu"}},
+        {"rename": {}},
+        {"strict": False, "rename": [("^mid", "other")]},
+    ],
+    ids=["none", "dtype", "patterns", "rename", "missing"],
+)
+@pytest.mark.parametrize("make", [Tied, Turned])
+def test_models(tmp_path, monkeypatch, make, options, quantize, meta):
+    tt.save(build(make), tmp_path / "x")
+    model = build(make, meta=meta)
+    with_short = tt.plan_load(model, tmp_path / "x", quantize=quantize, **options)
+    monkeypatch.setattr(_Drafter, "_simple", lambda self, component: None)
+    without = tt.plan_load(model, tmp_path / "x", quantize=quantize, **options)
+    assert with_short.steps or options.get("strict") is False
+    assert _steps(with_short) == _steps(without)
+    assert with_short.faults == without.faults
+    assert (with_short.missing_keys, with_short.unexpected_keys) == (without.missing_keys, without.unexpected_keys)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_every_pair_of_dtypes(tmp_path, monkeypatch, device):
+    pairs = list(itertools.product(DTYPES, DTYPES))
+    tt.save(Kinds([given for given, _ in pairs]), tmp_path / "x")
+    model = Kinds([held for _, held in pairs]).to(device)
+    for options in ({}, {"dtype": torch.float16}):
+        with_short = tt.plan_load(model, tmp_path / "x", **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(_Drafter, "_simple", lambda self, component: None)
+            without = tt.plan_load(model, tmp_path / "x", **options)
+        assert _steps(with_short) == _steps(without)
+        assert with_short.faults == without.faults
