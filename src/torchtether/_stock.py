@@ -20,6 +20,9 @@ from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, 
 from .ties import Component, find_components, member_view
 from .weight import Weight
 
+_OPEN = 8
+"""Tensors that are watched at a time; torch asks for one, exchanges it or not, and asks for the next."""
+
 
 @dataclass
 class _Touched:
@@ -75,11 +78,14 @@ class StockCall:
 
     def touch(self, tensor: Any) -> None:
         """Remembers ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
-        if id(tensor) in self._tensors and not is_lazy(tensor):
+        key = id(tensor)
+        if key in self._tensors and key not in self._open and not is_lazy(tensor):
+            while len(self._open) >= _OPEN:
+                del self._open[next(iter(self._open))]  # it was asked for, and left as it is
             grad = tensor.grad if tensor.is_leaf else None
             attributes = user_attributes(tensor, tensor)
-            self._open[id(tensor)] = _Touched(tensor, type(tensor), attributes, impl_id(tensor), grad)
-            self._changes.setdefault(id(tensor), Change(tensor, tensor.dtype, tensor.device))
+            self._open[key] = _Touched(tensor, type(tensor), attributes, impl_id(tensor), grad)
+            self._changes.setdefault(key, Change(tensor, tensor.dtype, tensor.device))
 
     def settle(self) -> None:
         """What torch has exchanged since it was touched has its class, attributes, hooks and grad again."""

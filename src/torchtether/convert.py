@@ -70,8 +70,9 @@ def convert(
 
 def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
     """``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``. Runs once per piece of memory."""
-    with torch.no_grad():
-        return tensor.detach().to(device=device, dtype=dtype if _follows(tensor) else None)
+    if dtype is None or not _follows(tensor):
+        return tensor.detach().to(device=device)
+    return tensor.detach().to(dtype) if device is None else tensor.detach().to(device, dtype)
 
 
 def _follows(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal
 
@@ -317,6 +318,8 @@ def check_place(modules: Iterable[nn.Module], verb: str) -> None:
             f"cannot {verb} inside parametrize.cached(), which holds old values", fix="Leave the block first."
         )
     for module in modules:
+        if not _is_distributed(type(module)):  # type: ignore[arg-type]
+            continue
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ConversionError(
                 f"cannot {verb} under DistributedDataParallel: its reducer would stop synchronising gradients",
@@ -333,6 +336,12 @@ def check_place(modules: Iterable[nn.Module], verb: str) -> None:
                 f"cannot {verb} a fully_shard module (FSDP2) after its first forward: it has buffers of the old dtype",
                 fix=f"Call {verb} before the first forward.",
             )
+
+
+@lru_cache(maxsize=1024)
+def _is_distributed(kind: type[nn.Module]) -> bool:
+    names = {one.__name__ for one in kind.__mro__}
+    return not names.isdisjoint({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 def check_held(tensors: list[Tensor], names: dict[int, tuple[str, ...]], verb: str, refs: set[int]) -> None:

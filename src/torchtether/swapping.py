@@ -83,17 +83,21 @@ class _Scope(TorchFunctionMode):
         self._optimizer = optimizer
         self._call: StockCall | None = None
         self._frame: FrameType | None = None
+        self._near: FrameType | None = None
+        """A frame inside ``_frame``, or it: what is called from there belongs to the same stock call."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is GRAD_SWITCH:
             return func(*args, **(kwargs or {}))
-        frame = _conversion_frame(self._frame, loads=func is Tensor.module_load)
-        if frame is not self._frame:
-            self.end_call()
-            if frame is not None:
-                self._begin(frame)
+        if self._near is None or self._near not in _callers():
+            frame = _conversion_frame(self._frame, loads=func is Tensor.module_load)
+            if frame is not self._frame:
+                self.end_call()
+                if frame is not None:
+                    self._begin(frame)
+            self._near = None if frame is None else _callers()[-1]
         if self._call is not None:
             self._call.settle()
             for argument in args[:1]:
@@ -121,9 +125,21 @@ class _Scope(TorchFunctionMode):
 
     def end_call(self) -> None:
         """What the last stock call changed is attached again."""
-        call, self._call, self._frame = self._call, None, None
+        call, self._call, self._frame, self._near = self._call, None, None, None
         if call is not None:
             call.end()
+
+
+def _callers() -> list[FrameType]:
+    """The frames from which a function was asked for, up to the nearest ``_apply``; at most three."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(found) < 3:
+        found.append(frame)
+        if frame.f_code.co_name == "_apply":
+            break
+        frame = frame.f_back
+    return found
 
 
 def _conversion_frame(current: FrameType | None, *, loads: bool) -> FrameType | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ._garbage import uncollected
 from ._storage import Block, blocks_of, is_strided, lone_spans
 from .errors import TieError
+from .schemes import Shape
 from .spec import Tie, View
 from .weight import Weight
 
@@ -98,12 +100,14 @@ def shared_components(model: Tensors) -> tuple[Component, ...]:
 def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
     """Every component; without ``alone`` those of one name may be missing."""
     with uncollected():
-        named = named_tensors(model)
-        names: dict[int, list[str]] = {}
-        for name, tensor in named.items():
-            names.setdefault(id(tensor), []).append(name)
-        objects = {id(tensor): tensor for tensor in named.values()}
-        found = [(tensor, names[key]) for key, tensor in objects.items()]
+        objects: dict[int, tuple[Tensor, list[str]]] = {}
+        for name, tensor in named_tensors(model).items():
+            known = objects.get(id(tensor))
+            if known is None:
+                objects[id(tensor)] = tensor, [name]
+            else:
+                known[1].append(name)
+        found = list(objects.values())
         spans = lone_spans([tensor for tensor, _ in found])
         near = [i for i, span in enumerate(spans) if span is None]
         blocks = [blocks_of(found[i][0]) for i in near]
@@ -115,8 +119,15 @@ def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
 
 
 def _lone(tensor: Tensor, names: list[str], start: int, nbytes: int) -> Component:
-    view = View(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-    return Component((Member(tuple(names), tensor, view),), tensor.dtype, start, nbytes)
+    dtype = tensor.dtype
+    view = _whole(dtype, tuple(tensor.shape), tensor.stride())
+    return Component((Member(tuple(names), tensor, view),), dtype, start, nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _whole(dtype: torch.dtype, size: Shape, stride: Shape) -> View:
+    """Thousands of tensors have a few shapes, and share what describes them."""
+    return View(dtype, size, stride)
 
 
 def _groups(blocks: Sequence[Sequence[Block]]) -> list[list[int]]:
