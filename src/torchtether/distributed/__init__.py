@@ -1,5 +1,6 @@
 """Many machines: tied and quantized models under FSDP2 and DTensor, on PyTorch's own engine."""
 
 from .loading import load
+from .saving import save
 
-__all__ = ["load"]
+__all__ = ["load", "save"]

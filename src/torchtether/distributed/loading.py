@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp2_state, offloaded_parameters, renew_shards
@@ -28,7 +27,7 @@ from ..swap import Exchange
 from ..ties import Component, find_components, named_tensors
 from ..weight import Weight
 from .ranks import Ranks
-from .shadows import box_of, device_of, local_shadow, redone, sharded_tensors, stand_in, whole_shadow
+from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow
 
 
 def load(
@@ -86,7 +85,7 @@ def load(
     work: _Whole | _Sharded | None = None
     try:
         with ranks.all_or_none(LoadError):
-            _reshard(model)
+            reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)
         with ranks.all_or_none(LoadError):
@@ -97,13 +96,6 @@ def load(
     finally:
         if work is not None:
             work.close()
-
-
-def _reshard(model: nn.Module) -> None:
-    """No FSDP2 module shows gathered parameters, as the root does between forward and backward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 class _Whole:
@@ -202,7 +194,9 @@ class _Sharded:
             elif step.scheme is not None and not step.scheme.transparent:
                 _check_rows(step.scheme, tuple(self._held[step.name].shape), self._boxes[name])
         except TetherError as error:
-            found.faults.append(f"{step.name}: {error.what}. {error.fix}")
+            found.faults.append(
+                f"{step.name}: {error.what}. Use another number of ranks, a scheme with other blocks, or no scheme."
+            )
             return step
         local = dataclasses.replace(step, component=component, device=self._device(step), nbytes=given.nbytes(name))
         return dataclasses.replace(local, in_place=is_filled(local))

@@ -26,6 +26,13 @@ def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTenso
     return {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor)}
 
 
+def reshard(model: nn.Module) -> None:
+    """No FSDP2 module shows gathered parameters, as the root does between forward and backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_of(tensor: DTensor) -> Tensor:
     """What this rank holds of ``tensor``, without a graph."""
     with torch.no_grad():

@@ -12,7 +12,7 @@ from .index import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, format_index
 from .memory import on_huge_pages, scratch
 from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
-from .replacing import replacing
+from .replacing import beside, put_in_place, replacing
 from .store import Store
 from .writer import check_writable, write_made, write_tensors
 
@@ -32,6 +32,7 @@ __all__ = [
     "write_gguf",
     "SUFFIX",
     "Batch",
+    "beside",
     "Header",
     "Record",
     "Store",
@@ -46,6 +47,7 @@ __all__ = [
     "no_tick",
     "on_huge_pages",
     "part_key",
+    "put_in_place",
     "read_beside",
     "remove_stale",
     "replacing",
