@@ -26,6 +26,7 @@ from ..schemes import Scheme, Shape
 from ..swap import Exchange
 from ..ties import Component, find_components, named_tensors
 from ..weight import Weight
+from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow
 
@@ -58,6 +59,9 @@ def load(
     one tensor at a time. Afterwards what FSDP2 gathers in ``forward`` is what was loaded, also where torch's own
     ``load_state_dict(assign=True)`` had left it at something older.
 
+    ``path`` may also be a folder by ``torch.distributed.checkpoint``, ours or another's. With ``optimizer`` its state
+    follows its parameters' device and dtype, and if the checkpoint holds the state of one, that is what it has after.
+
     All faults are found before anything changes. If one rank fails, all do, with its text; what was on ``meta`` still
     is then, on every rank.
 
@@ -83,19 +87,25 @@ def load(
         "rename": rename,
     }
     work: _Whole | _Sharded | None = None
+    state: OptimizerLoad | None = None
     try:
         with ranks.all_or_none(LoadError):
             reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)
+            state = OptimizerLoad.find(model, optimizer, Path(path))
         with ranks.all_or_none(LoadError):
             report = work.read(progress)
         with ranks.all_or_none(LoadError):
             work.finish()
-        return report
+            nbytes = 0 if state is None else state.read()
+        if state is not None:
+            state.finish()
+        return dataclasses.replace(report, bytes=report.bytes + nbytes)
     finally:
-        if work is not None:
-            work.close()
+        for one in (work, state):
+            if one is not None:
+                one.close()
 
 
 class _Whole:

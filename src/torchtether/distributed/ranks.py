@@ -20,8 +20,9 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         is_up = dist.is_available() and dist.is_initialized()
-        # the fake group, which plans for worlds that are not there, has no other ranks to hear from
-        self.is_alone = not is_up or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+        self.is_fake = is_up and dist.get_backend(group) == "fake"
+        """A fake group plans for a world that is not there, and has no other ranks to hear from."""
+        self.is_alone = not is_up or self.is_fake or dist.get_world_size(group) == 1
         self.group = group
         self.rank = 0 if self.is_alone else dist.get_rank(group)
         self.count = 1 if self.is_alone else dist.get_world_size(group)

@@ -12,17 +12,16 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._storage import is_strided, storage_id
 from ..errors import CheckpointError
 from ..files import beside, put_in_place
 from ..formats import Contained, Writable, writable
 from ..report import Progress, ticking
 from ..save import Aliases, HeldGroup, plan_groups
-from ..ties import named_tensors
-from ..weight import Weight
 from ..writing import FilePlan, Group, check_keys, check_target, plan_files, write_shard
+from .flat import save_dcp
+from .optimizers import FOLDER, optimizer_tensors
 from .ranks import Ranks
-from .shadows import box_of, reshard, stand_in, whole_shadow
+from .shadows import Shadowed, box_of
 from .transfers import Item, Transfers
 
 
@@ -30,9 +29,10 @@ def save(
     model: nn.Module | Mapping[str, Tensor],
     path: Path | str,
     *,
-    format: Literal["safetensors"] | str = "safetensors",
+    format: Literal["safetensors", "dcp"] | str = "safetensors",
     aliases: Aliases = "drop",
     max_shard_size: int | str | None = None,
+    optimizer: Any = None,
     progress: Progress = None,
     process_group: Any = None,
 ) -> None:
@@ -42,6 +42,12 @@ def save(
     default all) calls it with the same ones, and sees the same file system. The files of a save in shards
     (``max_shard_size``) are written side by side, each by one rank, to which the others send their rows, one tensor at
     a time. What every rank holds whole is that of the first.
+
+    With ``optimizer`` its state is stored too, a tied parameter's once, in the folder ``optimizer`` beside the model's
+    files; ``tt.distributed.load(..., optimizer=)`` takes it up where it was, on any number of ranks.
+
+    ``format="dcp"`` writes a new folder by ``torch.distributed.checkpoint``, each rank its own rows, of what
+    ``tt.distributed.state_dict`` gives. ``tt.load`` and ``tt.open`` read it too.
 
     Each file is written beside its target, and when all are on the disk the first rank renames them: if a rank fails,
     or is killed, before that, the old checkpoint is whole, and every rank raises.
@@ -57,18 +63,33 @@ def save(
     ...     print(list(tt.open(folder)))
     ['bias', 'weight']
     """
-    ranks = Ranks(process_group)
-    with ranks.all_or_none(CheckpointError):
-        work = _Save(ranks, model, Path(path), format, aliases, max_shard_size)
-    work.agree()
-    with contextlib.ExitStack() as stack:
+    ranks, path = Ranks(process_group), Path(path)
+    if format == "dcp":
         with ranks.all_or_none(CheckpointError):
-            work.write(stack, progress)
-        written = {target: temporary for one in ranks.gather(work.written) for target, temporary in one}
+            if max_shard_size is not None:
+                raise CheckpointError("a folder by dcp has a file per rank", name="max_shard_size", fix="Leave it out.")
+        save_dcp(ranks, model, path, optimizer, aliases)
+        return
+    with ranks.all_or_none(CheckpointError):
+        works = [_Save(ranks, model, path, format, aliases, max_shard_size)]
+        if optimizer is not None:
+            if not works[0].files.is_folder:
+                raise CheckpointError("the optimizer needs a folder", name=str(path), fix="Give the path of one.")
+            state = optimizer_tensors(model, optimizer)
+            works.insert(0, _Save(ranks, state, path / FOLDER, "native", "drop", max_shard_size))
+    for work in works:
+        work.agree()
+    with contextlib.ExitStack() as stack:
+        for work in works:
+            with ranks.all_or_none(CheckpointError):
+                work.write(stack, progress)
+        everything = ranks.gather([pair for work in works for pair in work.written])
+        written = {target: temporary for one in everything for target, temporary in one}
         with ranks.all_or_none(CheckpointError):
             if ranks.rank == 0:
-                put_in_place([(written[target], target) for target in work.files.everything])
-                work.files.remove_stale()
+                put_in_place([(written[target], target) for work in works for target in work.files.everything])
+                for work in works:
+                    work.files.remove_stale()
 
 
 class _Save:
@@ -86,22 +107,11 @@ class _Save:
         target: Writable = writable("native" if format == "safetensors" else format)
         if isinstance(target, Contained):
             raise CheckpointError(f"{target.name} is written by one process", name="format", fix="Use tt.save.")
-        if isinstance(model, nn.Module):
-            reshard(model)
-            shadow: nn.Module | Mapping[str, Tensor] = stand_in(model, whole_shadow)
-        else:
-            again = {id(tensor): whole_shadow(tensor) for tensor in model.values() if isinstance(tensor, DTensor)}
-            shadow = {name: again.get(id(tensor), tensor) for name, tensor in model.items()}
-        self._ranks = ranks
-        held, seen = named_tensors(model), named_tensors(shadow)
-        sharded = {name: tensor for name, tensor in held.items() if isinstance(tensor, DTensor)}
-        self._names: dict[int, str] = {}
-        for name in sharded:
-            self._names.setdefault(_memory_of(seen[name]), name)
-        self._sharded = sharded
-        self._boxes = {name: _box(name, tensor) for name, tensor in sharded.items()}
+        found = Shadowed(model)
+        self._ranks, self._found, self._sharded = ranks, found, found.sharded
+        self._boxes = {name: _box(name, tensor) for name, tensor in found.sharded.items()}
         check_target(path, target, max_shard_size=max_shard_size)
-        groups = plan_groups(shadow, target, aliases)
+        groups = plan_groups(found.shadow, target, aliases)
         check_keys(groups)
         if ranks.is_alone:
             self._check_alone()
@@ -168,15 +178,9 @@ class _Save:
         for group in shard:
             assert isinstance(group, HeldGroup)
             for key, tensor in group.stored.items():
-                yield Item(key, tensor, self._names.get(_memory_of(tensor)))
+                yield Item(key, tensor, self._found.name(tensor))
             for name, weight in group.packed.items():
-                yield Item(name, weight, self._names.get(_memory_of(weight)), group.format)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """What a shadow is known by, whatever object stands for it."""
-    first = next(iter(tensor.parts.values())) if isinstance(tensor, Weight) else tensor
-    return storage_id(first) if is_strided(first) else 0
+                yield Item(name, weight, self._found.name(weight), group.format)
 
 
 def _packed(steps: Iterator[tuple[Item, Tensor] | None]) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from .batch import Batch
 from .beside import read_beside
+from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
 from .folder import carry_over, folder_for, new_folder, remove_stale
 from .ggml import PACKINGS, PLAIN, Packing
@@ -19,9 +20,11 @@ from .writer import check_writable, write_made, write_tensors
 __all__ = [
     "CODES",
     "DTYPES",
+    "DcpFile",
     "HIDDEN",
     "INDEX_SUFFIX",
     "KEY",
+    "OPTIMIZER",
     "PACKINGS",
     "PAIRS",
     "PLAIN",
@@ -29,6 +32,7 @@ __all__ = [
     "Packing",
     "Pairs",
     "gguf_packing",
+    "is_dcp",
     "write_gguf",
     "SUFFIX",
     "Batch",
