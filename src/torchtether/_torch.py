@@ -218,7 +218,16 @@ def is_forwarded(state: Any) -> bool:
 
 def renew_shards(state: Any) -> None:
     """FSDP2 refers to the memory of the parameters that the module has now."""
+    for param in _fsdp2_params(state):
+        param.reset_sharded_param()
+
+
+def offloaded_parameters(state: Any) -> list[Tensor]:
+    """The sharded parameters that FSDP2 keeps on the CPU, whatever device it computes on."""
+    return [param.sharded_param for param in _fsdp2_params(state) if param.offload_to_cpu]
+
+
+def _fsdp2_params(state: Any) -> Iterator[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in groups:
-        for param in group.fsdp_params if group is not None else ():
-            param.reset_sharded_param()
+        yield from group.fsdp_params if group is not None else ()

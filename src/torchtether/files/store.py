@@ -69,9 +69,9 @@ class Store:
         """Fills ``out`` with the values of ``key``, whatever its strides, dtype and device."""
         self._home[key].read_into(key, out, tick)
 
-    def read_later(self, key: str, out: Tensor, batch: Batch) -> None:
-        """As ``read_into``, when ``batch`` runs."""
-        self._home[key].read_later(key, out, batch)
+    def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
+        """As ``read_into``, from row ``first`` on, when ``batch`` runs."""
+        self._home[key].read_later(key, out, batch, first)
 
     def is_mappable(self, key: str) -> bool:
         """Whether ``map`` can give ``key``; see ``TensorFile``."""
