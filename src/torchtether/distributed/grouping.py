@@ -100,7 +100,8 @@ class Grouping:
     def _join(self, group: Group) -> None:
         key = tuple(sorted(group.names))
         owners = {self._owner(name) for name in group.names}
-        if self.policy == "root" or key in self._tried or group.stacks or id(self.model) in owners:
+        is_used_elsewhere = len(set(self.homes(group.names).values())) == 1
+        if self.policy == "root" or is_used_elsewhere or key in self._tried or id(self.model) in owners:
             self._hoist(group, owners)
             return
         self._tried.add(key)

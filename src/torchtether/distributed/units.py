@@ -179,7 +179,7 @@ def plan_units(
     together = _with_uses(_united(groups), uses or (), model, tensors)
     grouping.settle(together)
     rooted.settle(together)
-    units = _units(model, grouping, tensors, uses)
+    units = _units(grouping, tensors, uses, (*found, *declared))
     for tie in found:
         faults += _view_faults(tie, tensors)
     for unit in units:
@@ -313,11 +313,16 @@ def _first_line(error: Exception) -> str:
 
 
 def _units(
-    model: nn.Module, grouping: Grouping, tensors: dict[str, Tensor], uses: tuple[Use, ...] | None
+    grouping: Grouping, tensors: dict[str, Tensor], uses: tuple[Use, ...] | None, ties: Sequence[Tie]
 ) -> tuple[Unit, ...]:
+    one: dict[int, int] = {}  # several parameters that will be one
+    for tie in ties:
+        for name, view in zip(tie.names, tie.views, strict=True):
+            if view is None and all(n in tensors and isinstance(tensors[n], nn.Parameter) for n in (tie.owner, name)):
+                one.setdefault(id(tensors[name]), id(tensors[tie.owner]))
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(one.get(id(tensor), id(tensor)), []).append(name)
     counts: dict[str, set[str]] = {}
     for use in uses or ():
         counts.setdefault(use.name, set()).add(use.running[-1])
@@ -326,7 +331,8 @@ def _units(
     for known in names.values():
         tensor = tensors[known[0]]
         if isinstance(tensor, nn.Parameter) and not is_lazy(tensor):
-            count = len(counts.get(known[0], ())) if uses is not None else len(known)
+            used = {module for name in known for module in counts.get(name, ())}
+            count = len(used) if uses is not None else len(known)
             held[homes[known[0]]].append(_parameter(tuple(known), tensor, max(1, count)))
     return tuple(Unit(grouping.paths(key), tuple(found)) for key, found in held.items())
 
@@ -345,7 +351,7 @@ def _view_faults(tie: Tie, tensors: dict[str, Tensor]) -> list[str]:
     for name, view in zip(tie.names, tie.views, strict=True):
         if view is not None and isinstance(tensors[name], nn.Parameter):
             faults.append(
-                f"{name}: is a view (size {list(view.size)}) of {tie.owner}, and sharding would give it rows of its own. "
+                f"{name}: is a view (size {list(view.size)}) of {tie.owner}, and would get rows of its own. "
                 "Take the view in forward, or call tt.untie."
             )
         elif view is not None:

@@ -43,14 +43,12 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
     >>> [(use.running, use.function) for use in find_uses(Tied(), (torch.tensor([1]),))]
     [(('', 'emb'), 'embedding'), (('',), '__get__')]
     """
-    by_id: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in named_tensors(model).items():
-        by_id.setdefault(id(tensor), (name, tensor))
-    given: dict[str, Tensor] = {}
     names: dict[int, str] = {}
-    for name, tensor in by_id.values():
-        given[name] = made = tensor.detach().to("meta")
-        names[id(made)] = name
+    stand_ins: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model).items():
+        if id(tensor) not in stand_ins:
+            stand_ins[id(tensor)] = made = tensor.detach().to("meta")
+            names[id(made)] = name
     known = {id(module): name for name, module in reversed(list(model.named_modules()))}
     stack: list[str] = []
     handles = []
@@ -60,10 +58,22 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     watch = _Watch(names, stack)
+    slots: list[tuple[dict[str, Any], str, Tensor]] = [
+        (held, leaf, tensor)  # type: ignore[misc]
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for leaf, tensor in held.items()
+        if tensor is not None
+    ]
     try:
+        # not functional_call: it leaves modules that are registered twice with what it was given
+        for held, leaf, tensor in slots:
+            held[leaf] = stand_ins[id(tensor)]
         with torch.no_grad(), torch.device("meta"), watch:
-            torch.func.functional_call(model, given, args, kwargs, tie_weights=True)
+            model(*args, **kwargs)
     finally:
+        for held, leaf, tensor in slots:
+            held[leaf] = tensor
         for handle in handles:
             handle.remove()
     return tuple(dict.fromkeys(watch.uses))
