@@ -241,7 +241,7 @@ SAMPLES: dict[str, Sample] = {
     "roll": _call(W, [1], [0]),
     "flip": _call(W, [0]),
     "repeat": _call(W, [2, 1]),
-    "constant_pad_nd": _call(W, [1, 1]),
+    "constant_pad_nd": _call(W, [0, 0, 0, 3]),
     "_local_scalar_dense": _call(lambda w: w.sum()),
     "cdist": _call(W, W),
     "_cdist_forward": _call(W, W, 2.0, None),
@@ -373,7 +373,9 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),
 }
 
-OPS = sorted((op for op in KINDS if "_backward" not in str(op)), key=str)
-BACKWARDS = sorted(set(KINDS) - set(OPS), key=str)
+COLLECTIVES = sorted((op for op in KINDS if str(op).startswith(("c10d.", "_c10d_functional."))), key=str)
+"""Ops between processes: tests/distributed runs them."""
+OPS = sorted((op for op in KINDS if "_backward" not in str(op) and op not in COLLECTIVES), key=str)
+BACKWARDS = sorted(set(KINDS) - set(OPS) - set(COLLECTIVES), key=str)
 """Ops that only autograd calls: they have no sample, and must be reached by the gradients of the others."""
 each_op = pytest.mark.parametrize("op", OPS, ids=[getattr(op, "__name__", str(op)) for op in OPS])

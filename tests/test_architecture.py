@@ -41,7 +41,7 @@ LEVELS = [
     {"report"},
     {"writing"},
     {"load", "save"},
-    {"transform", "verify"},
+    {"transform", "verify", "distributed"},
     {"demo"},
     {"cli"},
 ]

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import torchtether as tt
-from tests.catalog import BACKWARDS, COLUMNS, OPS, ROWS, SCHEMES, each_op, few_schemes, rand, sample
+from tests.catalog import BACKWARDS, COLLECTIVES, COLUMNS, OPS, ROWS, SCHEMES, each_op, few_schemes, rand, sample
 from torchtether.dispatch import KINDS, REFUSED, RULES
 from torchtether.ops import values as values_module
 
@@ -49,7 +49,7 @@ def _agree(got, expected, what):
 
 
 def test_every_kind_of_rule_is_in_the_catalog():
-    assert set(OPS) | set(BACKWARDS) == set(RULES)
+    assert set(OPS) | set(BACKWARDS) | set(COLLECTIVES) == set(RULES)
     assert set(KINDS.values()) == {"lifted", "decoded", "re-encoded", "rewritten"}
     assert not set(RULES) & set(REFUSED)
 

@@ -1,5 +1,7 @@
 """Keeps a PyTorch model's parameters attached: to each other, to their optimizer and to their checkpoint."""
 
+from typing import Any as _Any
+
 from . import module_load as _module_load  # noqa: F401 - registers its rule
 from . import ops as _ops  # noqa: F401 - registers the rules
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
@@ -54,6 +56,8 @@ __all__ = [
     "convert", "quantize", "dequantize", "swapping", "on_meta", "materialize",
     # ties and optimizers
     "find_ties", "check_ties", "tie", "untie", "check_optimizer",
+    # many machines
+    "distributed",
     # the nouns
     "Weight", "WeightSpec", "Tie", "View",
     # schemes
@@ -63,3 +67,12 @@ __all__ = [
     "TetherError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError", "SchemeError",
     "TieError", "UnsupportedOpError",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> _Any:
+    """``distributed`` is imported when it is first asked for: torch's DTensor takes as long as all the rest."""
+    if name == "distributed":
+        from importlib import import_module
+
+        return import_module(f"{__name__}.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

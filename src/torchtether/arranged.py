@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from .composing import Recipe, recipe
 from .errors import UnsupportedOpError
 from .files import Tick, no_tick, scratch
 from .formats import Entry
-from .pieces import Composed, Piece, in_halves, whole
+from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
 from .renaming import Rename, renamed
 from .schemes import Plain, Shape
 from .spec import View, WeightSpec
@@ -96,10 +97,39 @@ class Arranged(Mapping[str, Composed]):
         entry = None if key is None else self.checkpoint.entries.get(key)
         return entry if entry is not None and entry.spec is None else None
 
-    def whole_key(self, name: str) -> str | None:
-        """The key under which the values of ``name`` are stored as they are; ``None`` for anything made of others."""
+    def cut(self, boxes: Mapping[str, Sequence[Range]]) -> Arranged:
+        """The same, but of each name in ``boxes`` only that box: from the one index to before the other, by dimension.
+
+        Only what lies in a box is read. Weights can be cut at multiples of the rows that share a block; ``check``
+        says where one is not.
+        """
+        made = copy.copy(self)
+        made._made, made._keys, made._recipes = copy.copy(self._made), dict(self._keys), {}
+        for name, box in boxes.items():
+            key, one = self._keys[name], self._made[name]
+            if key is not None:
+                one = whole(key, self.checkpoint.spec(key))  # its shape may have been found since
+            if tuple(box) != tuple((0, size) for size in one.shape):
+                for dim, (start, stop) in enumerate(box):
+                    one = narrowed(one, dim, start, stop)
+                made._made[name], made._keys[name] = one, None
+        return made
+
+    def rows_in(self, name: str) -> tuple[str, int | None] | None:
+        """The key that holds the values of ``name`` as they are: all of it, or with a number its rows from there on."""
         key = self._keys[name]
-        return None if key is None else self.checkpoint.whole_key(key)
+        if key is not None:
+            found = self.checkpoint.whole_key(key)
+            return None if found is None else (found, None)
+        made = self._made[name]
+        if len(made.pieces) != 1 or not made.shape or 0 in made.shape:
+            return None
+        (piece,) = made.pieces
+        found, spec = self.checkpoint.whole_key(piece.key), self.checkpoint.spec(piece.key)
+        is_rows = piece.dims == tuple(range(len(spec.shape))) and not piece.heads
+        if found is None or not is_rows or piece.box[1:] != tuple((0, size) for size in spec.shape[1:]):
+            return None
+        return found, piece.box[0][0]
 
     def fit(self, name: str, shape: Shape) -> Shape:
         """The shape of ``name``; where its file does not say one, it takes ``shape`` if it can."""
@@ -128,7 +158,8 @@ class Arranged(Mapping[str, Composed]):
 
     def check(self, name: str) -> None:
         """Raises UnsupportedOpError if the Weights that make up ``name`` cannot be cut or joined as they are stored."""
-        if self._keys[name] is None and not self._made[name].scheme.transparent:
+        made = self._made[name]
+        if self._keys[name] is None and not made.scheme.transparent and (made.pieces or not made.shape):
             self._recipe(name).check(self.checkpoint)
 
     def nbytes(self, name: str) -> int:
@@ -138,7 +169,7 @@ class Arranged(Mapping[str, Composed]):
             return self.checkpoint.nbytes(key)
         made = self._made[name]
         if not made.scheme.transparent:
-            return self._recipe(name).nbytes
+            return 0 if 0 in made.shape else self._recipe(name).nbytes
         return sum(
             self.checkpoint.nbytes(piece.key) if self._is_whole(piece) else piece.numel * made.dtype.itemsize
             for piece in made.pieces
@@ -222,10 +253,24 @@ class Arranged(Mapping[str, Composed]):
         """The Weight ``name``, which is stored as one, in new memory on ``device``."""
         key = self._keys[name]
         if key is None:
+            made = self._made[name]
+            if 0 in made.shape and not made.pieces:
+                return self._rowless(made, device)
             return self._recipe(name).read(self.checkpoint, device, tick)
-        made = self.checkpoint.read_whole(key, device, tick)
-        assert isinstance(made, Weight)
-        return made
+        weight = self.checkpoint.read_whole(key, device, tick)
+        assert isinstance(weight, Weight)
+        return weight
+
+    def _rowless(self, made: Composed, device: torch.device | str) -> Weight:
+        """A Weight that was cut to no rows at all; parts that every row needs are there all the same."""
+        scheme, key = made.scheme, made.keys[0]
+        parts, layout = scheme.empty(made.shape, made.dtype, device), scheme.layout(made.shape)
+        given = self.checkpoint.read_rows(key, self.checkpoint.spec(key).base, 0, 0)
+        for role in (
+            role for role, part in layout.items() if part.span == 0 and part.shape == tuple(given[role].shape)
+        ):
+            parts[role].copy_(given[role])
+        return Weight(parts, WeightSpec.of(made.shape, made.dtype, scheme))
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
         """The values of ``name`` on the CPU, to be dropped soon; see ``Checkpoint.read_briefly``."""

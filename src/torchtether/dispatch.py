@@ -22,6 +22,9 @@ KINDS: dict[Any, str] = {}
 REFUSED: dict[Any, str] = {}
 """Why an op that one might expect is refused, and what to do instead."""
 
+HOOKS: dict[str, Rule] = {}
+"""What torch asks of a tensor by the name of a method: FSDP2's two all-gather hooks."""
+
 
 def rule(*ops: Any, kind: str = "rewritten") -> Callable[[_AnyRule], _AnyRule]:
     """Registers the decorated function as the answer to ``ops``; a second answer for an op is an error."""

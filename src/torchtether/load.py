@@ -74,6 +74,11 @@ class LoadPlan:
         """The names that ``apply`` will load, because it has not yet; one of each tied group."""
         return tuple(step.name for step in self.steps if not self._done.issuperset(step.component.names))
 
+    @property
+    def draft(self) -> Draft:
+        """What the steps were found with: the checkpoint, arranged, ties to change, buffers to compute."""
+        return self._draft
+
     def __str__(self) -> str:
         lines = [f"{self.checkpoint!r}: {len(self.steps)} steps, {said_bytes(self.bytes)}, {len(self.faults)} faults"]
         lines += [f"  fault: {fault}" for fault in self.faults]
@@ -201,7 +206,7 @@ class LoadPlan:
                     _put(exchange, step, contents)
                 for step in other:
                     _put(exchange, step, _contents(step, self._draft.given, tick))
-            _keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
+            keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
             self._done.update(name for step in (*fresh, *other) for name in step.component.names)
         for step in steps:
             if step.in_place:
@@ -486,11 +491,12 @@ def _shared(step: Step, weight: Weight) -> list[Tensor]:
 
 def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     """A Weight whose parts ``batch`` fills, some rows at a time; ``None`` if its rows cannot be encoded one by one."""
-    held, scheme, key = step.held, step.scheme, given.whole_key(step.sources[0].name)
+    held, scheme, place = step.held, step.scheme, given.rows_in(step.sources[0].name)
     shape = tuple(held.shape)
-    if key is None or isinstance(held, Weight) or len(step.component.members) > 1 or step.device.type != "cpu":
+    if place is None or isinstance(held, Weight) or len(step.component.members) > 1 or step.device.type != "cpu":
         return None
     assert scheme is not None
+    key, first = place[0], place[1] or 0
     stored, row = given.checkpoint.store.stored(key), math.prod(shape[1:])
     layout = scheme.layout(shape)
     spans = [part.span for part in layout.values()]
@@ -515,7 +521,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     for start in range(0, shape[0], size):
         stop = min(start + size, shape[0])
         cuts = part_rows(layout, shape, start, stop)
-        batch.rows(given.checkpoint.store.file_of(key), key, start, stop, partial(encode, cuts=cuts))
+        batch.rows(given.checkpoint.store.file_of(key), key, first + start, first + stop, partial(encode, cuts=cuts))
     return Weight(parts, WeightSpec.of(shape, step.dtype, scheme))
 
 
@@ -535,9 +541,9 @@ def _plain(
         count = component.nbytes if mixed else component.nbytes // component.members[0].tensor.element_size()
         span = torch.zeros(count, dtype=torch.uint8 if mixed else dtype, device=step.device)
         made = [member_view(span, member) for member in component.members]
-    key = given.whole_key(step.sources[0].name) if len(step.sources) == 1 else None
-    if batch is not None and key is not None:
-        given.checkpoint.store.read_later(key, _memory(made[step.sources[0].member]), batch)
+    place = given.rows_in(step.sources[0].name) if len(step.sources) == 1 else None
+    if batch is not None and place is not None:
+        given.checkpoint.store.read_later(place[0], _memory(made[step.sources[0].member]), batch, place[1])
         return made
     for source in reversed(step.sources):
         given.read_into(source.name, _memory(made[source.member]), tick)
@@ -588,7 +594,7 @@ def _check_encodes(step: Step, given: Arranged) -> None:
         _encoded(step, given, no_tick)
 
 
-def _keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:
+def keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:
     """Stock ``load_state_dict`` will not silently un-quantize what was quantized here."""
     paths = {name.rpartition(".")[0] for step in steps for name in step.component.names}
     for path, module in model.named_modules(remove_duplicate=False):

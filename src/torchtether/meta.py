@@ -121,7 +121,7 @@ def materialize(
     work.sort(key=lambda component: all(m.tensor._base is None for m in component.members))  # views go first
     plain = {(id(m), name): recipe for m in modules.values() for name, recipe in _plain_recipes(m).items()}
     if not work and not plain:
-        _forget(model)
+        forget_recipes(model)
         return model
     recipes = {id(component): recipes_of(component, modules) for component in work}
     recorded = [component for component in work if recipes[id(component)]]
@@ -138,12 +138,12 @@ def materialize(
         for module in modules.values():
             for name in _plain_recipes(module):
                 module.__dict__[name] = replay.tensor(plain[id(module), name])
-    _forget(model)
+    forget_recipes(model)
     _initialise(work if init is not None else others, modules, init)
     return model
 
 
-def _forget(model: nn.Module) -> None:
+def forget_recipes(model: nn.Module) -> None:
     """No tensor or module carries a recipe any more."""
     for tensor in named_tensors(model).values():
         tensor.__dict__.pop(_RECIPE, None)

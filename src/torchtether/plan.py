@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
@@ -423,11 +423,10 @@ class _Drafter:
                 owner, f"the checkpoint holds it as {spec.scheme}, the model has views into it that need a plain tensor"
             )
             return None
-        stays = device == held.device and target == held.dtype and not held.is_meta
-        as_it_is = holds is not None if is_given else scheme == holds and not _overlaps_itself(held)
         nbytes = sum(self.given.nbytes(source.name) for source in sources)
         tie = self.owner_tie.get(id(component))
-        return Step(owner, component, tie, tuple(sources), target, device, scheme, is_given, stays and as_it_is, nbytes)
+        step = Step(owner, component, tie, tuple(sources), target, device, scheme, is_given, False, nbytes)
+        return replace(step, in_place=is_filled(step))
 
     def _can_share(self, component: Component, owner: str) -> bool:
         tie = self.owner_tie[id(component)]
@@ -553,6 +552,15 @@ def transient_names(model: nn.Module) -> set[str]:
         for path, module in model.named_modules(remove_duplicate=False)
         for leaf in module._non_persistent_buffers_set
     }
+
+
+def is_filled(step: Step) -> bool:
+    """Whether what is there can stay and take the values: dtype, device and scheme are those that it will have."""
+    held, device, dtype = step.held, step.device, step.dtype
+    holds = held.scheme if isinstance(held, Weight) and not held.scheme.transparent else None
+    stays = device == held.device and dtype == held.dtype and not held.is_meta
+    as_it_is = holds is not None if step.is_given else step.scheme == holds and not _overlaps_itself(held)
+    return stays and as_it_is
 
 
 def is_recorded(component: Component, modules: dict[str, nn.Module]) -> bool:

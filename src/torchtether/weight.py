@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from .dispatch import REFUSED, RULES
+from .dispatch import HOOKS, REFUSED, RULES
 from .errors import SchemeError, UnsupportedOpError
 from .schemes import Scheme, dtype_from_name, dtype_name, same_bits
 from .spec import Tie, WeightSpec
@@ -43,6 +43,8 @@ class Weight(Tensor):
     _spec: WeightSpec
     _names: tuple[str, ...]
     _cut: bool
+    _is_room: bool = False  # made by new_zeros, to be filled with fewer rows: a cut may go through its last block
+    _room: Weight | None = None  # the room whose first rows these are: what is padded for a collective
     _is_param: bool
 
     @staticmethod
@@ -153,6 +155,11 @@ class Weight(Tensor):
         spec = self._spec.replace(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype)
         return self.map(lambda _: tensor, spec, cut=False)
 
+    def roomed(self, other: Weight) -> Weight:
+        """This Weight, which is padded as ``other`` is."""
+        self._is_room, self._room = other._is_room, other._room
+        return self
+
     def set_parts(self, parts: Mapping[str, Tensor]) -> None:
         """Copies ``parts`` into the storage of these; all of them fit or nothing is written."""
         held = self.parts
@@ -227,11 +234,21 @@ class Weight(Tensor):
             f"{func} {REFUSED.get(func, 'has no rule for Weight')}", fix="Call .dequantize() on the Weight first."
         )
 
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., Any]:
+        """What FSDP2 calls for the tensors to gather; ``ops.sharding`` says how."""
+        return HOOKS["fsdp_pre_all_gather"](self)  # type: ignore[no-any-return]
+
+    @property
+    def fsdp_post_all_gather(self) -> Callable[..., Any]:
+        """What FSDP2 calls with the gathered tensors; ``ops.sharding`` says how."""
+        return HOOKS["fsdp_post_all_gather"](self)  # type: ignore[no-any-return]
+
     # -- copying, pickling, sharing -------------------------------------------------------------------------------
 
     def _attributes(self) -> dict[str, Any]:
         """What users have set on this tensor."""
-        own = {"_spec", "_names", "_cut", "_is_param", *(_PART + name for name in self._names)}
+        own = {"_spec", "_names", "_cut", "_is_room", "_room", "_is_param", *(_PART + name for name in self._names)}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:

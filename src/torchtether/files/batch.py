@@ -42,20 +42,20 @@ class Batch:
         self._jobs: list[tuple[int, int, Job]] = []
         self._nbytes = 0
 
-    def read(self, file: TensorFile, key: str, out: Tensor) -> None:
-        """``out``, of the shape of ``key`` and any strides, dtype and device, is to have its values.
+    def read(self, file: TensorFile, key: str, out: Tensor, first: int = 0) -> None:
+        """``out``, of any strides, dtype and device, is to have the values of ``key`` from its row ``first`` on.
 
         Bytes that need no change go straight there, unseen by autograd; others go through scratch of at most ``SLICE``
         per thread.
         """
         stored = file.stored(key)
+        at = first * (stored.nbytes // stored.shape[0]) if first else 0
         if out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous():
-            self._nbytes += stored.nbytes
-            self._reads.append((id(file), stored.start, file, key, out))
+            self._nbytes += out.nbytes
+            self._reads.append((id(file), stored.start + at, file, key, out))
             return
         out = out.detach()
         limit = SLICE * out.element_size() // max(stored.dtype.itemsize, out.element_size())
-        at = 0
         for piece in pieces(out, limit):
             self._through(file, key, at, tuple(piece.shape), piece.copy_)
             at += piece.numel() * stored.dtype.itemsize

@@ -111,13 +111,14 @@ class TensorFile:
         torch.autograd.graph.increment_version(out)  # autograd will not see the bytes arrive
         batch.run(tick)
 
-    def read_later(self, key: str, out: Tensor, batch: Batch) -> None:
-        """As ``read_into``, when ``batch`` runs."""
-        stored = self.stored(key)
-        if tuple(out.shape) != stored.shape:
-            raise CheckpointError(f"it has shape {stored.shape}, not {tuple(out.shape)}", name=f"{self.name}: {key}")
-        if stored.nbytes:
-            batch.read(self, key, out)
+    def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
+        """As ``read_into``, when ``batch`` runs; with ``first`` the rows of ``key`` from there on, as many as fit."""
+        stored, shape = self.stored(key), tuple(out.shape)
+        wanted = stored.shape if first is None else (min(shape[0], stored.shape[0] - first), *stored.shape[1:])
+        if shape != wanted:
+            raise CheckpointError(f"it has shape {stored.shape}, not {shape}", name=f"{self.name}: {key}")
+        if out.numel():
+            batch.read(self, key, out, first or 0)
 
     def is_mappable(self, key: str) -> bool:
         """Whether ``key`` lies where memory of its dtype can: it is not empty, and a multiple of its item size in."""

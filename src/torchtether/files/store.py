@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..spec import View
 from .batch import Batch
 from .beside import read_beside
+from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, PICKLED, Index, find_files
@@ -69,9 +70,9 @@ class Store:
         """Fills ``out`` with the values of ``key``, whatever its strides, dtype and device."""
         self._home[key].read_into(key, out, tick)
 
-    def read_later(self, key: str, out: Tensor, batch: Batch) -> None:
-        """As ``read_into``, when ``batch`` runs."""
-        self._home[key].read_later(key, out, batch)
+    def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
+        """As ``read_into``, from row ``first`` on, when ``batch`` runs."""
+        self._home[key].read_later(key, out, batch, first)
 
     def is_mappable(self, key: str) -> bool:
         """Whether ``map`` can give ``key``; see ``TensorFile``."""
@@ -117,6 +118,8 @@ def _kind(path: Path) -> type[TensorFile]:
     """Who reads the file at ``path``: by its name, or by the magic of a GGUF file, which no safetensors file has."""
     if path.suffix in PICKLED:
         return PickledFile
+    if path.is_dir():
+        return DcpFile
     return GgufFile if path.suffix == GGUF_SUFFIX or begins_with(path, MAGIC) else TensorFile
 
 

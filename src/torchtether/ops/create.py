@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import rule
+from ..schemes import Scheme
 from ..weight import Weight
 
 aten = torch.ops.aten
@@ -37,9 +39,23 @@ def new_rows(
     if not same_rows or dtype not in (None, weight.dtype) or not weight.spec.is_contiguous:
         return _like(op, weight, size, dtype=dtype, **kwargs)
     if weight.scheme.transparent:
-        return weight.around(_like(op, weight, size, dtype=dtype, **kwargs))
-    zeros = torch.zeros((), dtype=weight.dtype, device=kwargs.get("device") or weight.device).expand(size)
-    return Weight.encode(zeros, weight.scheme)
+        made = weight.around(_like(op, weight, size, dtype=dtype, **kwargs))
+    else:
+        zeros = torch.zeros((), dtype=weight.dtype, device=kwargs.get("device") or weight.device).expand(tuple(size))
+        made = Weight.encode(zeros, weight.scheme)
+        shared = [name for name, part in weight.scheme.layout(weight.spec.base).items() if part.span == 0]
+        if shared:  # rows of this Weight go in there, which need the parts that all of its rows need
+            held = {name: weight.parts[name].detach().to(zeros.device, copy=True) for name in shared}
+            made = made.with_parts(_zeros_beside(weight.scheme, zeros, {**made.parts, **held}))
+    made._is_room = True
+    return made
+
+
+def _zeros_beside(scheme: Scheme, zeros: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``parts`` with codes that mean zero under its scales, where the scheme can encode under given scales."""
+    if "like" not in inspect.signature(scheme.encode).parameters or zeros.is_meta:
+        return parts
+    return {**parts, **{n: p for n, p in scheme.encode(zeros, like=parts).items() if n == "qdata"}}  # type: ignore[call-arg]
 
 
 @rule(

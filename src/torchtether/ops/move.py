@@ -10,6 +10,7 @@ from torch import Tensor
 from ..dispatch import refuse, rule
 from ..errors import UnsupportedOpError
 from ..weight import Weight
+from .rows import first_rows
 
 aten = torch.ops.aten
 
@@ -17,12 +18,12 @@ aten = torch.ops.aten
 @rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default, kind="lifted")
 def lift(op: Any, weight: Weight) -> Weight:
     """The same parts under a new wrapper."""
-    return weight.map(op)
+    return weight.map(op).roomed(weight)
 
 
 @rule(aten._pin_memory.default, kind="lifted")
 def pin_memory(op: Any, weight: Weight, device: Any = None) -> Weight:
-    return weight.map(lambda part: op(part, device), cut=False)
+    return _as_room(weight.map(lambda part: op(part, device), cut=False), weight)
 
 
 @rule(aten.is_pinned.default, kind="lifted")
@@ -46,9 +47,11 @@ def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None 
 @rule(aten._to_copy.default, kind="lifted")
 def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
     """Parts move; a float dtype becomes the compute dtype, and the parts keep theirs."""
+    if weight._room is not None and "memory_format" not in kwargs:  # padded for a collective, so its copy is, too
+        return first_rows(to_copy(op, weight._room, **kwargs), weight.shape[0])
     dtype = kwargs.pop("dtype", None) or weight.dtype
     if weight.scheme.transparent:
-        return weight.around(op(weight.values_of(), dtype=dtype, **kwargs))
+        return _as_room(weight.around(op(weight.values_of(), dtype=dtype, **kwargs)), weight)
     memory_format = kwargs.pop("memory_format", None)
     if (
         not dtype.is_floating_point or dtype.itemsize < 2 or dtype.is_complex
@@ -57,7 +60,12 @@ def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
     if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
         raise UnsupportedOpError(f"a Weight cannot be laid out as {memory_format}", fix="Call .dequantize() first.")
     parts = weight.scheme.convert(weight.map(lambda part: op(part, **kwargs)).parts, dtype)
-    return weight.with_parts(parts, weight.spec.replace(dtype=dtype))
+    return _as_room(weight.with_parts(parts, weight.spec.replace(dtype=dtype)), weight)
+
+
+def _as_room(made: Weight, weight: Weight) -> Weight:
+    made._is_room = weight._is_room
+    return made
 
 
 def _keeps(weight: Weight, memory_format: torch.memory_format | None) -> bool:

@@ -13,17 +13,45 @@ from torch import Tensor
 
 from ..errors import UnsupportedOpError
 from ..schemes import Part, Scheme, Shape, same_bits
+from ..spec import WeightSpec
 from ..weight import Weight
 
 
+def first_rows(weight: Tensor, count: int) -> Tensor:
+    """The first ``count`` rows of ``weight``, which was made with room for more; plain tensors are cut as they are."""
+    if not isinstance(weight, Weight):
+        return weight[:count]
+    if weight.scheme.transparent:
+        made = weight.around(weight.values_of()[:count])
+    elif count == weight.shape[0]:
+        made = weight.map(torch.ops.aten.alias.default)
+    else:
+        base = (count, *weight.spec.base[1:])
+        spec = WeightSpec.of(base, weight.dtype, weight.scheme)
+        made = weight.with_parts(cut_rows(weight, 0, count), spec, cut=True)
+    if count == weight.shape[0]:
+        return made.roomed(weight)
+    made._room = weight if weight._is_room else None
+    return made
+
+
 def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
-    """The parts of rows ``start:stop`` of the base tensor, as views. Raises where a block would be cut in two."""
-    cuts = part_rows(weight.scheme.layout(weight.spec.base), weight.spec.base, start, stop)
+    """The parts of rows ``start:stop`` of the base tensor, as views. Raises where a block would be cut in two.
+
+    What lies in a room behind its first rows is padding, so those may end within a block.
+    """
+    base = weight.spec.base
+    is_padded = weight._is_room and start == 0
+    cuts = part_rows(weight.scheme.layout(base), base, start, stop, is_padded=is_padded)
     return {name: weight.parts[name].detach() if cut is None else weight.parts[name][cut] for name, cut in cuts.items()}
 
 
-def part_rows(layout: Mapping[str, Part], shape: Shape, start: int, stop: int) -> dict[str, slice | None]:
+def part_rows(
+    layout: Mapping[str, Part], shape: Shape, start: int, stop: int, *, is_padded: bool = False
+) -> dict[str, slice | None]:
     """The dim-0 entries of each part that hold rows ``start:stop`` of ``shape``; ``None`` for a part that all need.
+
+    With ``is_padded`` nothing of interest lies behind ``stop``, as if the tensor ended there.
 
     Raises UnsupportedOpError where a block would be cut in two, and says at which multiples of rows none is.
 
@@ -39,7 +67,7 @@ def part_rows(layout: Mapping[str, Part], shape: Shape, start: int, stop: int) -
             cuts[name] = slice(start, stop)
         elif span == 0:
             cuts[name] = None
-        elif start * row % span or (stop * row % span and stop != shape[0]):
+        elif start * row % span or (stop * row % span and stop != shape[0] and not is_padded):
             rows = math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
             raise UnsupportedOpError(
                 f"rows {start}:{stop} of a Weight of shape {tuple(shape)} cut a block of {span} elements of {name!r}",

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..dispatch import refuse, rule
 from ..errors import UnsupportedOpError
-from ..schemes import Shape
+from ..schemes import Flattened, Shape
 from ..spec import WeightSpec
 from ..weight import Weight
-from .rows import cut_rows, join_rows, take_rows, view_parts
+from .rows import cut_rows, first_rows, join_rows, take_rows, view_parts
 from .values import read
 
 aten = torch.ops.aten
@@ -96,7 +96,18 @@ def _infer(size: Shape, numel: int) -> Shape:
 def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
     spec = weight.spec
     if tuple(shape) == spec.shape:
-        return weight.map(aten.alias.default)
+        return weight.map(aten.alias.default).roomed(weight)
+    if (
+        spec.is_contiguous
+        and isinstance(spec.scheme, Flattened)
+        and spec.scheme.inner.can_view(spec.scheme.shape, shape)
+    ):
+        inner = spec.scheme.inner
+        made = WeightSpec.of(shape, spec.dtype, inner, spec.tie)
+        return weight.with_parts(view_parts(inner, dict(weight.parts), shape), made, cut=weight._cut)
+    if spec.is_contiguous and len(shape) == 1 and not spec.scheme.can_view(spec.base, shape):
+        made = WeightSpec.of(shape, spec.dtype, Flattened(spec.scheme, spec.base), spec.tie)
+        return weight.map(aten.alias.default, made)
     if not spec.is_contiguous or not spec.scheme.can_view(spec.base, shape):
         raise _cannot(op, weight, f"as {tuple(shape)} cannot share its storage")
     parts = view_parts(spec.scheme, dict(weight.parts), shape)
@@ -118,12 +129,19 @@ def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = Fal
 def as_strided(
     op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Weight:
-    """The identity geometry only (sharding asks for it)."""
+    """The identity geometry, or that of the first rows (sharding asks for both)."""
     if weight.scheme.transparent:
         return _on_tensor(op, weight, size, stride, storage_offset)  # type: ignore[no-any-return]
-    if (tuple(size), tuple(stride), storage_offset or 0) != (weight.spec.shape, weight.spec.stride, 0):
+    shape = weight.spec.shape
+    is_rows = weight.dim() > 0 and tuple(size[1:]) == shape[1:] and size[0] <= shape[0] and weight.spec.is_contiguous
+    if (
+        storage_offset
+        or tuple(stride) != weight.spec.stride
+        or len(size) != len(shape)
+        or not (tuple(size) == shape or is_rows)
+    ):
         raise _cannot(op, weight, f"as {tuple(size)} with stride {tuple(stride)} cannot share its storage")
-    return weight.map(aten.alias.default)
+    return _rows(op, weight, 0, 0, size[0]) if is_rows else weight.map(aten.alias.default).roomed(weight)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------
@@ -134,7 +152,9 @@ def _rows(op: Any, weight: Weight, dim: int, start: int, stop: int) -> Weight:
     dim %= weight.dim()
     spec = weight.spec
     if (start, stop) == (0, spec.shape[dim]):
-        return weight.map(aten.alias.default)
+        return weight.map(aten.alias.default).roomed(weight)
+    if weight._is_room and start == 0 == dim:
+        return first_rows(weight, stop)  # type: ignore[return-value]
     if spec.order[dim] != 0 or (weight.dim() == 1 and any(p.span != 1 for p in _layout(weight) if p.span)):
         raise _cannot(op, weight, f"along dim {dim} cannot share its storage: the scheme works along that dimension")
     base = (stop - start, *spec.base[1:])
@@ -150,7 +170,7 @@ def _layout(weight: Weight) -> list[Any]:
 def slice_rows(
     op: Any, weight: Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Weight:
-    if weight.scheme.transparent:
+    if weight.scheme.transparent and not (weight._is_room and dim == 0 and not start and step == 1):
         return _on_tensor(op, weight, dim, start, end, step)  # type: ignore[no-any-return]
     first, last, _ = slice(start, None if end is None or end >= _WHOLE else end).indices(weight.shape[dim])
     if step != 1:

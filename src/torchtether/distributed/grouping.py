@@ -1,0 +1,181 @@
+"""Which modules make up each sharding unit, so that every tied group lies in one: pure work on module paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+Policy = Literal["group", "root"]
+Key = frozenset[int]
+"""A unit, as the ids of the modules that are given to ``fully_shard`` together."""
+
+ROOT: Key = frozenset()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Names that must lie in one unit, and the stacks of modules that run where one of them is used otherwise."""
+
+    names: tuple[str, ...]
+    stacks: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass
+class Grouping:
+    """The units over ``model``: ``wanted`` modules one by one at first, then as tied groups ask for it."""
+
+    model: nn.Module
+    wanted: Sequence[nn.Module]
+    policy: Policy
+    units: set[Key] = field(init=False)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._modules = dict(self.model.named_modules(remove_duplicate=False))
+        self._path_of: dict[int, str] = {}
+        self._outside: dict[int, set[int]] = {}
+        for path, module in self._modules.items():
+            self._path_of.setdefault(id(module), path)
+            self._outside.setdefault(id(module), set()).update(self._above(path))
+        self.units = {frozenset({id(module)}) for module in self.wanted if module is not self.model}
+        self._tried: set[tuple[str, ...]] = set()
+
+    def settle(self, groups: Iterable[Group]) -> None:
+        """Changes the units until each of ``groups`` lies in one of them, where it is gathered whenever it is used."""
+        groups = list(groups)
+        while True:
+            split = next((group for group in groups if self._is_split(group)), None)
+            if split is not None:
+                self._join(split)
+                continue
+            circle = self._circle()
+            if not circle:
+                return
+            self._drop(circle)
+
+    def home(self, name: str) -> Key:
+        """The unit of the tensor ``name``: that of the innermost module above it; ``ROOT`` if there is none."""
+        return self.homes([name])[name]
+
+    def homes(self, names: Iterable[str]) -> dict[str, Key]:
+        """The unit of each of ``names``."""
+        unit_of = {module: unit for unit in self.units for module in unit}
+        return {n: next((unit_of[m] for m in self._above(n) if m in unit_of), ROOT) for n in names}
+
+    def order(self) -> list[Key]:
+        """The units, inner ones first: the order in which FSDP2 must be told of them; else that of the modules."""
+        rank = {module: place for place, module in enumerate(self._path_of)}
+        left = sorted(self.units, key=lambda unit: min(rank[module] for module in unit))
+        done: list[Key] = []
+        while left:
+            free = next(unit for unit in left if not any(self._is_inside(o, unit) for o in left if o is not unit))
+            left.remove(free)
+            done.append(free)
+        return done
+
+    def paths(self, unit: Key) -> tuple[str, ...]:
+        """The first path of each module of ``unit``, in module order; the empty path is the root's."""
+        return tuple(path for module, path in self._path_of.items() if module in unit) if unit else ("",)
+
+    # -- how it is done -----------------------------------------------------------------------------------------------
+
+    def _above(self, name: str) -> list[int]:
+        """The modules above a tensor (or module), innermost first, without the root."""
+        path, found = name.rpartition(".")[0], []
+        while path:
+            found.append(id(self._modules[path]))
+            path = path.rpartition(".")[0]
+        return found
+
+    def _is_split(self, group: Group) -> bool:
+        homes = set(self.homes(group.names).values())
+        if len(homes) > 1:
+            return True
+        (unit,) = homes
+        return unit != ROOT and any(not unit & set(stack) for stack in group.stacks)
+
+    def _join(self, group: Group) -> None:
+        key = tuple(sorted(group.names))
+        owners = {self._owner(name) for name in group.names}
+        is_used_elsewhere = len(set(self.homes(group.names).values())) == 1
+        if self.policy == "root" or is_used_elsewhere or key in self._tried or id(self.model) in owners:
+            self._hoist(group, owners)
+            return
+        self._tried.add(key)
+        outer = {
+            owner
+            for owner in owners
+            if not all(
+                set(self._above(name)) & (owners - {owner}) for name in group.names if self._owner(name) == owner
+            )
+        }
+        for name in group.names:  # units between a name and the outer module that takes it along
+            above = self._above(name)
+            reach = max((place for place, module in enumerate(above) if module in outer), default=0)
+            self._drop({unit for unit in self.units if unit & set(above[:reach]) and not unit & outer})
+        merged = {unit for unit in self.units if unit & outer}
+        self.units -= merged
+        made = frozenset(outer).union(*merged)
+        self.units.add(frozenset(made))
+        self.notes.append(f"{' = '.join(group.names)}: {_said(self.paths(made))} are one unit")
+
+    def _hoist(self, group: Group, owners: set[int]) -> None:
+        """Units below the first module that is above all names, and runs at all uses, are no more."""
+        common: set[int] | None = None
+        chains = [self._above(name) for name in group.names] + [list(reversed(stack)) for stack in group.stacks]
+        for chain in chains:
+            common = set(chain) if common is None else common & set(chain)
+        below = {module for name in group.names for module in _until(self._above(name), common or set())}
+        dropped = {unit for unit in self.units if unit & below}
+        if not dropped:
+            dropped = {unit for unit in self.units if any(unit & set(self._above(name)) for name in group.names)}
+        self.notes.append(f"{' = '.join(group.names)}: moved outwards, so {_said(self._labels(dropped))} are no units")
+        self._drop(dropped)
+
+    def _labels(self, units: set[Key]) -> tuple[str, ...]:
+        return tuple(path for unit in self.order_or_any(units) for path in self.paths(unit))
+
+    def order_or_any(self, units: set[Key]) -> list[Key]:
+        """``units`` in the order of their first modules."""
+        return sorted(units, key=lambda unit: self.paths(unit))
+
+    def _owner(self, name: str) -> int:
+        """The module that runs when ``name`` is needed: that which holds it, or the first above that has a forward."""
+        path = name.rpartition(".")[0]
+        while path and type(self._modules[path]).forward is nn.Module.forward:  # ParameterList and other containers
+            path = path.rpartition(".")[0]
+        return id(self._modules[path])
+
+    def _drop(self, units: set[Key]) -> None:
+        self.units -= units
+
+    def _is_inside(self, inner: Key, outer: Key) -> bool:
+        """Whether a module of ``inner`` lies below one of ``outer``."""
+        return any(self._outside[module] & outer for module in inner)
+
+    def _circle(self) -> set[Key]:
+        """Units of which each has to be inside of another one."""
+        left = set(self.units)
+        lists = [unit for unit in left if len(unit) > 1]
+        for one in lists:
+            for other in lists:
+                if one is not other and self._is_inside(one, other) and self._is_inside(other, one):
+                    return {one, other}
+        return set()
+
+
+def _until(above: Sequence[int], stop: set[int]) -> list[int]:
+    found = []
+    for module in above:
+        if module in stop:
+            break
+        found.append(module)
+    return found
+
+
+def _said(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:4])
+    return shown + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

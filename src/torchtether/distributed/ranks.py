@@ -1,0 +1,57 @@
+"""The ranks that do something together: what one has to say reaches all, and what stops one stops all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import TetherError
+
+
+class Ranks:
+    """The processes of ``group`` (by default all); a process that belongs to no group is alone, and nothing waits.
+
+    >>> Ranks().gather("here")
+    ['here']
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        is_up = dist.is_available() and dist.is_initialized()
+        self.is_fake = is_up and dist.get_backend(group) == "fake"
+        """A fake group plans for a world that is not there, and has no other ranks to hear from."""
+        self.is_alone = not is_up or self.is_fake or dist.get_world_size(group) == 1
+        self.group = group
+        self.rank = 0 if self.is_alone else dist.get_rank(group)
+        self.count = 1 if self.is_alone else dist.get_world_size(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank; each has come this far when it returns."""
+        if self.is_alone:
+            return [value]
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    @contextlib.contextmanager
+    def all_or_none(self, kind: type[TetherError]) -> Iterator[None]:
+        """What happens inside has happened on every rank, or every rank raises: its own error, or one of ``kind``.
+
+        No rank may leave the block early for another reason, or wait inside for one that may have failed.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # ranks that are gone are no news any more
+                self.gather(_said(error))
+            raise
+        for rank, said in enumerate(self.gather("")):
+            if said:
+                raise kind(f"rank {rank} failed: {said}", fix="Nothing was done on the other ranks.")
+
+
+def _said(error: BaseException) -> str:
+    text = str(error) if isinstance(error, TetherError) else f"{type(error).__name__}: {error}"
+    return text or type(error).__name__

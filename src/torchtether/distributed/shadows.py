@@ -1,0 +1,212 @@
+"""A sharded model as others see it: as one process would hold it, or as the part of it that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parameter import is_lazy
+
+from .._storage import STOCK, is_strided, storage_id
+from ..pieces import Range
+from ..schemes import Shape
+from ..spec import WeightSpec
+from ..ties import named_tensors
+from ..weight import Weight
+
+
+def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTensor]:
+    """Every DTensor of ``model`` under every name that it has."""
+    return {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor)}
+
+
+def reshard(model: nn.Module) -> None:
+    """No FSDP2 module shows gathered parameters, as the root does between forward and backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """What this rank holds of ``tensor``, without a graph."""
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local
+
+
+def box_of(tensor: DTensor) -> tuple[Range, ...]:
+    """The indices of ``tensor`` that this rank holds, by dimension, from the first to one past the last.
+
+    Raises NotImplementedError for placements that give a rank no box: partial sums.
+    """
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise NotImplementedError(f"its placements are {tensor.placements}: sums that nobody has done yet")
+    box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise NotImplementedError("this rank is not in its mesh")
+    if all(isinstance(placement, (Shard, Replicate)) for placement in tensor.placements):
+        for place, ranks, placement in zip(coordinate, mesh.shape, tensor.placements, strict=True):
+            if isinstance(placement, Shard):
+                start, stop = box[placement.dim]
+                each = -(-(stop - start) // ranks)  # the rule of torch.chunk
+                box[placement.dim] = (min(start + place * each, stop), min(start + (place + 1) * each, stop))
+    else:  # FSDP2 over tensor parallelism of the same dimension; torch knows the order of those shards
+        shape, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, tensor.placements)
+        box = [(start, start + size) for start, size in zip(offset, shape, strict=True)]
+    size, local = tuple(stop - start for start, stop in box), tuple(local_of(tensor).shape)
+    if size != local:
+        raise NotImplementedError(f"its placements {tensor.placements} give this rank {size}, and it holds {local}")
+    return tuple(box)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where the ranks of ``mesh`` compute; of several devices of a kind the current one."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
+def redone(tensor: DTensor, local: Tensor) -> Tensor:
+    """A DTensor that is ``tensor`` with another local tensor, of any dtype and device."""
+    with torch.no_grad():
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+
+# -- stand-ins --------------------------------------------------------------------------------------------------------
+
+
+def whole_shadow(tensor: Tensor) -> Tensor:
+    """A tensor of the shape, dtype and device of all of ``tensor``, without its memory; what is no DTensor, itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, shape = local_of(tensor), tuple(tensor.shape)
+    if isinstance(local, Weight):
+        layout = local.scheme.layout(shape)
+        parts = {name: _spread(p.shape, p.dtype or local.dtype, local.device) for name, p in layout.items()}
+        made: Tensor = Weight(parts, WeightSpec.of(shape, local.dtype, local.scheme, local.tie))
+    else:
+        made = _spread(shape, local.dtype, local.device)
+    return _as_held(made, tensor)
+
+
+def local_shadow(tensor: Tensor) -> Tensor:
+    """Another object over the memory that this rank holds of ``tensor``."""
+    if is_lazy(tensor):
+        return tensor
+    held = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    if isinstance(held, Weight):
+        # whole for this rank: who cut it from padded rows matters to nobody who fills it
+        made: Tensor = Weight({name: part.detach() for name, part in held.parts.items()}, held.spec)
+    else:
+        made = held.detach()
+    made = _as_held(made, tensor)
+    if type(tensor) in STOCK:
+        made.__dict__.update(tensor.__dict__)  # what ``tt.on_meta`` remembers of it
+    return made
+
+
+def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor]) -> nn.Module:
+    """The modules of ``model`` again, with the shadow of each tensor; ties of objects are ties of their shadows.
+
+    It answers questions about names and kinds. Its modules share everything else with those of ``model``, hooks
+    excepted, and are of the classes that they had before ``fully_shard``.
+    """
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, Tensor] = {}
+
+    def of_tensor(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = shadow(tensor)
+        return tensors[id(tensor)]
+
+    def of_module(module: nn.Module | None) -> nn.Module | None:
+        if module is None:
+            return None
+        if id(module) not in modules:
+            made = modules[id(module)] = object.__new__(_plain_class(module))
+            state = {key: dict_again(value) for key, value in vars(module).items()}
+            made.__dict__.update(state)
+            made.__dict__["_parameters"] = {name: of_tensor(held) for name, held in module._parameters.items()}
+            made.__dict__["_buffers"] = {name: of_tensor(held) for name, held in module._buffers.items()}
+            made.__dict__["_modules"] = {name: of_module(child) for name, child in module._modules.items()}
+        return modules[id(module)]
+
+    made = of_module(model)
+    assert made is not None
+    return made
+
+
+def dict_again(value: Any) -> Any:
+    """``value``; of torch's own dictionaries of hooks and tensors a copy, so that what is added stays there."""
+    return value.copy() if isinstance(value, dict) else value
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    kinds: tuple[Any, ...] = type(module).__mro__
+    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+    return found
+
+
+def _spread(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element that looks like ``shape``; on ``meta``, where nothing takes memory, the real thing."""
+    if device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def _as_held(made: Tensor, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+class Shadowed:
+    """A model (or a mapping) beside its ``shadow`` of whole tensors, and the way back from those."""
+
+    def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        self.model = model
+        self.shadow: nn.Module | Mapping[str, Tensor]
+        if isinstance(model, nn.Module):
+            reshard(model)
+            self.shadow = stand_in(model, whole_shadow)
+        else:
+            again = {id(tensor): whole_shadow(tensor) for tensor in model.values() if isinstance(tensor, DTensor)}
+            self.shadow = {name: again.get(id(tensor), tensor) for name, tensor in model.items()}
+        self.sharded = sharded_tensors(model)
+        """Every DTensor, by every name."""
+        seen = named_tensors(self.shadow)
+        self._names: dict[int, str] = {}
+        for name in self.sharded:
+            self._names.setdefault(_memory_of(seen[name]), name)
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The first name of the sharded tensor of which ``tensor`` is the shadow; ``None`` for any other."""
+        return self._names.get(_memory_of(tensor))
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """What ``tensor`` is the shadow of."""
+        name = self.name(tensor)
+        return tensor if name is None else self.sharded[name]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What a shadow is known by, whatever object stands for it."""
+    first = next(iter(tensor.parts.values())) if isinstance(tensor, Weight) else tensor
+    return storage_id(first) if is_strided(first) else 0

@@ -1,0 +1,290 @@
+"""Applying a unit plan: FSDP2 is told of each unit, and the ties hold when that is done, not only at first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .._storage import blocks_of
+from .._torch import follow_buffer, sharded_slots
+from ..errors import ConversionError, OptimizerError, TieError
+from ..optimizer import Optimizers, optimizers_of
+from ..schemes import Plain
+from ..spec import Tie
+from ..ties import find_ties, named_tensors
+from ..ties import tie as tie_names
+from ..weight import Weight
+from .guards import guard
+from .units import UnitPlan
+
+_FIX_PLAN = "Call plan_units on this model again."
+
+
+def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **fully_shard_kwargs: Any) -> nn.Module:
+    """``model``, the same object, is sharded by ``fully_shard`` in the units of ``plan``; its ties hold.
+
+    Quantize before.  Parameters are new objects afterwards (DTensors): build the optimizer later, or give one that
+    has not stepped yet as ``optimizer``, which then holds the new ones.  ``plan`` may come from another instance of
+    the model, as long as names and shapes are equal.
+
+    Tied names that tensor parallelism (``parallelize_module``) has cut apart are one object again.  Two parameters
+    over one memory become one, and a tied buffer shows what its parameter is: whole while that is gathered.
+
+    Stock calls are guarded from then on: see ``torchtether.distributed.guards``.
+
+    Args:
+        fully_shard_kwargs: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, and so on.
+
+    Raises:
+        TieError: the plan has faults or is of another model, or names that it ties are not tied.
+        ConversionError: the model is sharded already, is under DDP, or Weights are asked for what they cannot.
+        OptimizerError: ``optimizer`` has state, or lacks what it would have to follow.
+    """
+    if plan.faults:
+        raise TieError(f"the plan has {len(plan.faults)} faults: {' '.join(plan.faults)}", fix="Mend them, plan again.")
+    _check_model(model, plan)
+    kwargs = {"mesh": plan.mesh, **fully_shard_kwargs}
+    _check_kwargs(plan, kwargs)
+    followers = _Followers(model, optimizer)
+    restore_ties(model, plan.ties)
+    _check_live(model, plan)
+    records = _records(model)
+    buffers = _tied_buffers(model, plan)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for unit in plan.units:
+        chosen = [modules[path] for path in unit.modules]
+        fully_shard(chosen[0] if len(chosen) == 1 else chosen, **kwargs)  # type: ignore[arg-type, call-overload]
+    tensors = named_tensors(model)
+    for module, name, owner, is_object in buffers:
+        follow_buffer(model, tensors[owner], module, name, detached=not is_object)
+    _keep_records(model, records)
+    _verify(model, plan)
+    followers.follow()
+    guard(model, plan.ties)
+    return model
+
+
+# -- before -----------------------------------------------------------------------------------------------------------
+
+
+def _check_model(model: nn.Module, plan: UnitPlan) -> None:
+    """The model has the parameters that were planned, and nothing has wrapped it yet."""
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ConversionError(
+                "fully_shard has been applied already", name=path, fix="Shard the plain model with its plan."
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConversionError(
+                "is under DistributedDataParallel", name=path, fix="Shard the plain model: FSDP2 replaces DDP."
+            )
+    tensors = {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)}
+    planned = {name: parameter for parameter in plan.parameters for name in parameter.names if name in tensors}
+    known = {name for parameter in plan.parameters for name in parameter.names}
+    for name in tensors:
+        if name not in planned:
+            raise TieError("is in the model, and not in the plan", name=name, fix=_FIX_PLAN)
+    for parameter in plan.parameters:
+        name = parameter.name
+        if name not in tensors:
+            raise TieError("is in the plan, and not in the model", name=name, fix=_FIX_PLAN)
+        held = tensors[name]
+        scheme = _scheme(held)
+        if tuple(held.shape) != parameter.shape or scheme != parameter.scheme:
+            raise TieError(
+                f"is {scheme} of shape {tuple(held.shape)}, planned as {parameter.scheme} of {parameter.shape}",
+                name=name,
+                fix=_FIX_PLAN,
+            )
+    assert known >= planned.keys()
+
+
+def _scheme(tensor: Tensor) -> Any:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.scheme if isinstance(local, Weight) else Plain()
+
+
+def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
+    mesh = kwargs["mesh"]
+    if mesh is None:
+        size, replicas = torch.distributed.get_world_size(), 1
+    else:
+        size, replicas = mesh.size(mesh.ndim - 1), mesh.size(0) if mesh.ndim == 2 else 1
+    if kwargs.get("dp_mesh_dims") is None and (size, replicas) != (plan.ranks, plan.replicas):
+        raise TieError(
+            f"the mesh has {size} ranks and {replicas} replicas, the plan is for {plan.ranks} and {plan.replicas}",
+            fix=_FIX_PLAN,
+        )
+    quantized = [p.name for p in plan.parameters if not isinstance(p.scheme, Plain)]
+    again = kwargs.get("reshard_after_forward")
+    if quantized and type(again) is int:
+        raise ConversionError(
+            f"reshard_after_forward={again} asks FSDP2 for one tensor per parameter, and a Weight has several",
+            name=quantized[0],
+            fix="Give True or False.",
+        )
+    if quantized and kwargs.get("shard_placement_fn") is not None:
+        raise ConversionError(
+            "shard_placement_fn may cut other dimensions than rows, and a Weight has only those",
+            name=quantized[0],
+            fix="Leave it out.",
+        )
+
+
+def restore_ties(model: nn.Module, ties: Iterable[Tie]) -> None:
+    """Every name of ``ties`` is the very object that its owner names.
+
+    ``parallelize_module`` distributes each name by itself, so that tied ones become two DTensors without a word; call
+    this after it (``shard`` does).  Two parameters over one memory become one too.  Buffers and views are left.
+
+    Raises:
+        TieError: the names were placed differently, or hold other values by now.
+    """
+    tensors = named_tensors(model)
+    for tie in ties:
+        owner = tensors[tie.owner]
+        for name, view in zip(tie.aliases, tie.views[1:], strict=True):
+            held = tensors[name]
+            if held is owner or view is not None or not isinstance(held, nn.Parameter):
+                continue
+            is_placed = isinstance(held, DTensor) and isinstance(owner, DTensor)
+            if is_placed and (held.placements, held.device_mesh) != (owner.placements, owner.device_mesh):  # type: ignore[attr-defined]
+                raise TieError(
+                    f"is placed {held.placements}, {tie.owner} {owner.placements}, so they cannot be one",  # type: ignore[attr-defined]
+                    name=name,
+                    fix="Give both the same placement, e.g. RowwiseParallel for the embedding, Colwise for the head.",
+                )
+            one, two = _plain(held), _plain(owner)
+            if not (_is_one_memory(one, two) or (is_placed and _is_same(one, two))):
+                raise TieError(
+                    f"is not tied to {tie.owner} and holds other values",
+                    name=name,
+                    fix=f"Call tt.tie(model, {tie.owner!r}, {name!r}) first.",
+                )
+            tie_names(model, tie.owner, name)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _is_one_memory(one: Tensor, two: Tensor) -> bool:
+    blocks = blocks_of(one)
+    return bool(blocks) and blocks == blocks_of(two)
+
+
+def _is_same(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return one.is_meta or two.is_meta or torch.equal(one, two)
+
+
+def _check_live(model: nn.Module, plan: UnitPlan) -> None:
+    """The ties of the plan hold now, and there are no others."""
+    tensors = named_tensors(model)
+    for tie in plan.ties:
+        for name in tie.aliases:
+            if isinstance(tensors[name], nn.Parameter) and tensors[name] is not tensors[tie.owner]:
+                raise TieError(
+                    f"is not tied to {tie.owner}, as planned",
+                    name=name,
+                    fix=f"Call tt.tie(model, {tie.owner!r}, {name!r}) before you shard.",
+                )
+    planned = {frozenset(tie.names) for tie in plan.ties}
+    for tie in find_ties(model):
+        if not any(set(tie.names) <= names for names in planned):
+            raise TieError(f"is tied to {tie.owner}, which the plan does not know", name=tie.aliases[0], fix=_FIX_PLAN)
+
+
+def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str, str, bool]]:
+    """Module and name of every buffer tied to a parameter, that parameter, and whether it is the very object."""
+    modules, found = dict(model.named_modules(remove_duplicate=False)), []
+    tensors = named_tensors(model)
+    for tie in plan.ties:
+        owner = next((name for name in tie.names if isinstance(tensors[name], nn.Parameter)), None)
+        if owner is None:
+            continue
+        for name in tie.names:
+            path, _, leaf = name.rpartition(".")
+            if leaf in modules[path]._buffers:
+                found.append((modules[path], leaf, owner, tensors[name] is tensors[owner]))
+    return found
+
+
+def _records(model: nn.Module) -> dict[str, Tie]:
+    return {n: t.tie for n, t in named_tensors(model).items() if isinstance(t, Weight) and t.tie is not None}
+
+
+class _Followers:
+    """Optimizers that were built for the whole parameters, and will hold the sharded ones."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
+        self._model, self._optimizers = model, optimizers_of(optimizer)
+        names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        self._groups = []
+        for one in self._optimizers:
+            if one.state:
+                raise OptimizerError(
+                    f"the optimizer has state of {len(one.state)} parameters, which would have to be sharded",
+                    fix="Shard the model first, then load the optimizer's state with tt.distributed.load.",
+                )
+            for group in one.param_groups:
+                unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+                if unknown:
+                    raise OptimizerError(
+                        f"the optimizer holds {len(unknown)} parameters that the model does not have, the first of "
+                        f"shape {unknown[0]}",
+                        fix="Build the optimizer from model.parameters().",
+                    )
+                self._groups.append((group, [names[id(p)] for p in group["params"]]))
+
+    def follow(self) -> None:
+        tensors = named_tensors(self._model)
+        for group, names in self._groups:
+            group["params"] = [tensors[name] for name in names]
+
+
+# -- afterwards -------------------------------------------------------------------------------------------------------
+
+
+def _keep_records(model: nn.Module, records: dict[str, Tie]) -> None:
+    """Weights that carried a tie record do so as shards."""
+    tensors = named_tensors(model)
+    for name, tie in records.items():
+        local = _plain(tensors[name])
+        for one in (local, getattr(local, "_room", None)):
+            if isinstance(one, Weight):
+                one._spec = one.spec.replace(tie=tie)
+
+
+def _verify(model: nn.Module, plan: UnitPlan) -> None:
+    """Every tie is one object, every parameter is managed once, and in the unit that was planned.
+
+    Objects are compared, then the memory under them; never ``data_ptr()``, which is 0 for every DTensor.
+    """
+    tensors = named_tensors(model)
+    for parameter in plan.parameters:
+        held = [tensors[name] for name in parameter.names if isinstance(tensors[name], nn.Parameter)]
+        for name, tensor in zip(parameter.names, held, strict=False):
+            if tensor is not held[0]:
+                raise TieError(f"is no longer tied to {parameter.name} after fully_shard", name=name, fix=_FIX_PLAN)
+    slots = sharded_slots(model)
+    seen: dict[object, str] = {}
+    for parameter in plan.parameters:
+        managed = slots.get(id(tensors[parameter.name]))
+        if managed is None:
+            if isinstance(tensors[parameter.name], DTensor):
+                raise TieError("is managed by no unit after fully_shard", name=parameter.name, fix=_FIX_PLAN)
+            continue  # among ignored_params
+        for block in blocks_of(_plain(tensors[parameter.name])):
+            key = (block.space, block.start, block.stop)
+            if key in seen and seen[key] != parameter.name:
+                raise TieError(
+                    f"shares memory with {seen[key]} after fully_shard, in another parameter", name=parameter.name
+                )
+            seen[key] = parameter.name

@@ -1,0 +1,413 @@
+"""The plan of a sharded model: which modules are units, what each rank holds, what is gathered when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from ..errors import RuleError, TetherError, TieError
+from ..ops.sharding import cut_block, rows_per_rank
+from ..schemes import Plain
+from ..spec import Tie
+from ..ties import find_ties, named_tensors, nearest, recorded_ties
+from ..weight import Weight
+from .grouping import ROOT, Group, Grouping, Key, Policy
+from .memory import Cost, Peaks, UnitParameter, cost, peaks
+from .printing import said
+from .uses import Use, find_uses
+
+UnitTypes = type | str | Iterable[type | str]
+Mesh = DeviceMesh | int | tuple[int, ...] | None
+
+_PLAIN = Plain()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that FSDP2 gathers and frees together, by their paths (``""`` is the root), and their parameters."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[UnitParameter, ...]
+
+    @property
+    def label(self) -> str:
+        """Its modules, in words."""
+        return "[" + ", ".join(self.modules) + "]" if len(self.modules) > 1 else self.modules[0] or "root"
+
+    def cost(self, ranks: int, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> Cost:
+        """The bytes that gathering and reducing it takes."""
+        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Which modules ``shard`` gives to ``fully_shard``, in order, and what that costs; made by ``plan_units``.
+
+    plan.units                    inner ones first, the root last
+    plan.faults, plan.warnings    lines; ``shard`` refuses a plan with faults
+    plan.ranks, plan.replicas     how many ranks share the rows, and how many such groups there are
+    plan.held_bytes(rank)         bytes of parameters that a rank holds, without padding
+    plan.peaks()                  the most that is gathered at once, in forward and in backward
+    print(plan)
+    """
+
+    units: tuple[Unit, ...]
+    ties: tuple[Tie, ...]
+    ranks: int
+    replicas: int
+    policy: Policy
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    buffer_bytes: int
+    is_traced: bool
+    mesh: DeviceMesh | None = None
+    _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    _single: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def parameters(self) -> tuple[UnitParameter, ...]:
+        """The parameters of all units."""
+        return tuple(parameter for unit in self.units for parameter in unit.parameters)
+
+    def unit_of(self, name: str) -> Unit:
+        """The unit that holds the parameter ``name``, whichever of its names that is. Raises KeyError."""
+        for unit in self.units:
+            if any(name in parameter.names for parameter in unit.parameters):
+                return unit
+        raise KeyError(name)
+
+    def held_bytes(self, rank: int) -> int:
+        """The bytes of parameters that ``rank`` of the sharding ranks holds, without padding."""
+        return sum(parameter.held_bytes(rank, self.ranks) for parameter in self.parameters)
+
+    @property
+    def shard_bytes(self) -> int:
+        """The bytes that every rank allocates for its parameters, padding included."""
+        return sum(parameter.shard_bytes(self.ranks) for parameter in self.parameters)
+
+    def peaks(
+        self,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+    ) -> Peaks:
+        """The most bytes of gathered parameters and whole gradients at once; the dtypes are those of the policy."""
+        costs = [(unit, unit.cost(self.ranks, param_dtype, reduce_dtype)) for unit in self.units]
+        root = next((found for unit, found in costs if unit.modules == ("",)), None)
+        rest = [found for unit, found in costs if unit.modules != ("",)]
+        return peaks(rest, root, keeps=not reshard_after_forward)
+
+    def fsdp1_policy(self) -> Callable[..., bool]:
+        """A policy for ``FullyShardedDataParallel(model, auto_wrap_policy=...)`` that keeps tied groups whole.
+
+        FSDP1 wraps one module at a time, so modules that are a unit together here are left to the unit around them.
+        """
+        model = self._model() if self._model is not None else None
+        if model is None:
+            raise TieError("the model that this plan was made for is gone", fix="Call plan_units again.")
+        modules = dict(model.named_modules(remove_duplicate=False))
+        wrapped = {id(modules[path]) for path in self._single}
+
+        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **others: Any) -> bool:
+            return True if recurse else id(module) in wrapped
+
+        return policy
+
+    def __str__(self) -> str:
+        return said(self)
+
+
+def plan_units(
+    model: nn.Module,
+    unit_types: UnitTypes,
+    *,
+    mesh: Mesh = None,
+    policy: Policy = "group",
+    inputs: Any = None,
+    ties: Iterable[Tie] = (),
+) -> UnitPlan:
+    """The plan in which each module of ``unit_types`` is a sharding unit, and every tied group lies in one.
+
+    Nothing is changed, and no process group is needed: a model on ``meta`` of any size, for any number of ranks.
+
+    Args:
+        unit_types: classes of modules, or globs over their paths such as ``"layers.*"``; what they leave is the root's.
+        mesh: the mesh, or its size: 8 ranks, or (2, 4) for 2 replicas over 4 ranks each. ``None``: the process group.
+        policy: where names of a tied group lie in several units, ``"group"`` makes one unit of the modules that own
+            them; ``"root"`` gives them to the unit around all of them.
+        inputs: of a forward, as a tuple or a mapping of keywords.  It runs on ``meta``, to find tied weights that are
+            used outside of the modules that own them (``F.linear(h, self.emb.weight)``).
+        ties: that will hold when the model is sharded, though they do not now.
+
+    Raises:
+        RuleError: ``unit_types`` match no module, or the mesh has no size.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
+    >>> model[2].weight = model[0].weight
+    >>> [unit.label for unit in plan_units(model, nn.Linear, mesh=4).units]
+    ['[0, 2]', '1', 'root']
+    """
+    if policy not in ("group", "root"):
+        raise RuleError(f"policy={policy!r} is neither 'group' nor 'root'")
+    ranks, replicas = _sizes(mesh)
+    wanted = _wanted(model, unit_types)
+    tensors = named_tensors(model)
+    faults: list[str] = []
+    warnings: list[str] = []
+    found = _live_ties(model, faults)
+    declared = (*recorded_ties(model), *ties)
+    groups = [tie.names for tie in found]
+    for tie in declared:
+        missing = [name for name in tie.names if name not in tensors]
+        if missing:
+            faults.append(f"{missing[0]}: is not in the model, a record ties it: {tie}.")
+        else:
+            groups.append(tie.names)
+    uses = _traced(model, inputs, warnings)
+    grouping = Grouping(model, wanted, policy)
+    rooted = Grouping(model, wanted, "root")
+    together = _with_uses(_united(groups), uses or (), model, tensors)
+    grouping.settle(together)
+    rooted.settle(together)
+    units = _units(grouping, tensors, uses, (*found, *declared))
+    for tie in found:
+        faults += _view_faults(tie, tensors)
+    for unit in units:
+        _check_unit(unit, ranks, faults, warnings)
+    for module in wanted:
+        if type(module).forward is nn.Module.forward:
+            path = next(path for path, other in model.named_modules() if other is module)
+            faults.append(
+                f"{path}: a {type(module).__name__} has no forward, so nothing gathers it. Name its children."
+            )
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            faults += _parameter_faults(name, tensor, ranks)
+    buffers = {id(buffer): buffer for buffer in model.buffers() if not isinstance(buffer, nn.Parameter)}
+    single = [path for key in rooted.order() for path in rooted.paths(key) if len(key) == 1]
+    return UnitPlan(
+        units=units,
+        ties=(*found, *(tie for tie in declared if tie.names not in {other.names for other in found})),
+        ranks=ranks,
+        replicas=replicas,
+        policy=policy,
+        faults=tuple(dict.fromkeys(faults)),
+        warnings=tuple(dict.fromkeys(warnings)),
+        notes=tuple(dict.fromkeys(grouping.notes)),
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers.values() if not is_lazy(buffer)),
+        is_traced=uses is not None,
+        mesh=mesh if isinstance(mesh, DeviceMesh) else None,
+        _model=weakref.ref(model),
+        _single=tuple(single),
+    )
+
+
+# -- what was asked for -----------------------------------------------------------------------------------------------
+
+
+def _sizes(mesh: Mesh) -> tuple[int, int]:
+    """The ranks that share rows, and the replicas."""
+    if mesh is None:
+        is_up = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return (torch.distributed.get_world_size() if is_up else 1), 1
+    shape = tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    if not 1 <= len(shape) <= 2 or not all(type(size) is int and size > 0 for size in shape):
+        raise RuleError(f"mesh {mesh!r} is neither a number of ranks nor (replicas, ranks)")
+    return shape[-1], shape[0] if len(shape) == 2 else 1
+
+
+def _wanted(model: nn.Module, unit_types: UnitTypes) -> list[nn.Module]:
+    kinds = [unit_types] if isinstance(unit_types, (type, str)) else list(unit_types)
+    found: dict[int, nn.Module] = {}
+    for kind in kinds:
+        matches = [
+            module
+            for path, module in model.named_modules(remove_duplicate=False)
+            if (isinstance(kind, type) and isinstance(module, kind)) or (isinstance(kind, str) and _fits(path, kind))
+        ]
+        if not matches:
+            names = dict.fromkeys(path for path, _ in model.named_modules() if path)
+            said = kind.__name__ if isinstance(kind, type) else repr(kind)
+            near = nearest(kind, names) if isinstance(kind, str) else ""
+            raise RuleError(
+                f"unit_types: {said} matches no module of {type(model).__name__}",
+                fix=f"The nearest is {near!r}." if near else "Give classes of its modules, or globs over their paths.",
+            )
+        found.update((id(module), module) for module in matches)
+    return list(found.values())
+
+
+def _fits(path: str, glob: str) -> bool:
+    """A star stands for one step of a path: ``layers.*`` are the layers, and not what is in them."""
+    steps, parts = path.split("."), glob.split(".")
+    return len(steps) == len(parts) and all(fnmatchcase(step, part) for step, part in zip(steps, parts, strict=True))
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def _live_ties(model: nn.Module, faults: list[str]) -> tuple[Tie, ...]:
+    try:
+        return find_ties(model)
+    except TieError as error:
+        faults.append(str(error))
+        return ()
+
+
+def _united(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Groups that share a name are one."""
+    united: list[dict[str, None]] = []
+    for names in groups:
+        merged = dict.fromkeys(names)
+        apart = []
+        for other in united:
+            if other.keys() & merged.keys():
+                merged = other | merged
+            else:
+                apart.append(other)
+        united = [*apart, merged]
+    return [tuple(names) for names in united]
+
+
+def _with_uses(
+    groups: Sequence[tuple[str, ...]], uses: Sequence[Use], model: nn.Module, tensors: dict[str, Tensor]
+) -> list[Group]:
+    """Each group with the stacks of modules that run where it is used; parameters of one name have such stacks too."""
+    ids = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
+    stacks: dict[str, dict[tuple[int, ...], None]] = {}
+    for use in uses:
+        stack = tuple(ids[path] for path in use.running if path)
+        stacks.setdefault(use.name, {}).setdefault(stack)
+    made = []
+    grouped = {name for names in groups for name in names}
+    for names in [*groups, *((name,) for name in stacks if name not in grouped)]:
+        made.append(Group(names, tuple(dict.fromkeys(s for name in names for s in stacks.get(name, ())))))
+    return made
+
+
+def _traced(model: nn.Module, inputs: Any, warnings: list[str]) -> tuple[Use, ...] | None:
+    if inputs is None:
+        return None
+    try:
+        return find_uses(model, inputs)
+    except Exception as error:  # the model's own, which we do not know
+        warnings.append(
+            f"the forward on meta stopped ({type(error).__name__}: {_first_line(error)}), so weights that are used "
+            "outside of their modules are not known"
+        )
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _units(
+    grouping: Grouping, tensors: dict[str, Tensor], uses: tuple[Use, ...] | None, ties: Sequence[Tie]
+) -> tuple[Unit, ...]:
+    one: dict[int, int] = {}  # several parameters that will be one
+    for tie in ties:
+        for name, view in zip(tie.names, tie.views, strict=True):
+            if view is None and all(n in tensors and isinstance(tensors[n], nn.Parameter) for n in (tie.owner, name)):
+                one.setdefault(id(tensors[name]), id(tensors[tie.owner]))
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(one.get(id(tensor), id(tensor)), []).append(name)
+    counts: dict[str, set[str]] = {}
+    for use in uses or ():
+        counts.setdefault(use.name, set()).add(use.running[-1])
+    homes = grouping.homes(tensors)
+    held: dict[Key, list[UnitParameter]] = {key: [] for key in (*grouping.order(), ROOT)}
+    for known in names.values():
+        tensor = tensors[known[0]]
+        if isinstance(tensor, nn.Parameter) and not is_lazy(tensor):
+            used = {module for name in known for module in counts.get(name, ())}
+            count = len(used) if uses is not None else len(known)
+            held[homes[known[0]]].append(_parameter(tuple(known), tensor, max(1, count)))
+    return tuple(Unit(grouping.paths(key), tuple(found)) for key, found in held.items())
+
+
+def _parameter(names: tuple[str, ...], tensor: Tensor, uses: int) -> UnitParameter:
+    local = getattr(tensor, "_local_tensor", tensor)
+    scheme = local.scheme if isinstance(local, Weight) else _PLAIN
+    return UnitParameter(names, tuple(tensor.shape), tensor.dtype, scheme, tensor.requires_grad, uses)
+
+
+# -- what cannot be, and what is worth knowing -------------------------------------------------------------------------
+
+
+def _view_faults(tie: Tie, tensors: dict[str, Tensor]) -> list[str]:
+    faults = []
+    for name, view in zip(tie.names, tie.views, strict=True):
+        if view is not None and isinstance(tensors[name], nn.Parameter):
+            faults.append(
+                f"{name}: is a view (size {list(view.size)}) of {tie.owner}, and would get rows of its own. "
+                "Take the view in forward, or call tt.untie."
+            )
+        elif view is not None:
+            faults.append(
+                f"{name}: is a buffer over a part of {tie.owner}, which is not there once its rows are sharded. "
+                "Take the view in forward, or call tt.untie."
+            )
+    return faults
+
+
+def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[str]:
+    if is_lazy(parameter):
+        return [f"{name}: is lazy and has no shape yet. Run one forward first."]
+    if parameter.dim() == 0:
+        return [f"{name}: has no rows to shard. Give it shape (1,)."]
+    if not parameter.is_contiguous():
+        stride = tuple(parameter.stride())
+        return [f"{name}: has stride {stride}, and fully_shard takes contiguous parameters only. Make it contiguous."]
+    local = getattr(parameter, "_local_tensor", parameter)
+    if not isinstance(local, Weight) or local.scheme.transparent:
+        return []
+    shape, scheme = tuple(local.shape), local.scheme
+    if len(shape) == 1 and ranks > 1:
+        return [f"{name}: {scheme} of shape {shape} has one row. Leave it unquantized."]
+    try:
+        cut = cut_block(scheme.layout(shape), shape, ranks)
+    except TetherError as error:
+        return [f"{name}: {error}"]
+    if cut is None:
+        return []
+    part, multiple = cut
+    each = rows_per_rank(shape[0], ranks)
+    return [
+        f"{name}: {scheme} of shape {shape} cannot be split over {ranks} ranks: {each} rows would cut a block of "
+        f"{part!r}. Shard over ranks that get a multiple of {multiple} rows each, or quantize it with a scale per row."
+    ]
+
+
+def _check_unit(unit: Unit, ranks: int, faults: list[str], warnings: list[str]) -> None:
+    dtypes = {parameter.dtype for parameter in unit.parameters if parameter.requires_grad}
+    if len(dtypes) > 1:
+        said = ", ".join(sorted(map(str, dtypes)))
+        faults.append(
+            f"{unit.label}: trainable parameters of one unit have several dtypes ({said}), which FSDP2 refuses. "
+            "Make them one dtype, or freeze some."
+        )
+    for parameter in unit.parameters:
+        if not parameter.shape or parameter.shape[0] % ranks == 0:
+            continue
+        each, rows = rows_per_rank(parameter.shape[0], ranks), parameter.shape[0]
+        last = parameter.rows(ranks - 1, ranks)
+        empty = ranks - -(-rows // each)
+        if empty:
+            which = "the last rank holds" if empty == 1 else f"the last {empty} ranks hold"
+            warnings.append(f"{parameter.name}: {rows} rows over {ranks} ranks are {each} each, so {which} none")
+        else:
+            warnings.append(
+                f"{parameter.name}: {rows} rows over {ranks} ranks are {each} each, and {last[1] - last[0]} on the last"
+            )

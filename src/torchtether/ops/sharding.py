@@ -1,0 +1,215 @@
+"""What FSDP2 and DTensor ask of a Weight: its bytes are gathered and scattered part by part, never its values.
+
+A rank's shard is a Weight of its rows.  FSDP2 pads it: it asks ``new_zeros`` for as many rows as the fullest rank has
+(*room*), and keeps the first of them; what is gathered is the room, so that every rank gives equally many bytes.
+Parts that all rows need (one scale for the tensor, column groups) are whole on every rank and not gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..dispatch import HOOKS, refuse, rule
+from ..errors import UnsupportedOpError
+from ..schemes import Part, Shape
+from ..spec import WeightSpec
+from ..weight import Weight
+from .rows import first_rows
+from .values import read
+
+aten = torch.ops.aten
+
+Gathered = tuple[Tensor, tuple[Tensor, ...]]
+
+
+def rows_per_rank(rows: int, ranks: int) -> int:
+    """How many rows the fullest of ``ranks`` has, by the rule of ``torch.chunk``, which FSDP2 and DTensor follow.
+
+    >>> rows_per_rank(101, 4), rows_per_rank(3, 4)
+    (26, 1)
+    """
+    return -(-rows // ranks)
+
+
+def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str, int] | None:
+    """The part of which ``ranks`` shards of rows would cut a block, and the rows that a rank must have a multiple of.
+
+    ``None`` where every block lies in one shard.
+
+    >>> from torchtether.schemes import Affine
+    >>> layout = Affine(block=(128, 128)).layout((1024, 256))
+    >>> cut_block(layout, (1024, 256), 8), cut_block(layout, (1024, 256), 16)
+    (None, ('scale', 128))
+    """
+    each, row = rows_per_rank(shape[0], ranks), math.prod(shape[1:])
+    for name, part in layout.items():
+        if part.span and each < shape[0] and each * row % part.span:
+            return name, math.lcm(*(p.span // math.gcd(p.span, row) for p in layout.values() if p.span))
+    return None
+
+
+# -- the two hooks of FSDP2 -------------------------------------------------------------------------------------------
+
+
+def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], None]]:
+    """The hook for ``weight``, in the signature that suits it.
+
+    FSDP2 reads the signature.  With five arguments it demands that each input has the padded size of the parameter,
+    which only a transparent Weight has; with one it takes the bytes of the parts as they are.
+    """
+    room = weight if weight._room is None else weight._room
+
+    def tensor(
+        mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        values, dtype = room.values_of(), mp_policy.param_dtype
+        return (values if dtype is None or not values.is_floating_point() else values.to(dtype),), None
+
+    def parts(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        return tuple(_bytes(room.parts[name]) for name in _cut_parts(room)), None
+
+    return tensor if weight.scheme.transparent else parts
+
+
+def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
+    """The hook for ``weight``: the Weight of all rows, whose parts are views of what was gathered."""
+
+    def hook(
+        outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Gathered | None:
+        if out is not None:
+            _renew_shared(_local(out), weight)  # the rest is where it was: FSDP2 has refilled that memory
+            return None
+        if weight.scheme.transparent:
+            made = weight.around(outputs[0])
+        else:
+            made = _joined(weight, dict(zip(_cut_parts(weight), outputs, strict=True)), param_dtype)
+        made._is_room = True  # FSDP2 cuts off the padding
+        return made, ()
+
+    return hook
+
+
+HOOKS["fsdp_pre_all_gather"] = pre_all_gather
+HOOKS["fsdp_post_all_gather"] = post_all_gather
+
+
+def _cut_parts(weight: Weight) -> list[str]:
+    return [name for name, part in weight.scheme.layout(weight.spec.base).items() if part.span]
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """The part as one row of bytes: what any backend can gather, and any mixture of dtypes."""
+    return part.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    """The Weight whose parts are ``gathered``, the bytes of equally many rows from each rank, one after the other."""
+    room = weight if weight._room is None else weight._room
+    nbytes = {name: room.parts[name].nbytes for name in gathered}
+    ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
+    base = (room.spec.base[0] * ranks, *room.spec.base[1:])
+    if cut_block(weight.scheme.layout(base), base, ranks):  # then the first rank has all rows, or it could not be cut
+        gathered = {name: given[: nbytes[name]] for name, given in gathered.items()}
+        base = room.spec.base
+    parts = {}
+    for name, part in weight.scheme.layout(base).items():
+        held = weight.parts[name]
+        parts[name] = gathered[name].view(held.dtype).view(part.shape) if part.span else held
+    return weight.with_parts(parts, WeightSpec.of(base, dtype, weight.scheme, weight.tie))
+
+
+def _local(tensor: Tensor) -> Weight:
+    """The Weight itself, or inside of the DTensor that tensor parallelism makes of it."""
+    inner = getattr(tensor, "_local_tensor", tensor)
+    assert isinstance(inner, Weight)
+    return inner
+
+
+def _renew_shared(out: Weight, weight: Weight) -> None:
+    for name in weight.parts.keys() - set(_cut_parts(weight)):
+        if out.parts[name] is not weight.parts[name]:
+            setattr(out, f"_part_{name}", weight.parts[name])
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad_nd(op: Any, weight: Weight, pad: Sequence[int], value: float = 0) -> Any:
+    """Zeros below the last row are room, as DTensor asks for it before it gathers; anything else reads the values."""
+    *others, below = [0, 0, *pad][1:] if pad else [0]
+    is_below = len(pad) == 2 * weight.dim() > 0 and not any(others) and below >= 0 == value
+    if not is_below or not weight.spec.is_contiguous:
+        return read(op, weight, pad, value)
+    return roomy(weight, weight.shape[0] + below)
+
+
+def roomy(weight: Weight, rows: int) -> Weight:
+    """The rows of ``weight``, copied, and zeros below them up to ``rows``."""
+    made = weight.new_zeros((rows, *weight.shape[1:]))
+    assert isinstance(made, Weight)
+    if weight.shape[0]:
+        first_rows(made, weight.shape[0]).copy_(weight)
+    return made
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name: Any) -> Weight:
+    """The rows of all ranks, one below the other. It waits, because a Weight has no tensor to wait for later."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    if weight.scheme.transparent:
+        made = weight.around(wait(op(weight.values_of().contiguous(), group_size, group_name)))
+    elif not weight.spec.is_contiguous:
+        raise UnsupportedOpError(f"a Weight of stride {weight.stride()} cannot be gathered by rows")
+    else:
+        names = _cut_parts(weight)
+        made = _joined(
+            weight, {n: wait(op(_bytes(weight.parts[n]), group_size, group_name)) for n in names}, weight.dtype
+        )
+    made._is_room = True
+    return made
+
+
+def wait_tensor(op: Any, weight: Weight) -> Weight:
+    """The Weight itself: its collectives have waited."""
+    return weight.map(aten.alias.default).roomed(weight)
+
+
+def scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
+    """Each part of the root's Weights has gone to the rank that it is for."""
+    (held,) = outputs
+    work = None
+    for name, part in _weight(held).parts.items():
+        given = [[_bytes(_weight(one).parts[name]) for one in of_root] for of_root in inputs]
+        target = torch.empty(part.nbytes, dtype=torch.uint8, device=part.device)
+        _, work = op([target], given, *args, **kwargs)
+        dist.Work.unbox(work).wait()  # type: ignore[attr-defined]
+        part.copy_(target.view(part.dtype).view(part.shape))
+    return outputs, work
+
+
+def _weight(tensor: Tensor) -> Weight:
+    assert isinstance(tensor, Weight)
+    return tensor
+
+
+if dist.is_available():
+    from torch.distributed import _functional_collectives  # noqa: F401 - defines the last of these ops
+
+    _collectives = torch.ops._c10d_functional
+    rule(_collectives.all_gather_into_tensor.default)(all_gather_into_tensor)
+    rule(_collectives.wait_tensor.default, _collectives._wrap_tensor_autograd.default)(wait_tensor)
+    rule(torch.ops.c10d.scatter_.default)(scatter_)
+    refuse(
+        _collectives.all_reduce.default, _collectives.reduce_scatter_tensor.default, torch.ops.c10d.allreduce_.default,
+        why="would add up the codes of Weights, not their values",
+    )  # fmt: skip

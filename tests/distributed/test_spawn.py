@@ -1,0 +1,57 @@
+"""The helper that runs ranks: answers, errors, deaths and hangs all come back, and in time."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchtether as tt
+from tests.distributed.spawn import RankError, spawn
+
+
+def _sum():
+    value = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item()
+
+
+def _fails(rank):
+    if dist.get_rank() == rank:
+        raise tt.TieError("is not tied", name="head.weight")
+    dist.barrier()
+
+
+def _dies(rank):
+    if dist.get_rank() == rank:
+        os._exit(7)
+    return dist.get_rank()
+
+
+def _hangs():
+    if dist.get_rank() == 0:
+        time.sleep(600)
+    dist.barrier()
+
+
+def test_ranks_answer_in_order():
+    assert spawn(_sum, 3) == [(0, 6.0), (1, 6.0), (2, 6.0)]
+
+
+def test_an_error_of_one_rank_is_the_tests_error():
+    with pytest.raises(tt.TieError, match=r"head\.weight: is not tied") as caught:
+        spawn(_fails, 2, 1)
+    assert "rank 1 of 2" in str(caught.value.__cause__)
+
+
+def test_a_death_is_told():
+    with pytest.raises(RankError, match="rank 1 of 2 died with exit code 7"):
+        spawn(_dies, 2, 1)
+
+
+def test_a_hang_ends():
+    before = time.monotonic()
+    with pytest.raises(RankError):
+        spawn(_hangs, 2, timeout=3)
+    assert time.monotonic() - before < 30
