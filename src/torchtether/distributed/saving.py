@@ -83,7 +83,7 @@ def save(
         for work in works:
             with ranks.all_or_none(CheckpointError):
                 work.write(stack, progress)
-        everything = ranks.gather([pair for work in works for pair in work.written])
+        everything = ranks.gather([pair for work in works for pair in work.written], CheckpointError)
         written = {target: temporary for one in everything for target, temporary in one}
         with ranks.all_or_none(CheckpointError):
             if ranks.rank == 0:
@@ -130,7 +130,7 @@ class _Save:
         """Returns if all ranks are about to write the same tensors; what each of them holds is known then."""
         layout = [(str(file), [(g.layout, g.ties, g.weights) for g in shard]) for file, shard in self._shards()]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()
-        found = self._ranks.gather((digest, self._boxes))
+        found = self._ranks.gather((digest, self._boxes), CheckpointError)
         for rank, (other, _) in enumerate(found):
             if other != found[0][0]:
                 raise CheckpointError(

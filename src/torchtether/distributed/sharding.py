@@ -62,7 +62,7 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     tensors = named_tensors(model)
     for module, name, owner, is_object in buffers:
         follow_buffer(model, tensors[owner], module, name, detached=not is_object)
-    _keep_records(model, records)
+    keep_records(model, records)
     _verify(model, plan)
     followers.follow()
     guard(model, plan.ties)
@@ -252,7 +252,7 @@ class _Followers:
 # -- afterwards -------------------------------------------------------------------------------------------------------
 
 
-def _keep_records(model: nn.Module, records: dict[str, Tie]) -> None:
+def keep_records(model: nn.Module, records: dict[str, Tie]) -> None:
     """Weights that carried a tie record do so as shards."""
     tensors = named_tensors(model)
     for name, tie in records.items():
