@@ -158,30 +158,25 @@ class Codebook(Scheme):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = self._grid(tuple(shape))
-        table = torch.tensor(self.table, dtype=torch.float32, device=parts["qdata"].device)
         if not self.flat:
-
-            def some(start: int, stop: int) -> Tensor:
-                codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
-                x = lookup(codes, table, self.bits, grid.columns)
-                x, absmax = grid.align(x, grid.pick(parts["absmax"], start, stop))
-                return x.mul_(absmax).reshape(stop - start, grid.columns)
-
-            return decode_rows(some, grid, parts["qdata"], dtype)
+            return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
         count = math.prod(shape)
-        stream = parts["qdata"].reshape(-1)
-
-        def piece(start: int, stop: int) -> Tensor:
-            x = lookup(stream[start * self.bits // 8 :], table, self.bits, stop - start)
-            return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
-
         ranges = self._ranges(count)
         if len(ranges) == 1:
-            return piece(0, count).to(dtype).view(shape)
-        out = torch.empty(count, dtype=dtype, device=stream.device)
+            return self._stretch(parts, 0, count).to(dtype).view(shape)
+        out = torch.empty(count, dtype=dtype, device=parts["qdata"].device)
         for start, stop in ranges:
-            out[start:stop].copy_(piece(start, stop))
+            out[start:stop].copy_(self._stretch(parts, start, stop))
         return out.view(shape)
+
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        grid = self._grid(tuple(shape))
+        if not self.flat:
+            out.copy_(self._rows(grid, parts, start, stop))
+            return
+        first, last = start * grid.columns, stop * grid.columns
+        begin = first // self._unit * self._unit  # a block and a byte begin there; the last ones may be cut
+        out.copy_(self._stretch(parts, begin, last)[first - begin :].view(stop - start, grid.columns))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1 or 0 in shape:
@@ -231,13 +226,34 @@ class Codebook(Scheme):
     def _grid(self, shape: Shape) -> Grid:
         return grid_over(shape, (1, self.block_size))
 
+    @property
+    def _unit(self) -> int:
+        """A stretch of so many elements, from the start, ends with a block and with a byte."""
+        return self.block_size * 8
+
     def _ranges(self, count: int) -> list[tuple[int, int]]:
         """Pieces of the flattened tensor that cut no block and no byte."""
-        unit = self.block_size * 8
+        unit = self._unit
         size = max(1, blocks.CHUNK // unit) * unit
         if torch.compiler.is_compiling() or count <= size:
             return [(0, count)]
         return pieces(0, count, size)
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to ``stop``, float32, where blocks end with their row."""
+        codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+        x = lookup(codes, self._table(codes.device), self.bits, grid.columns)
+        x, absmax = grid.align(x, grid.pick(parts["absmax"], start, stop))
+        return x.mul_(absmax).reshape(stop - start, grid.columns)
+
+    def _stretch(self, parts: Parts, start: int, stop: int) -> Tensor:
+        """The elements from ``start``, with which a block and a byte begin, to ``stop``, float32, where flat."""
+        stream = parts["qdata"].reshape(-1)
+        x = lookup(stream[start * self.bits // 8 :], self._table(stream.device), self.bits, stop - start)
+        return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
+
+    def _table(self, device: torch.device) -> Tensor:
+        return torch.tensor(self.table, dtype=torch.float32, device=device)
 
     def _blocks(self, start: int, stop: int, device: torch.device) -> Tensor:
         """The numbers of the blocks that lie over the elements from ``start``, which begins one, to ``stop``."""

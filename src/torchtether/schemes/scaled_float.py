@@ -186,13 +186,10 @@ class ScaledFloat(Scheme):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = grid_over(shape, self.block)
+        return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
 
-        def some(start: int, stop: int) -> Tensor:
-            x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
-            x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
-            return x.mul_(scale).reshape(stop - start, grid.columns)
-
-        return decode_rows(some, grid, parts["qdata"], dtype)
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        out.copy_(self._rows(grid_over(shape, self.block), parts, start, stop))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
@@ -221,6 +218,12 @@ class ScaledFloat(Scheme):
         return bound * ~quiet(grid, codes * step, step, None)
 
     # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to ``stop``, float32."""
+        x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
+        x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
+        return x.mul_(scale).reshape(stop - start, grid.columns)
 
     def _clipped(self, scale: Tensor) -> Tensor:
         """How far beyond the largest element a value may lie, by block, before the global scale."""
