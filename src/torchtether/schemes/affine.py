@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import SchemeError
 from .bits import pack, unpack
 from .blocks import (
@@ -184,10 +185,18 @@ class Affine(Scheme):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = grid_over(shape, self.block)
-        return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
+        return decode_rows(
+            lambda start, stop: self._rows(grid, parts, start, stop),
+            grid,
+            parts["qdata"],
+            dtype,
+            lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
+        )
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        out.copy_(self._rows(grid_over(shape, self.block), parts, start, stop))
+        grid = grid_over(shape, self.block)
+        if not self._is_decoded(grid, parts, start, stop, out):
+            out.copy_(self._rows(grid, parts, start, stop))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
@@ -252,8 +261,8 @@ class Affine(Scheme):
         if self.symmetric:
             low, high = zero, grid.reduce(values, torch.amax, magnitude=True, g_idx=g_idx)
         else:
-            low = grid.reduce(values, torch.amin, g_idx=g_idx).clamp_max(0)
-            high = grid.reduce(values, torch.amax, g_idx=g_idx).clamp_min(0)
+            low, high = grid.extremes(values, g_idx)
+            low, high = low.clamp_max(0), high.clamp_min(0)
         check_finite(high - low, values)
         if self.fit == "range" or values.numel() == 0:
             return self._fitted(low, high)
@@ -285,8 +294,38 @@ class Affine(Scheme):
         x = x if self.symmetric else x.add_(zero)
         return x.round_().clamp_(self._lowest, self._highest), scale, zero
 
+    def _is_quantized(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> bool:
+        """Whether a compiled loop knows this scheme, and has written the codes."""
+        if self.act_order or not native.can_read(values):
+            return False
+        scale, zero = _divisor(self._step(grid.pick(parts["scale"], 0, grid.rows))), None
+        if not self.symmetric:
+            zero = grid.pick(parts["zero_point"], 0, grid.rows).float() - self._zero_offset
+        return native.encode_affine(
+            values.view(grid.rows, grid.columns),
+            grid.run,
+            1.0 / scale if self.reciprocal else scale,
+            zero,
+            parts["qdata"].view(grid.rows, -1),
+            divides=not self.reciprocal,
+            limits=(self._lowest, self._highest),
+            offset=self._offset,
+            bits=self.bits,
+        )
+
+    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
+        """Whether a compiled loop knows this scheme, and has written the rows from ``start`` to ``stop``."""
+        if self.act_order or self.bits not in (4, 8):
+            return False
+        zero: Tensor | float = float(self._offset)
+        if not self.symmetric:
+            zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
+        scale = grid.pick(parts["scale"], start, stop)
+        codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+        return native.decode_affine(codes, grid.run, scale, zero, out, bits=self.bits, unit=self.unit)
+
     def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
-        if values.numel() == 0:
+        if values.numel() == 0 or self._is_quantized(grid, values, parts):
             return
         table = parts["qdata"].view(grid.rows, -1)
         g_idx = parts.get("g_idx")

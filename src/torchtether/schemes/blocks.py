@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import SchemeError
 from .scheme import Part, Shape, dtype_name
 
@@ -42,6 +43,11 @@ class Grid(NamedTuple):
         if self.height == 1:
             return (*self.shape[:-1], self.groups)
         return (*self.shape[:-2], -(-self.shape[-2] // self.height), self.groups)
+
+    @property
+    def run(self) -> int:
+        """The columns that share a scale, as a number."""
+        return self.columns if self.width is None else min(self.width, self.columns)
 
     @property
     def scale_rows(self) -> int:
@@ -112,12 +118,34 @@ class Grid(NamedTuple):
         the extreme of the rounded values; NaN stays visible.
         """
 
+        if magnitude and g_idx is None and op is torch.amax and native.can_read(values):
+            found = native.magnitudes(values.view(self.rows, self.columns), self.run)
+            if found is not None:
+                return self._fold_rows(found, op)
+
         def some(start: int, stop: int) -> Tensor:
             x = rows(values, start, stop)
             x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no reductions
             return x.abs() if magnitude else x
 
         return self.reduce_rows(some, op, values.device, g_idx)
+
+    def extremes(self, values: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``reduce`` with ``torch.amin`` and with ``torch.amax``."""
+        if g_idx is None and native.can_read(values):
+            found = native.extremes(values.view(self.rows, self.columns), self.run)
+            if found is not None:
+                return self._fold_rows(found[0], torch.amin), self._fold_rows(found[1], torch.amax)
+        return self.reduce(values, torch.amin, g_idx=g_idx), self.reduce(values, torch.amax, g_idx=g_idx)
+
+    def _fold_rows(self, stats: Tensor, op: Reduction) -> Tensor:
+        """``stats`` (rows, groups), of every row alone, as one entry per block."""
+        if self.height is None:
+            return op(stats, 0, keepdim=True).view(self.scale_shape)
+        if self.height > 1:
+            matrix = self.shape[-2]
+            stats = fold(stats.unflatten(0, (self.rows // matrix, matrix)), self.height, 1, op)
+        return stats.reshape(self.scale_shape)
 
     def reduce_rows(
         self, some: Callable[[int, int], Tensor], op: Reduction, device: torch.device, g_idx: Tensor | None = None

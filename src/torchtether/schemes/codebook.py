@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .. import native
 from ..errors import SchemeError
 from . import blocks
 from .bits import lookup, pack
@@ -159,8 +161,18 @@ class Codebook(Scheme):
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = self._grid(tuple(shape))
         if not self.flat:
-            return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
+            return decode_rows(
+                lambda start, stop: self._rows(grid, parts, start, stop),
+                grid,
+                parts["qdata"],
+                dtype,
+                lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
+            )
         count = math.prod(shape)
+        if native.is_at_hand(parts["qdata"]):
+            out = torch.empty((1, count), dtype=dtype, device=parts["qdata"].device)
+            if self._is_stretch_decoded(parts, 0, out):
+                return out.view(shape)
         ranges = self._ranges(count)
         if len(ranges) == 1:
             return self._stretch(parts, 0, count).to(dtype).view(shape)
@@ -172,9 +184,12 @@ class Codebook(Scheme):
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
         grid = self._grid(tuple(shape))
         if not self.flat:
-            out.copy_(self._rows(grid, parts, start, stop))
+            if not self._is_decoded(grid, parts, start, stop, out):
+                out.copy_(self._rows(grid, parts, start, stop))
             return
         first, last = start * grid.columns, stop * grid.columns
+        if first % self._unit == 0 and out.is_contiguous() and self._is_stretch_decoded(parts, first, out.view(1, -1)):
+            return
         begin = first // self._unit * self._unit  # a block and a byte begin there; the last ones may be cut
         out.copy_(self._stretch(parts, begin, last)[first - begin :].view(stop - start, grid.columns))
 
@@ -252,6 +267,23 @@ class Codebook(Scheme):
         x = lookup(stream[start * self.bits // 8 :], self._table(stream.device), self.bits, stop - start)
         return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
 
+    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
+        """Whether a compiled loop has done what ``_rows`` does, into ``out``."""
+        codes, absmax = parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.pick(parts["absmax"], start, stop)
+        return self._looked_up(codes, grid.run, absmax, out)
+
+    def _is_stretch_decoded(self, parts: Parts, start: int, out: Tensor) -> bool:
+        """Whether a compiled loop has done what ``_stretch`` does, into ``out`` (1, count)."""
+        codes = parts["qdata"].reshape(1, -1)[:, start * self.bits // 8 :]
+        index = self._blocks(start, start + out.shape[1], codes.device)
+        return self._looked_up(codes, self.block_size, self._absmax(parts, index).view(1, -1), out)
+
+    def _looked_up(self, codes: Tensor, width: int, absmax: Tensor, out: Tensor) -> bool:
+        if self.bits not in (4, 8) or not native.is_at_hand(codes):
+            return False
+        table = F.pad(self._table(codes.device), (0, (1 << self.bits) - len(self.table)))
+        return native.decode_table(codes, width, absmax, table, out, bits=self.bits)
+
     def _table(self, device: torch.device) -> Tensor:
         return torch.tensor(self.table, dtype=torch.float32, device=device)
 
@@ -285,6 +317,10 @@ class Codebook(Scheme):
     def _amax(self, grid: Grid, values: Tensor) -> Tensor:
         if not self.flat:
             return grid.reduce(values, torch.amax, magnitude=True)
+        if native.can_read(values):
+            found = native.magnitudes(values.view(1, -1), self.block_size)
+            if found is not None:
+                return found.view(-1)
         amax = torch.zeros(-(-values.numel() // self.block_size), dtype=torch.float32, device=values.device)
         for start, stop in self._ranges(values.numel()) if values.numel() else ():
             x = flat(values, start, stop)
@@ -341,8 +377,20 @@ class Codebook(Scheme):
             nearest = codes.index_select(0, nearest.view(-1).int()).view(nearest.shape)
         return pack(nearest, self.bits)
 
+    def _is_quantized(self, grid: Grid, values: Tensor, amax: Tensor, qdata: Tensor) -> bool:
+        """Whether a compiled loop knows this table, and has written the codes."""
+        if self.bits != 4 or not native.can_read(values):
+            return False
+        thresholds, order = self._nearest
+        rows, scale = (1, amax.view(1, -1)) if self.flat else (grid.rows, amax.view(grid.rows, -1))
+        x, width = values.view(rows, -1), self.block_size if self.flat else grid.run
+        codes = qdata.view(rows, -1)
+        return native.encode_nearest(
+            x, width, _reciprocal(scale), codes, divides=False, thresholds=thresholds, order=order
+        )
+
     def _quantize(self, grid: Grid, values: Tensor, amax: Tensor, qdata: Tensor) -> None:
-        if values.numel() == 0:
+        if values.numel() == 0 or self._is_quantized(grid, values, amax, qdata):
             return
         if not self.flat:
             table = qdata.view(grid.rows, -1)
