@@ -18,9 +18,9 @@ from .blocks import (
     check_finite,
     code_part,
     divide,
+    floats,
     grid_over,
     rounded_off,
-    rows,
     source,
     store_scale,
 )
@@ -139,6 +139,9 @@ class Affine(Scheme):
         parts = self.empty(tuple(values.shape), values.dtype, values.device)
         if values.is_meta:
             return parts
+        if like is None and not self.act_order and g_idx is None:
+            self.encode_into(values, parts)
+            return parts
         grid = grid_over(tuple(values.shape), self.block)
         if self.act_order:
             order = like["g_idx"] if g_idx is None and like is not None else g_idx
@@ -154,6 +157,16 @@ class Affine(Scheme):
                 parts[name].copy_(like[name])
         self._quantize(grid, values, parts)
         return parts
+
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        values = source(values)
+        if values.is_meta or self.act_order:
+            super().encode_into(values, parts)
+            return
+        grid = grid_over(tuple(values.shape), self.block)
+        for name, part in self._fit(grid, values, None).items():
+            parts[name].copy_(part)
+        self._quantize(grid, values, parts)
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held scale and zero point in blocks that they suit or give back exactly.
@@ -294,7 +307,7 @@ class Affine(Scheme):
         x = x if self.symmetric else x.add_(zero)
         return x.round_().clamp_(self._lowest, self._highest), scale, zero
 
-    def _is_quantized(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> bool:
+    def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         """Whether a compiled loop knows this scheme, and has written the codes."""
         if self.act_order or not native.can_read(values):
             return False
@@ -324,20 +337,19 @@ class Affine(Scheme):
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         return native.decode_affine(codes, grid.run, scale, zero, out, bits=self.bits, unit=self.unit)
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
+    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
         if values.numel() == 0 or self._is_quantized(grid, values, parts):
             return
         table = parts["qdata"].view(grid.rows, -1)
         g_idx = parts.get("g_idx")
-        for start, stop in grid.chunks():
-            x = rows(values, start, stop).to(torch.float32, copy=True)
+        for x, start, stop in floats(grid, values):
             x, _, _ = self._codes(grid, x, parts, start, stop, g_idx)
             x = x.reshape(stop - start, grid.columns)
             x = x.add_(self._offset) if self._offset else x
             if self.bits == 8:
                 table[start:stop].copy_(x)
                 continue
-            packed = pack(x.to(torch.uint8), self.bits)
+            packed = pack(x.to(torch.int8).view(torch.uint8), self.bits)  # numbers to uint8 take six times as long
             table[start:stop, : packed.shape[1]].copy_(packed)
             table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
 

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
+from .._torch import is_direct
 from ..errors import SchemeError
 from . import blocks
 from .bits import lookup, pack
 from .blocks import (
+    SIXTEEN,
     TINY,
+    Bare,
     Grid,
     check_finite,
     code_part,
@@ -116,6 +119,15 @@ class Codebook(Scheme):
         parts = self.empty(tuple(values.shape), values.dtype, values.device)
         if values.is_meta:
             return parts
+        self._encode(values, parts, like)
+        return parts
+
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        values = source(values)
+        if not values.is_meta:
+            self._encode(values, parts, None)
+
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
         grid = self._grid(tuple(values.shape))
         amax = self._amax(grid, values)
         check_finite(amax, values)
@@ -133,7 +145,6 @@ class Codebook(Scheme):
         else:
             parts["absmax"].copy_(amax)
         self._quantize(grid, values, amax, parts["qdata"])
-        return parts
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held absmax in blocks whose largest value it still reaches."""
@@ -322,13 +333,17 @@ class Codebook(Scheme):
             if found is not None:
                 return found.view(-1)
         amax = torch.zeros(-(-values.numel() // self.block_size), dtype=torch.float32, device=values.device)
+        memory = Bare()
         for start, stop in self._ranges(values.numel()) if values.numel() else ():
             x = flat(values, start, stop)
-            stats = fold((x.float() if x.dtype.itemsize == 1 else x).abs(), self.block_size, 0, torch.amax)
+            if x.dtype in SIXTEEN and is_direct():
+                stats = fold(memory.of(x), self.block_size, 0, torch.amax).view(x.dtype)
+            else:
+                stats = fold((x.float() if x.dtype.itemsize == 1 else x).abs(), self.block_size, 0, torch.amax)
             amax[start // self.block_size :][: stats.shape[0]].copy_(stats)
         return amax
 
-    def _nest(self, amax: Tensor, parts: dict[str, Tensor]) -> None:
+    def _nest(self, amax: Tensor, parts: Parts) -> None:
         """Writes ``amax`` as codes of the dynamic type."""
         if amax.numel() == 0:
             parts["nested_offset"].zero_()
@@ -400,10 +415,12 @@ class Codebook(Scheme):
                 table[start:stop, : packed.shape[1]].copy_(packed)
                 table[start:stop, packed.shape[1] :].zero_()
             return
-        stream = qdata.view(-1)
+        stream, memory = qdata.view(-1), None
         for start, stop in self._ranges(values.numel()):
             x = flat(values, start, stop)
-            x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            if memory is None or torch.compiler.is_compiling():
+                memory = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            x = memory[: stop - start].copy_(x)
             index = slice(start // self.block_size, -(-stop // self.block_size))
             packed = self._coded(self._scaled(x, _reciprocal(amax[index])))
             at = start * self.bits // 8

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from .._torch import is_direct
 from ..errors import SchemeError
 from .bits import lookup, pack
 from .blocks import (
@@ -20,9 +21,9 @@ from .blocks import (
     check_finite,
     code_part,
     divide,
+    floats,
     grid_over,
     rounded_off,
-    rows,
     source,
     store_scale,
 )
@@ -75,6 +76,8 @@ def _below(table: tuple[float, ...]) -> tuple[float, ...]:
 _BELOW = {name: _below(element.table) for name, element in ELEMENTS.items() if element.table}
 _E4M3_LARGEST, _E4M3_SMALLEST = 448.0, 2.0**-6  # of block scales: normal numbers only, as torchao and NVIDIA do
 
+
+_MANY = 2**10  # elements, from which on a table is faster than torch's conversion from float8
 
 _KEEP = 2.0**-10
 """How far, relatively, the largest value of a block may move before ``reencode`` makes its scale follow."""
@@ -163,6 +166,15 @@ class ScaledFloat(Scheme):
         parts = self.empty(tuple(values.shape), values.dtype, values.device)
         if values.is_meta:
             return parts
+        self._encode(values, parts, like)
+        return parts
+
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        values = source(values)
+        if not values.is_meta:
+            self._encode(values, parts, None)
+
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
         grid = grid_over(tuple(values.shape), self.block)
         amax = grid.reduce(values, torch.amax, magnitude=True)
         check_finite(amax, values)
@@ -172,7 +184,6 @@ class ScaledFloat(Scheme):
             for name in parts.keys() - {"qdata"}:
                 parts[name].copy_(like[name])
         self._quantize(grid, values, parts)
-        return parts
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held scales where the largest value is within their reach and near its end."""
@@ -264,10 +275,12 @@ class ScaledFloat(Scheme):
 
     def _elements(self, codes: Tensor, columns: int) -> Tensor:
         if self._element.dtype is not None:
+            if codes.device.type == "cpu" and codes.numel() >= _MANY and is_direct():
+                return _table(self.element).index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
             return codes.float()
         return lookup(codes, torch.tensor(self._element.table, device=codes.device), self._element.bits, columns)
 
-    def _fit(self, amax: Tensor, parts: dict[str, Tensor], unit: Tensor | None = None) -> None:
+    def _fit(self, amax: Tensor, parts: Parts, unit: Tensor | None = None) -> None:
         """Writes the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
         largest = self._element.largest
         if self.scale_dtype == torch.float8_e8m0fnu:
@@ -312,7 +325,7 @@ class ScaledFloat(Scheme):
             return (1.0 / parts["global_scale"]) / scale.float(), False
         return self._scales(scale, parts), True
 
-    def _is_quantized(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> bool:
+    def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         """Whether a compiled loop knows this scheme, and has written the codes."""
         element = self._element
         if element.bits == 6 or not native.can_read(values):
@@ -331,13 +344,12 @@ class ScaledFloat(Scheme):
         scale = self._scales(grid.pick(parts["scale"], start, stop), parts)
         return native.decode_table(codes, grid.run, scale, _table(self.element), out, bits=self._element.bits)
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
+    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
         if values.numel() == 0 or self._is_quantized(grid, values, parts):
             return
         table = parts["qdata"].view(grid.rows, -1)
         largest = self._element.largest
-        for start, stop in grid.chunks():
-            x = rows(values, start, stop).to(torch.float32, copy=True)  # every step from here on is in place
+        for x, start, stop in floats(grid, values):  # every step from here on is in place
             scale, divides = self._divided(grid, parts, start, stop)
             x, scale = grid.align(x, scale)
             x = x.div_(scale) if divides else x.mul_(scale)

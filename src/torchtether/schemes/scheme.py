@@ -87,6 +87,11 @@ class Scheme:
         """The values of the dim-0 slices named by the 1-D integer ``index``: ``decode(...)[index]``."""
         return self.decode(parts, shape, dtype).index_select(0, index)
 
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        """``parts``, which exist already (slices of larger ones, perhaps), hold what ``encode`` gives."""
+        for name, part in self.encode(values).items():
+            parts[name].copy_(part)
+
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
         """``out`` (stop - start, K), of any float dtype, holds the rows from ``start`` to ``stop``, as ``decode`` does.
 
