@@ -15,6 +15,7 @@ SOURCE = Path(torchtether.__file__).parent
 LEVELS = [
     {"errors", "_garbage"},
     {"_torch"},
+    {"native"},
     {"schemes"},
     {"spec"},
     {"dispatch"},

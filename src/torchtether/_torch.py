@@ -6,7 +6,7 @@ A leaf: the other rooms import from here.  ``check_torch`` names what an unknown
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +55,21 @@ def _find_openmp() -> Any:
 
 
 _set_openmp_threads = _find_openmp()
+
+
+def is_direct() -> bool:
+    """Whether ops that are called now run at once and unseen: nobody traces, records or transforms them.
+
+    What works on the memory of tensors without torch must not run otherwise.  There are public ways to ask each
+    tracer, but none that knows them all.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return _modes() == 0 and _transforms() is None
+
+
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
 
 
 as_plain = torch._C.DisableTorchFunctionSubclass

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import meta
+from . import meta, native
 from ._garbage import uncollected
 from ._storage import STOCK
 from .arranged import Arranged
@@ -33,8 +33,11 @@ from .weight import Weight
 
 _SHOWN = 12
 
-_ENCODED = 2**18
-"""Elements that are encoded at once while they are read; in float32 1 MB, which stays in the cache."""
+_ENCODED = 2**21
+"""Elements that are read and then encoded at once. Fewer would have threads wait for each other more often."""
+
+_WORTH_COMPILING = 2**24
+"""Elements to encode from which on a compiler is asked for help; torch ops encode fewer in about the time it takes."""
 
 _LARGEST_ENCODED = 2**22
 """Elements beyond which rows that share a block are not worth taking apart."""
@@ -129,6 +132,7 @@ class LoadPlan:
         ]
         _check_unchanged(tensors, steps)
         nbytes = sum(step.nbytes for step in steps)
+        encoder = _encoder(steps)
         with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
             mapped = self._stream(steps, tick)
             if wanted.issuperset(self._draft.recorded):
@@ -145,6 +149,7 @@ class LoadPlan:
             meter.seconds,
             meter.peak,
             meter.mapped_peak,
+            _said_encoder(encoder),
         )
 
     def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:
@@ -512,8 +517,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
 
     def encode(values: Tensor, cuts: Mapping[str, slice | None]) -> None:
         try:
-            for name, part in scheme.encode(values).items():
-                parts[name][cuts[name]].copy_(part)
+            scheme.encode_into(values, {name: part[cuts[name]] for name, part in parts.items()})
         except SchemeError as error:
             _encoded(step, given, no_tick)  # raises it for the whole tensor, with the whole tensor's counts
             raise error.named(step.name) from None
@@ -576,6 +580,25 @@ def _with_tie(new: Tensor, step: Step) -> Tensor:
     return new.map(Tensor.detach, new.spec.replace(tie=step.tie))
 
 
+def _encoder(steps: Sequence[Step]) -> str:
+    """What encodes now; empty if nothing is encoded. For much work the compiled loops are asked for, not waited for."""
+    count = sum(step.held.numel() for step in steps if _is_encoded(step))
+    if not count:
+        return ""
+    if count >= _WORTH_COMPILING:
+        native.compiled.warm()
+    return "compiled" if native.compiled.library() is not None else "torch ops"
+
+
+def _said_encoder(before: str) -> str:
+    """``LoadReport.encoder``, afterwards."""
+    if before != "torch ops":
+        return before
+    if native.compiled.library() is not None:
+        return "torch ops, then compiled"
+    return f"torch ops ({native.compiled.state or 'too little to compile for'})"
+
+
 # -- before and after -------------------------------------------------------------------------------------------------
 
 
@@ -590,8 +613,12 @@ def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
 
 def _check_encodes(step: Step, given: Arranged) -> None:
     """Values that cannot be encoded are found while nothing has changed; for a real model that takes a rehearsal."""
-    if not step.is_given and step.scheme is not None and not step.scheme.transparent:
+    if _is_encoded(step):
         _encoded(step, given, no_tick)
+
+
+def _is_encoded(step: Step) -> bool:
+    return not step.is_given and step.scheme is not None and not step.scheme.transparent
 
 
 def keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:

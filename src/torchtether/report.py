@@ -42,6 +42,8 @@ class LoadReport:
     """Anonymous memory at its highest, above what there was before; ``None`` where the system does not tell."""
     mapped_peak: int | None = None
     """Resident pages of mapped files at their highest, above what there was before: the system can drop those."""
+    encoder: str = ""
+    """What encoded the weights: ``compiled`` loops, or ``torch ops`` and why; empty if nothing was encoded."""
 
     def __str__(self) -> str:
         words = [f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"]
@@ -51,7 +53,7 @@ class LoadReport:
             mapped = "" if self.mapped_peak is None else f" (mapped {said_bytes(self.mapped_peak)})"
             words.append(f"peak {said_bytes(self.peak)}{mapped}")
         if self.quantized:
-            words.append(f"{len(self.quantized)} quantized")
+            words.append(f"{len(self.quantized)} quantized" + (f" by {self.encoder}" if self.encoder else ""))
         if self.tied:
             words.append("tied: " + ", ".join(map(str, self.tied[:4])) + ("" if len(self.tied) < 5 else ", ..."))
         for what, names in (

@@ -146,6 +146,20 @@ def check_chunks(scheme: Scheme, w: Tensor, monkeypatch, chunk: int) -> None:
         assert same(decoded, scheme.decode(parts, shape, torch.bfloat16))
 
 
+def check_decode_into(scheme: Scheme, w: Tensor) -> None:
+    """Some rows, decoded into a buffer, are those rows of the decoded tensor, and nothing else is written."""
+    shape, parts = tuple(w.shape), scheme.encode(w)
+    for dtype in DTYPES:
+        whole = scheme.decode(parts, shape, dtype).reshape(-1, shape[-1])
+        count = whole.shape[0]
+        some = {(0, count), (0, 0), (count // 3, count), (count // 2, count // 2 + 1), (0, max(count - 1, 1))}
+        for start, stop in sorted(some):
+            room = torch.full((stop - start + 2, shape[-1]), 7.0, dtype=dtype)
+            scheme.decode_into(parts, shape, start, stop, room[1:-1])
+            assert same(room[1:-1], whole[start:stop])
+            assert bool((room[0] == 7).all() and (room[-1] == 7).all())
+
+
 def check_gather(scheme: Scheme, w: Tensor, seed: int) -> None:
     """Gathering slices is indexing the decoded tensor."""
     shape, parts = tuple(w.shape), scheme.encode(w)

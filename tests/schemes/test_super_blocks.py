@@ -53,6 +53,7 @@ def test_laws(scheme, w, data):
     laws.check_dtypes(scheme, w)
     keeps_values(scheme, w)
     laws.check_gather(scheme, w, 0)
+    laws.check_decode_into(scheme, w)
     laws.check_cuts(scheme, w)
     laws.check_strides(scheme, w)
     laws.check_views(

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import SchemeError
 from .bits import pack, unpack
 from .blocks import (
@@ -17,9 +18,9 @@ from .blocks import (
     check_finite,
     code_part,
     divide,
+    floats,
     grid_over,
     rounded_off,
-    rows,
     source,
     store_scale,
 )
@@ -138,6 +139,9 @@ class Affine(Scheme):
         parts = self.empty(tuple(values.shape), values.dtype, values.device)
         if values.is_meta:
             return parts
+        if like is None and not self.act_order and g_idx is None:
+            self.encode_into(values, parts)
+            return parts
         grid = grid_over(tuple(values.shape), self.block)
         if self.act_order:
             order = like["g_idx"] if g_idx is None and like is not None else g_idx
@@ -153,6 +157,16 @@ class Affine(Scheme):
                 parts[name].copy_(like[name])
         self._quantize(grid, values, parts)
         return parts
+
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        values = source(values)
+        if values.is_meta or self.act_order:
+            super().encode_into(values, parts)
+            return
+        grid = grid_over(tuple(values.shape), self.block)
+        for name, part in self._fit(grid, values, None).items():
+            parts[name].copy_(part)
+        self._quantize(grid, values, parts)
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held scale and zero point in blocks that they suit or give back exactly.
@@ -184,7 +198,18 @@ class Affine(Scheme):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = grid_over(shape, self.block)
-        return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
+        return decode_rows(
+            lambda start, stop: self._rows(grid, parts, start, stop),
+            grid,
+            parts["qdata"],
+            dtype,
+            lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
+        )
+
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        grid = grid_over(shape, self.block)
+        if not self._is_decoded(grid, parts, start, stop, out):
+            out.copy_(self._rows(grid, parts, start, stop))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
@@ -249,8 +274,8 @@ class Affine(Scheme):
         if self.symmetric:
             low, high = zero, grid.reduce(values, torch.amax, magnitude=True, g_idx=g_idx)
         else:
-            low = grid.reduce(values, torch.amin, g_idx=g_idx).clamp_max(0)
-            high = grid.reduce(values, torch.amax, g_idx=g_idx).clamp_min(0)
+            low, high = grid.extremes(values, g_idx)
+            low, high = low.clamp_max(0), high.clamp_min(0)
         check_finite(high - low, values)
         if self.fit == "range" or values.numel() == 0:
             return self._fitted(low, high)
@@ -282,20 +307,49 @@ class Affine(Scheme):
         x = x if self.symmetric else x.add_(zero)
         return x.round_().clamp_(self._lowest, self._highest), scale, zero
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
-        if values.numel() == 0:
+    def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
+        """Whether a compiled loop knows this scheme, and has written the codes."""
+        if self.act_order or not native.can_read(values):
+            return False
+        scale, zero = _divisor(self._step(grid.pick(parts["scale"], 0, grid.rows))), None
+        if not self.symmetric:
+            zero = grid.pick(parts["zero_point"], 0, grid.rows).float() - self._zero_offset
+        return native.encode_affine(
+            values.view(grid.rows, grid.columns),
+            grid.run,
+            1.0 / scale if self.reciprocal else scale,
+            zero,
+            parts["qdata"].view(grid.rows, -1),
+            divides=not self.reciprocal,
+            limits=(self._lowest, self._highest),
+            offset=self._offset,
+            bits=self.bits,
+        )
+
+    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
+        """Whether a compiled loop knows this scheme, and has written the rows from ``start`` to ``stop``."""
+        if self.act_order or self.bits not in (4, 8):
+            return False
+        zero: Tensor | float = float(self._offset)
+        if not self.symmetric:
+            zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
+        scale = grid.pick(parts["scale"], start, stop)
+        codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+        return native.decode_affine(codes, grid.run, scale, zero, out, bits=self.bits, unit=self.unit)
+
+    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
+        if values.numel() == 0 or self._is_quantized(grid, values, parts):
             return
         table = parts["qdata"].view(grid.rows, -1)
         g_idx = parts.get("g_idx")
-        for start, stop in grid.chunks():
-            x = rows(values, start, stop).to(torch.float32, copy=True)
+        for x, start, stop in floats(grid, values):
             x, _, _ = self._codes(grid, x, parts, start, stop, g_idx)
             x = x.reshape(stop - start, grid.columns)
             x = x.add_(self._offset) if self._offset else x
             if self.bits == 8:
                 table[start:stop].copy_(x)
                 continue
-            packed = pack(x.to(torch.uint8), self.bits)
+            packed = pack(x.to(torch.int8).view(torch.uint8), self.bits)  # numbers to uint8 take six times as long
             table[start:stop, : packed.shape[1]].copy_(packed)
             table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
 

@@ -128,6 +128,9 @@ class Biased(Scheme):
         grid = grid_over(shape, self.block)
         return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
 
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        out.copy_(self._rows(grid_over(shape, self.block), parts, start, stop))
+
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
             return super().gather(parts, shape, index, dtype)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import is_direct
+
 # Spreading a byte by viewing a wider integer as bytes is 14 times faster than stacking, where bytes lie low first.
 _VIEWABLE = sys.byteorder == "little"
 
@@ -42,7 +44,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     codes = F.pad(codes, (0, -count % 8))
     if bits == 4 and _VIEWABLE:
         pairs = codes.reshape(-1).view(torch.int16)  # low | high << 8
-        packed = ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
+        packed = (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
     else:
         octets = codes.unflatten(-1, (codes.shape[-1] // 8, 8))
         word = octets[..., 0].to(torch.int64)
@@ -108,8 +110,16 @@ def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:
     every_byte = torch.arange(256, device=packed.device)
     fields = [(every_byte >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     rows = torch.stack([table[field] for field in fields], -1)
-    values = rows.index_select(0, packed.reshape(-1).int())
+    wide = _AS_ONE.get(rows.shape[1] * rows.itemsize) if is_direct() else None
+    if wide is not None and _VIEWABLE:  # gathering numbers is several times faster than gathering short rows
+        values = rows.view(-1).view(wide).index_select(0, packed.reshape(-1).int()).view(table.dtype)
+    else:
+        values = rows.index_select(0, packed.reshape(-1).int())
     return values.view(*packed.shape[:-1], packed.shape[-1] * (8 // bits))[..., :count]
+
+
+_AS_ONE = {4: torch.float32, 8: torch.float64, 16: torch.complex128}
+"""What as many bytes are, when they are only to be moved."""
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

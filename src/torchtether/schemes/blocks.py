@@ -8,12 +8,14 @@ the last two dimensions.  Everything that is one value per block (scales, zero p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import native
+from .._torch import is_direct
 from ..errors import SchemeError
 from .scheme import Part, Shape, dtype_name
 
@@ -42,6 +44,11 @@ class Grid(NamedTuple):
         if self.height == 1:
             return (*self.shape[:-1], self.groups)
         return (*self.shape[:-2], -(-self.shape[-2] // self.height), self.groups)
+
+    @property
+    def run(self) -> int:
+        """The columns that share a scale, as a number."""
+        return self.columns if self.width is None else min(self.width, self.columns)
 
     @property
     def scale_rows(self) -> int:
@@ -112,6 +119,20 @@ class Grid(NamedTuple):
         the extreme of the rounded values; NaN stays visible.
         """
 
+        if magnitude and g_idx is None and op is torch.amax and native.can_read(values):
+            found = native.magnitudes(values.view(self.rows, self.columns), self.run)
+            if found is not None:
+                return self._fold_rows(found, op)
+
+        if magnitude and g_idx is None and values.dtype in SIXTEEN and self.run > _SHORT and is_direct():
+            memory = Bare()
+            return self._reduce_all(
+                lambda start, stop: memory.of(rows(values, start, stop)),
+                (op,),
+                values.device,
+                back=lambda bits: bits.view(values.dtype),
+            )[0]
+
         def some(start: int, stop: int) -> Tensor:
             x = rows(values, start, stop)
             x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no reductions
@@ -119,27 +140,67 @@ class Grid(NamedTuple):
 
         return self.reduce_rows(some, op, values.device, g_idx)
 
+    def extremes(self, values: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``reduce`` with ``torch.amin`` and with ``torch.amax``."""
+        if g_idx is None and native.can_read(values):
+            found = native.extremes(values.view(self.rows, self.columns), self.run)
+            if found is not None:
+                return self._fold_rows(found[0], torch.amin), self._fold_rows(found[1], torch.amax)
+        is_wide = values.dtype.itemsize > 4  # rounding to float32 keeps the order, and may lose what is finite
+        low, high = self._reduce_all(
+            lambda start, stop: rows(values, start, stop) if is_wide else rows(values, start, stop).float(),
+            (torch.amin, torch.amax),
+            values.device,
+            g_idx,
+        )
+        return low, high
+
+    def _fold_rows(self, stats: Tensor, op: Reduction) -> Tensor:
+        """``stats`` (rows, groups), of every row alone, as one entry per block."""
+        if self.height is None:
+            return op(stats, 0, keepdim=True).view(self.scale_shape)
+        if self.height > 1:
+            matrix = self.shape[-2]
+            stats = fold(stats.unflatten(0, (self.rows // matrix, matrix)), self.height, 1, op)
+        return stats.reshape(self.scale_shape)
+
     def reduce_rows(
         self, some: Callable[[int, int], Tensor], op: Reduction, device: torch.device, g_idx: Tensor | None = None
     ) -> Tensor:
         """As ``reduce``, or ``torch.sum``, over the rows (R, K) that ``some(start, stop)`` makes, a chunk at a time."""
-        out = torch.zeros(self.scale_shape, dtype=torch.float32, device=device)
+        return self._reduce_all(some, (op,), device, g_idx)[0]
+
+    def _reduce_all(
+        self,
+        some: Callable[[int, int], Tensor],
+        ops: tuple[Reduction, ...],
+        device: torch.device,
+        g_idx: Tensor | None = None,
+        back: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """``reduce_rows`` with each of ``ops``; ``back`` makes numbers of what rows were reduced to."""
+        outs = [torch.zeros(self.scale_shape, dtype=torch.float32, device=device) for _ in ops]
         if 0 in self.shape:
-            return out
-        table = out.view(self.scale_rows, self.groups)
+            return outs
+        tables = [out.view(self.scale_rows, self.groups) for out in outs]
         done = 0
         for start, stop in self.chunks():
-            stats = self._fold_columns(some(start, stop), op, g_idx)
-            if self.height is None:
-                stats = op(stats, 0, keepdim=True).float()
-                table.copy_(op(torch.stack((table, stats)), 0) if start else stats)
-                continue
-            if self.height > 1:
-                matrix = min(self.shape[-2], stop - start)
-                stats = fold(stats.unflatten(0, (stats.shape[0] // matrix, matrix)), self.height, 1, op).flatten(0, 1)
-            table[done : done + stats.shape[0]].copy_(stats)
-            done += stats.shape[0]
-        return out
+            x, count = some(start, stop), 0
+            for op, table in zip(ops, tables, strict=True):
+                stats = self._fold_columns(x, op, g_idx)
+                stats = stats if back is None else back(stats)
+                if self.height is None:
+                    stats = op(stats, 0, keepdim=True).float()
+                    table.copy_(op(torch.stack((table, stats)), 0) if start else stats)
+                    continue
+                if self.height > 1:
+                    matrix = min(self.shape[-2], stop - start)
+                    stats = stats.unflatten(0, (stats.shape[0] // matrix, matrix))
+                    stats = fold(stats, self.height, 1, op).flatten(0, 1)
+                count = stats.shape[0]
+                table[done : done + count].copy_(stats)
+            done += count
+        return outs
 
     def _fold_columns(self, x: Tensor, op: Reduction, g_idx: Tensor | None) -> Tensor:
         if g_idx is None:
@@ -147,6 +208,26 @@ class Grid(NamedTuple):
         out = x.new_zeros(x.shape[0], self.groups)
         index = g_idx.to(torch.int64).expand(x.shape[0], -1)
         return out.scatter_reduce(1, index, x, op.__name__, include_self=False)
+
+
+SIXTEEN = (torch.bfloat16, torch.float16)
+_SHORT = 32  # columns; torch reduces shorter runs of integers slowly
+
+
+class Bare:
+    """The bits of numbers of 16 bits without their sign: integers in the same order, infinity and then NaN last.
+
+    Torch reduces integers five times faster than such numbers. Each piece takes the memory of the one before it, whose
+    pages are touched for the first time only once.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        if self._memory is None or self._memory.shape[1:] != x.shape[1:] or self._memory.shape[0] < x.shape[0]:
+            self._memory = torch.empty(x.shape, dtype=torch.int16, device=x.device)
+        return torch.bitwise_and(x.view(torch.int16), 0x7FFF, out=self._memory[: x.shape[0]])
 
 
 def grid_over(shape: Shape, block: Block) -> Grid:
@@ -239,6 +320,22 @@ def flat(values: Tensor, start: int, stop: int) -> Tensor:
     columns = values.shape[-1]
     first = start // columns
     return rows(values, first, -(-stop // columns)).reshape(-1)[start - first * columns : stop - first * columns]
+
+
+def floats(grid: Grid, values: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """The rows of ``values`` in float32, a chunk at a time, with where it starts and stops.
+
+    It may be written to; the next chunk takes its memory, whose pages are touched for the first time only once.
+    """
+    memory: Tensor | None = None
+    for start, stop in grid.chunks():
+        x = rows(values, start, stop)
+        if torch.compiler.is_compiling():
+            yield x.to(torch.float32, copy=True), start, stop
+            continue
+        if memory is None:
+            memory = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        yield memory[: stop - start].copy_(x), start, stop
 
 
 def source(values: Tensor) -> Tensor:

@@ -7,13 +7,18 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .. import native
+from .._torch import is_direct
 from ..errors import SchemeError
 from . import blocks
 from .bits import lookup, pack
 from .blocks import (
+    SIXTEEN,
     TINY,
+    Bare,
     Grid,
     check_finite,
     code_part,
@@ -114,6 +119,15 @@ class Codebook(Scheme):
         parts = self.empty(tuple(values.shape), values.dtype, values.device)
         if values.is_meta:
             return parts
+        self._encode(values, parts, like)
+        return parts
+
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        values = source(values)
+        if not values.is_meta:
+            self._encode(values, parts, None)
+
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
         grid = self._grid(tuple(values.shape))
         amax = self._amax(grid, values)
         check_finite(amax, values)
@@ -131,7 +145,6 @@ class Codebook(Scheme):
         else:
             parts["absmax"].copy_(amax)
         self._quantize(grid, values, amax, parts["qdata"])
-        return parts
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held absmax in blocks whose largest value it still reaches."""
@@ -158,30 +171,38 @@ class Codebook(Scheme):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = self._grid(tuple(shape))
-        table = torch.tensor(self.table, dtype=torch.float32, device=parts["qdata"].device)
         if not self.flat:
-
-            def some(start: int, stop: int) -> Tensor:
-                codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
-                x = lookup(codes, table, self.bits, grid.columns)
-                x, absmax = grid.align(x, grid.pick(parts["absmax"], start, stop))
-                return x.mul_(absmax).reshape(stop - start, grid.columns)
-
-            return decode_rows(some, grid, parts["qdata"], dtype)
+            return decode_rows(
+                lambda start, stop: self._rows(grid, parts, start, stop),
+                grid,
+                parts["qdata"],
+                dtype,
+                lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
+            )
         count = math.prod(shape)
-        stream = parts["qdata"].reshape(-1)
-
-        def piece(start: int, stop: int) -> Tensor:
-            x = lookup(stream[start * self.bits // 8 :], table, self.bits, stop - start)
-            return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
-
+        if native.is_at_hand(parts["qdata"]):
+            out = torch.empty((1, count), dtype=dtype, device=parts["qdata"].device)
+            if self._is_stretch_decoded(parts, 0, out):
+                return out.view(shape)
         ranges = self._ranges(count)
         if len(ranges) == 1:
-            return piece(0, count).to(dtype).view(shape)
-        out = torch.empty(count, dtype=dtype, device=stream.device)
+            return self._stretch(parts, 0, count).to(dtype).view(shape)
+        out = torch.empty(count, dtype=dtype, device=parts["qdata"].device)
         for start, stop in ranges:
-            out[start:stop].copy_(piece(start, stop))
+            out[start:stop].copy_(self._stretch(parts, start, stop))
         return out.view(shape)
+
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        grid = self._grid(tuple(shape))
+        if not self.flat:
+            if not self._is_decoded(grid, parts, start, stop, out):
+                out.copy_(self._rows(grid, parts, start, stop))
+            return
+        first, last = start * grid.columns, stop * grid.columns
+        if first % self._unit == 0 and out.is_contiguous() and self._is_stretch_decoded(parts, first, out.view(1, -1)):
+            return
+        begin = first // self._unit * self._unit  # a block and a byte begin there; the last ones may be cut
+        out.copy_(self._stretch(parts, begin, last)[first - begin :].view(stop - start, grid.columns))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1 or 0 in shape:
@@ -231,13 +252,51 @@ class Codebook(Scheme):
     def _grid(self, shape: Shape) -> Grid:
         return grid_over(shape, (1, self.block_size))
 
+    @property
+    def _unit(self) -> int:
+        """A stretch of so many elements, from the start, ends with a block and with a byte."""
+        return self.block_size * 8
+
     def _ranges(self, count: int) -> list[tuple[int, int]]:
         """Pieces of the flattened tensor that cut no block and no byte."""
-        unit = self.block_size * 8
+        unit = self._unit
         size = max(1, blocks.CHUNK // unit) * unit
         if torch.compiler.is_compiling() or count <= size:
             return [(0, count)]
         return pieces(0, count, size)
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to ``stop``, float32, where blocks end with their row."""
+        codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+        x = lookup(codes, self._table(codes.device), self.bits, grid.columns)
+        x, absmax = grid.align(x, grid.pick(parts["absmax"], start, stop))
+        return x.mul_(absmax).reshape(stop - start, grid.columns)
+
+    def _stretch(self, parts: Parts, start: int, stop: int) -> Tensor:
+        """The elements from ``start``, with which a block and a byte begin, to ``stop``, float32, where flat."""
+        stream = parts["qdata"].reshape(-1)
+        x = lookup(stream[start * self.bits // 8 :], self._table(stream.device), self.bits, stop - start)
+        return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
+
+    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
+        """Whether a compiled loop has done what ``_rows`` does, into ``out``."""
+        codes, absmax = parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.pick(parts["absmax"], start, stop)
+        return self._looked_up(codes, grid.run, absmax, out)
+
+    def _is_stretch_decoded(self, parts: Parts, start: int, out: Tensor) -> bool:
+        """Whether a compiled loop has done what ``_stretch`` does, into ``out`` (1, count)."""
+        codes = parts["qdata"].reshape(1, -1)[:, start * self.bits // 8 :]
+        index = self._blocks(start, start + out.shape[1], codes.device)
+        return self._looked_up(codes, self.block_size, self._absmax(parts, index).view(1, -1), out)
+
+    def _looked_up(self, codes: Tensor, width: int, absmax: Tensor, out: Tensor) -> bool:
+        if self.bits not in (4, 8) or not native.is_at_hand(codes):
+            return False
+        table = F.pad(self._table(codes.device), (0, (1 << self.bits) - len(self.table)))
+        return native.decode_table(codes, width, absmax, table, out, bits=self.bits)
+
+    def _table(self, device: torch.device) -> Tensor:
+        return torch.tensor(self.table, dtype=torch.float32, device=device)
 
     def _blocks(self, start: int, stop: int, device: torch.device) -> Tensor:
         """The numbers of the blocks that lie over the elements from ``start``, which begins one, to ``stop``."""
@@ -269,14 +328,22 @@ class Codebook(Scheme):
     def _amax(self, grid: Grid, values: Tensor) -> Tensor:
         if not self.flat:
             return grid.reduce(values, torch.amax, magnitude=True)
+        if native.can_read(values):
+            found = native.magnitudes(values.view(1, -1), self.block_size)
+            if found is not None:
+                return found.view(-1)
         amax = torch.zeros(-(-values.numel() // self.block_size), dtype=torch.float32, device=values.device)
+        memory = Bare()
         for start, stop in self._ranges(values.numel()) if values.numel() else ():
             x = flat(values, start, stop)
-            stats = fold((x.float() if x.dtype.itemsize == 1 else x).abs(), self.block_size, 0, torch.amax)
+            if x.dtype in SIXTEEN and is_direct():
+                stats = fold(memory.of(x), self.block_size, 0, torch.amax).view(x.dtype)
+            else:
+                stats = fold((x.float() if x.dtype.itemsize == 1 else x).abs(), self.block_size, 0, torch.amax)
             amax[start // self.block_size :][: stats.shape[0]].copy_(stats)
         return amax
 
-    def _nest(self, amax: Tensor, parts: dict[str, Tensor]) -> None:
+    def _nest(self, amax: Tensor, parts: Parts) -> None:
         """Writes ``amax`` as codes of the dynamic type."""
         if amax.numel() == 0:
             parts["nested_offset"].zero_()
@@ -325,8 +392,20 @@ class Codebook(Scheme):
             nearest = codes.index_select(0, nearest.view(-1).int()).view(nearest.shape)
         return pack(nearest, self.bits)
 
+    def _is_quantized(self, grid: Grid, values: Tensor, amax: Tensor, qdata: Tensor) -> bool:
+        """Whether a compiled loop knows this table, and has written the codes."""
+        if self.bits != 4 or not native.can_read(values):
+            return False
+        thresholds, order = self._nearest
+        rows, scale = (1, amax.view(1, -1)) if self.flat else (grid.rows, amax.view(grid.rows, -1))
+        x, width = values.view(rows, -1), self.block_size if self.flat else grid.run
+        codes = qdata.view(rows, -1)
+        return native.encode_nearest(
+            x, width, _reciprocal(scale), codes, divides=False, thresholds=thresholds, order=order
+        )
+
     def _quantize(self, grid: Grid, values: Tensor, amax: Tensor, qdata: Tensor) -> None:
-        if values.numel() == 0:
+        if values.numel() == 0 or self._is_quantized(grid, values, amax, qdata):
             return
         if not self.flat:
             table = qdata.view(grid.rows, -1)
@@ -336,10 +415,12 @@ class Codebook(Scheme):
                 table[start:stop, : packed.shape[1]].copy_(packed)
                 table[start:stop, packed.shape[1] :].zero_()
             return
-        stream = qdata.view(-1)
+        stream, memory = qdata.view(-1), None
         for start, stop in self._ranges(values.numel()):
             x = flat(values, start, stop)
-            x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            if memory is None or torch.compiler.is_compiling():
+                memory = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            x = memory[: stop - start].copy_(x)
             index = slice(start // self.block_size, -(-stop // self.block_size))
             packed = self._coded(self._scaled(x, _reciprocal(amax[index])))
             at = start * self.bits // 8

@@ -8,15 +8,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import SchemeError
 from .blocks import Block, Grid, rows
 from .scheme import Part, Parts, Scheme, Shape
 
 
-def decode_rows(some: Callable[[int, int], Tensor], grid: Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor of the shape of ``grid``, filled from ``some(start, stop)``: float32 rows, in bounded scratch."""
+def decode_rows(
+    some: Callable[[int, int], Tensor],
+    grid: Grid,
+    codes: Tensor,
+    dtype: torch.dtype,
+    is_decoded: Callable[[int, int, Tensor], bool] | None = None,
+) -> Tensor:
+    """A new tensor of the shape of ``grid``, filled from ``some(start, stop)``: float32 rows, in bounded scratch.
+
+    ``is_decoded(start, stop, out)`` may write those rows itself, and says whether it has.
+    """
     if 0 in grid.shape:
         return torch.empty(grid.shape, dtype=dtype, device=codes.device)
+    if is_decoded is not None and native.is_at_hand(codes):
+        out = torch.empty((grid.rows, grid.columns), dtype=dtype, device=codes.device)
+        if is_decoded(0, grid.rows, out):
+            return out.view(grid.shape)
     chunks = [(0, grid.rows)] if codes.is_meta else grid.chunks()
     if len(chunks) == 1:
         return some(0, grid.rows).to(dtype).contiguous().view(grid.shape)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .blocks import rows
 from .scheme import Part, Parts, Scheme, Shape
 
 
@@ -34,6 +35,9 @@ class Plain(Scheme):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         return parts["tensor"].to(dtype)
+
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        out.copy_(rows(parts["tensor"], start, stop))
 
     def convert(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"tensor": parts["tensor"].to(dtype)}

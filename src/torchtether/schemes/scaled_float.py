@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import native
+from .._torch import is_direct
 from ..errors import SchemeError
 from .bits import lookup, pack
 from .blocks import (
@@ -18,9 +21,9 @@ from .blocks import (
     check_finite,
     code_part,
     divide,
+    floats,
     grid_over,
     rounded_off,
-    rows,
     source,
     store_scale,
 )
@@ -74,8 +77,19 @@ _BELOW = {name: _below(element.table) for name, element in ELEMENTS.items() if e
 _E4M3_LARGEST, _E4M3_SMALLEST = 448.0, 2.0**-6  # of block scales: normal numbers only, as torchao and NVIDIA do
 
 
+_MANY = 2**10  # elements, from which on a table is faster than torch's conversion from float8
+
 _KEEP = 2.0**-10
 """How far, relatively, the largest value of a block may move before ``reencode`` makes its scale follow."""
+
+
+@cache
+def _table(name: str) -> Tensor:
+    """The values of an element, float32, by code."""
+    element = ELEMENTS[name]
+    if element.dtype is None:
+        return torch.tensor(element.table, device="cpu")
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(element.dtype).float()
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,15 @@ class ScaledFloat(Scheme):
         parts = self.empty(tuple(values.shape), values.dtype, values.device)
         if values.is_meta:
             return parts
+        self._encode(values, parts, like)
+        return parts
+
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        values = source(values)
+        if not values.is_meta:
+            self._encode(values, parts, None)
+
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
         grid = grid_over(tuple(values.shape), self.block)
         amax = grid.reduce(values, torch.amax, magnitude=True)
         check_finite(amax, values)
@@ -161,7 +184,6 @@ class ScaledFloat(Scheme):
             for name in parts.keys() - {"qdata"}:
                 parts[name].copy_(like[name])
         self._quantize(grid, values, parts)
-        return parts
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held scales where the largest value is within their reach and near its end."""
@@ -186,13 +208,18 @@ class ScaledFloat(Scheme):
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         grid = grid_over(shape, self.block)
+        return decode_rows(
+            lambda start, stop: self._rows(grid, parts, start, stop),
+            grid,
+            parts["qdata"],
+            dtype,
+            lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
+        )
 
-        def some(start: int, stop: int) -> Tensor:
-            x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
-            x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
-            return x.mul_(scale).reshape(stop - start, grid.columns)
-
-        return decode_rows(some, grid, parts["qdata"], dtype)
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        grid = grid_over(shape, self.block)
+        if not self._is_decoded(grid, parts, start, stop, out):
+            out.copy_(self._rows(grid, parts, start, stop))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
@@ -222,6 +249,12 @@ class ScaledFloat(Scheme):
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to ``stop``, float32."""
+        x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
+        x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
+        return x.mul_(scale).reshape(stop - start, grid.columns)
+
     def _clipped(self, scale: Tensor) -> Tensor:
         """How far beyond the largest element a value may lie, by block, before the global scale."""
         if self.scale_dtype != torch.float8_e8m0fnu:
@@ -242,10 +275,12 @@ class ScaledFloat(Scheme):
 
     def _elements(self, codes: Tensor, columns: int) -> Tensor:
         if self._element.dtype is not None:
+            if codes.device.type == "cpu" and codes.numel() >= _MANY and is_direct():
+                return _table(self.element).index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
             return codes.float()
         return lookup(codes, torch.tensor(self._element.table, device=codes.device), self._element.bits, columns)
 
-    def _fit(self, amax: Tensor, parts: dict[str, Tensor], unit: Tensor | None = None) -> None:
+    def _fit(self, amax: Tensor, parts: Parts, unit: Tensor | None = None) -> None:
         """Writes the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
         largest = self._element.largest
         if self.scale_dtype == torch.float8_e8m0fnu:
@@ -283,20 +318,41 @@ class ScaledFloat(Scheme):
         byte = (exponent + 127).clamp(0, 254)
         return torch.where(amax > 0, byte, 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
-        if values.numel() == 0:
+    def _divided(self, grid: Grid, parts: Parts, start: int, stop: int) -> tuple[Tensor, bool]:
+        """What the rows from ``start`` to ``stop`` are divided by, or else multiplied with, and which of the two."""
+        scale = grid.pick(parts["scale"], start, stop)
+        if self.global_scale and not self.global_divides:
+            return (1.0 / parts["global_scale"]) / scale.float(), False
+        return self._scales(scale, parts), True
+
+    def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
+        """Whether a compiled loop knows this scheme, and has written the codes."""
+        element = self._element
+        if element.bits == 6 or not native.can_read(values):
+            return False
+        scale, divides = self._divided(grid, parts, 0, grid.rows)
+        x, codes = values.view(grid.rows, grid.columns), parts["qdata"].view(grid.rows, -1)
+        if element.dtype is not None:
+            return native.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
+        return native.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
+
+    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
+        """Whether a compiled loop knows this scheme, and has written the rows from ``start`` to ``stop``."""
+        if self._element.bits == 6:
+            return False
+        codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
+        scale = self._scales(grid.pick(parts["scale"], start, stop), parts)
+        return native.decode_table(codes, grid.run, scale, _table(self.element), out, bits=self._element.bits)
+
+    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
+        if values.numel() == 0 or self._is_quantized(grid, values, parts):
             return
         table = parts["qdata"].view(grid.rows, -1)
         largest = self._element.largest
-        for start, stop in grid.chunks():
-            x = rows(values, start, stop).to(torch.float32, copy=True)  # every step from here on is in place
-            scale = grid.pick(parts["scale"], start, stop)
-            if self.global_scale and not self.global_divides:
-                x, scale = grid.align(x, (1.0 / parts["global_scale"]) / scale.float())
-                x = x.mul_(scale)
-            else:
-                x, scale = grid.align(x, self._scales(scale, parts))
-                x = x.div_(scale)
+        for x, start, stop in floats(grid, values):  # every step from here on is in place
+            scale, divides = self._divided(grid, parts, start, stop)
+            x, scale = grid.align(x, scale)
+            x = x.div_(scale) if divides else x.mul_(scale)
             x = x.clamp_(-largest, largest).reshape(stop - start, grid.columns)
             if self._element.dtype is not None:
                 table[start:stop].copy_(x)

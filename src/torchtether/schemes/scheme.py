@@ -87,6 +87,19 @@ class Scheme:
         """The values of the dim-0 slices named by the 1-D integer ``index``: ``decode(...)[index]``."""
         return self.decode(parts, shape, dtype).index_select(0, index)
 
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        """``parts``, which exist already (slices of larger ones, perhaps), hold what ``encode`` gives."""
+        for name, part in self.encode(values).items():
+            parts[name].copy_(part)
+
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        """``out`` (stop - start, K), of any float dtype, holds the rows from ``start`` to ``stop``, as ``decode`` does.
+
+        Rows are those of the tensor seen as (M, K), every dimension but the last in one; ``out`` may be one buffer that
+        is filled again and again.  Families that can decode some rows alone do, in scratch of the size of those rows.
+        """
+        out.copy_(self.decode(parts, shape, out.dtype).reshape(-1, shape[-1])[start:stop])
+
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """The parts of ``values`` that replace ``held``: what in-place ops write.
 

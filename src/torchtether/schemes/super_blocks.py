@@ -147,6 +147,9 @@ class SuperBlocks(Scheme):
         grid, _ = self._grids(shape)
         return decode_rows(lambda start, stop: self._rows(parts, grid, start, stop), grid, parts["qdata"], dtype)
 
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        out.copy_(self._rows(parts, self._grids(shape)[0], start, stop))
+
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
             return super().gather(parts, shape, index, dtype)

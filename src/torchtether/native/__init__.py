@@ -1,0 +1,31 @@
+"""The loops over every element of a weight, compiled: what ``schemes`` computes with torch ops, with the same bits.
+
+Every function says whether it did the work; where it did not (no compiler, another device or dtype, a tracer that must
+see the ops) nothing is written, and the caller goes on with torch ops.
+"""
+
+from .loops import (
+    can_read,
+    compiled,
+    decode_affine,
+    decode_table,
+    encode_affine,
+    encode_float8,
+    encode_nearest,
+    extremes,
+    is_at_hand,
+    magnitudes,
+)
+
+__all__ = [
+    "compiled",
+    "can_read",
+    "decode_affine",
+    "decode_table",
+    "encode_affine",
+    "encode_float8",
+    "encode_nearest",
+    "extremes",
+    "is_at_hand",
+    "magnitudes",
+]

@@ -1,0 +1,196 @@
+"""The compiled loops: built once per machine, in the background, by the C compiler that is there; or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("loops.c")
+_FLAGS = (
+    *(("-march=native",) if platform.machine().lower() in ("x86_64", "amd64") else ()),
+    # -O3 vectorises; no contraction, so that a product and a sum are rounded one after the other, as torch does it.
+    *"-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math -shared -fPIC".split(),
+)
+_COMPILERS = ("cc", "gcc", "clang")
+_STALE = 120.0
+"""Seconds after which a build that another process began counts as lost."""
+
+_SCRIPT = """
+build() {
+    if nice -n 10 "$@" -o "$TT_MADE" "$TT_SOURCE" 2>"$TT_MADE.log" && mv -f "$TT_MADE" "$TT_TARGET"
+    then rm -f "$TT_MADE.log"
+    else mv -f "$TT_MADE.log" "$TT_TARGET.failed"
+    fi
+    rmdir "$TT_TARGET.lock"
+}
+build "$@" </dev/null >/dev/null 2>&1 &
+"""
+"""The build outlives the process that asked for it, so nobody waits for it, and its next process has it."""
+
+
+class Build:
+    """The library of the loops: ``library`` never waits; ``warm`` has it built; ``state`` says how far it is.
+
+    It is kept in ``$XDG_CACHE_HOME/torchtether`` (``~/.cache/torchtether``), under a name made of the source, the
+    compiler and the processor, in a folder that only its owner may write. ``TORCHTETHER_COMPILE=0`` keeps it off.
+    """
+
+    def __init__(self) -> None:
+        self.state = ""
+        self._library: ctypes.CDLL | None = None
+        self._target: Path | None = None
+        self._is_settled = self._is_begun = False
+
+    def library(self) -> ctypes.CDLL | None:
+        """The loops, if they are at hand."""
+        if self._is_settled:
+            return self._library
+        if self._target is None and not self._find_target():
+            return None
+        assert self._target is not None
+        if self._target.exists():
+            self._open(self._target)
+        elif self._is_begun and (failed := Path(f"{self._target}.failed")).exists():
+            self._settle(f"the compiler failed: {failed}")
+        return self._library
+
+    def warm(self) -> None:
+        """The loops are being built, if they are not at hand and can be."""
+        if self.library() is not None or self._is_settled or self._is_begun:
+            return
+        assert self._target is not None
+        lock, compiler = Path(f"{self._target}.lock"), _find_compiler()
+        if Path(f"{self._target}.failed").exists():
+            self._settle(f"the compiler failed: {self._target}.failed")
+            return
+        self._is_begun, self.state = True, "being compiled"
+        try:
+            lock.mkdir()
+        except FileExistsError:
+            try:
+                if time.time() - lock.stat().st_mtime < _STALE:
+                    return  # another process builds it
+                os.utime(lock)
+            except OSError:
+                return
+        except OSError as error:
+            self._settle(f"no place for it: {error}")
+            return
+        made = f"{self._target}.{os.getpid()}"
+        names = {"TT_MADE": made, "TT_TARGET": str(self._target), "TT_SOURCE": str(_SOURCE)}
+        command = ["/bin/sh", "-c", _SCRIPT, "sh", *compiler, *_FLAGS]
+        try:
+            subprocess.run(command, env={**os.environ, **names}, check=True, timeout=10)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._settle(f"the compiler could not be run: {error}")
+
+    def wait(self, seconds: float = 60.0) -> bool:
+        """Whether the loops are at hand, after a build at most; for benchmarks and tests."""
+        self.warm()
+        end = time.monotonic() + seconds
+        while self.library() is None and not self._is_settled and time.monotonic() < end:
+            time.sleep(0.02)
+        return self._library is not None
+
+    def _settle(self, state: str) -> bool:
+        self.state, self._is_settled = state, True
+        return False
+
+    def _find_target(self) -> bool:
+        if os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no"):
+            return self._settle("off by TORCHTETHER_COMPILE")
+        if os.name != "posix" or sys.byteorder != "little":
+            return self._settle("only for little-endian POSIX systems")
+        try:
+            compiler = _find_compiler()
+            if not compiler:
+                return self._settle("no C compiler")
+            folder = _own_folder()
+            if folder is None:
+                return self._settle("no folder to keep it in")
+            name = hashlib.sha256()
+            for word in (_SOURCE.read_bytes(), repr(_FLAGS).encode(), _said(compiler[0]), _processor()):
+                name.update(hashlib.sha256(word).digest())
+        except OSError as error:
+            return self._settle(f"no place for it: {error}")
+        self._target = folder / f"loops-{name.hexdigest()[:24]}.so"
+        return True
+
+    def _open(self, target: Path) -> None:
+        try:
+            self._library = declared(ctypes.CDLL(str(target)))
+        except (OSError, AttributeError) as error:
+            self._settle(f"it does not load: {error}")
+            return
+        self.state, self._is_settled = "compiled", True
+
+
+def _find_compiler() -> list[str]:
+    """The command of the C compiler; empty if there is none."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in (named, *([name] for name in _COMPILERS)):
+        if command and (path := shutil.which(command[0])):
+            return [path, *command[1:]]
+    return []
+
+
+def _said(compiler: str) -> bytes:
+    path = Path(compiler).resolve()
+    found = path.stat()
+    return f"{path} {found.st_size} {found.st_mtime_ns}".encode()
+
+
+def _processor() -> bytes:
+    """What code for this processor may use: a home folder may be shared by several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.node()}".encode()
+    return "\n".join(line for line in lines if line.split(":")[0].strip() in _OF_PROCESSOR).encode()
+
+
+_OF_PROCESSOR = ("model name", "flags", "Features", "CPU part", "CPU implementer", "CPU variant")
+
+
+def _own_folder() -> Path | None:
+    """A folder that only this user may write: what lies there is loaded as code."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for folder in (Path(home) / "torchtether", Path(tempfile.gettempdir()) / f"torchtether-{os.getuid()}"):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+        except OSError:
+            continue
+        is_folder = not folder.is_symlink()
+        if is_folder and found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    return None
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """``library`` with the types of its functions, as ``loops.c`` has them."""
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+    for name, letters in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [kinds[letter] for letter in letters], None
+    return library
+
+
+_FUNCTIONS = {
+    "tt_magnitudes": "pinnnp",
+    "tt_extremes": "pinnnpp",
+    "tt_encode_affine": "pinnnppniiiiipn",
+    "tt_encode_float8": "pinnnpnifiip",
+    "tt_encode_nearest": "pinnnpniipippn",
+    "tt_decode_affine": "pinnnnppnffpin",
+    "tt_decode_table": "pinnnnpnppin",
+}

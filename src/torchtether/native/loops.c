@@ -1,0 +1,325 @@
+/* The loops over every element of a weight: numbers to codes and back, each element in one pass.
+ *
+ * They do what the torch ops in schemes/ do, in the same order and with the same rounding, so that the bits are the
+ * same: compile without fast-math and without contraction (-ffp-contract=off).  A tensor is `rows` of `columns`, each
+ * row in runs of `width` (the last may be shorter).  Scales and zero points have one entry per run; those of the next row
+ * are `scale_stride` further on, which is 0 where all rows share them.
+ * A row is taken in stretches that stay in the first-level cache.  Nothing is allocated and nothing is kept.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#define STRETCH 1024 /* elements; even, so that a stretch of 4-bit codes begins with a byte */
+#define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, halves to even, which is then the low bits */
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+typedef int64_t count;
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline count least(count a, count b) { return a < b ? a : b; }
+
+/* float16 as float32 and back, by integers only: compilers differ in whether they know the type. */
+
+static inline float from_half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    float normal = float_of((rest << 13) + (112u << 23));
+    float special = float_of((rest << 13) + (224u << 23));
+    float subnormal = float_of((rest << 13) | (113u << 23)) - float_of(113u << 23);
+    float x = rest >= 0x7c00 ? special : rest >= 0x0400 ? normal : subnormal;
+    return float_of(bits_of(x) | sign);
+}
+
+static inline uint16_t to_half(float x) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    uint32_t normal = (rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13;
+    uint32_t subnormal = bits_of(float_of(rest) + 0.5f) - bits_of(0.5f);
+    uint32_t large = rest > 0x7f800000 ? 0x7e00 : 0x7c00;
+    return (uint16_t)(sign | (rest >= 0x477ff000 ? large : rest < (113u << 23) ? subnormal : normal));
+}
+
+static inline uint16_t to_bfloat16(float x) {
+    uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+/* n elements of a tensor, from the index at, as float32 */
+static inline void fetch(const void *x, int dtype, count at, count n, float *restrict out) {
+    if (dtype == FLOAT32) {
+        memcpy(out, (const float *)x + at, (size_t)n * 4);
+    } else if (dtype == BFLOAT16) {
+        const uint16_t *restrict from = (const uint16_t *)x + at;
+        for (count i = 0; i < n; i++) out[i] = float_of((uint32_t)from[i] << 16);
+    } else {
+        const uint16_t *restrict from = (const uint16_t *)x + at;
+        for (count i = 0; i < n; i++) out[i] = from_half(from[i]);
+    }
+}
+
+static inline void store(const float *restrict x, count n, void *out, int dtype, count at) {
+    if (dtype == FLOAT32) {
+        memcpy((float *)out + at, x, (size_t)n * 4);
+    } else if (dtype == BFLOAT16) {
+        uint16_t *restrict to = (uint16_t *)out + at;
+        for (count i = 0; i < n; i++) to[i] = to_bfloat16(x[i]);
+    } else {
+        uint16_t *restrict to = (uint16_t *)out + at;
+        for (count i = 0; i < n; i++) to[i] = to_half(x[i]);
+    }
+}
+
+/* two codes to a byte, the first one low; an odd last one alone */
+static inline void pack4(const uint8_t *restrict codes, count n, uint8_t *restrict out) {
+    for (count i = 0; i < n / 2; i++) {
+        uint16_t pair;
+        memcpy(&pair, codes + 2 * i, 2);
+        out[i] = (uint8_t)(pair | pair >> 4); /* the machine is little-endian: see build.py */
+    }
+    if (n & 1) out[n / 2] = codes[n - 1];
+}
+
+static inline void unpack4(const uint8_t *restrict packed, count n, uint8_t *restrict codes) {
+    for (count i = 0; i < n / 2; i++) {
+        codes[2 * i] = packed[i] & 15;
+        codes[2 * i + 1] = packed[i] >> 4;
+    }
+    if (n & 1) codes[n - 1] = packed[n / 2] & 15;
+}
+
+/* ---- extremes -------------------------------------------------------------------------------------------------- */
+
+/* Bits of numbers without their sign are ordered as the numbers, infinity and then NaN last. */
+void tt_magnitudes(const void *x, int dtype, count rows, count columns, count width, float *out) {
+    for (count row = 0; row < rows; row++) {
+        for (count start = 0; start < columns; start += width) {
+            count n = least(width, columns - start), at = row * columns + start;
+            if (dtype == FLOAT32) {
+                const uint32_t *restrict from = (const uint32_t *)x + at;
+                int32_t most = 0;
+                for (count i = 0; i < n; i++) {
+                    int32_t bits = (int32_t)(from[i] & 0x7fffffff);
+                    most = bits > most ? bits : most;
+                }
+                *out++ = float_of((uint32_t)most);
+            } else {
+                const uint16_t *restrict from = (const uint16_t *)x + at;
+                int16_t most = 0;
+                for (count i = 0; i < n; i++) {
+                    int16_t bits = (int16_t)(from[i] & 0x7fff);
+                    most = bits > most ? bits : most;
+                }
+                *out++ = dtype == BFLOAT16 ? float_of((uint32_t)most << 16) : from_half((uint16_t)most);
+            }
+        }
+    }
+}
+
+/* Negative numbers with all other bits turned are ordered as integers: NaN lies beyond infinity, on either side. */
+void tt_extremes(const void *x, int dtype, count rows, count columns, count width, float *low, float *high) {
+    for (count row = 0; row < rows; row++) {
+        for (count start = 0; start < columns; start += width) {
+            count n = least(width, columns - start), at = row * columns + start;
+            if (dtype == FLOAT32) {
+                const int32_t *restrict from = (const int32_t *)x + at;
+                int32_t lowest = INT32_MAX, highest = INT32_MIN;
+                for (count i = 0; i < n; i++) {
+                    int32_t key = from[i] ^ (from[i] >> 31 & 0x7fffffff);
+                    lowest = key < lowest ? key : lowest;
+                    highest = key > highest ? key : highest;
+                }
+                *low++ = float_of((uint32_t)(lowest ^ (lowest >> 31 & 0x7fffffff)));
+                *high++ = float_of((uint32_t)(highest ^ (highest >> 31 & 0x7fffffff)));
+            } else {
+                const int16_t *restrict from = (const int16_t *)x + at;
+                int16_t lowest = INT16_MAX, highest = INT16_MIN;
+                for (count i = 0; i < n; i++) {
+                    int16_t key = (int16_t)(from[i] ^ (from[i] >> 15 & 0x7fff));
+                    lowest = key < lowest ? key : lowest;
+                    highest = key > highest ? key : highest;
+                }
+                uint16_t first = (uint16_t)(lowest ^ (lowest >> 15 & 0x7fff));
+                uint16_t last = (uint16_t)(highest ^ (highest >> 15 & 0x7fff));
+                *low++ = dtype == BFLOAT16 ? float_of((uint32_t)first << 16) : from_half(first);
+                *high++ = dtype == BFLOAT16 ? float_of((uint32_t)last << 16) : from_half(last);
+            }
+        }
+    }
+}
+
+/* ---- numbers to codes ------------------------------------------------------------------------------------------ */
+
+/* x / scale, or x * scale, run by run, for the stretch of a row that begins at the column `start` */
+static inline void scaled(float *x, count start, count n, count width, const float *scale, int divides) {
+    for (count i = 0; i < n;) {
+        count run = least(width - (start + i) % width, n - i);
+        float by = scale[(start + i) / width];
+        float *restrict some = x + i;
+        if (divides)
+            for (count j = 0; j < run; j++) some[j] = some[j] / by;
+        else
+            for (count j = 0; j < run; j++) some[j] = some[j] * by;
+        i += run;
+    }
+}
+
+/* Integers of 4 or 8 bits: round(x / scale + zero), within lowest and highest, and offset above that. */
+void tt_encode_affine(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+                      const float *zero, count scale_stride, int divides, int lowest, int highest, int offset, int bits, uint8_t *out,
+                      count out_stride) {
+    float numbers[STRETCH], least_code = (float)lowest, most_code = (float)highest;
+    uint8_t codes[STRETCH];
+    for (count row = 0; row < rows; row++, scale += scale_stride, out += out_stride) {
+        for (count start = 0; start < columns; start += STRETCH) {
+            count n = least(STRETCH, columns - start);
+            fetch(x, dtype, row * columns + start, n, numbers);
+            scaled(numbers, start, n, width, scale, divides);
+            if (zero) {
+                for (count i = 0; i < n;) {
+                    count run = least(width - (start + i) % width, n - i);
+                    float by = zero[row * scale_stride + (start + i) / width];
+                    for (count j = i; j < i + run; j++) numbers[j] = numbers[j] + by;
+                    i += run;
+                }
+            }
+            uint8_t *restrict to = bits == 8 ? out + start : codes;
+            for (count i = 0; i < n; i++) {
+                float y = numbers[i];
+                y = y < least_code ? least_code : y;
+                y = y > most_code ? most_code : y;
+                to[i] = (uint8_t)(bits_of(y + MAGIC) + (uint32_t)offset);
+            }
+            if (bits == 4) pack4(codes, n, out + start / 2);
+        }
+    }
+}
+
+/* float8 with a bias and a mantissa of so many bits, rounded to nearest, halves to even; beyond `largest` it clips. */
+void tt_encode_float8(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+                      count scale_stride, int divides, float largest, int mantissa, int bias, uint8_t *out) {
+    float numbers[STRETCH];
+    int cut = 23 - mantissa;
+    uint32_t smallest = (uint32_t)(128 - bias) << 23; /* the bits of the smallest normal number */
+    uint32_t unit = (uint32_t)(128 - bias + cut) << 23; /* adding this number rounds to a subnormal's last bit */
+    uint32_t rebias = (uint32_t)(127 - bias) << 23, half = (1u << (cut - 1)) - 1;
+    for (count row = 0; row < rows; row++, scale += scale_stride) {
+        for (count start = 0; start < columns; start += STRETCH) {
+            count n = least(STRETCH, columns - start);
+            fetch(x, dtype, row * columns + start, n, numbers);
+            scaled(numbers, start, n, width, scale, divides);
+            uint8_t *restrict to = out + row * columns + start;
+            for (count i = 0; i < n; i++) {
+                float y = numbers[i];
+                y = y < -largest ? -largest : y;
+                y = y > largest ? largest : y;
+                uint32_t bits = bits_of(y), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
+                uint32_t normal = (rest - rebias + half + (rest >> cut & 1)) >> cut;
+                uint32_t subnormal = bits_of(float_of(rest) + float_of(unit)) - unit;
+                to[i] = (uint8_t)(sign | (rest < smallest ? subnormal : normal));
+            }
+        }
+    }
+}
+
+/* 4-bit codes: how many of the ascending thresholds lie below; of the magnitude, and 8 for the sign, if `is_signed`.
+ * `order` (16) is what each number of thresholds is called. */
+void tt_encode_nearest(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+                       count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
+                       const uint8_t *order, uint8_t *out, count out_stride) {
+    float numbers[STRETCH];
+    uint8_t codes[STRETCH];
+    int is_ordered = 1;
+    float edges[15];
+    for (int j = 0; j < 16; j++) is_ordered &= order[j] == j;
+    for (int j = 0; j < 15; j++) edges[j] = j < levels ? thresholds[j] : float_of(0x7f800000);
+    for (count row = 0; row < rows; row++, scale += scale_stride, out += out_stride) {
+        for (count start = 0; start < columns; start += STRETCH) {
+            count n = least(STRETCH, columns - start);
+            fetch(x, dtype, row * columns + start, n, numbers);
+            scaled(numbers, start, n, width, scale, divides);
+            if (is_signed) {
+                for (count i = 0; i < n; i++) {
+                    float y = float_of(bits_of(numbers[i]) & 0x7fffffff);
+                    uint32_t code = bits_of(numbers[i]) >> 28 & 8;
+                    for (int j = 0; j < 7; j++) code += y > edges[j];
+                    codes[i] = (uint8_t)code;
+                }
+            } else {
+                for (count i = 0; i < n; i++) {
+                    uint32_t code = 0;
+                    for (int j = 0; j < 15; j++) code += numbers[i] > edges[j];
+                    codes[i] = (uint8_t)code;
+                }
+                if (!is_ordered)
+                    for (count i = 0; i < n; i++) codes[i] = order[codes[i]];
+            }
+            pack4(codes, n, out + start / 2);
+        }
+    }
+}
+
+/* ---- codes to numbers ------------------------------------------------------------------------------------------ */
+
+/* ((q - zero) * scale) * unit; codes are unsigned, or signed where bits is -8 */
+void tt_decode_affine(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
+                      const float *scale, const float *zero, count scale_stride, float offset, float unit, void *out, int dtype,
+                      count out_stride) {
+    float numbers[STRETCH];
+    uint8_t some[STRETCH];
+    for (count row = 0; row < rows; row++, codes += stride, scale += scale_stride) {
+        for (count start = 0; start < columns; start += STRETCH) {
+            count n = least(STRETCH, columns - start);
+            if (bits == -8) {
+                const int8_t *restrict from = (const int8_t *)codes + start;
+                for (count i = 0; i < n; i++) numbers[i] = (float)from[i];
+            } else {
+                const uint8_t *restrict from = codes + start;
+                if (bits == 4) {
+                    unpack4(codes + start / 2, n, some);
+                    from = some;
+                }
+                for (count i = 0; i < n; i++) numbers[i] = (float)(int32_t)from[i];
+            }
+            for (count i = 0; i < n;) {
+                count run = least(width - (start + i) % width, n - i), group = (start + i) / width;
+                float by = scale[group], low = zero ? zero[row * scale_stride + group] : offset;
+                for (count j = i; j < i + run; j++) numbers[j] = (numbers[j] - low) * by;
+                i += run;
+            }
+            if (unit != 1.0f)
+                for (count i = 0; i < n; i++) numbers[i] = numbers[i] * unit;
+            store(numbers, n, out, dtype, row * out_stride + start);
+        }
+    }
+}
+
+/* table[q] * scale, with codes of 4 bits or of 8 */
+void tt_decode_table(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
+                     const float *scale, count scale_stride, const float *table, void *out, int dtype, count out_stride) {
+    float numbers[STRETCH];
+    uint8_t some[STRETCH];
+    for (count row = 0; row < rows; row++, codes += stride, scale += scale_stride) {
+        for (count start = 0; start < columns; start += STRETCH) {
+            count n = least(STRETCH, columns - start);
+            const uint8_t *from = codes + start;
+            if (bits == 4) {
+                unpack4(codes + start / 2, n, some);
+                from = some;
+            }
+            for (count i = 0; i < n; i++) numbers[i] = table[from[i]];
+            scaled(numbers, start, n, width, scale, 0);
+            store(numbers, n, out, dtype, row * out_stride + start);
+        }
+    }
+}

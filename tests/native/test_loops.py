@@ -1,0 +1,181 @@
+"""The compiled loops give the bits that torch ops give, and stand aside where torch must see what happens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.schemes import laws
+from torchtether import native
+from torchtether.schemes import Affine, Codebook, ScaledFloat, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4
+from torchtether.schemes.blocks import Grid
+from torchtether.schemes.tables import NF4
+
+LOOPS = {
+    "int8": int8(),
+    "int8 groups": int8(32),
+    "int8 tensor": Affine(block=(None, None)),
+    "uint8": Affine(signed=False, symmetric=False),
+    "int8 narrow": Affine(narrow_range=True, unit=1 / 127),
+    "int8 reciprocal": Affine(reciprocal=True, symmetric=False, block=(1, 5)),
+    "int8 tall": Affine(block=(2, 16)),
+    "int4": int4(),
+    "int4 ragged": int4(24),
+    "int4 symmetric": int4(None, True),
+    "uint4": Affine(bits=4, signed=False, symmetric=False, scale_dtype=torch.bfloat16, block=(1, 32)),
+    "fp8": fp8(),
+    "fp8 tensor": fp8("tensor"),
+    "fp8 block": fp8("block"),
+    "e5m2": ScaledFloat("e5m2", block=(1, 32)),
+    "nf4": nf4(),
+    "nf4 nested": nf4(double_quant=True),
+    "nf4 blocks of 5": nf4(block_size=5),
+    "nf4 rows": Codebook(NF4, flat=False),
+    "fp4": fp4(),
+    "mxfp8": mxfp8(),
+    "mxfp4": mxfp4(),
+    "nvfp4": nvfp4(),
+    "nvfp4 divides": nvfp4(global_divides=True),
+}
+OUT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    if not native.compiled.wait():
+        pytest.skip(native.compiled.state)
+
+
+def without(work):
+    """What ``work`` gives with torch ops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native.compiled, "_library", None)
+        return work()
+
+
+@pytest.fixture
+def no_ops(monkeypatch):
+    """The loops over chunks, which torch ops need, fail."""
+
+    def chunks(self):
+        raise AssertionError("it was computed with torch ops")
+
+    monkeypatch.setattr(Grid, "chunks", chunks)
+    monkeypatch.setattr(Codebook, "_ranges", chunks)
+
+
+def check(scheme, w):
+    shape, parts = tuple(w.shape), scheme.encode(w)
+    laws.assert_same_parts(parts, without(lambda: scheme.encode(w)))
+    half = {name: part / 2 if part.dtype == torch.float32 else part for name, part in parts.items()}
+    laws.assert_same_parts(scheme.encode(w, like=half), without(lambda: scheme.encode(w, like=half)))
+    for dtype in OUT:
+        decoded = without(lambda dtype=dtype: scheme.decode(parts, shape, dtype))
+        assert laws.same(scheme.decode(parts, shape, dtype), decoded)
+    laws.check_decode_into(scheme, w)
+
+
+@pytest.mark.parametrize("scheme", LOOPS.values(), ids=LOOPS)
+@settings(max_examples=25, deadline=None)
+@given(w=laws.values(dtypes=OUT))
+def test_bits_are_those_of_torch_ops(scheme, w):
+    if w.dim() < 2 and getattr(scheme, "block", (1,))[0] not in (1, None):
+        w = w.unsqueeze(0)
+    check(scheme, w)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("dtype", OUT)
+def test_every_number_of_sixteen_bits(name, dtype):
+    """Each bfloat16 (float16) there is, in rows long enough for several stretches."""
+    kind = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    w = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(kind).to(dtype)
+    w = torch.where(w.isfinite() & (w.abs() < 2.0**100), w, 0)
+    order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
+    check(LOOPS[name], w[order].view(16, 4096))
+    check(LOOPS[name], torch.where(w.abs() <= 1, w, w / 2.0**99).view(16, 4096)[:, :3001].contiguous())
+
+
+@pytest.mark.usefixtures("no_ops")
+@pytest.mark.parametrize("scheme", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("dtype", OUT)
+def test_the_loops_do_it_alone(scheme, dtype):
+    w = laws.make((32, 96), "normal", 0, dtype)
+    scheme.decode(scheme.encode(w), (32, 96), dtype)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("scheme", LOOPS.values(), ids=LOOPS)
+def test_what_is_not_finite_is_refused_in_the_same_words(scheme, bad):
+    for dtype in OUT:
+        w = laws.make((8, 64), "normal", 0, dtype)
+        w[3, 5] = bad
+        said = []
+        for encode in (lambda w=w: scheme.encode(w), lambda w=w: without(lambda: scheme.encode(w))):
+            with pytest.raises(ValueError, match="1 of 512 values are not finite") as error:
+                encode()
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.div_, torch.ops.aten.mul_, torch.ops.aten.mul)
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_records_ops_sees_them():
+    w = laws.make((8, 64), "normal", 0)
+    with Seen() as seen:
+        parts = int8().encode(w)
+        assert seen.count
+        seen.count = 0
+        int8().decode(parts, (8, 64), torch.float32)
+    assert seen.count
+
+
+def test_traces_hold_ops():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    parts = int8().encode(laws.make((8, 64), "normal", 0))
+    graph = make_fx(lambda q, s: int8().decode({"qdata": q, "scale": s}, (8, 64), torch.float32))(*parts.values())
+    other = int8().encode(laws.make((8, 64), "normal", 1))
+    assert laws.same(graph(*other.values()), int8().decode(other, (8, 64), torch.float32))
+
+
+def test_gradients_pass_a_decode():
+    parts = int8().encode(laws.make((8, 64), "normal", 0))
+    scale = parts["scale"].requires_grad_()
+    int8().decode({**parts, "scale": scale}, (8, 64), torch.float32).sum().backward()
+    assert scale.grad is not None
+
+
+def test_writing_into_a_buffer_is_seen_by_autograd():
+    parts, out = int8().encode(laws.make((8, 64), "normal", 0)), torch.zeros(8, 64)
+    x = torch.ones(8, 64, requires_grad=True)
+    product = x * out
+    int8().decode_into(parts, (8, 64), 0, 8, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_inference_mode():
+    w = laws.make((8, 64), "normal", 0)
+    with torch.inference_mode():
+        parts = nf4().encode(w)
+        decoded = nf4().decode(parts, (8, 64), torch.bfloat16)
+        nf4().decode_into(parts, (8, 64), 0, 8, decoded)
+    assert laws.same(decoded, nf4().decode(nf4().encode(w), (8, 64), torch.bfloat16))
+
+
+def test_memory_that_is_not_aligned():
+    """As in a file whose header has an odd length."""
+    w = laws.make((8, 64), "normal", 0, torch.bfloat16)
+    raw = torch.zeros(w.nbytes + 1, dtype=torch.uint8)
+    raw[1:] = w.view(-1).view(torch.uint8)
+    odd = torch.frombuffer(bytearray(raw.numpy().tobytes()), dtype=torch.bfloat16, offset=1, count=w.numel())
+    laws.assert_same_parts(int8().encode(odd.view(8, 64)), int8().encode(w))

@@ -1,0 +1,81 @@
+"""Which encoder runs during a load: compiled loops if they are at hand, torch ops otherwise; the bits are the same."""
+
+import importlib
+
+import pytest
+import torch
+
+import torchtether as tt
+from torchtether import native
+from torchtether.native.build import Build
+from torchtether.schemes import same_bits
+
+load_room = importlib.import_module("torchtether.load")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    torch.manual_seed(0)
+    tt.save(torch.nn.Sequential(torch.nn.Linear(96, 70), torch.nn.Linear(70, 33)).bfloat16(), tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def loaded(path, scheme):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(96, 70), torch.nn.Linear(70, 33))
+    return model, tt.load(model, path, quantize=scheme)
+
+
+@pytest.fixture
+def away(monkeypatch, tmp_path):
+    """The loops are not at hand, and nobody has asked for them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build = Build()
+    monkeypatch.setattr("torchtether.native.loops.compiled", build)
+    monkeypatch.setattr(native, "compiled", build)
+    return build
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
+def test_both_encoders_give_the_same_model(checkpoint, scheme, monkeypatch):
+    if not native.compiled.wait():
+        pytest.skip(native.compiled.state)
+    one, report = loaded(checkpoint, scheme)
+    assert report.encoder == "compiled"
+    assert "quantized by compiled" in str(report)
+    monkeypatch.setattr(native.compiled, "_library", None)
+    monkeypatch.setattr(load_room, "_ENCODED", 96)  # row by row
+    two, report = loaded(checkpoint, scheme)
+    assert report.encoder.startswith("torch ops")
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        if isinstance(a, tt.Weight):
+            assert all(same_bits(part, b.parts[name]) for name, part in a.parts.items())
+    assert sum(isinstance(p, tt.Weight) for p in one.parameters()) == 2
+
+
+def test_little_work_is_not_worth_a_compiler(checkpoint, away):
+    _, report = loaded(checkpoint, "int8")
+    assert report.encoder == "torch ops (too little to compile for)"
+    assert away.state == ""
+
+
+def test_much_work_asks_for_the_loops_and_does_not_wait(checkpoint, away, monkeypatch):
+    monkeypatch.setattr(load_room, "_WORTH_COMPILING", 1)
+    asked = []
+    monkeypatch.setattr(away, "warm", lambda: asked.append(True))
+    away.state = "being compiled"
+    _, report = loaded(checkpoint, "int8")
+    assert asked == [True]
+    assert report.encoder == "torch ops (being compiled)"
+
+
+def test_switched_off(checkpoint, away, monkeypatch):
+    monkeypatch.setenv("TORCHTETHER_COMPILE", "0")
+    _, report = loaded(checkpoint, "int8")
+    assert report.encoder == "torch ops (off by TORCHTETHER_COMPILE)"
+
+
+def test_a_load_that_encodes_nothing_says_nothing(checkpoint):
+    _, report = loaded(checkpoint, None)
+    assert report.encoder == ""
+    assert " by " not in str(report)
