@@ -17,6 +17,7 @@ LEVELS = [
     {"_torch"},
     {"schemes"},
     {"spec"},
+    {"kernels"},
     {"dispatch"},
     {"weight"},
     {"ops", "module_load"},
