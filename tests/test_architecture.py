@@ -18,6 +18,7 @@ LEVELS = [
     {"native"},
     {"schemes"},
     {"spec"},
+    {"kernels"},
     {"dispatch"},
     {"weight"},
     {"ops", "module_load"},

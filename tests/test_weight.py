@@ -164,7 +164,10 @@ def test_autocast_computes_in_the_asked_dtype():
             x = rand(3, 64).requires_grad_(grad)
             out = F.linear(x, weight)
             assert out.dtype == torch.bfloat16
-            torch.testing.assert_close(out.float(), F.linear(x, weight.dequantize()).float())
+            # the kernel does not round weights to bfloat16 first, as F.linear does with plain ones
+            values = weight.dequantize()
+            slack = 2.0**-8 * F.linear(x.abs(), values.abs()).float()
+            assert ((out.float() - F.linear(x, values).float()).abs() <= slack).all()
 
 
 def test_an_embedding_never_decodes_its_table(monkeypatch):

@@ -317,3 +317,21 @@ def changed_dtypes(state: Any) -> list[tuple[Any, torch.dtype]]:
         if before is not None and param.sharded_param.dtype != before:
             found.append((param, before))
     return found
+
+
+# -- who looks on ------------------------------------------------------------------------------------------------------
+
+
+def is_observed() -> bool:
+    """Whether ops must go through torch's dispatcher: a mode counts, fakes or casts them, or a transform follows them.
+
+    There is no public way to ask for the modes that are active, nor for the level of ``torch.func`` or of forward AD.
+    """
+    return (
+        _count_modes() > 0 or _level() is not None or torch.autograd.forward_ad._current_level >= 0 or _is_autocasting()
+    )
+
+
+_count_modes = torch._C._len_torch_dispatch_stack
+_level = torch._C._functorch.maybe_current_level
+_is_autocasting = torch._C._is_any_autocast_enabled

@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from .dispatch import HOOKS, REFUSED, RULES
 from .errors import SchemeError, UnsupportedOpError
+from .kernels import PREFIX, Layout, layout_of
 from .schemes import Scheme, dtype_from_name, dtype_name, same_bits
 from .spec import Tie, WeightSpec
 
-_PART = "_part_"  # parts are attributes, as torch.compile needs; the prefix keeps any part name clear of Tensor's own
+_PART = PREFIX  # parts are attributes, as torch.compile needs
+_UNKNOWN: Any = object()
 
 
 class Weight(Tensor):
@@ -45,6 +47,7 @@ class Weight(Tensor):
     _cut: bool
     _is_room: bool = False  # made by new_zeros, to be filled with fewer rows: a cut may go through its last block
     _room: Weight | None = None  # the room whose first rows these are: what is padded for a collective
+    _kernel_layout: Layout | None
     _is_param: bool
 
     @staticmethod
@@ -69,6 +72,7 @@ class Weight(Tensor):
         self._spec = spec
         self._names = tuple(parts)
         self._cut = cut
+        self._kernel_layout = _UNKNOWN
         for name, part in parts.items():
             setattr(self, _PART + name, part)
 
@@ -109,6 +113,15 @@ class Weight(Tensor):
     def parts(self) -> Mapping[str, Tensor]:
         """The plain tensors that hold the Weight, by name, in the scheme's order; a read-only view."""
         return MappingProxyType({name: getattr(self, _PART + name) for name in self._names})
+
+    @property
+    def kernel_layout(self) -> Layout | None:
+        """How the compiled kernels see the parts; ``None`` where they cannot, or where its strides are turned."""
+        found = self._kernel_layout
+        if found is _UNKNOWN:  # it follows from the spec, which never changes
+            spec = self._spec
+            found = self._kernel_layout = layout_of(spec.scheme, spec.shape) if spec.is_contiguous else None
+        return found
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -209,10 +222,10 @@ class Weight(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not torch.compiler.is_compiling():  # the compiler sees aten ops, and our rules for those, only
-            answer = RULES.get(func)
-            if answer is not None and type(func) is not OpOverload:  # aten ops are answered below autograd, not here
-                return answer(func, *args, **(kwargs or {}))
+        answer = RULES.get(func)
+        # aten ops are answered below autograd, not here; and the compiler sees those, and our rules for them, only
+        if answer is not None and type(func) is not OpOverload and not torch.compiler.is_compiling():
+            return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -248,7 +261,16 @@ class Weight(Tensor):
 
     def _attributes(self) -> dict[str, Any]:
         """What users have set on this tensor."""
-        own = {"_spec", "_names", "_cut", "_is_room", "_room", "_is_param", *(_PART + name for name in self._names)}
+        own = {
+            "_spec",
+            "_names",
+            "_cut",
+            "_is_room",
+            "_room",
+            "_kernel_layout",
+            "_is_param",
+            *(_PART + name for name in self._names),
+        }
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:

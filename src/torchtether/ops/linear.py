@@ -1,24 +1,46 @@
-"""The two ops that weights are for. Both are caught one Python hop above aten when no graph is recorded."""
+"""The two ops that weights are for. Both are caught one Python hop above aten when no graph is recorded.
+
+Where a graph is recorded, autograd runs on the Weight itself and calls ``mm`` and ``addmm`` with it, forward and
+backward; those are answered here, too (``matrix_product``).
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch import is_observed
 from ..dispatch import rule
+from ..kernels import Layout, chunks, int8pack, kernels_for, layout_of, native
+from ..schemes import Scheme, scheme_from_json
+from ..spec import WeightSpec
 from ..weight import Weight
 from .rows import cut_rows
 
 aten = torch.ops.aten
 
 SCRATCH = 32 * 2**20
-"""Bytes of decoded weight above which ``linear`` decodes and multiplies row chunks instead of the whole."""
+"""Bytes of decoded weight above which products decode row chunks instead of the whole."""
+
+CACHED = 8 * 2**20
+"""The same for dtypes of 16 bits, so that chunks stay in the cache. In float32 the bits of one product count more."""
+
+KERNELS: dict[str, Callable[[Layout, Sequence[Tensor | None], Tensor, Tensor | None], Tensor | None]] = {
+    "compiled": native.linear,
+    "int8pack": int8pack.linear,
+}
 
 
 def _records_graph(*tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    with torch._C.DisableTorchFunctionSubclass():  # or asking a Weight would take a turn through Python
+        return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 @rule(torch.nn.functional.linear)
@@ -28,14 +50,15 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     Where a graph is recorded, autograd runs on the Weight itself: it saves the Weight, not its values, and lets the
     gradient of ``input`` through whether or not the Weight is frozen.
     """
-    if _records_graph(input, weight, bias) or not isinstance(weight, Weight):
-        with torch._C.DisableTorchFunctionSubclass():
-            made: Tensor = op(input, weight, bias)
-        return made
+    if not isinstance(weight, Weight) or _records_graph(input, weight, bias):
+        return _plain_linear(op, input, weight, bias)
+    layout = weight.kernel_layout
+    if layout is not None and not is_observed():
+        made = _by_kernel(layout, layout.pick_from(weight), input, bias, weight._spec.dtype)
+        if made is not None:
+            return made
     input, bias = (t.values_of() if isinstance(t, Weight) else t for t in (input, bias))  # type: ignore[assignment]
-    if weight.scheme.transparent or weight.numel() * weight.dtype.itemsize <= SCRATCH or not weight.spec.is_contiguous:
-        return _plain_linear(op, input, weight.values_of(), bias)
-    return _chunked_linear(op, input, weight, bias)
+    return _decoded_linear(op, input, weight, bias)
 
 
 def _plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,19 +67,180 @@ def _plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -
     return made
 
 
-def _chunked_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Never holds more than SCRATCH bytes of decoded weight; falls back to the whole where rows cannot be cut there."""
-    rows, columns = weight.shape
-    step = max(SCRATCH // (columns * weight.dtype.itemsize) // 256 * 256, 256)
-    spans = [part.span for part in weight.scheme.layout(weight.spec.base).values()]
-    if any(span and step * columns % span for span in spans):
+def _by_kernel(
+    layout: Layout, parts: Sequence[Tensor | None], x: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """The product by the first kernel of the table that takes it, ``None`` if none does."""
+    if x.dtype is not dtype:
+        return None
+    rows = x.numel() // layout.columns
+    for kernel, most in kernels_for(layout, dtype):
+        if 0 < rows <= most:
+            made = KERNELS[kernel](layout, parts, x, bias)
+            if made is not None:
+                return made
+    return None
+
+
+# -- products by decoding ---------------------------------------------------------------------------------------------
+
+
+def _decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    step = _step(weight)
+    if step is None or input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type):
         return _plain_linear(op, input, weight.values_of(), bias)
-    outs = []
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        chunk = weight.scheme.decode(cut_rows(weight, start, stop), (stop - start, columns), weight.dtype)
-        outs.append(_plain_linear(op, input, chunk, None if bias is None else bias[start:stop]))
-    return torch.cat(outs, dim=-1)
+    with torch._C.DisableTorchFunctionSubclass():
+        return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, _decoder(weight))
+
+
+def _step(weight: Weight) -> int | None:
+    """How many rows to decode at once; ``None``: all, because they are few, or because rows cannot be cut there."""
+    limit = min(SCRATCH, CACHED) if weight.dtype.itemsize == 2 and weight.is_cpu else SCRATCH
+    if weight.dim() != 2 or weight.scheme.transparent or not weight.spec.is_contiguous:
+        return None
+    if weight.numel() * weight.dtype.itemsize <= limit:
+        return None
+    columns = weight.shape[1]
+    step = max(limit // (columns * weight.dtype.itemsize) // 256 * 256, 256)
+    spans = [part.span for part in weight.scheme.layout(weight.spec.base).values()]
+    return None if any(span and step * columns % span for span in spans) else step
+
+
+def _decoder(weight: Weight) -> chunks.Decode:
+    layout = None if is_observed() else weight.kernel_layout
+    parts = layout.pick_from(weight) if layout is not None else ()
+
+    def decode(start: int, stop: int, out: Tensor | None) -> Tensor:
+        if layout is not None:
+            made = native.decode(layout, parts, weight.dtype, start=start, stop=stop, out=out)
+            if made is not None:
+                return made
+        shape = (stop - start, weight.shape[1])
+        return weight.scheme.decode(cut_rows(weight, start, stop), shape, weight.dtype)
+
+    return decode
+
+
+# -- below autograd ---------------------------------------------------------------------------------------------------
+
+
+def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """What ``mm``, ``addmm`` and ``linear`` of a matrix and a Weight give, without its values in whole.
+
+    ``None`` for every other call, which is then answered with the decoded values.
+    """
+    bias: Tensor | None
+    if op is aten.mm.default:
+        (x, weight), bias = args, None
+    elif op is aten.addmm.default and not kwargs and len(args) == 3:
+        bias, x, weight = args
+        if not isinstance(bias, Tensor) or bias.dim() != 1:
+            return None
+    elif op is aten.linear.default and not kwargs:
+        x, weight, bias = (*args, None)[:3]
+    else:
+        return None
+    if not isinstance(weight, Weight) or isinstance(x, Weight) or isinstance(bias, Weight):
+        return None
+    if weight.dim() != 2 or weight.scheme.transparent or x.dtype is not weight.dtype or x.dim() == 0:
+        return None
+    turned = op is not aten.linear.default  # (K, N), as mm takes it
+    if weight.spec.is_contiguous is turned and not (turned and bias is None):
+        return None
+    is_gradient = turned and weight.spec.is_contiguous
+    base = weight if weight.spec.is_contiguous else weight.map(_same, weight.spec.permute(weight.spec.order))
+    if not base.spec.is_contiguous:
+        return None
+    if torch.compiler.is_compiling():
+        return _in_graph(x, base, bias, is_gradient)
+    if is_gradient:
+        return _gradient(x, base)
+    layout = None if is_observed() else base.kernel_layout
+    made = None
+    if layout is not None:
+        made = _by_kernel(layout, layout.pick_from(base), x, bias, base.dtype)
+    return _decoded_linear(torch.nn.functional.linear, x, base, bias) if made is None else made
+
+
+def _same(part: Tensor) -> Tensor:
+    return part
+
+
+def _gradient(x: Tensor, base: Weight) -> Tensor:
+    """``x @ base``."""
+    step = _step(base)
+    if step is None:
+        return torch.mm(x, base.values_of())
+    return chunks.product(x, base.shape[0], base.shape[1], step, _decoder(base))
+
+
+# -- in compiled graphs -----------------------------------------------------------------------------------------------
+
+LIBRARY = torch.library.Library("torchtether", "DEF")
+"""The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
+
+A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
+"""
+LIBRARY.define("linear(Tensor x, Tensor? bias, Tensor[] parts, str scheme, int[] shape) -> Tensor")
+LIBRARY.define("gradient(Tensor x, Tensor[] parts, str scheme, int[] shape) -> Tensor")
+
+
+def _in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -> Tensor | None:
+    layout = base.kernel_layout
+    if layout is None or torch.compiler.is_exporting() or base.device.type != "cpu":
+        return None  # the compiler fuses the decoding
+    if not kernels_for(layout, base.dtype):
+        return None
+    parts, shape = list(base.parts.values()), list(base.shape)
+    scheme = json.dumps(base.scheme.to_json(), sort_keys=True)
+    if is_gradient:
+        return torch.ops.torchtether.gradient.default(x, parts, scheme, shape)  # type: ignore[no-any-return]
+    return torch.ops.torchtether.linear.default(x, bias, parts, scheme, shape)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=256)
+def _scheme(text: str) -> Scheme:
+    return scheme_from_json(json.loads(text))
+
+
+@lru_cache(maxsize=4096)
+def _known(text: str, shape: tuple[int, ...]) -> tuple[Layout | None, tuple[str, ...]]:
+    return layout_of(_scheme(text), shape), tuple(_scheme(text).layout(shape))
+
+
+def _weight_of(x: Tensor, parts: Sequence[Tensor], scheme: str, shape: Sequence[int], names: Sequence[str]) -> Weight:
+    spec = WeightSpec.of(tuple(shape), x.dtype, _scheme(scheme))
+    return Weight(dict(zip(names, parts, strict=True)), spec)
+
+
+@torch.library.impl(LIBRARY, "linear", "CPU")
+def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
+    """``x @ weight.T + bias``, where ``parts`` are those of the contiguous ``weight``, in the order of its scheme."""
+    layout, names = _known(scheme, tuple(shape))
+    if layout is not None:
+        made = _by_kernel(layout, layout.pick(dict(zip(names, parts, strict=True))), x, bias, x.dtype)
+        if made is not None:
+            return made
+    return _decoded_linear(torch.nn.functional.linear, x, _weight_of(x, parts, scheme, shape, names), bias)
+
+
+@torch.library.impl(LIBRARY, "gradient", "CPU")
+def gradient_in_graph(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
+    """``x @ weight``."""
+    return _gradient(x, _weight_of(x, parts, scheme, shape, _known(scheme, tuple(shape))[1]))
+
+
+@torch.library.register_fake("torchtether::linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_linear(x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+@torch.library.register_fake("torchtether::gradient", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_gradient(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], shape[1]))
+
+
+# -- embedding --------------------------------------------------------------------------------------------------------
 
 
 @rule(torch.nn.functional.embedding)
@@ -82,5 +266,12 @@ def gather(weight: Weight, indices: Tensor) -> Tensor:
     """The decoded rows that ``indices`` (any shape, integer) name: shape ``(*indices.shape, *weight.shape[1:])``."""
     if not weight.spec.is_contiguous or weight.scheme.transparent:
         return weight.values_of().index_select(0, indices.reshape(-1)).view(*indices.shape, *weight.shape[1:])
-    rows = weight.scheme.gather(weight.parts, weight.spec.base, indices.reshape(-1), weight.dtype)
+    index = indices.reshape(-1)
+    layout = None if torch.compiler.is_compiling() else weight.kernel_layout
+    if layout is not None and not is_observed():
+        wide = index if index.dtype is not torch.int32 else index.to(torch.int64)
+        made = native.decode(layout, layout.pick_from(weight), weight.dtype, index=wide)
+        if made is not None:
+            return made.view(*indices.shape, layout.columns)
+    rows = weight.scheme.gather(weight.parts, weight.spec.base, index, weight.dtype)
     return rows.view(*indices.shape, *weight.shape[1:])

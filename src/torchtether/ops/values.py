@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..dispatch import rule
 from ..weight import Weight
+from .linear import matrix_product
 
 aten = torch.ops.aten
 
@@ -79,7 +80,10 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
 
 @rule(*overloads(MATMULS + BACKWARDS, writes=False), kind="decoded")
 def product(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The op on the decoded values."""
+    """The op on the decoded values, in pieces where it is a product of two matrices."""
+    made = matrix_product(op, *args, **kwargs)
+    if made is not None:
+        return made
     args, kwargs = tree_map_only(Weight, Weight.values_of, (args, kwargs))
     return op(*args, **kwargs)
 

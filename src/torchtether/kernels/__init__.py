@@ -1,0 +1,24 @@
+"""Kernels: products with quantized weights, and decoding, that read the parts as they lie.
+
+``table.py`` says which kernel is used when, with its measurement. No layout but the scheme's own exists, so nothing is
+derived, kept, or invalidated: moving, saving, ties, in-place writes and rows of embeddings see the same storage.
+
+On CUDA devices (and all others) weights are decoded, a chunk of rows at a time, and multiplied by torch. No kernel of
+this room has run on a GPU, and none is chosen there.
+"""
+
+from . import chunks, int8pack, native
+from .layout import PREFIX, Layout, layout_of
+from .table import TABLE, choose, kernels_for
+
+__all__ = [
+    "PREFIX",
+    "TABLE",
+    "Layout",
+    "choose",
+    "chunks",
+    "int8pack",
+    "kernels_for",
+    "layout_of",
+    "native",
+]

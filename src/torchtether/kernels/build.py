@@ -1,0 +1,149 @@
+"""The compiled kernels: built once per machine and kind of codes by the C++ compiler that is there, kept in a folder.
+
+Nothing is built before a product asks for it (``load(kind)``), which then waits, about three seconds; later processes
+find it in ``$XDG_CACHE_HOME/torchtether`` (``~/.cache/torchtether``). It waits, and does not go on with torch, because
+sums that are added in another order are rounded otherwise: the same call would change its result once the build is
+done. Without a compiler, or with ``TORCHTETHER_COMPILE=0`` in the environment, torch computes everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
+EXACT = "-ffp-contract=off"
+"""No multiplication is fused with an addition unless the source says so: decoded values have the bits of ``decode``."""
+
+_LOCK = threading.Lock()
+_FOUND: dict[str, ctypes.CDLL | None] = {}
+
+
+def load(kind: str, *, build: bool = True) -> ctypes.CDLL | None:
+    """The kernels for one kind of codes, ``None`` where there are none; without ``build`` only if they are built.
+
+    >>> load("INT8", build=False) is None or True
+    True
+    """
+    if kind in _FOUND:
+        return _FOUND[kind]
+    with _LOCK:
+        if kind in _FOUND:
+            return _FOUND[kind]
+        command = _command()
+        if command is None:
+            _FOUND[kind] = None
+            return None
+        path = _folder() / f"{kind.lower()}-{_key(command)}.so"
+        if not _is_ours(path):
+            if not build:
+                return None  # another time it may be
+            if not _compile(command, kind, path):
+                _FOUND[kind] = None
+                return None
+        _FOUND[kind] = _open(path)
+        return _FOUND[kind]
+
+
+def is_possible() -> bool:
+    """Whether there is a compiler, and nothing forbids its use."""
+    return _command() is not None
+
+
+@lru_cache(maxsize=1)
+def _command() -> tuple[str, ...] | None:
+    """How to compile; ``None`` where that is switched off, or there is nothing to compile with."""
+    if os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no") or sys.platform != "linux":
+        return None
+    asked = os.environ.get("CXX", "").split()
+    found = next((path for path in map(shutil.which, (asked[:1] or []) + ["g++", "clang++"]) if path), None)
+    if found is None:
+        return None
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return (found, *FLAGS, EXACT, native)
+
+
+@lru_cache(maxsize=1)
+def _key(command: tuple[str, ...]) -> str:
+    """What a build depends on: the source, the command, the compiler and the processor."""
+    known = hashlib.sha256(SOURCE.read_bytes())
+    compiler = Path(command[0]).resolve()
+    known.update(repr((command, str(compiler), compiler.stat().st_mtime_ns, platform.machine())).encode())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        known.update("".join(sorted({line for line in lines if line.startswith(("flags", "Features"))})).encode())
+    except OSError:
+        pass
+    return known.hexdigest()[:24]
+
+
+@lru_cache(maxsize=1)
+def _folder() -> Path:
+    """Where builds are kept: a folder that nobody else can write to."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "torchtether"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK) and not _is_shared(folder):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="torchtether-"))  # for this process alone
+
+
+def _is_shared(path: Path) -> bool:
+    """Whether others could have put something there."""
+    found = path.stat()
+    return found.st_uid != os.getuid() or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _is_ours(path: Path) -> bool:
+    return path.exists() and not _is_shared(path)
+
+
+def _compile(command: tuple[str, ...], kind: str, path: Path) -> bool:
+    """Whether ``path`` is there now. Not linked with OpenMP: its calls find the one that torch has loaded."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+        openmp = ["-fopenmp"] if "g++" in Path(command[0]).name else []  # clang's needs a runtime of its own
+        steps = (
+            [*command, *openmp, f"-DCODES={kind}", "-c", str(SOURCE), "-o", str(made)],
+            [command[0], "-shared", str(made), "-o", str(linked)],
+        )
+        try:
+            for step in steps:
+                subprocess.run(step, check=True, capture_output=True, timeout=300, umask=0o077)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", b"") or str(error).encode()
+            line = said.decode(errors="replace").strip().splitlines()[:1]
+            warnings.warn(
+                f"torchtether could not compile its kernels, so torch computes: {' '.join(line)}", stacklevel=2
+            )
+            return False
+        os.replace(linked, path)  # processes that build at the same time put the same file there
+    return True
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:  # built with an OpenMP that this torch does not bring
+        return None
+    address, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    parts = [address] * 6  # the layout, then codes, scale, zero, extra, nested offset
+    library.tether_decode.argtypes = [*parts, address, number, number, small, address]
+    library.tether_linear.argtypes = [*parts, address, number, number, small, address, address]
+    library.tether_linear.restype = None
+    return library

@@ -1,0 +1,38 @@
+"""Products with a weight that is decoded a few rows at a time into one piece of scratch, which stays in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Decode = Callable[[int, int, Tensor | None], Tensor]
+"""``decode(start, stop, out)``: rows of the weight, which may be written into the beginning of ``out``."""
+
+
+def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
+    """``x @ weight.T + bias``, where ``weight`` (rows, columns) is never held in whole but ``step`` rows of it.
+
+    x (..., columns)    result (..., rows)
+    """
+    outs, scratch = [], x.new_empty(step, columns)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        some = decode(start, stop, scratch)
+        outs.append(torch.nn.functional.linear(x, some, None if bias is None else bias[start:stop]))
+    return torch.cat(outs, dim=-1)
+
+
+def product(x: Tensor, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
+    """``x @ weight``: what the gradient of ``linear`` is. Summed over the chunks in float32 (float64 for such inputs).
+
+    x (M, rows)    result (M, columns)
+    """
+    scratch = x.new_empty(step, columns)
+    wide = x.dtype if x.dtype.itemsize > 4 else torch.float32
+    total = torch.zeros(x.shape[0], columns, dtype=wide, device=x.device)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        total += x[:, start:stop] @ decode(start, stop, scratch)
+    return total.to(x.dtype)

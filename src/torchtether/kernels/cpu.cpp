@@ -1,0 +1,642 @@
+// Products and decoding of quantized weights as their parts lie: nothing is packed again, nothing is kept.
+//
+// build.py compiles this once per machine and kind of codes (-DCODES=), with nothing but the C++ library; native.py
+// calls it and has checked every size, stride and dtype before. Vectors are the extension of GCC and clang, so it compiles for any processor; AVX-512
+// and AVX2 get the few instructions that the extension cannot say.
+//
+// decode: value = (code + zero) * scale * unit, each step rounded to float32 as schemes/ does it: the same bits.
+// linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.
+//     Tables, float8 and float32 inputs are multiplied in float32. Integer codes and inputs of 16 bits are multiplied as
+//     integers: x becomes 16-bit fixed point, with a scale per block of columns, so it moves by at most 2**-16 of the
+//     largest of its block, where its own dtype rounds each to 2**-9 (bfloat16) or 2**-12 (float16).
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512BW__)
+#define WIDTH 64
+#else
+#define WIDTH 32
+#endif
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#define FIXED_POINT 1
+#else
+#define FIXED_POINT 0
+#endif
+
+typedef float F __attribute__((vector_size(WIDTH)));
+typedef int32_t I __attribute__((vector_size(WIDTH)));
+typedef int16_t W __attribute__((vector_size(WIDTH)));
+typedef uint16_t H __attribute__((vector_size(WIDTH / 2)));
+
+// A block of columns is 8 vectors of float32, in 4-bit codes one vector of bytes.
+constexpr int64_t LANES = WIDTH / 4, PLANES = 8, BLOCK = LANES * PLANES;
+
+enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4 };
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16, E8M0, FP8, SIGNED, UNSIGNED, NESTED };
+
+}  // namespace
+
+extern "C" struct Layout {
+    int64_t rows, columns, row_bytes;  // of the codes
+    int64_t group, groups, height;     // columns under one scale, scales in a row, rows under one scale
+    int64_t nested;                    // blocks under one nested absmax
+    int32_t scale, zero;               // Dtype; Dtype, or -1 for none
+    int32_t global;                    // 0: no global scale, 1: it multiplies, 2: it divides
+    int32_t unused;
+    float offset, unit;                // added to zero points; multiplies last
+    float table[16];                   // of 4-bit codes
+    const float* dynamic;              // 256 values, of nested absmax
+};
+
+
+namespace {
+
+struct Parts {
+    const void *codes, *scale, *zero, *extra, *offset;
+};
+
+// -- vectors ----------------------------------------------------------------------------------------------------------
+
+template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
+
+inline F all(float x) {  // F{} + x would add: -0.0 + 0.0 is not -0.0
+#if WIDTH == 64
+    return (F)_mm512_set1_ps(x);
+#elif defined(__AVX__)
+    return (F)_mm256_set1_ps(x);
+#else
+    F v;
+    for (int i = 0; i < LANES; i++) v[i] = x;
+    return v;
+#endif
+}
+
+// Widening and narrowing are spelled out, because the compilers take the extension's apart, element by element.
+inline I bytes(const uint8_t* p) {  // LANES of them
+#if WIDTH == 64
+    return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    I v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+inline I signed_bytes(const uint8_t* p) {
+#if WIDTH == 64
+    return (I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    I v;
+    for (int i = 0; i < LANES; i++) v[i] = (int8_t)p[i];
+    return v;
+#endif
+}
+
+inline H halves(const uint8_t* p) {  // LANES bytes
+#if WIDTH == 64
+    return (H)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (H)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+#else
+    H v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+inline I widen(H h) {
+#if WIDTH == 64
+    return (I)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+    I v;
+    for (int i = 0; i < LANES; i++) v[i] = h[i];
+    return v;
+#endif
+}
+
+inline H narrow(I v) {  // of 0 to 65535
+#if WIDTH == 64
+    return (H)_mm512_cvtepi32_epi16((__m512i)v);
+#elif defined(__AVX2__)
+    return (H)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+#else
+    H h;
+    for (int i = 0; i < LANES; i++) h[i] = (uint16_t)v[i];
+    return h;
+#endif
+}
+
+#if FIXED_POINT
+template <bool SIGN> inline W words(const uint8_t* p) {  // 2 * LANES bytes
+#if WIDTH == 64
+    const __m256i b = _mm256_loadu_si256((const __m256i*)p);
+    return (W)(SIGN ? _mm512_cvtepi8_epi16(b) : _mm512_cvtepu8_epi16(b));
+#else
+    const __m128i b = _mm_loadu_si128((const __m128i*)p);
+    return (W)(SIGN ? _mm256_cvtepi8_epi16(b) : _mm256_cvtepu8_epi16(b));
+#endif
+}
+
+inline I multiply_pairs(W a, W b) {
+#if WIDTH == 64
+    return (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+    return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+#endif
+
+inline F fma(F a, F b, F c) {
+#if WIDTH == 64
+    return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline float sum(F v) {
+    float x[LANES];
+    memcpy(x, &v, sizeof v);
+    for (int64_t step = LANES / 2; step; step /= 2)
+        for (int64_t i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
+}
+
+struct Table {  // values[index & 15], lane by lane
+#if WIDTH == 64
+    __m512 t;
+    explicit Table(const float* p) : t(_mm512_loadu_ps(p)) {}
+    F operator()(I index) const { return (F)_mm512_permutexvar_ps((__m512i)index, t); }
+#elif defined(__AVX2__)
+    __m256 low, high;
+    explicit Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+    F operator()(I index) const {
+        const __m256i i = (__m256i)index;
+        return (F)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
+                                   _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    }
+#else
+    float t[16];
+    explicit Table(const float* p) { memcpy(t, p, sizeof t); }
+    F operator()(I index) const {
+        F o;
+        for (int i = 0; i < LANES; i++) o[i] = t[index[i] & 15];
+        return o;
+    }
+#endif
+};
+
+inline F from_half(H h) {
+#if WIDTH == 64
+    return (F)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+    return (F)_mm256_cvtph_ps((__m128i)h);
+#else  // subnormals by a subtraction: those of float32 may be flushed
+    I u = widen(h), low = u & 0x7fff;
+    I normal = (low << 13) + (112 << 23), small = (low << 13) | (113 << 23);
+    F value = low < 0x400 ? (F)small - 0x1p-14f : (F)normal;
+    I bits = (I)value | ((u & 0x8000) << 16);
+    return (F)(low >= 0x7c00 ? bits | 0x7f800000 : bits);
+#endif
+}
+
+inline F from_e4m3(const uint8_t* p) {  // as float16, of which the exponent is 8 too low; 0x7f is not a number
+    H u = halves(p), low = (u & 0x7f) << 7, half = ((u & 0x80) << 8) | low;
+    return from_half(low == 0x3f80 ? half | 0x7e00 : half) * 256.0f;
+}
+
+#if FIXED_POINT
+inline void small_e4m3(const uint8_t* p, F* out) {  // 2 * LANES bytes, their values / 256
+    const W u = words<false>(p);
+    W half = ((u << 8) >> 1) & (int16_t)0xbf80;  // the sign, a copy of it that goes, and 7 bits
+    half |= ((half & 0x7f80) == 0x3f80) & 0x7e00;
+    H parts[2];
+    memcpy(parts, &half, sizeof half);
+    out[0] = from_half(parts[0]), out[1] = from_half(parts[1]);
+}
+#endif
+
+template <int C> inline F values(const uint8_t* p) {
+    if (C == INT8) return __builtin_convertvector(signed_bytes(p), F);
+    if (C == UINT8) return __builtin_convertvector(bytes(p), F);
+    if (C == E4M3) return from_e4m3(p);
+    return from_half(halves(p) << 8);
+}
+
+inline H to_bfloat16(F x) {  // to the nearest, halves to even
+    I bits = (I)x, rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+    return narrow((bits & 0x7fffffff) > 0x7f800000 ? I{} + 0x7fc0 : rounded);
+}
+
+inline H to_half(F x) {
+#if WIDTH == 64
+    return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+    return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    typedef _Float16 G __attribute__((vector_size(WIDTH / 2)));
+    return (H)__builtin_convertvector(x, G);
+#endif
+}
+
+template <int D> inline void put(F x, void* out, int64_t at, int64_t count = LANES) {
+    if (D == FLOAT32) memcpy((float*)out + at, &x, count * 4);
+    else {
+        const H h = D == FLOAT16 ? to_half(x) : to_bfloat16(x);
+        memcpy((uint16_t*)out + at, &h, count * 2);
+    }
+}
+
+template <int D> inline F get(const void* p, int64_t at, int64_t count = LANES) {
+    if (D == FLOAT32) { F x{}; memcpy(&x, (const float*)p + at, count * 4); return x; }
+    H h{};
+    memcpy(&h, (const uint16_t*)p + at, count * 2);
+    return D == FLOAT16 ? from_half(h) : (F)(widen(h) << 16);
+}
+
+// -- scales -----------------------------------------------------------------------------------------------------------
+
+template <int D> void copy_scales(const void* from, int64_t at, int64_t count, float* to) {
+    for (int64_t g = 0; g < count; g += LANES) {
+        const int64_t some = count - g < LANES ? count - g : LANES;
+        F v = get<D>(from, at + g, some);
+        memcpy(to + g, &v, some * 4);
+    }
+}
+
+// The scales of row n, and its zero points negated, as float32.
+void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
+    const int64_t G = L.groups, at = n / L.height * G;
+    const uint8_t* codes = (const uint8_t*)P.scale + at;
+    switch (L.scale) {
+        case FLOAT32: copy_scales<FLOAT32>(P.scale, at, G, s); break;
+        case BFLOAT16: copy_scales<BFLOAT16>(P.scale, at, G, s); break;
+        case FLOAT16: copy_scales<FLOAT16>(P.scale, at, G, s); break;
+        case E8M0:
+            for (int64_t g = 0; g < G; g++) {
+                const uint32_t e = codes[g], bits = e == 255 ? 0x7fc00000 : e ? e << 23 : 0x00400000;
+                memcpy(s + g, &bits, 4);
+            }
+            break;
+        case FP8:
+            for (int64_t g = 0; g < G; g += LANES) {
+                uint8_t some_bytes[LANES] = {};
+                const int64_t some = G - g < LANES ? G - g : LANES;
+                memcpy(some_bytes, codes + g, some);
+                F v = from_e4m3(some_bytes);
+                memcpy(s + g, &v, some * 4);
+            }
+            break;
+        default: {
+            const float offset = *(const float*)P.offset;
+            for (int64_t g = 0; g < G; g++) {
+                const float product = L.dynamic[codes[g]] * ((const float*)P.extra)[(at + g) / L.nested];
+                s[g] = product + offset;
+            }
+        }
+    }
+    if (L.global) {
+        const float global = *(const float*)P.extra;
+        for (int64_t g = 0; g < G; g++) s[g] = L.global == 1 ? s[g] * global : s[g] / global;
+    }
+    for (int64_t g = 0; g < G; g++) {
+        float zero = 0;
+        if (L.zero == SIGNED) zero = (float)((const int8_t*)P.zero)[at + g];
+        if (L.zero == UNSIGNED) zero = (float)((const uint8_t*)P.zero)[at + g];
+        z[g] = -(zero + L.offset);
+    }
+}
+
+// Room for the scales of a row: Table reads 16 of them from any of its first entries.
+int64_t room(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }
+
+// -- decode -----------------------------------------------------------------------------------------------------------
+
+// The codes in LANES / 2 bytes, low nibbles first.
+inline I nibbles(const uint8_t* p) {
+    I codes;
+#if WIDTH == 64
+    const __m128i b = _mm_loadl_epi64((const __m128i*)p), mask = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(b, mask), high = _mm_and_si128(_mm_srli_epi16(b, 4), mask);
+    codes = (I)_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high));
+#elif defined(__AVX2__)
+    uint32_t word;
+    memcpy(&word, p, 4);
+    const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    codes = (I)_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)word), shifts), _mm256_set1_epi32(15));
+#else
+    for (int i = 0; i < LANES / 2; i++) codes[2 * i] = p[i] & 15, codes[2 * i + 1] = p[i] >> 4;
+#endif
+    return codes;
+}
+
+template <int C> inline F some_values(const uint8_t* row, int64_t k, const Table& table) {
+    if (C == TABLE4) return table(nibbles(row + k / 2));
+    if (C == INT4) return __builtin_convertvector(nibbles(row + k / 2), F);
+    return values<C>(row + k);
+}
+
+template <int C, int D> void decode_row(const Layout& L, const uint8_t* row, const float* s, const float* z, void* out,
+                                        int64_t at) {
+    constexpr bool nibbled = C == TABLE4 || C == INT4;
+    const Table table(L.table);
+    const F unit = all(L.unit);
+    for (int64_t g = 0; g < L.groups; g++) {
+        const int64_t end = (g + 1) * L.group < L.columns ? (g + 1) * L.group : L.columns;
+        const F scale = all(s[g]), zero = all(z[g]);
+        int64_t k = g * L.group;
+        for (; k + LANES <= end; k += LANES)
+            put<D>((some_values<C>(row, k, table) + zero) * scale * unit, out, at + k);
+        if (k < end) {
+            uint8_t rest[LANES] = {};
+            memcpy(rest, row + (nibbled ? k / 2 : k), nibbled ? (end - k + 1) / 2 : end - k);
+            put<D>((some_values<C>(rest, 0, table) + zero) * scale * unit, out, at + k, end - k);
+        }
+    }
+}
+
+template <int C, int D> void decode(const Layout& L, const Parts& P, const int64_t* index, int64_t start,
+                                    int64_t count, void* out) {
+#pragma omp parallel if (count > 1 && count * L.columns > 32768)
+    {
+        std::vector<float> s(room(L)), z(room(L));
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t n = index ? index[i] : start + i;
+            row_scales(L, P, n, s.data(), z.data());
+            decode_row<C, D>(L, (const uint8_t*)P.codes + n * L.row_bytes, s.data(), z.data(), out, i * L.columns);
+        }
+    }
+}
+
+// -- linear -----------------------------------------------------------------------------------------------------------
+
+// What a row of codes is multiplied with, a block of columns after the other. `stride` floats per row of x and block:
+//     float32: PLANES vectors; fixed point: half as many of int16, then one float, what they are in units of
+//     `sums` vectors of float32: the sums over the lanes of each group, which zero points are multiplied with
+// Lane l of plane j holds column PLANES * l + j for 4-bit codes, because that is how they come out of their words,
+// and column LANES * j + l for others.
+struct Inputs {
+    int64_t blocks, sums, stride;
+    bool fixed;
+    std::vector<float> data;
+
+    const float* at(int64_t m, int64_t b) const { return data.data() + (m * blocks + b) * stride; }
+    int64_t sums_at() const { return fixed ? BLOCK / 2 + LANES : BLOCK; }
+
+    template <int D> void fill(const void* x, int64_t rows, int64_t row_stride, int64_t columns, bool nibbled) {
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t b = 0; b < blocks; b++) {
+                float natural[BLOCK], placed[BLOCK], *to = data.data() + (m * blocks + b) * stride;
+                const int64_t first = m * row_stride + b * BLOCK;
+                F largest{};
+                for (int64_t k = 0; k < BLOCK; k += LANES) {
+                    const int64_t left = columns - b * BLOCK - k, count = left < 0 ? 0 : left < LANES ? left : LANES;
+                    F v = count == LANES ? get<D>(x, first + k) : count ? get<D>(x, first + k, count) : F{};
+                    memcpy(natural + k, &v, sizeof v);
+                    F size = v < 0 ? -v : v;
+                    largest = largest < size || size != size ? size : largest;
+                }
+                if (fixed) fix(natural, largest, to);
+                if (nibbled)
+                    for (int64_t j = 0; j < PLANES; j++)
+                        for (int64_t l = 0; l < LANES; l++) placed[j * LANES + l] = natural[l * PLANES + j];
+                else memcpy(placed, natural, sizeof placed);
+                if (!fixed) memcpy(to, placed, sizeof placed);
+                else if (nibbled) place_words(natural, (int16_t*)to, true);
+                else place_words(natural, (int16_t*)to, false);
+                for (int64_t i = 0; i < sums; i++) {
+                    F total{};
+                    for (int64_t j = i * PLANES / sums; j < (i + 1) * PLANES / sums; j++)
+                        total += load<F>(placed + j * LANES);
+                    memcpy(to + sums_at() + i * LANES, &total, sizeof total);
+                }
+            }
+    }
+
+    // `natural` in whole units of to[BLOCK / 2]: a power of two, so that multiplying by it is exact. Values that are not
+    // finite make the unit so, and with it every result.
+    static void fix(float* natural, F largest, float* to) {
+        float most = 0;
+        for (int64_t l = 0; l < LANES; l++)
+            if (!(largest[l] <= most)) most = largest[l];
+        int exponent = 0;
+        if (!(most <= 3e38f)) { to[BLOCK / 2] = NAN; memset(natural, 0, BLOCK * 4); return; }
+        if (most > 0) frexpf(most, &exponent);
+        exponent = exponent < -100 ? -100 : exponent;  // most < 2**exponent
+        const float unit = ldexpf(1.0f, exponent - 15), per = ldexpf(1.0f, 15 - exponent);
+        to[BLOCK / 2] = unit;
+        for (int64_t k = 0; k < BLOCK; k++) {
+            const float r = rintf(natural[k] * per);
+            natural[k] = r > 32767.0f ? 32767.0f : r;
+        }
+    }
+
+    static void place_words(const float* natural, int16_t* to, bool nibbled) {
+        if (!nibbled)
+            for (int64_t k = 0; k < BLOCK; k++) to[k] = (int16_t)natural[k];
+        else  // word i of plane j: column 4 * i + j
+            for (int64_t j = 0; j < 4; j++)
+                for (int64_t i = 0; i < BLOCK / 4; i++) to[j * (BLOCK / 4) + i] = (int16_t)natural[4 * i + j];
+    }
+
+    Inputs(const void* x, int dtype, int64_t rows, int64_t row_stride, int64_t columns, bool nibbled, bool fixed,
+           int64_t sums)
+        : blocks((columns + BLOCK - 1) / BLOCK), sums(sums), fixed(fixed) {
+        stride = sums_at() + sums * LANES;
+        data.resize(rows * blocks * stride);
+        if (dtype == FLOAT32) fill<FLOAT32>(x, rows, row_stride, columns, nibbled);
+        else if (dtype == BFLOAT16) fill<BFLOAT16>(x, rows, row_stride, columns, nibbled);
+        else fill<FLOAT16>(x, rows, row_stride, columns, nibbled);
+    }
+};
+
+// The dot products, lane by lane, of N vectors (of PLANES, from `first`) of one block of codes with M rows of x.
+template <int C, int M, bool X, int N> inline void dot(const uint8_t* codes, const float* const* x, const Table& table,
+                                                       int64_t first, F* out) {
+#if FIXED_POINT
+    if (X) {
+        I total[M];
+        for (int m = 0; m < M; m++) total[m] = I{};
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < N / 2; i++) {
+            const int64_t j = first / 2 + i;
+            const W w = C == INT4 ? (W)((load<W>(codes) >> (4 * (int)j)) & 15) : words<C == INT8>(codes + j * LANES * 2);
+            for (int m = 0; m < M; m++) total[m] += multiply_pairs(w, load<W>(x[m] + j * LANES));
+        }
+        for (int m = 0; m < M; m++) out[m] = __builtin_convertvector(total[m], F);
+        return;
+    }
+#endif
+    for (int m = 0; m < M; m++) out[m] = F{};
+#if FIXED_POINT
+    if (C == E4M3) {  // two vectors at a time, in units of 2**8
+#pragma GCC unroll 4
+        for (int64_t j = first; j < first + N; j += 2) {
+            F w[2];
+            small_e4m3(codes + j * LANES, w);
+            for (int m = 0; m < M; m++) {
+                out[m] = fma(w[0], load<F>(x[m] + j * LANES), out[m]);
+                out[m] = fma(w[1], load<F>(x[m] + (j + 1) * LANES), out[m]);
+            }
+        }
+        for (int m = 0; m < M; m++) out[m] *= 256.0f;
+        return;
+    }
+#endif
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < N; i++) {
+        const int64_t j = first + i;
+        F w;
+        if (C == TABLE4) w = table(load<I>(codes) >> (4 * (int)j));
+        else if (C == INT4) w = __builtin_convertvector((load<I>(codes) >> (4 * (int)j)) & 15, F);
+        else w = values<C>(codes + j * LANES);
+        for (int m = 0; m < M; m++) out[m] = fma(w, load<F>(x[m] + j * LANES), out[m]);
+    }
+}
+
+template <int C, int M, bool X, bool Z> void row(const Layout& L, const uint8_t* codes, const float* s, const float* z,
+                                                 const Table& table, const Inputs& in, int64_t from, float* y) {
+    constexpr bool nibbled = C == TABLE4 || C == INT4;
+    constexpr int64_t bytes = nibbled ? BLOCK / 2 : BLOCK;
+    const int64_t wide = L.group >= L.columns ? in.blocks : L.group / BLOCK;  // blocks under one scale; 0: less than one
+    const int64_t per = wide ? 1 : BLOCK / L.group;                           // scales over one block
+    I spread;  // 4-bit: the scale of each lane, where there are several in a block
+    for (int l = 0; l < LANES; l++) spread[l] = wide ? 0 : (int)(l * PLANES / L.group);
+    F total[M], part[M];
+    for (int m = 0; m < M; m++) total[m] = F{};
+    int64_t left = wide;
+    for (int64_t b = 0; b < in.blocks; b++) {
+        const float* x[M];
+        F unit[M];
+        for (int m = 0; m < M; m++) {
+            x[m] = in.at(from + m, b);
+            if (X) unit[m] = all(x[m][BLOCK / 2]);
+        }
+        const uint8_t* at = codes + b * bytes;
+        uint8_t rest[bytes];
+        if (L.row_bytes - b * bytes < bytes) {
+            memset(rest, 0, bytes);
+            memcpy(rest, at, L.row_bytes - b * bytes);
+            at = rest;
+        }
+        const int64_t parts = nibbled ? 1 : per;  // at most 4: groups of bytes are 32 columns or more
+        for (int64_t i = 0; i < parts; i++) {
+            F scale = all(*s), zero = all(*z);
+            if (nibbled && !wide) {
+                scale = Table(s)(spread);
+                if (Z) zero = Table(z)(spread);
+            }
+            if (nibbled || parts == 1) dot<C, M, X, 8>(at, x, table, 0, part);
+            else if (parts == 2) dot<C, M, X, 4>(at, x, table, i * 4, part);
+            else dot<C, M, X, 2>(at, x, table, i * 2, part);
+            for (int m = 0; m < M; m++) {
+                if (Z) part[m] = fma(zero, load<F>(x[m] + in.sums_at() + i * LANES), part[m]);
+                total[m] = fma(X ? scale * unit[m] : scale, part[m], total[m]);
+            }
+            if (!wide) s += nibbled ? per : 1, z += nibbled ? per : 1;
+        }
+        if (wide && --left == 0) left = wide, s++, z++;
+    }
+    for (int m = 0; m < M; m++) y[m] = sum(total[m]) * L.unit;
+}
+
+template <int D> void put_one(float y, const void* bias, int64_t n, void* out, int64_t at) {
+    if (bias) y += get<D>(bias, n, 1)[0];
+    put<D>(all(y), out, at, 1);
+}
+
+template <int C, bool X, bool Z> void linear(const Layout& L, const Parts& P, const void* x, int64_t rows,
+                                             int64_t stride, int dtype, const void* bias, void* out) {
+    constexpr bool nibbled = C == TABLE4 || C == INT4;
+    const int64_t per = L.group >= BLOCK || L.group >= L.columns ? 1 : BLOCK / L.group;
+    const Inputs in(x, dtype, rows, stride, L.columns, nibbled, X, !Z ? 0 : nibbled ? 1 : per);
+#pragma omp parallel if (L.rows > 1 && rows * L.rows * L.columns > 65536)
+    {
+        std::vector<float> s(room(L)), z(room(L));
+        const Table table(L.table);
+        float y[4];
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < L.rows; n++) {
+            row_scales(L, P, n, s.data(), z.data());
+            const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
+            for (int64_t m = 0, some; m < rows; m += some) {
+                some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+                if (some == 4) row<C, 4, X, Z>(L, codes, s.data(), z.data(), table, in, m, y);
+                else if (some == 2) row<C, 2, X, Z>(L, codes, s.data(), z.data(), table, in, m, y);
+                else row<C, 1, X, Z>(L, codes, s.data(), z.data(), table, in, m, y);
+                for (int64_t i = 0; i < some; i++) {
+                    const int64_t at = (m + i) * L.rows + n;
+                    if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, at);
+                    else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, at);
+                    else put_one<FLOAT16>(y[i], bias, n, out, at);
+                }
+            }
+        }
+    }
+}
+
+template <int C> void decode_as(const Layout& L, const Parts& P, const int64_t* index, int64_t start, int64_t count,
+                                int dtype, void* out) {
+    if (dtype == FLOAT32) decode<C, FLOAT32>(L, P, index, start, count, out);
+    else if (dtype == BFLOAT16) decode<C, BFLOAT16>(L, P, index, start, count, out);
+    else decode<C, FLOAT16>(L, P, index, start, count, out);
+}
+
+template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                                const void* bias, void* out) {
+    if constexpr (C == INT8 || C == UINT8 || C == INT4) {
+        const bool zero = L.zero >= 0 || L.offset != 0;
+#if FIXED_POINT
+        if (dtype != FLOAT32) {
+            if (zero) linear<C, true, true>(L, P, x, rows, stride, dtype, bias, out);
+            else linear<C, true, false>(L, P, x, rows, stride, dtype, bias, out);
+            return;
+        }
+#endif
+        if (zero) linear<C, false, true>(L, P, x, rows, stride, dtype, bias, out);
+        else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
+    } else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
+}
+
+}  // namespace
+
+// `extra` is the global scale or the nested absmax, `nested_offset` the offset of the latter; null where there is none.
+
+// out (count, columns) of `dtype`: the rows from `start`, or those that `index` names.
+// Returns 1, with nothing written, where an index names no row.
+extern "C" int tether_decode(const Layout* L, const void* codes, const void* scale, const void* zero, const void* extra,
+                             const void* nested_offset, const int64_t* index, int64_t start, int64_t count, int dtype,
+                             void* out) {
+    const Parts P = {codes, scale, zero, extra, nested_offset};
+    if (index)
+        for (int64_t i = 0; i < count; i++)
+            if (index[i] < 0 || index[i] >= L->rows) return 1;
+    decode_as<CODES>(*L, P, index, start, count, dtype, out);
+    return 0;
+}
+
+// out (rows, L->rows) = x (rows, L->columns; rows `stride` elements apart) times the transposed weight, plus bias;
+// x, bias and out are of `dtype`.
+extern "C" void tether_linear(const Layout* L, const void* codes, const void* scale, const void* zero, const void* extra,
+                              const void* nested_offset, const void* x, int64_t rows, int64_t stride, int dtype,
+                              const void* bias, void* out) {
+    const Parts P = {codes, scale, zero, extra, nested_offset};
+    linear_of<CODES>(*L, P, x, rows, stride, dtype, bias, out);
+}

@@ -1,0 +1,40 @@
+"""torch's own product with 8-bit integers, for machines without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import Layout
+
+
+def linear(layout: Layout, parts: Sequence[Tensor | None], x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where that would crash, or would be wrong.
+
+    It reads beyond the end where K is not a multiple of 16, crashes where a storage does not begin at a multiple of 16
+    bytes, and knows one scale per row, which it takes in the dtype of ``x``: results move by up to half of one unit in
+    the last place of that dtype.
+    """
+    codes, scale = parts[0], parts[1]
+    struct = layout.struct
+    is_plain = struct.groups == 1 and struct.height == 1 and struct.zero < 0 and struct.unit == 1
+    if codes is None or scale is None or not is_plain or codes.shape != (layout.rows, layout.columns):
+        return None
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,)):
+        return None
+    x2 = x.reshape(-1, layout.columns).contiguous()
+    if (
+        layout.columns % 16
+        or x2.numel() == 0
+        or x.is_neg()
+        or not (codes.is_contiguous() and codes.is_cpu and x.is_cpu)
+    ):
+        return None
+    if codes.data_ptr() % 16 or x2.data_ptr() % 16 or codes.data_ptr() == 0:
+        return None
+    out = torch._weight_int8pack_mm(x2, codes, scale.reshape(-1).to(x.dtype))
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], layout.rows)

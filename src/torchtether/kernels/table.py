@@ -1,0 +1,77 @@
+"""Which kernel multiplies: one small table, with the measurement that put each row where it is.
+
+Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype, medians of interleaved runs; again with
+``python -m tests.benchmarks.bench_compute``. "Fast halves" are processors on which torch multiplies 16-bit floats with
+vectors (AVX-512 and later); elsewhere dense 16-bit products of many rows take ten times as long as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from . import build
+from .layout import Layout
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Row(NamedTuple):
+    """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits."""
+
+    kernel: str
+    kinds: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    fast_halves: bool | None
+    rows: int
+    elements: int
+    measured: str
+
+
+ANY = 1 << 62
+
+TABLE = (
+    Row("compiled", build.KINDS, HALVES, False, ANY, 0, "AVX2, batch 1: int8 .5, int4 .6; batch 32: int8 .4, int4 .4"),
+    Row("compiled", build.KINDS, HALVES, True, 4, 0, "AVX-512: not measured with this kernel; chunks: 1.66 at batch 1"),
+    # below, float32 stays what F.linear of the decoded values is, bit for bit
+    Row("compiled", build.KINDS, (torch.float32,), None, 8, 1 << 20, "AVX2, batch 1: int8 .4; decoding first: 8"),
+    # without a compiler
+    Row("int8pack", ("INT8",), HALVES, None, 4, 0, "AVX-512, batch 1: .47, 8: .82, 32: 1.7; AVX2, batch 1: .7"),
+)
+"""The first row that fits is taken; where none does, weights are decoded in chunks of rows and multiplied by torch."""
+
+
+@lru_cache(maxsize=1)
+def has_fast_halves() -> bool:
+    """Whether torch multiplies bfloat16 matrices with the vectors of this processor."""
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
+def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    """The kernels, each with the most rows of input that it is for, that suit a weight on the CPU; best first."""
+    found = layout.choices.get(dtype)
+    if found is None:
+        found = layout.choices[dtype] = tuple(_kernels_for(layout, dtype))
+    return found
+
+
+def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]]:
+    for row in TABLE:
+        is_there = layout.can_multiply and build.is_possible() if row.kernel == "compiled" else True
+        is_processor = row.fast_halves in (None, has_fast_halves())
+        fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
+        if is_there and is_processor and fits:
+            yield row.kernel, row.rows
+
+
+def choose(layout: Layout | None, dtype: torch.dtype, rows: int) -> str:
+    """The name of the kernel for ``rows`` rows of input: ``compiled``, ``int8pack`` or ``chunks``.
+
+    >>> choose(None, torch.bfloat16, 1)
+    'chunks'
+    """
+    fitting = kernels_for(layout, dtype) if layout is not None else ()
+    return next((kernel for kernel, most in fitting if rows <= most), "chunks")

@@ -1,0 +1,505 @@
+"""Products with quantized weights: the same numbers from every kernel, no crash, nothing stale, nothing kept."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchtether as tt
+from tests.catalog import SCHEMES, rand
+from tests.kernel_cases import EPS
+from torchtether.kernels import TABLE, build, choose, chunks, int8pack, layout_of, native
+from torchtether.ops import linear as linear_module
+
+needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
+LAID_OUT = [row for row in SCHEMES if layout_of(row.scheme, (8, 256)) is not None]
+each_laid_out = pytest.mark.parametrize("row", LAID_OUT, ids=lambda row: row.id)
+
+
+def weight_of(scheme, rows=24, columns=256, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tt.Weight.encode(torch.randn(rows, columns, generator=generator), scheme).to(dtype)
+
+
+def is_near(got, x, weight, bias=None):
+    values, wide = weight.to(torch.float32).dequantize().double(), x.double()
+    expected = F.linear(wide, values, None if bias is None else bias.double())
+    allowed = EPS[x.dtype] * (F.linear(wide.abs(), values.abs()) + expected.abs()) + 1e-6
+    return bool(((got.double() - expected).abs() <= allowed).all())
+
+
+# -- every kernel, in processes of their own --------------------------------------------------------------------------
+
+
+def _run_cases(seed, count, **environment):
+    command = [sys.executable, "-m", "tests.kernel_cases", str(seed), str(count)]
+    root = Path(__file__).parent.parent
+    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}
+    )
+    last = found.stderr.strip().splitlines()[-1:]
+    assert found.returncode == 0, f"case {last} ended the process with {found.returncode}"
+    return json.loads(found.stdout)
+
+
+@pytest.mark.parametrize("compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"])
+def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler):
+    found = _run_cases(0, 700, TORCHTETHER_COMPILE=compiler)
+    assert not found["wrong"]
+    ran = {name.split()[0] for name in found["ran"]}
+    assert ran >= ({"compiled"} if compiler == "1" else {"int8pack"}), ran
+    assert compiler == "1" or "compiled" not in ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"])
+def test_every_kernel_is_right_many_times_over(compiler):
+    found = _run_cases(10_000, 6000, TORCHTETHER_COMPILE=compiler)
+    assert not found["wrong"]
+    if compiler == "1":
+        kinds = {tuple(name.split()) for name in found["ran"] if name.startswith("compiled")}
+        halves = ("torch.bfloat16", "torch.float16", "torch.float32")
+        assert kinds == {("compiled", kind, dtype) for kind in build.KINDS for dtype in halves}
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@each_laid_out
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (24, 256), (40, 200)], ids=str)
+def test_decoded_rows_have_the_bits_of_the_scheme(row, shape):
+    """Also of codes and scales that no encoder writes: nan, infinite, negative."""
+    layout = layout_of(row.scheme, shape)
+    if layout is None:
+        return  # blocks across rows
+    assert build.load(layout.kind) is not None
+    weight = weight_of(row.scheme, *shape, dtype=torch.float32)
+    wild = weight.map(lambda part: part.clone())
+    codes = wild.parts["qdata"].view(torch.uint8)
+    codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)))
+    for name in ("scale", "zero_point"):
+        if name in wild.parts and wild.parts[name].itemsize == 1:
+            part = wild.parts[name].view(torch.uint8)
+            part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
+    for held in (weight, wild):
+        parts = layout.pick(held.parts)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            expected = row.scheme.decode(held.parts, shape, dtype)
+            same = {"rtol": 0, "atol": 0, "equal_nan": True}
+            torch.testing.assert_close(native.decode(layout, parts, dtype), expected, **same)
+            some = native.decode(layout, parts, dtype, start=shape[0] // 2, stop=shape[0])
+            torch.testing.assert_close(some, expected[shape[0] // 2 :], **same)
+            index = torch.tensor([shape[0] - 1, 0, 0])
+            torch.testing.assert_close(native.decode(layout, parts, dtype, index=index), expected[index], **same)
+            room = torch.full((shape[0] + 1, shape[1]), 7.0, dtype=dtype)
+            native.decode(layout, parts, dtype, out=room)
+            torch.testing.assert_close(room[:-1], expected, **same)
+            assert (room[-1] == 7).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("index", [[24], [-1], [0, 2**40]])
+def test_rows_that_do_not_exist_are_refused_before_one_is_written(index):
+    weight = weight_of(tt.int8())
+    build.load("INT8")
+    with pytest.raises(IndexError):
+        F.embedding(torch.tensor(index), weight)
+
+
+@each_laid_out
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_embedding_gathers_from_the_storage_that_linear_reads(row, dtype):
+    weight = weight_of(row.scheme)
+    values = weight.dequantize()
+    index = torch.tensor([[3, 0], [23, 3]], dtype=dtype)
+    for where in (index, index.t(), index[:0], index[0, 0]):
+        assert torch.equal(F.embedding(where, weight), F.embedding(where, values))
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_of_the_table_has_its_measurement():
+    for row in TABLE:
+        assert row.kernel in linear_module.KERNELS
+        assert row.measured
+        assert set(row.kinds) <= set(build.KINDS)
+
+
+def test_the_table_falls_back_to_chunks():
+    layout = layout_of(tt.int8(), (64, 256))
+    assert choose(layout, torch.float64, 1) == "chunks"
+    assert choose(layout, torch.float32, 1) == "chunks"  # small: the very numbers of the decoded values
+    assert choose(layout, torch.bfloat16, 1) == ("compiled" if build.is_possible() else "int8pack")
+    assert choose(layout_of(tt.nf4(), (64, 256)), torch.float32, 10**6) == "chunks"
+    for scheme in (tt.Affine(bits=3, block=(1, 8)), tt.Affine(block=(1, 16), act_order=True), tt.Plain()):
+        assert layout_of(scheme, (64, 256)) is None
+
+
+def test_small_float32_weights_give_the_bits_of_their_values():
+    for row in LAID_OUT:
+        weight = weight_of(row.scheme, dtype=torch.float32)
+        x = rand(3, 256)
+        with torch.no_grad():
+            assert torch.equal(F.linear(x, weight), F.linear(x, weight.dequantize()))
+
+
+# -- what stands in the way is left to the general path ---------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward AD imports torch.jit
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(), tt.nf4()], ids=["int8", "int4", "nf4"])
+def test_modes_and_transforms_see_the_product(scheme):
+    weight, x = weight_of(scheme), rand(3, 256).bfloat16()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        F.linear(x, weight)
+    assert counter.get_total_flops() == 2 * 3 * 24 * 256
+    assert is_near(torch.vmap(lambda one: F.linear(one, weight))(x), x, weight)
+    assert torch.func.jvp(lambda one: F.linear(one, weight), (x,), (x,))[1].shape == (3, 24)
+    with torch.no_grad(), forward_ad.dual_level():
+        assert forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, x), weight)).tangent is not None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x.float(), weight.to(torch.float32)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(), tt.fp8(), tt.nf4()], ids=["int8", "int4", "fp8", "nf4"])
+def test_fake_and_meta_tensors_know_the_shape(scheme, device):
+    """No kernel touches them. A torch without CUDA cannot index fake tensors of it."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layout = scheme.layout((24, 256))
+        parts = {n: torch.empty(p.shape, dtype=p.dtype or torch.bfloat16, device=device) for n, p in layout.items()}
+        weight = tt.Weight(parts, tt.WeightSpec.of((24, 256), torch.bfloat16, scheme))
+        x = torch.empty(2, 3, 256, dtype=torch.bfloat16, device=device)
+        with torch.no_grad():
+            out = F.linear(x, weight)
+            rows = F.embedding(torch.zeros(2, 3, dtype=torch.int64, device=device), weight)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 3, 24), torch.bfloat16, device)
+    assert (rows.shape, rows.device.type) == ((2, 3, 256), device)
+
+
+def _is_refused(x, weight, bias):
+    try:
+        F.linear(x, weight, bias)
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_what_torch_refuses_is_refused():
+    weight, x = weight_of(tt.int8()), rand(3, 256).bfloat16()
+    values = weight.dequantize()
+    for bad, bias in ((x[:, 1:], None), (x.float(), None), (x, rand(23).bfloat16()), (x, rand(24)), (x[0, 0], None)):
+        with torch.no_grad():
+            assert _is_refused(bad, weight, bias) == _is_refused(bad, values, bias)
+    assert _is_refused(x.float(), weight, None)
+
+
+@needs_compiler
+def test_the_kernel_takes_only_parts_as_the_scheme_lays_them_out():
+    layout, weight, x = layout_of(tt.int8(), (24, 256)), weight_of(tt.int8()), rand(1, 256).bfloat16()
+    codes, scale, *rest = layout.pick(weight.parts)
+    assert native.linear(layout, [codes, scale, *rest], x, None) is not None
+    freed = codes.clone()
+    freed.untyped_storage().resize_(0)
+    for bad in (codes[:-1], codes.t().contiguous().t(), codes.to(torch.int32), codes.to("meta"), freed, None):
+        assert native.linear(layout, [bad, scale, *rest], x, None) is None
+    for bad in (scale.double(), scale[:3], scale.expand(24, 2)[:, :1].repeat(1, 2)):
+        assert native.linear(layout, [codes, bad, *rest], x, None) is None
+    negated = torch._neg_view(x)  # reads as -x, and its memory does not say so
+    assert native.linear(layout, [codes, scale, *rest], negated, None) is None
+    assert native.linear(layout, [codes, scale, *rest], x, torch._neg_view(rand(24).bfloat16())) is None
+
+
+def test_int8pack_refuses_what_would_crash():
+    for rows, columns in ((24, 250), (24, 8)):
+        weight = weight_of(tt.int8(), rows, columns)
+        layout = layout_of(tt.int8(), (rows, columns))
+        assert int8pack.linear(layout, layout.pick(weight.parts), rand(1, columns).bfloat16(), None) is None
+    weight = weight_of(tt.int8())
+    layout = layout_of(tt.int8(), (24, 256))
+    room = torch.zeros(24 * 256 + 1, dtype=torch.int8)
+    odd = room[1:].view(24, 256).copy_(weight.parts["qdata"])
+    parts = [odd, *layout.pick(weight.parts)[1:]]
+    assert int8pack.linear(layout, parts, rand(1, 256).bfloat16(), None) is None
+    for scheme in (tt.int8(128), tt.Affine(symmetric=False), tt.Affine(block=(None, None)), tt.Affine(unit=0.5)):
+        other = weight_of(scheme)
+        assert int8pack.linear(other.kernel_layout, other.kernel_layout.pick_from(other), rand(1, 256), None) is None
+
+
+def test_inputs_that_are_not_finite_do_not_come_out_finite():
+    for row in LAID_OUT:
+        weight, x = weight_of(row.scheme), rand(2, 256).bfloat16()
+        x[1, 100] = float("inf")
+        with torch.no_grad():
+            out = F.linear(x, weight)
+        assert out[0].isfinite().all()
+        assert not out[1].isfinite().any()
+
+
+# -- nothing is kept --------------------------------------------------------------------------------------------------
+
+
+@each_laid_out
+def test_products_follow_writes_swaps_and_moves(row):
+    """The kernel reads the parts themselves, so there is nothing that could be stale."""
+    layer = torch.nn.Linear(256, 24, bias=False, dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(weight_of(row.scheme), requires_grad=False)
+    x = rand(1, 256).bfloat16()
+    changes = (
+        lambda: None,
+        lambda: layer.weight.mul_(0.25),
+        lambda: layer.weight.copy_(torch.eye(24, 256)),
+        lambda: layer.weight.parts["qdata"].view(torch.uint8).fill_(0x11),
+        lambda: layer.share_memory(),
+        lambda: setattr(layer.weight, "data", weight_of(tt.int8(), seed=4)),
+        lambda: torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(weight_of(tt.nf4()), requires_grad=False)),
+        lambda: layer.to(torch.float16).bfloat16(),
+    )
+    for change in changes:
+        with torch.no_grad():
+            change()
+            assert is_near(layer(x), x, layer.weight)
+
+
+def test_copies_and_pickles_carry_nothing_of_the_kernel():
+    weight = weight_of(tt.int4())
+    with torch.no_grad():
+        F.linear(rand(1, 256).bfloat16(), weight)
+    assert weight.kernel_layout is not None
+    assert weight._attributes() == {}
+    torch.save(weight, os.devnull)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@each_laid_out
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7,), (2, 3)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_through_a_frozen_weight_in_chunks(row, dtype, shape, with_bias, monkeypatch):
+    monkeypatch.setattr(linear_module, "CACHED", 256)
+    monkeypatch.setattr(linear_module, "SCRATCH", 256)
+    weight = torch.nn.Parameter(weight_of(row.scheme, 600, dtype=dtype), requires_grad=False)
+    values = weight.dequantize().double()
+    x = rand(*shape, 256).to(dtype).requires_grad_()
+    twin = x.detach().double().requires_grad_()
+    bias = rand(600).to(dtype) if with_bias else None
+    up = rand(*shape, 600).to(dtype) - 0.7
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = F.linear(x, weight, bias)
+    out.backward(up)
+    F.linear(twin, values, None if bias is None else bias.double()).backward(up.double())
+    assert all(isinstance(t, tt.Weight) or t.numel() < weight.numel() for t in saved)
+    assert is_near(out.detach(), x.detach(), weight, bias)
+    allowed = EPS[dtype] * (up.double().abs() @ values.abs() + twin.grad.abs()) + 1e-6
+    assert ((x.grad.double() - twin.grad).abs() <= allowed).all()
+
+
+def test_chunks_never_decode_the_whole(monkeypatch):
+    monkeypatch.setattr(linear_module, "CACHED", 256)
+    monkeypatch.setattr(tt.Affine, "decode", lambda *args: pytest.fail("decoded") if args[2][0] > 256 else None)
+    weight = torch.nn.Parameter(weight_of(tt.int8(), 600), requires_grad=False)
+    build.load("INT8")
+    sizes, decode = [], native.decode
+    monkeypatch.setattr(native, "decode", lambda *a, **k: sizes.append(k["stop"] - k["start"]) or decode(*a, **k))
+    monkeypatch.setattr(linear_module, "KERNELS", dict.fromkeys(linear_module.KERNELS, lambda *args: None))
+    if build.load("INT8") is not None:
+        F.linear(rand(3, 256).bfloat16().requires_grad_(), weight).sum().backward()
+        assert sizes == [256, 256, 88] * 2
+
+
+@pytest.mark.parametrize("step", [1, 7, 40, 100])
+def test_chunks_add_up(step):
+    weight, x = rand(40, 16), rand(5, 16)
+    assert torch.allclose(chunks.linear(x, None, 40, 16, step, lambda a, b, _: weight[a:b]), F.linear(x, weight))
+    assert torch.allclose(
+        chunks.product(x @ weight.t(), 40, 16, step, lambda a, b, _: weight[a:b]), x @ weight.t() @ weight
+    )
+
+
+# -- compiled graphs --------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Tied(torch.nn.Module):
+    """A quantized transformer's linear parts, its head tied to its embedding."""
+
+    def __init__(self, scheme, dtype=torch.bfloat16, width=64, layers=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = torch.nn.Embedding(96, width)
+        self.layers = torch.nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = torch.nn.Linear(width, 96, bias=False)
+        self.head.weight = self.emb.weight
+        self.to(dtype)
+        tt.quantize(self, {"*norm*": None, "*.bias": None, "*": scheme})
+        self.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tokens(batch, length=1):
+    return torch.arange(batch * length).view(batch, length) % 96
+
+
+def close(got, expected):
+    torch.testing.assert_close(got.float(), expected.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32), tt.nf4()], ids=["int8", "int4", "nf4"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tied_transformer_compiles_whole_and_once(scheme, grad):
+    model = Tied(scheme)
+    assert model.emb.weight is model.head.weight
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    if grad:
+        model.layers[0].norm.weight.requires_grad_()
+    for batch in (1, 2, 3, 5, 9):
+        close(compiled(tokens(batch)), model(tokens(batch)))
+    assert graphs.frame_count <= 3  # torch's own: a batch of 1, the first other size, and all others
+    if grad:
+        found = []
+        for run in (compiled, model):
+            run(tokens(3)).float().square().mean().backward()
+            found.append(model.layers[0].norm.weight.grad)
+            model.layers[0].norm.weight.grad = None
+        close(*found)
+
+
+def test_layers_of_one_shape_share_one_graph():
+    model = Tied(tt.int8(), layers=4)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend=graphs)
+    model(tokens(3))
+    assert graphs.frame_count == 1
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its tree specs
+def test_the_kernel_stands_in_the_compiled_graph_but_not_in_an_exported_one():
+    model, seen = Tied(tt.int8()), []
+
+    def backend(graph, inputs):
+        return torch._dynamo.backends.common.aot_autograd(
+            fw_compiler=lambda g, _: seen.extend(str(node.target) for node in g.graph.nodes) or g
+        )(graph, inputs)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        close(torch.compile(model, fullgraph=True, backend=backend)(tokens(2)), model(tokens(2)))
+        exported = torch.export.export(model, (tokens(2),))
+        close(exported.module()(tokens(2)), model(tokens(2)))
+    assert seen.count("torchtether.linear.default") == 7
+    exported = exported.run_decompositions()
+    assert "torchtether" not in " ".join(str(node.target) for node in exported.graph.nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32), tt.nf4()], ids=["int8", "int4", "nf4"])
+def test_a_tied_transformer_runs_in_inductor_and_aot_inductor(scheme, tmp_path):
+    model = Tied(scheme)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = model(tokens(2))
+        close(torch.compile(model, fullgraph=True)(tokens(2)), expected)
+        exported = torch.export.export(model, (tokens(2),))
+        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        close(torch._inductor.aoti_load_package(path)(tokens(2)), expected)
+
+
+def test_ops_of_graphs_pass_torchs_own_checks():
+    for scheme in (tt.int8(), tt.Affine(bits=3, block=(1, 8))):
+        weight = weight_of(scheme)
+        text = json.dumps(scheme.to_json(), sort_keys=True)
+        x, parts = rand(3, 256).bfloat16(), list(weight.parts.values())
+        op = torch.ops.torchtether
+        torch.library.opcheck(op.linear.default, (x, None, parts, text, [24, 256]), test_utils="test_schema")
+        torch.library.opcheck(op.linear.default, (x, None, parts, text, [24, 256]), test_utils="test_faketensor")
+        torch.library.opcheck(op.gradient.default, (x[:, :24], parts, text, [24, 256]), test_utils="test_faketensor")
+        assert is_near(op.linear.default(x, None, parts, text, [24, 256]), x, weight)
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def _child(code, **environment):
+    paths = os.pathsep.join([str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+
+
+PRODUCT = """
+import torch, torchtether as tt
+weight = tt.Weight.encode(torch.eye(4, 64), tt.int8()).to(torch.bfloat16)
+with torch.no_grad():
+    out = torch.nn.functional.linear(torch.ones(1, 64, dtype=torch.bfloat16), weight)
+assert torch.allclose(out.float(), torch.ones(1, 4), atol=0.02), out
+"""
+
+
+@needs_compiler
+def test_a_build_is_kept_where_only_its_owner_writes(tmp_path):
+    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
+    (built,) = (tmp_path / "torchtether").glob("int8-*.so")
+    assert not (tmp_path / "torchtether").stat().st_mode & 0o022
+    assert not built.stat().st_mode & 0o022
+    assert [path.name for path in (tmp_path / "torchtether").iterdir()] == [built.name]
+    before = built.stat().st_mtime_ns
+    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
+    assert built.stat().st_mtime_ns == before
+
+
+@needs_compiler
+def test_a_file_that_others_may_write_is_not_loaded(tmp_path):
+    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
+    (built,) = (tmp_path / "torchtether").glob("int8-*.so")
+    built.write_bytes(b"not a library")
+    built.chmod(0o666)
+    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
+    assert not built.stat().st_mode & 0o022  # built again
+
+
+@needs_compiler
+def test_without_a_compiler_that_works_torch_computes_and_it_is_said_once(tmp_path):
+    broken = tmp_path / "broken-g++"
+    broken.write_text("#!/bin/sh\necho this compiler is broken >&2; exit 1\n")
+    broken.chmod(0o755)
+    found = _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path), CXX=str(broken))
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("this compiler is broken") == 1
+    assert _child(PRODUCT, TORCHTETHER_COMPILE="0").stderr == ""
