@@ -19,7 +19,7 @@ LEVELS = [
     {"spec"},
     {"dispatch"},
     {"weight"},
-    {"ops", "module_load"},
+    {"ops", "module_load", "wrapper"},
     {"_storage"},
     {"ties"},
     {"optimizer", "_caches", "_holders"},
@@ -42,6 +42,7 @@ LEVELS = [
     {"writing"},
     {"load", "save"},
     {"transform", "verify"},
+    {"testing"},
     {"demo"},
     {"cli"},
 ]
