@@ -14,11 +14,13 @@ and models with ties (import it by name; it needs ``hypothesis``).  With pytest,
 """
 
 from .report import Report, Result, markdown
+from .schemes import check_scheme
 from .subclasses import check_tensor_subclass
 
 __all__ = [
     "Report",
     "Result",
+    "check_scheme",
     "check_tensor_subclass",
     "markdown",
 ]
