@@ -13,6 +13,7 @@ BUILTIN = {
     "ConversionError": RuntimeError,
     "LoadError": RuntimeError,
     "TetherError": Exception,
+    "LawError": AssertionError,
 }
 
 

@@ -4,6 +4,7 @@ from typing import Any as _Any
 
 from . import module_load as _module_load  # noqa: F401 - registers its rule
 from . import ops as _ops  # noqa: F401 - registers the rules
+from . import testing
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
 from .checkpoint import Checkpoint
 from .checkpoint import open_checkpoint as open
@@ -11,6 +12,7 @@ from .convert import convert
 from .errors import (
     CheckpointError,
     ConversionError,
+    LawError,
     LoadError,
     OptimizerError,
     RuleError,
@@ -45,6 +47,7 @@ from .spec import Tie, View, WeightSpec
 from .swapping import swapping
 from .ties import check_ties, find_ties, tie, untie
 from .weight import Weight
+from .wrapper import WrapperTensor
 
 __version__ = "0.1.0"
 
@@ -59,13 +62,15 @@ __all__ = [
     # many machines
     "distributed",
     # the nouns
-    "Weight", "WeightSpec", "Tie", "View",
+    "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
     "Scheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
     "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4",
     # errors
     "TetherError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError", "SchemeError",
-    "TieError", "UnsupportedOpError",
+    "TieError", "UnsupportedOpError", "LawError",
+    # laws for what others write
+    "testing",
 ]  # fmt: skip
 
 

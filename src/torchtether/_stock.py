@@ -33,6 +33,8 @@ class _Touched:
     attributes: dict[str, Any]
     impl: int
     grad: Tensor | None
+    foreign: bool
+    """A wrapper of another class, which keeps fields of its own among its attributes."""
 
 
 class StockCall:
@@ -83,8 +85,9 @@ class StockCall:
             while len(self._open) >= _OPEN:
                 del self._open[next(iter(self._open))]  # it was asked for, and left as it is
             grad = tensor.grad if tensor.is_leaf else None
-            attributes = user_attributes(tensor, tensor)
-            self._open[key] = _Touched(tensor, type(tensor), attributes, impl_id(tensor), grad)
+            attributes = user_attributes(tensor, None)
+            foreign = is_wrapper(tensor) and not isinstance(tensor, Weight)
+            self._open[key] = _Touched(tensor, type(tensor), attributes, impl_id(tensor), grad, foreign)
             self._changes.setdefault(key, Change(tensor, tensor.dtype, tensor.device))
 
     def settle(self) -> None:
@@ -96,8 +99,9 @@ class StockCall:
             del self._open[key]
             if type(held) is nn.Parameter and issubclass(touched.kind, nn.Parameter):
                 held.__class__ = touched.kind
-            for name, value in touched.attributes.items():
-                held.__dict__.setdefault(name, value)
+            if not touched.foreign or type(held) is touched.kind:
+                for name, value in touched.attributes.items():
+                    held.__dict__.setdefault(name, value)
             seat_hooks(held)
             if self._loads and touched.grad is not None and held.grad is None:  # _apply converts grads itself
                 with torch.no_grad():
@@ -229,6 +233,9 @@ def same_values(one: Tensor, two: Tensor) -> bool:
         return True
     if one.shape != two.shape:
         return False
+    if type(one) is type(two) and is_wrapper(one) and not isinstance(one, Weight):  # of others: few know ==
+        names, others = one.__tensor_flatten__()[0], two.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return names == others and all(same_values(getattr(one, name), getattr(two, name)) for name in names)
     one, two = _values(one), _values(two)
     return bool(((one == two) | ((one != one) & (two != two))).all())
 

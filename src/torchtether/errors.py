@@ -8,7 +8,8 @@
     ├── ConversionError    (RuntimeError)          something holds a parameter so that it cannot be exchanged
     ├── OptimizerError     (ValueError)            an optimizer and a model that do not belong together
     ├── LoadError          (RuntimeError)          a checkpoint and a model that do not fit
-    └── CheckpointError    (ValueError)            a file that cannot be read or written
+    ├── CheckpointError    (ValueError)            a file that cannot be read or written
+    └── LawError           (AssertionError)        a class, scheme or format breaks laws of tt.testing
 
 The text is ``name: what is wrong, with both values. What to do.`` on one line, because torch prints errors that
 are raised inside ``load_state_dict`` through ``repr``.
@@ -66,3 +67,7 @@ class LoadError(TetherError, RuntimeError):
 
 class CheckpointError(TetherError, ValueError):
     """A file cannot be read or written, or is not what it says."""
+
+
+class LawError(TetherError, AssertionError):
+    """A tensor subclass, a scheme or a format breaks laws of ``tt.testing``; or there is no law of that name."""

@@ -278,13 +278,18 @@ def grad_shell(grad: Tensor, new: Tensor) -> Tensor | None:
     return made.requires_grad_(grad.requires_grad)
 
 
-def user_attributes(held: Tensor, new: Tensor) -> dict[str, Any]:
-    """What was set on ``held`` from outside, without what its class keeps there itself."""
+def user_attributes(held: Tensor, new: Tensor | None) -> dict[str, Any]:
+    """What was set on ``held`` from outside, without what its class keeps there itself.
+
+    Of a class of others only ``new`` tells which those are; while there is none, they are among the answer.
+    """
     if isinstance(held, Weight):
         return held._attributes()
     if not is_wrapper(held):
         return dict(held.__dict__)
-    own = {*held.__tensor_flatten__()[0], *(new.__dict__ if type(new) is type(held) else ()), "_is_param"}  # type: ignore[attr-defined]
+    names = held.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    kept_by_class = new.__dict__ if new is not None and type(new) is type(held) else {}
+    own = {*names, *kept_by_class, "_is_param"}
     return {key: value for key, value in held.__dict__.items() if key not in own}
 
 

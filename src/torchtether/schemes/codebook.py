@@ -157,8 +157,14 @@ class Codebook(Scheme):
             absmax = self._absmax(held, self._blocks(0, values.numel(), values.device))
         ends = [end for end in (max(self.table), -min(self.table)) if end > 0]  # what the largest value decodes to
         keep = (amax >= absmax * (min(ends) * (1 - _KEEP))) & (amax <= absmax * (1 + _KEEP))
+        if self.nested and 0.0 in self.table:  # a nested absmax is not 0 above zeros, and suits them as any does
+            keep |= amax == 0
         if keep.all():
             return self.encode(values, like=held)
+        if self.nested:  # an absmax of 8 bits can be so far off that no value of its block decodes to it
+            again = self.encode(values, like=held)
+            if torch.equal(self.decode(again, tuple(values.shape), values.dtype), values):
+                return again
         parts = self.encode(values)  # checks the values, too
         if not keep.any():
             return parts

@@ -1,0 +1,26 @@
+"""The laws that hold in this house, for what others write: tensor subclasses, schemes and formats.
+
+    check_tensor_subclass(make)    does my tensor subclass survive nn.Module, optimizers, checkpoints and compilers?
+    check_scheme(scheme)           is my quantized kind one that everything else here can rely on?
+    check_format(format)           does my checkpoint format read what it should, and refuse what it must?
+
+Each gives a report: ``print(report)`` is a table, ``report.failed`` says for each broken law what happened and what a
+user loses, ``report.check()`` raises.  ``tt.testing.strategies`` has Hypothesis strategies for shapes, dtypes, values
+and models with ties (import it by name; it needs ``hypothesis``).  With pytest, one test per law::
+
+    @pytest.mark.torchtether_laws(subclass=make_my_tensor)
+    def test_my_tensor(torchtether_law):
+        torchtether_law()
+"""
+
+from .report import Report, Result, markdown
+from .schemes import check_scheme
+from .subclasses import check_tensor_subclass
+
+__all__ = [
+    "Report",
+    "Result",
+    "check_scheme",
+    "check_tensor_subclass",
+    "markdown",
+]

@@ -1,0 +1,78 @@
+"""Tensors of known patterns: a fact is drawn (shape, dtype, pattern, seed), and torch draws the numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..schemes import Shape
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes that values come in."""
+
+PATTERNS = ("normal", "zeros", "constant", "spike", "tiny", "large", "positive", "negative", "zero_rows", "mixed_rows")
+"""What ``filled`` knows to draw: what breaks quantization is never the normal distribution."""
+
+SHAPES: tuple[Shape, ...] = (
+    (1,), (7,), (64,), (70,), (1, 1), (3, 5), (1, 64), (12, 64), (5, 70), (4, 128), (2, 256), (2, 3, 16), (2, 5, 64),
+    (3, 1, 128),
+)  # fmt: skip
+"""Few, and of all kinds: of one dimension to three, even and uneven, of a row and of one element."""
+
+
+def filled(shape: Shape, dtype: torch.dtype, pattern: str, seed: int) -> Tensor:
+    """A tensor of ``shape`` and ``dtype`` that shows ``pattern``; finite in every float dtype.
+
+    >>> filled((2, 3), torch.float16, "constant", seed=0)
+    tensor([[0.3701, 0.3701, 0.3701],
+            [0.3701, 0.3701, 0.3701]], dtype=torch.float16)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    if pattern == "zeros":
+        values = torch.zeros(shape)
+    elif pattern == "constant":
+        values = torch.full(shape, 0.37)
+    elif pattern == "spike" and values.numel():
+        values = values * 1e-3
+        values.view(-1)[seed % values.numel()] = 50.0
+    elif pattern == "tiny":
+        values = values * 1e-6
+    elif pattern == "large":
+        values = values * 1e3
+    elif pattern == "positive":
+        values = values.abs() + 0.1
+    elif pattern == "negative":
+        values = -values.abs() - 0.1
+    elif pattern == "zero_rows" and values.dim():
+        values[::2] = 0
+    elif pattern == "mixed_rows" and values.dim():
+        values = values * torch.logspace(-4, 2, values.shape[0]).view(-1, *[1] * (values.dim() - 1))
+    return values.to(dtype)
+
+
+class Case(NamedTuple):
+    """One drawn tensor, by its facts."""
+
+    shape: Shape
+    dtype: torch.dtype
+    pattern: str
+    seed: int
+
+    def values(self) -> Tensor:
+        return filled(*self)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')} {self.pattern!r}"
+
+
+def cases(shapes: tuple[Shape, ...], patterns: tuple[str, ...] = PATTERNS) -> list[Case]:
+    """Every shape with half of the patterns, and always the first; dtypes take turns, so that each meets each."""
+    return [
+        Case(shape, FLOATS[(i + j // 2) % len(FLOATS)], pattern, 31 * i + j)
+        for i, shape in enumerate(shapes)
+        for j, pattern in enumerate(patterns)
+        if j == 0 or (i + j) % 2
+    ]

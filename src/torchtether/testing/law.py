@@ -1,0 +1,126 @@
+"""What a law is, and how laws are run: each on its own, none leaving a trace in the process."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import LawError
+from .report import Report, Result, Status
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Broken(Exception):
+    """A law does not hold; the text says what happened."""
+
+
+class NotApplicable(Exception):
+    """A law says nothing about this subject; the text says why."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """One thing that must hold.
+
+    id        short and stable: what reports, ``laws=`` and test ids use
+    says      what holds
+    loses     what a user loses where it does not
+    test      runs it: raises Broken or NotApplicable, or whatever the subject raises
+    optional  run only if it is named
+    """
+
+    id: str
+    says: str
+    loses: str
+    test: Callable[[Any], None]
+    optional: bool = False
+
+
+def law(
+    laws: list[Law], id: str, says: str, loses: str, *, optional: bool = False
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Adds the decorated function to ``laws``."""
+
+    def register(test: Callable[[Any], None]) -> Callable[[Any], None]:
+        laws.append(Law(id, says, loses, test, optional))
+        return test
+
+    return register
+
+
+def require(holds: bool, what: str) -> None:
+    """Raises Broken with ``what`` unless it ``holds``."""
+    if not holds:
+        raise Broken(what)
+
+
+def chosen(laws: Sequence[Law], names: Iterable[str] | str | None) -> tuple[Law, ...]:
+    """The laws with these ids, in the order of ``laws``; without any, those that are not optional."""
+    if names is None:
+        return tuple(law for law in laws if not law.optional)
+    asked = {names} if isinstance(names, str) else set(names)
+    known = {law.id for law in laws}
+    if not asked <= known:
+        raise LawError(f"there is no law {sorted(asked - known)[0]!r}, there are {', '.join(law.id for law in laws)}")
+    return tuple(law for law in laws if law.id in asked)
+
+
+def run(laws: Iterable[Law], subject: Any, name: str) -> Report:
+    """Runs each of ``laws`` on ``subject``."""
+    return Report(name, tuple(_run_one(law, subject) for law in laws))
+
+
+def _run_one(law: Law, subject: Any) -> Result:
+    status: Status = "passed"
+    what = ""
+    try:
+        with quiet():
+            law.test(subject)
+    except NotApplicable as reason:
+        status, what = "skipped", _line(reason)
+    except Broken as fault:
+        status, what = "failed", _line(fault)
+    except Exception as error:
+        status, what = "failed", f"raises {type(error).__name__}: {_line(error)}"
+    return Result(law.id, status, what, law.says, law.loses)
+
+
+def _line(error: BaseException, longest: int = 160) -> str:
+    """The text of an error on one line, of bounded length; where torch has wrapped the cause, that of the cause."""
+    if type(error) is RuntimeError and isinstance(error.__cause__, Exception) and "Couldn't swap" in str(error):
+        error = error.__cause__
+    text = " ".join(_COLOURS.sub("", str(error)).split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, torch is as it was started; afterwards its flags and random numbers are as they were before."""
+    future = torch.__future__
+    before = future.get_swap_module_params_on_conversion(), future.get_overwrite_module_params_on_conversion()
+    dtype = torch.get_default_dtype()
+    grad = torch.is_grad_enabled()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        warnings.simplefilter("ignore")
+        _set_flags(False, False)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            _set_flags(*before)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
+
+
+def _set_flags(swap: bool, overwrite: bool) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    torch.__future__.set_overwrite_module_params_on_conversion(overwrite)

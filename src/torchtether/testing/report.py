@@ -1,0 +1,127 @@
+"""What a run of laws found: one result per law, a table to read, and an error for those who want one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import LawError
+
+Status = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one law.
+
+    law     its id: ``"detach"``
+    status  ``"passed"``, ``"failed"``, or ``"skipped"`` where it does not apply
+    what    what happened, or why it was skipped, in one line; empty where it passed
+    says    what the law asks
+    loses   what a user loses where it does not hold
+    """
+
+    law: str
+    status: Status
+    what: str
+    says: str
+    loses: str
+
+    def __str__(self) -> str:
+        return f"{self.law}: {self.what or self.says}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of all laws that were run on ``subject``; ``print(report)`` shows them as a table.
+
+    >>> report = Report("Mine", (Result("clone", "failed", "shares memory", "clone copies", "edits reach both"),))
+    >>> print(report)
+    Mine: 0 of 1 laws hold
+      FAILED   clone            shares memory
+                                lost: edits reach both
+    >>> report.check()
+    Traceback (most recent call last):
+        ...
+    torchtether.errors.LawError: Mine: breaks 1 of 1 laws: clone (shares memory; lost: edits reach both)
+    """
+
+    subject: str
+    results: tuple[Result, ...]
+
+    @property
+    def passed(self) -> tuple[Result, ...]:
+        """The laws that hold."""
+        return self._with("passed")
+
+    @property
+    def failed(self) -> tuple[Result, ...]:
+        """The laws that do not hold."""
+        return self._with("failed")
+
+    @property
+    def skipped(self) -> tuple[Result, ...]:
+        """The laws that do not apply, each with the reason."""
+        return self._with("skipped")
+
+    @property
+    def ok(self) -> bool:
+        """Whether no law failed."""
+        return not self.failed
+
+    def check(self) -> Report:
+        """Gives the report back; raises LawError, naming each law that failed and what is lost, if any did."""
+        if self.failed:
+            words = [f"{r.law} ({r.what}; lost: {r.loses})" for r in self.failed]
+            ran = len(self.passed) + len(self.failed)
+            raise LawError(f"breaks {len(words)} of {ran} laws: {'; '.join(words)}", name=self.subject)
+        return self
+
+    def __getitem__(self, law: str) -> Result:
+        """The result of the law with this id; KeyError if it was not run."""
+        for result in self.results:
+            if result.law == law:
+                return result
+        raise KeyError(law)
+
+    def __str__(self) -> str:
+        ran = len(self.passed) + len(self.failed)
+        lines = [f"{self.subject}: {len(self.passed)} of {ran} laws hold"]
+        words = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}
+        for result in self.results:
+            lines.append(f"  {words[result.status]:8} {result.law:16} {result.what or result.says}")
+            if result.status == "failed":
+                lines.append(f"  {'':8} {'':16} lost: {result.loses}")
+        return "\n".join(lines)
+
+    def _with(self, status: Status) -> tuple[Result, ...]:
+        return tuple(result for result in self.results if result.status == status)
+
+
+def _cell(result: Result | None) -> str:
+    if result is None or result.status == "skipped":
+        return "" if result is None else "-"
+    return "yes" if result.status == "passed" else "**no**: " + result.what.replace("|", "\\|")
+
+
+def markdown(reports: list[Report]) -> str:
+    """The reports side by side as a markdown table: a row per law, a column per subject.
+
+    >>> print(markdown([Report("A", (Result("clone", "failed", "shares", "", ""),))]))
+    | law | A |
+    |---|---|
+    | `clone` | **no**: shares |
+    | holds | 0 of 1 |
+    """
+    rows = [["law", *(report.subject for report in reports)], ["---"] * (len(reports) + 1)]
+    laws = list(dict.fromkeys(result.law for report in reports for result in report.results))
+    for law in laws:
+        row = [f"`{law}`"]
+        for report in reports:
+            found = next((result for result in report.results if result.law == law), None)
+            row.append(_cell(found))
+        rows.append(row)
+    rows.append(["holds", *(f"{len(r.passed)} of {len(r.passed) + len(r.failed)}" for r in reports)])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines[1] = "|" + "---|" * (len(reports) + 1)
+    return "\n".join(lines)

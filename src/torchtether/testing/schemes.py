@@ -1,0 +1,424 @@
+"""Is a scheme one that everything else can rely on? The laws of schemes, over shapes, dtypes and patterns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import open_checkpoint
+from ..errors import LawError, SchemeError, UnsupportedOpError
+from ..save import save
+from ..schemes import Parts, Scheme, Shape, same_bits, scheme_from_json
+from ..weight import Weight
+from .draws import PATTERNS, SHAPES, Case, cases
+from .law import Law, NotApplicable, chosen, law, quiet, require, run
+from .report import Report
+
+LAWS: list[Law] = []
+
+_CALM = ("normal", "spike")
+_FACTORS = (0.0, -1.0, 0.999, 1.004, 0.5, 3.0)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    scheme: Scheme
+    shapes: tuple[Shape, ...]
+    cases: Callable[[], Iterable[Case]]
+
+    def each(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Tensor, Parts]]:
+        """Every case that the scheme encodes, its values and their parts; a calm one must be encoded."""
+        for case in self.cases():
+            if case.pattern not in patterns or len(case.shape) < rank:
+                continue
+            values = case.values()
+            try:
+                parts = self.scheme.encode(values)
+            except SchemeError:
+                require(case.pattern != "normal", f"encode refuses {case}")
+                continue
+            yield case, values, parts
+
+    def weights(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Weight]]:
+        """The same as float32 Weights."""
+        for case, _, _ in self.each(patterns, rank=rank):
+            yield case, Weight.encode(case.values().float(), self.scheme)
+
+
+def check_scheme(
+    scheme: Scheme, *, shapes: Iterable[Shape] | None = None, laws: Iterable[str] | str | None = None
+) -> Report:
+    """Says which laws a scheme keeps, over shapes, dtypes and patterns that are the same in every run.
+
+    The laws are those that loading, saving, sharding, optimizers and the compiler here rely on.  ``strategies`` draws
+    more, with Hypothesis.
+
+    Args:
+        scheme: of any class; run it for every setting that you use.
+        shapes: what to try; those that the scheme does not fit are left out. Some of one to three dimensions if absent.
+        laws: ids of the laws to run; all if absent.
+
+    Raises:
+        LawError: there is no law of that id, or no shape fits.
+
+    >>> import torchtether as tt
+    >>> check_scheme(tt.int8(), laws=["bound", "json"]).ok
+    True
+    """
+    picked = chosen(LAWS, laws)
+    if not isinstance(scheme, Scheme):
+        raise LawError(f"got a {type(scheme).__name__}, not a scheme", fix="Derive its class from tt.Scheme.")
+    asked = SHAPES if shapes is None else tuple(tuple(shape) for shape in shapes)
+    with quiet():
+        fitting = tuple(shape for shape in asked if _fits(scheme, shape))
+    if not any(math.prod(shape) for shape in fitting):
+        raise LawError(f"{scheme} fits none of the shapes {asked}", fix="Give shapes= that it fits.")
+    drawn = cases(fitting)
+    return run(picked, _Subject(scheme, fitting, lambda: drawn), str(scheme))
+
+
+def _fits(scheme: Scheme, shape: Shape) -> bool:
+    try:
+        scheme.layout(shape)
+    except SchemeError:
+        return False
+    return True
+
+
+# -- what it is --------------------------------------------------------------------------------------------------------
+
+
+@law(
+    LAWS,
+    "json",
+    "it is frozen, hashable, and the same after JSON and pickle",
+    "a checkpoint forgets how its weights are to be read, or torch.compile guards on something that changes",
+)
+def _json(subject: _Subject) -> None:
+    scheme = subject.scheme
+    require(dataclasses.is_dataclass(scheme), "it is no dataclass")
+    record = json.loads(json.dumps(scheme.to_json()))
+    for how, again in (
+        ("JSON", scheme_from_json(record)),
+        ("pickle", pickle.loads(pickle.dumps(scheme))),
+        ("deepcopy", copy.deepcopy(scheme)),
+    ):
+        require(again == scheme, f"{how} makes it {again}")
+        require(hash(again) == hash(scheme), f"{how} changes its hash")
+    for field in dataclasses.fields(scheme)[:1]:  # type: ignore[arg-type]
+        try:
+            setattr(scheme, field.name, getattr(scheme, field.name))
+        except dataclasses.FrozenInstanceError:
+            continue
+        require(False, "its fields can be set: it is not frozen")
+    require("\n" not in str(scheme), "its str() has more than one line")
+
+
+@law(
+    LAWS,
+    "layout",
+    "encode gives the parts that layout promises, and nbytes counts them",
+    "a plan asks for other memory than a load needs, and files are written that cannot be read",
+)
+def _layout(subject: _Subject) -> None:
+    for case, values, parts in subject.each(_CALM):
+        layout = subject.scheme.layout(case.shape)
+        want = {name: (tuple(part.shape), part.dtype or values.dtype) for name, part in layout.items()}
+        made = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
+        require(list(made) == list(want), f"encode gives {list(made)}, layout promises {list(want)}, for {case}")
+        for name in want:
+            require(made[name] == want[name], f"{name} is {made[name]}, layout promises {want[name]}, for {case}")
+        count = sum(part.nbytes for part in parts.values())
+        counted = subject.scheme.nbytes(case.shape, values.dtype)
+        require(counted == count, f"nbytes says {counted}, the parts have {count}, for {case}")
+
+
+@law(
+    LAWS,
+    "refuses-alike",
+    "encode refuses the shapes that layout refuses, with a SchemeError of one line",
+    "a rule that matches an unsuitable weight fails in the middle of a load, not before it",
+)
+def _refuses_alike(subject: _Subject) -> None:
+    tried = 0
+    for shape in ((), *SHAPES, (3, 3), (2, 33), (5, 1)):
+        if _fits(subject.scheme, shape):
+            continue
+        tried += 1
+        try:
+            subject.scheme.encode(torch.ones(shape))
+        except SchemeError as error:
+            require("\n" not in str(error), f"the error for {shape} has more than one line")
+            continue
+        require(False, f"layout refuses {shape}, encode does not")
+    if not tried:
+        raise NotApplicable("it fits every shape")
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@law(
+    LAWS,
+    "bound",
+    "decode(encode(x)) is within the bound that it states, for every pattern",
+    "what is promised about the error of a quantized model is not true",
+)
+def _bound(subject: _Subject) -> None:
+    for case, values, parts in subject.each():
+        decoded = subject.scheme.decode(parts, case.shape, torch.float32)
+        _within(subject, case, parts, decoded, values.float(), "decode(encode(x))")
+
+
+@law(
+    LAWS,
+    "decode",
+    "decode gives a new contiguous tensor of the shape and dtype that are asked for",
+    "views go wrong, and writing to decoded values changes the weight",
+)
+def _decode(subject: _Subject) -> None:
+    for case, _, parts in subject.each(_CALM):
+        before = {name: part.clone() for name, part in parts.items()}
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            made = subject.scheme.decode(parts, case.shape, dtype)
+            require(tuple(made.shape) == case.shape, f"decode gives shape {tuple(made.shape)} for {case}")
+            require(made.dtype == dtype, f"decode gives {made.dtype}, asked for {dtype}, for {case}")
+            require(made.is_contiguous(), f"decode gives strides {made.stride()} for {case}")
+            if not subject.scheme.transparent:
+                made.zero_()
+        kept = all(same_bits(parts[name], part) for name, part in before.items())
+        require(kept, f"writing to what decode gave changes the parts, for {case}")
+
+
+@law(
+    LAWS,
+    "strides",
+    "encode takes any strides, and leaves its argument as it was",
+    "a transposed or sliced weight is encoded wrongly, or the caller's tensor changes",
+)
+def _strides(subject: _Subject) -> None:
+    for case, values, parts in subject.each(_CALM):
+        room = torch.empty((*values.shape, 2), dtype=values.dtype)
+        spread = room[..., 1].copy_(values)
+        before = values.clone()
+        made = subject.scheme.encode(spread)
+        alike = all(same_bits(_dense(made[name]), part) for name, part in parts.items())
+        require(alike, f"other strides give other parts, for {case}")
+        require(same_bits(_dense(spread), before), f"encode changes its argument, for {case}")
+
+
+@law(
+    LAWS,
+    "writes-back",
+    "writing back what was read changes nothing, however often",
+    "steps of an optimizer with zero gradients wear the weights down",
+)
+def _writes_back(subject: _Subject) -> None:
+    for case, weight in subject.weights():
+        values = weight.dequantize()
+        for _ in range(3):
+            weight.mul_(1.0)
+        require(same_bits(weight.dequantize(), values), f"x.mul_(1) changes {case}")
+
+
+@law(
+    LAWS,
+    "writes",
+    "what an in-place op writes is within the stated bound too",
+    "a step of an optimizer loses more than encoding afresh would",
+)
+def _writes(subject: _Subject) -> None:
+    for index, (case, weight) in enumerate(subject.weights()):
+        factor = _FACTORS[index % len(_FACTORS)]
+        wanted = weight.dequantize() * factor
+        try:
+            weight.mul_(factor)
+        except SchemeError:
+            continue
+        _within(subject, case, weight.parts, weight.dequantize(), wanted, f"x.mul_({factor})", room=2.0**-8)
+
+
+@law(
+    LAWS,
+    "finite",
+    "values that are not finite are refused with a SchemeError of one line, and nothing is written",
+    "a NaN in a gradient silently turns a whole block of the weight into nonsense",
+)
+def _finite(subject: _Subject) -> None:
+    if subject.scheme.transparent:
+        raise NotApplicable("it holds any values")
+    for case, weight in subject.weights(("normal",)):
+        before = weight.dequantize()
+        for bad in (math.nan, math.inf, -math.inf):
+            values = case.values().float()
+            values.view(-1)[-1] = bad
+            for write in (subject.scheme.encode, weight.copy_, weight.mul_):
+                try:
+                    write(values)
+                except SchemeError as error:
+                    require("\n" not in str(error), "the error has more than one line")
+                    continue
+                require(False, f"{bad} is taken, in {case}")
+        require(same_bits(weight.dequantize(), before), f"a refused write has changed {case}")
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@law(
+    LAWS,
+    "gather",
+    "gather gives the rows that decode gives",
+    "an embedding looks up other values than the same weight has in a product",
+)
+def _gather(subject: _Subject) -> None:
+    for case, _, parts in subject.each(_CALM, rank=2):
+        index = torch.tensor([case.shape[0] - 1, 0, 0])
+        for picked in (index, index[:0]):
+            made = subject.scheme.gather(parts, case.shape, picked, torch.bfloat16)
+            wanted = subject.scheme.decode(parts, case.shape, torch.bfloat16)[picked]
+            require(made.dtype == wanted.dtype, f"gather gives {made.dtype}, asked for {wanted.dtype}")
+            require(same_bits(made, wanted), f"gather differs from decode()[index], for {case}")
+
+
+@law(
+    LAWS,
+    "rows",
+    "cutting rows keeps their values and memory, or is refused; joining them gives the whole back",
+    "shards of a weight decode to other values than the whole",
+)
+def _rows(subject: _Subject) -> None:
+    cut = 0
+    for case, weight in subject.weights(_CALM, rank=2):
+        values = weight.dequantize()
+        for at in range(case.shape[0] + 1):
+            try:
+                top, bottom = weight[:at], weight[at:]
+            except UnsupportedOpError:
+                continue
+            cut += 1
+            require(same_bits(top.dequantize(), values[:at]), f"rows before {at} decode differently, for {case}")
+            require(same_bits(bottom.dequantize(), values[at:]), f"rows from {at} decode differently, for {case}")
+            whole = torch.cat([top, bottom])
+            whole = whole.dequantize() if isinstance(whole, Weight) else whole
+            require(same_bits(whole, values), f"rows cut at {at} and joined decode differently, for {case}")
+    if not cut:
+        raise NotApplicable("none of the shapes has rows that can be cut")
+
+
+@law(
+    LAWS,
+    "views",
+    "where can_view says so, the parts are those of the reshaped tensor",
+    "a reshaped weight decodes to other values",
+)
+def _views(subject: _Subject) -> None:
+    for case, _, parts in subject.each(_CALM, rank=2):
+        merged = (math.prod(case.shape[:-1]), case.shape[-1])
+        for new in (merged, (1, *case.shape), (math.prod(case.shape),)):
+            if not _fits(subject.scheme, new) or not subject.scheme.can_view(case.shape, new):
+                continue
+            layout = subject.scheme.layout(new)
+            counts = {name: math.prod(part.shape) for name, part in layout.items()}
+            alike = all(parts[name].numel() == count for name, count in counts.items())
+            require(alike, f"can_view says that {case.shape} is {new}, layout has other parts for it")
+            made = subject.scheme.decode({n: parts[n].reshape(layout[n].shape) for n in layout}, new, torch.float32)
+            wanted = subject.scheme.decode(parts, case.shape, torch.float32).reshape(new)
+            require(same_bits(made, wanted), f"seen as {new}, {case} decodes differently")
+
+
+@law(
+    LAWS,
+    "meta",
+    "on meta it knows everything but the numbers",
+    "a quantized model cannot be built on meta, and what a load will need cannot be told before",
+)
+def _meta(subject: _Subject) -> None:
+    for case, values, parts in subject.each(("normal",)):
+        ghost = subject.scheme.encode(torch.empty(case.shape, dtype=values.dtype, device="meta"))
+        want = {name: (part.shape, part.dtype) for name, part in parts.items()}
+        require({n: (p.shape, p.dtype) for n, p in ghost.items()} == want, f"other parts on meta, for {case}")
+        require({p.device.type for p in ghost.values()} == {"meta"}, f"parts of {case} on meta are elsewhere")
+        made = subject.scheme.decode(ghost, case.shape, torch.float32)
+        require(made.is_meta and tuple(made.shape) == case.shape, f"decode on meta gives {made.device} for {case}")
+
+
+@law(
+    LAWS,
+    "dtype",
+    "converting the outer dtype there and back changes no value",
+    "model.bfloat16().float() is not the model that it was",
+)
+def _dtype(subject: _Subject) -> None:
+    if subject.scheme.transparent:
+        raise NotApplicable("it holds the values in their own dtype")
+    for case, weight in subject.weights(_CALM):
+        values = weight.dequantize()
+        for dtype in (torch.bfloat16, torch.float64):
+            there = weight.to(dtype)
+            require(there.dequantize().dtype == dtype, f".to({dtype}) decodes to {there.dequantize().dtype}")
+            require(same_bits(there.float().dequantize(), values), f".to({dtype}) and back changes {case}")
+
+
+@law(
+    LAWS,
+    "empty",
+    "tensors without elements are encoded, if their shape fits",
+    "a shard that gets no rows fails",
+)
+def _empty(subject: _Subject) -> None:
+    tried = 0
+    for columns in sorted({shape[-1] for shape in subject.shapes if len(shape) == 2}):
+        shape = (0, columns)
+        if _fits(subject.scheme, shape):
+            tried += 1
+            weight = Weight.encode(torch.zeros(shape), subject.scheme)
+            require(tuple(weight.dequantize().shape) == shape, f"{shape} decodes to {weight.dequantize().shape}")
+    if not tried:
+        raise NotApplicable("it fits no shape without rows")
+
+
+@law(
+    LAWS,
+    "file",
+    "tt.save and tt.open give it back bit for bit",
+    "a saved model is not the model that was saved",
+)
+def _file(subject: _Subject) -> None:
+    weights = {f"w{index}": weight for index, (_, weight) in enumerate(subject.weights(_CALM))}
+    with tempfile.TemporaryDirectory() as folder:
+        save(dict(weights), folder)
+        with open_checkpoint(folder) as checkpoint:
+            for name, weight in weights.items():
+                read = checkpoint[name]
+                require(isinstance(read, Weight) or subject.scheme.transparent, f"{weight.shape} is plain after a save")
+                if isinstance(read, Weight):
+                    require(read.spec == weight.spec, f"a save changes {weight.spec} to {read.spec}")
+                    read = read.dequantize()
+                require(same_bits(read, weight.dequantize()), f"a save changes the values of {tuple(weight.shape)}")
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The same values, contiguous also where a size of 1 lets any stride pass as such."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _within(
+    subject: _Subject, case: Case, parts: Parts, made: Tensor, wanted: Tensor, how: str, room: float = 0.0
+) -> None:
+    bound = subject.scheme.bound(parts, case.shape)
+    off = (made - wanted).abs()
+    over = off - bound * (1 + room) - 1e-6 * wanted.abs() - 1e-30
+    if over.numel() and not bool((over <= 0).all()):
+        at = int(over.argmax())
+        allowed = bound.expand(off.shape).reshape(-1)[at].item()
+        require(False, f"{how} is off by {off.reshape(-1)[at].item():.3g}, the bound says {allowed:.3g}, for {case}")

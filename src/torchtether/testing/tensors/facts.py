@@ -1,0 +1,111 @@
+"""What a tensor is, of whatever class: compared fact by fact, so that a difference has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...schemes import same_bits
+from ..law import Broken
+
+_NEVER = {"_is_param"}  # what torch sets on a Parameter of a subclass
+
+
+def facts_of(tensor: Tensor, at: str = "") -> dict[str, Any]:
+    """Everything that a tensor is, by name; inner tensors are described under their path."""
+    facts: dict[str, Any] = {
+        f"{at}class": type(tensor),
+        f"{at}shape": tuple(tensor.shape),
+        f"{at}dtype": tensor.dtype,
+        f"{at}device": tensor.device.type,
+    }
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        facts[f"{at}inner tensors"] = tuple(names)
+        facts[f"{at}stride"] = tuple(tensor.stride())
+        facts[f"{at}metadata"] = context
+        for name in names:
+            facts |= facts_of(getattr(tensor, name), f"{at}{name}.")
+        return facts
+    own = vars(tensor) if type(tensor) not in (Tensor, torch.nn.Parameter) else {}
+    for name, value in own.items():
+        if name not in _NEVER:
+            facts |= facts_of(value, f"{at}{name}.") if isinstance(value, Tensor) else {f"{at}{name}": value}
+    if not is_wrapper(tensor) and not tensor.is_meta:
+        facts[f"{at}values"] = tensor.detach().as_subclass(Tensor)
+    return facts
+
+
+def same(made: Tensor, given: Tensor, how: str, *, but: Collection[str] = ()) -> None:
+    """Raises Broken, naming the first fact in which ``made`` (by ``how``) differs from ``given``.
+
+    ``but`` names facts that may differ, at any depth.
+    """
+    before, after = facts_of(given), facts_of(made)
+    for name, value in before.items():
+        if name.rpartition(".")[2] in but:
+            continue
+        if name not in after:
+            raise Broken(f"{how} loses its {name}")
+        if not equal(after[name], value):
+            told = f"{short(after[name])}, was {short(value)}"
+            raise Broken(f"{how} changes its {name}" + ("" if isinstance(value, Tensor) else f": {told}"))
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether the tensor itself has no memory: its class keeps it elsewhere."""
+    if type(tensor) in (Tensor, torch.nn.Parameter) or tensor.is_meta:
+        return False
+    try:
+        return tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:  # newer torch refuses to give the pointer of a wrapper
+        return True
+
+
+def leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that hold it."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from leaves(getattr(tensor, name))
+    elif is_wrapper(tensor):
+        for value in vars(tensor).values():
+            if isinstance(value, Tensor):
+                yield from leaves(value)
+    else:
+        yield tensor
+
+
+def memories(tensor: Tensor) -> set[int]:
+    """Where it is held."""
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves(tensor) if leaf.numel()} - {0}
+
+
+def equal(a: Any, b: Any, depth: int = 4) -> bool:
+    """Whether two facts are the same: tensors bit by bit, objects without an ``==`` of their own field by field."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            return False
+        return a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or b.is_meta or same_bits(a, b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key], depth) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y, depth) for x, y in zip(a, b, strict=True))
+    has_equality = getattr(type(a), "__eq__", None) is not object.__eq__
+    if depth and not has_equality and hasattr(a, "__dict__") and not isinstance(a, type):
+        return a is b or equal(vars(a), vars(b), depth - 1)
+    try:
+        return bool(a == b)
+    except Exception:
+        return repr(a) == repr(b)
+
+
+def short(value: Any, longest: int = 60) -> str:
+    """A fact in few words."""
+    text = " ".join((value.__name__ if isinstance(value, type) else str(value)).split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -1,0 +1,200 @@
+"""Laws that need other processes: shared memory, and sharding."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..law import Broken, Law, NotApplicable, law, require
+from .facts import equal
+from .subject import Subject
+
+LAWS: list[Law] = []
+
+_PATIENCE = 60.0  # seconds
+_FSDP_PATIENCE = 180.0
+
+
+@law(
+    LAWS,
+    "share-memory",
+    "share_memory_() moves it to shared memory, and does not end the process",
+    "model.share_memory(), or handing the model to another process, crashes Python without a traceback",
+)
+def _share_memory(subject: Subject) -> None:
+    """In a process of its own, because torch's own ``share_memory_`` walks a wrapper's null storage and crashes."""
+    if not hasattr(os, "fork"):  # where tensors must be made anew in the other process
+        _check_sendable(subject)
+        _finished(*_spawned(_share_fresh, (subject,), _PATIENCE))
+        return
+    given = subject.fresh()  # here: a forked process must not start torch's threads
+    before = subject.values(given).clone()
+    _finished(*_forked(lambda: _share(subject, given, before)))
+
+
+def _share_fresh(subject: Subject) -> str:
+    given = subject.fresh()
+    return _share(subject, given, subject.values(given).clone())
+
+
+def _share(subject: Subject, given: Tensor, before: Tensor) -> str:
+    """What is wrong, empty if nothing is."""
+    given.share_memory_()
+    if not given.is_shared():
+        return "is_shared() denies it after share_memory_()"
+    return "" if equal(subject.values(given), before) else "share_memory_() changes the values"
+
+
+@law(
+    LAWS,
+    "fsdp2",
+    "fully_shard on two processes computes what one process computes",
+    "the model does not fit on one machine, and cannot be split over several",
+    optional=True,
+)
+def _fsdp2(subject: Subject) -> None:
+    if not torch.distributed.is_available():
+        raise NotApplicable("this torch has no torch.distributed")
+    _check_sendable(subject)
+    with tempfile.TemporaryDirectory() as folder:
+        _finished(*_spawned(_sharded, (subject, folder), _FSDP_PATIENCE, processes=2))
+
+
+def _sharded(rank: int, subject: Subject, folder: str) -> str:  # pragma: no cover - in other processes
+    from torch.distributed.fsdp import fully_shard
+
+    store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        weight = subject.parameter()
+        values = subject.values(weight)
+        x = torch.ones(2, values.shape[-1], dtype=values.dtype)
+        wanted = x @ values.t()
+        module = _Product(subject, weight)
+        fully_shard(module)
+        made = module(x)
+        made = made if type(made) is torch.Tensor else subject.values(made)
+        off = (made - wanted).abs().max().item()
+        room = 64 * torch.finfo(values.dtype).eps * wanted.abs().max().item()
+        return "" if off <= room else f"the sharded product is off by {off:.2g}"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class _Product(nn.Module):
+    def __init__(self, subject: Subject, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.subject, self.weight = subject, weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.subject.product(x, self.weight)
+
+
+def _check_sendable(subject: Subject) -> None:
+    try:
+        pickle.dumps(subject)
+    except Exception as error:
+        raise NotApplicable(f"make() must be a function of a module, to be sent to other processes: {error}") from None
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def _finished(code: int, said: str) -> None:
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        raise Broken(f"the process ends with {name}")
+    require(not said, said)
+    require(code == 0, f"the process ends with status {code}")
+
+
+def _forked(task: Callable[[], str]) -> tuple[int, str]:
+    """How a child that runs ``task`` ends, and what it says; it never returns into the caller's program.
+
+    A fork needs nothing that can be pickled. The child only copies small memory, in its one thread.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover - coverage does not see the child
+        code = 1
+        try:
+            os.close(reading)
+            faulthandler.disable()
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, 1)
+            os.dup2(silence, 2)
+            os.write(writing, _said(task).encode()[:4096])
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    deadline = time.monotonic() + _PATIENCE
+    said = b""
+    try:
+        while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            more = os.read(reading, 4096)
+            if not more:
+                break
+            said += more
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return 0, f"the process does not end within {_PATIENCE:.0f} seconds"
+    finally:
+        os.close(reading)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), said.decode(errors="replace")
+
+
+def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: int = 1) -> tuple[int, str]:
+    """How fresh processes that run ``task`` end, and what the first that complains says."""
+    context = get_context("spawn")
+    pipes, children = [], []
+    for rank in range(processes):
+        ours, theirs = context.Pipe(duplex=False)
+        given = (rank, *args) if processes > 1 else args
+        child = context.Process(target=_answer, args=(theirs, task, given), daemon=True)
+        child.start()
+        theirs.close()
+        pipes.append(ours)
+        children.append(child)
+    deadline = time.monotonic() + patience
+    said, code = "", 0
+    for pipe, child in zip(pipes, children, strict=True):
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                said = said or pipe.recv()
+            else:
+                said = said or f"the processes do not end within {patience:.0f} seconds"
+                child.kill()
+        except EOFError:  # it died
+            pass
+        child.join(10)
+        code = code or (child.exitcode or 0)
+        if said or code:
+            for other in children:
+                other.kill()
+    return (0 if said else code), said
+
+
+def _answer(pipe: Any, task: Callable[..., str], args: tuple) -> None:  # pragma: no cover - in other processes
+    pipe.send(_said(lambda: task(*args)))
+
+
+def _said(task: Callable[[], str]) -> str:
+    try:
+        return task()
+    except BaseException as error:
+        return f"raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"

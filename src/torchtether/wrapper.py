@@ -1,0 +1,379 @@
+"""A wrapper subclass of one's own that keeps what torch asks of it: the boilerplate, once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ._torch import as_plain
+from .errors import TetherError, UnsupportedOpError
+from .schemes import Plain, Shape
+from .spec import WeightSpec, contiguous_stride
+
+aten = torch.ops.aten
+
+_GEOMETRY = Plain()
+
+
+class WrapperTensor(Tensor):
+    """A tensor that is stored as inner tensors, with everything that torch expects of such a class.
+
+    Subclass it, name the inner tensors and the metadata, and write ``decode``; with ``encode`` it can be written to
+    as well.  It then passes every law of ``tt.testing.check_tensor_subclass``: it is detached, cloned, moved, emptied,
+    flattened, deep-copied, pickled, saved, shared, swapped, loaded, trained and compiled without losing a field.
+
+    Ops that read values run on the decoded ones; in-place ops encode their result into the same inner tensors;
+    ``t``, ``transpose`` and ``permute`` share them; any other view raises UnsupportedOpError rather than copy.  For a
+    new *quantized kind* a ``tt.Scheme`` is less work still, and also saves, loads, cuts rows and shards.
+
+    Metadata must not depend on the values, and be comparable constants: it is what ``torch.compile`` guards on.
+
+    >>> import torch, torchtether as tt
+    >>> class Sixteenths(tt.WrapperTensor):
+    ...     inner_names, metadata_names = ("codes",), ("step",)
+    ...     def decode(self):
+    ...         return self.codes.to(self.dtype) * self.step
+    ...     def encode(self, values):
+    ...         return {"codes": (values / self.step).round().clamp(-128, 127).to(torch.int8)}
+    >>> x = Sixteenths(codes=torch.arange(6, dtype=torch.int8).view(2, 3), step=1 / 16, dtype=torch.float32)
+    >>> x.to(torch.bfloat16).t().mul_(2).step, x.dtype, (x + 0)[1]
+    (0.0625, torch.float32, tensor([0.1875, 0.2500, 0.3125]))
+    """
+
+    inner_names: ClassVar[tuple[str, ...]] = ()
+    """The attributes that are tensors and hold the values, in order."""
+    metadata_names: ClassVar[tuple[str, ...]] = ()
+    """The attributes that are constants."""
+
+    _geometry: WeightSpec
+    _is_param: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in (*cls.inner_names, *cls.metadata_names):
+            if hasattr(Tensor, name):
+                raise TetherError(f"{name!r} is an attribute of every tensor", name=cls.__name__, fix="Rename it.")
+        torch.serialization.add_safe_globals([cls])  # so that torch.load(weights_only=True) may call _rebuild with it
+
+    @staticmethod
+    def __new__(
+        cls: type[WrapperTensor],
+        *,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        requires_grad: bool = False,
+        **fields: Any,
+    ) -> WrapperTensor:
+        """Wraps inner tensors as they are. ``shape`` is that of the first unless it is given."""
+        asked = {*cls.inner_names, *cls.metadata_names}
+        if fields.keys() != asked or not cls.inner_names:
+            raise TetherError(f"needs {sorted(asked)}, got {sorted(fields)}", name=cls.__name__)
+        first = fields[cls.inner_names[0]]
+        size = tuple(first.shape if shape is None else shape)
+        steps = contiguous_stride(size) if stride is None else tuple(stride)
+        made: WrapperTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, size, strides=steps, dtype=dtype, device=first.device, requires_grad=requires_grad
+        )
+        return made
+
+    def __init__(self, *, dtype: torch.dtype, requires_grad: bool = False, **fields: Any) -> None:
+        self._geometry = WeightSpec(tuple(self.shape), tuple(self.stride()), dtype, _GEOMETRY)
+        for name in (*self.inner_names, *self.metadata_names):
+            setattr(self, name, fields[name])
+
+    # -- what a subclass writes -----------------------------------------------------------------------------------
+
+    def decode(self) -> Tensor:
+        """The values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by plain tensor functions."""
+        raise NotImplementedError(f"{type(self).__name__}.decode")
+
+    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
+        """The inner tensors of other ``values`` (of ``self.base``, dtype and device), with the metadata of this one."""
+        raise UnsupportedOpError(f"a {type(self).__name__} cannot be written to", fix="Give its class an encode().")
+
+    # -- what it has ----------------------------------------------------------------------------------------------
+
+    @property
+    def inner_tensors(self) -> dict[str, Tensor]:
+        """The inner tensors by name."""
+        return {name: getattr(self, name) for name in self.inner_names}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The constants by name."""
+        return {name: getattr(self, name) for name in self.metadata_names}
+
+    @property
+    def base(self) -> Shape:
+        """The shape of the contiguous tensor that the inner tensors describe: this one's before it was transposed."""
+        return self._geometry.base
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """The values as a new plain tensor of this shape, stride and dtype, outside of autograd."""
+        with torch.no_grad():
+            values = self.decode()
+        return values if self._geometry.is_contiguous else values.permute(self._geometry.order)
+
+    def like(
+        self, inner: Mapping[str, Tensor], geometry: WeightSpec | None = None, *, dtype: torch.dtype | None = None
+    ) -> WrapperTensor:
+        """The same kind of tensor around ``inner``. Every one that comes from another is made here."""
+        what = geometry or self._geometry
+        fields: dict[str, Any] = {**inner, **self.metadata}
+        return type(self)(dtype=dtype or what.dtype, shape=what.shape, stride=what.stride, **fields)
+
+    def map(self, function: Callable[[Tensor], Tensor], *, dtype: torch.dtype | None = None) -> WrapperTensor:
+        """The same kind of tensor whose inner tensors are ``function`` of these."""
+        return self.like({name: function(tensor) for name, tensor in self.inner_tensors.items()}, dtype=dtype)
+
+    def encoded(self, values: Tensor) -> Mapping[str, Tensor]:
+        """What ``encode`` makes of values of this shape, checked to fit the inner tensors that are held."""
+        if not self._geometry.is_contiguous:
+            values = values.permute([self._geometry.order.index(d) for d in range(values.dim())])
+        made = self.encode(values.to(self.device, self.dtype).contiguous())
+        for name, held in self.inner_tensors.items():
+            if name not in made or made[name].shape != held.shape:
+                got = tuple(made[name].shape) if name in made else "nothing"
+                raise TetherError(f"encode gives {name!r} of {got}, held is {tuple(held.shape)}", name=_name(self))
+        return made
+
+    def write(self, inner: Mapping[str, Tensor]) -> None:
+        """Copies ``inner`` into the storage of the inner tensors that are held."""
+        for name, held in self.inner_tensors.items():
+            held.copy_(inner[name])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        words = [f"{name}={value}" for name, value in self.metadata.items()]
+        words += [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"device='{self.device}'"]
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    # -- torch's protocols ----------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.inner_names), (self.dtype, tuple(self.metadata.items()))
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Tensor], context: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> WrapperTensor:
+        dtype, metadata = context
+        fields: dict[str, Any] = {**inner, **dict(metadata)}
+        return cls(dtype=dtype, shape=outer_size, stride=outer_stride, **fields)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.module_load:
+            return _module_load(*args, **(kwargs or {}))
+        if func is Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise UnsupportedOpError(
+                f".data of a {cls.__name__} cannot be set: torch would ignore it silently", fix="Use copy_()."
+            )
+        with as_plain():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, WrapperTensor) for kind in types):
+            return NotImplemented  # DTensor and the like wrap us, not the reverse
+        kwargs = kwargs or {}
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
+        if func._can_decompose() and torch.is_inference_mode_enabled():  # which hands us composite ops whole
+            return func.decompose(*args, **kwargs)
+        if func.is_view:
+            raise UnsupportedOpError(
+                f"{func} of a {cls.__name__} would be a copy, not a view", fix="Call .dequantize() on it first."
+            )
+        if func._schema.is_mutable:
+            return _write(func, args, kwargs)
+        plain_args, plain_kwargs = _values((args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+
+    # -- copying, pickling, sharing -------------------------------------------------------------------------------
+
+    def _attributes(self) -> dict[str, Any]:
+        """What users have set on this tensor."""
+        own = {"_geometry", "_is_param", *self.inner_names, *self.metadata_names}
+        return {key: value for key, value in self.__dict__.items() if key not in own}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        made = self.like({name: copy.deepcopy(tensor.detach(), memo) for name, tensor in self.inner_tensors.items()})
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
+        if isinstance(self, torch.nn.Parameter):
+            made._is_param = True
+        return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # plain pickle has no storages of float8 types: those travel as bytes
+        inner = {n: (t.view(torch.uint8) if _is_float8(t) else t, t.dtype) for n, t in self.inner_tensors.items()}
+        how = {"dtype": self.dtype, "shape": tuple(self.shape), "stride": tuple(self.stride()), **self.metadata}
+        is_param = isinstance(self, torch.nn.Parameter)
+        return rebuild_wrapper, (type(self), inner, how, self.requires_grad, is_param, self._attributes())
+
+    def share_memory_(self) -> WrapperTensor:  # torch's own walks the wrapper's null storage and crashes the process
+        """Moves every inner tensor to shared memory, in place."""
+        for tensor in self.inner_tensors.values():
+            tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every inner tensor lies in shared memory."""
+        return all(tensor.is_shared() for tensor in self.inner_tensors.values())
+
+
+def rebuild_wrapper(
+    kind: type[WrapperTensor],
+    inner: dict[str, tuple[Tensor, torch.dtype]],
+    how: dict[str, Any],
+    requires_grad: bool,
+    is_param: bool,
+    attributes: dict[str, Any],
+) -> WrapperTensor:
+    """What pickle calls."""
+    if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
+        raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
+    fields: dict[str, Any] = {name: tensor.view(dtype) for name, (tensor, dtype) in inner.items()}
+    made = kind(**fields, **how)
+    made.__dict__.update(attributes)
+    if is_param:
+        made._is_param = True
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([rebuild_wrapper])
+
+
+def _is_float8(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def _name(tensor: WrapperTensor) -> str:
+    return type(tensor).__name__
+
+
+def _values(tree: Any) -> Any:
+    return tree_map_only(WrapperTensor, WrapperTensor.dequantize, tree)
+
+
+# -- what ops do -------------------------------------------------------------------------------------------------------
+
+
+def _lift(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> WrapperTensor:
+    return tensor.map(lambda inner: func(inner, *args, **kwargs))
+
+
+def _clone(func: Any, tensor: WrapperTensor, *, memory_format: torch.memory_format | None = None) -> WrapperTensor:
+    kept = (None, torch.preserve_format, *((torch.contiguous_format,) if tensor._geometry.is_contiguous else ()))
+    if memory_format not in kept:
+        raise UnsupportedOpError(f"a {_name(tensor)} cannot be laid out as {memory_format}", fix="Dequantize it first.")
+    return tensor.map(func)
+
+
+def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Tensor:
+    """Inner tensors move and keep their dtype; a float dtype becomes the one that values are decoded to."""
+    dtype = kwargs.pop("dtype", None) or tensor.dtype
+    if not dtype.is_floating_point:
+        return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
+    kwargs.pop("memory_format", None)
+    return tensor.map(lambda inner: func(inner, **kwargs), dtype=dtype)
+
+
+def _empty_like(func: Any, tensor: WrapperTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """Zeros, so that no inner index is wild."""
+    if not (dtype or tensor.dtype).is_floating_point:
+        return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
+    kwargs.pop("memory_format", None)
+    return tensor.map(lambda inner: torch.zeros_like(inner, **kwargs), dtype=dtype)
+
+
+def _permute(func: Any, tensor: WrapperTensor, *args: Any) -> WrapperTensor:
+    sizes = torch.empty([d + 2 for d in range(tensor.dim())], device="meta")  # distinct: they tell the order
+    order = tuple(size - 2 for size in func(sizes, *args).shape)
+    return tensor.like({n: t.detach() for n, t in tensor.inner_tensors.items()}, tensor._geometry.permute(order))
+
+
+def _copy_(func: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> Tensor:
+    """``held`` stays what it is and takes the values of ``given``; like from like is copied as it is, unrounded."""
+    if not isinstance(held, WrapperTensor):
+        func(held, _values(given), non_blocking)
+        return held
+    if held.device.type == "meta":
+        return held  # as torch does: nothing to write to
+    if type(given) is type(held) and _fits(given, held):
+        held.write(given.inner_tensors)
+    else:
+        held.write(held.encoded(_values(given).expand(held.shape)))
+    return held
+
+
+def _fits(given: Tensor, held: WrapperTensor) -> bool:
+    assert isinstance(given, WrapperTensor)
+    shapes = [[tensor.shape for tensor in one.inner_tensors.values()] for one in (given, held)]
+    geometry = given._geometry.replace(dtype=held.dtype) == held._geometry
+    return geometry and shapes[0] == shapes[1] and given.metadata == held.metadata
+
+
+def _write(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs an in-place op on the values, then encodes those that it wrote; all are encoded before one is written."""
+    decoded: dict[int, tuple[WrapperTensor, Tensor]] = {}
+
+    def values(tensor: WrapperTensor) -> Tensor:
+        return decoded.setdefault(id(tensor), (tensor, tensor.dequantize()))[1]
+
+    plain_args, plain_kwargs = tree_map_only(WrapperTensor, values, (args, kwargs))
+    answer = func(*plain_args, **plain_kwargs)
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    places = [place for argument, place in given if argument.alias_info is not None and argument.alias_info.is_write]
+    written = {id(leaf): leaf for leaf in tree_leaves(places) if isinstance(leaf, WrapperTensor)}
+    encoded = [(tensor, tensor.encoded(decoded[key][1])) for key, tensor in written.items()]
+    for tensor, inner in encoded:
+        tensor.write(inner)
+    wrappers = {id(plain): tensor for tensor, plain in decoded.values()}
+    return tree_map_only(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), answer)
+
+
+def _module_load(held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
+    """What the parameter ``held`` becomes: it keeps its kind whatever is given, and a plain one takes any."""
+    if held.shape != given.shape:
+        raise TetherError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
+    if not assign:
+        with torch.no_grad():
+            held.copy_(given)
+        return held.detach()
+    if isinstance(given, WrapperTensor) or not isinstance(held, WrapperTensor):
+        return given.detach()
+    with torch.no_grad():
+        room = torch.empty_like(held, device=given.device, dtype=given.dtype)
+        return room.copy_(given).detach()
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _lift,
+    aten.alias.default: _lift,
+    aten.lift_fresh.default: _lift,
+    aten._pin_memory.default: _lift,
+    aten.is_pinned.default: lambda func, tensor, *args: all(func(t, *args) for t in tensor.inner_tensors.values()),
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy_,
+    aten.t.default: _permute,
+    aten.transpose.int: _permute,
+    aten.permute.default: _permute,
+}

@@ -1,0 +1,188 @@
+"""The laws of schemes: ours keep them all, and whoever breaks one is told which, and no other."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import torchtether as tt
+from tests.catalog import SCHEMES
+from torchtether.schemes import SCHEMES as KINDS
+from torchtether.schemes import Part
+from torchtether.testing import check_scheme
+from torchtether.testing.schemes import LAWS
+
+SEARCHING = {"int4-mse", "biased4-hqq"}
+"""They look for their scales, which takes long, and differ from others in nothing else."""
+
+ROWS = [pytest.param(row, id=row.id, marks=[pytest.mark.slow] * (row.id in SEARCHING)) for row in SCHEMES]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ours_keep_every_law(row):
+    report = check_scheme(row.scheme).check()
+    allowed = {"refuses-alike", "finite", "dtype"} if row.scheme.transparent else {"refuses-alike", "views"}
+    assert {result.law for result in report.skipped} <= allowed
+
+
+@dataclass(frozen=True)
+class Whole(tt.Scheme):
+    """One power of two per row, and whole numbers of it: the least that a scheme can be."""
+
+    kind: ClassVar[str] = "test-whole"
+    bits: int = 8
+
+    def layout(self, shape):
+        if not shape:
+            raise tt.SchemeError("a tensor without dimensions has no rows", name="")
+        rows = shape[:-1]
+        span = shape[-1] if len(shape) > 1 else 1
+        step = 1
+        for size in rows[1:]:
+            step *= size
+        return {
+            "codes": Part(tuple(shape), torch.int8, span * step if len(shape) > 1 else 1),
+            "scale": Part((*rows, 1), torch.float32, span * step if rows else 0),
+        }
+
+    def encode(self, values):
+        self.check(tuple(values.shape))
+        x = values.float()
+        if not x.is_meta and not bool(x.isfinite().all()):
+            raise tt.SchemeError("the values are not finite")
+        high = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros((*x.shape[:-1], 1))
+        scale = torch.where(high > 0, torch.exp2(torch.ceil(torch.log2(high.clamp_min(1e-30) / 120))), 1.0)
+        return {"codes": (x / scale).round().to(torch.int8), "scale": scale}
+
+    def decode(self, parts, shape, dtype):
+        return (parts["codes"].reshape(shape).float() * parts["scale"].reshape(*shape[:-1], 1)).to(dtype)
+
+    def bound(self, parts, shape):
+        return parts["scale"].reshape(*shape[:-1], 1) * 0.5
+
+
+def _broken(law, **methods):
+    """A copy of ``Whole`` with other methods, of a kind of its own."""
+    name = f"Broken_{law.replace('-', '_')}"
+    made = type(name, (Whole,), {"kind": f"test-{law}", "__module__": __name__, "__qualname__": name, **methods})
+    globals()[name] = dataclasses.dataclass(frozen=True)(made)  # where pickle looks for it
+    return globals()[name]()
+
+
+def _wear(self, values, held):
+    made = Whole.encode(self, values)
+    return {**made, "codes": made["codes"] - (made["codes"] > 5).to(torch.int8)}
+
+
+def _forget_scale(self, values, held):
+    """Writes codes for another scale than it keeps, unless nothing has changed."""
+    made = Whole.encode(self, values)
+    same = torch.equal(made["codes"], held["codes"]) and torch.equal(made["scale"], held["scale"])
+    return made if same or not bool(values.any()) else {**made, "scale": made["scale"] * 2}
+
+
+def _writing(self, values):
+    made = Whole.encode(self, values)
+    if not values.is_meta and not values.is_contiguous():
+        values.add_(1)
+    return made
+
+
+def _finite(self, values):
+    return Whole.encode(self, values if values.is_meta else values.nan_to_num(0.0, 1.0, -1.0))
+
+
+def _scalars_too(self, values):
+    return Whole.encode(self, values if values.dim() else values.reshape(1))
+
+
+def _elsewhere(self, values):
+    return Whole.encode(self, torch.zeros(values.shape) if values.is_meta else values)
+
+
+def _no_rows(self, values):
+    if values.dim() and values.shape[0] == 0:
+        raise tt.SchemeError("nothing to encode")
+    return Whole.encode(self, values)
+
+
+def _drift(self, parts, dtype):
+    return {**parts, "scale": parts["scale"] * 1.0001}
+
+
+def _any_view(self, old, new):
+    return True
+
+
+def _strided(self, parts, shape, dtype):
+    """Decodes to float64 with strides of its own."""
+    made = Whole.decode(self, parts, shape, dtype)
+    return made if dtype != torch.float64 else made.unsqueeze(-1).repeat(*[1] * len(shape), 2)[..., 0]
+
+
+BROKEN = {
+    "json": lambda: _broken("json", to_json=lambda self: {"kind": self.kind, "bits": 7}),
+    "layout": lambda: _broken("layout", nbytes=lambda self, shape, dtype: 1),
+    "refuses-alike": lambda: _broken("refuses-alike", encode=_scalars_too),
+    "bound": lambda: _broken("bound", bound=lambda self, parts, shape: Whole.bound(self, parts, shape) * 0.5),
+    "decode": lambda: _broken("decode", decode=_strided),
+    "strides": lambda: _broken("strides", encode=_writing),
+    "writes-back": lambda: _broken("writes-back", reencode=_wear),
+    "writes": lambda: _broken("writes", reencode=_forget_scale),
+    "finite": lambda: _broken("finite", encode=_finite),
+    "gather": lambda: _broken(
+        "gather", gather=lambda self, p, shape, index, dtype: self.decode(p, shape, dtype).index_select(0, index) * 2
+    ),
+    "views": lambda: _broken("views", can_view=_any_view),
+    "meta": lambda: _broken("meta", encode=_elsewhere),
+    "dtype": lambda: _broken("dtype", convert=_drift),
+    "empty": lambda: _broken("empty", encode=_no_rows),
+}
+
+
+def test_the_least_scheme_keeps_every_law():
+    assert not check_scheme(Whole()).check().skipped
+
+
+@pytest.mark.parametrize("law", BROKEN)
+def test_who_breaks_a_law_is_told_that_one(law):
+    scheme = BROKEN[law]()
+    try:
+        report = check_scheme(scheme)
+    finally:
+        del KINDS[scheme.kind]
+    failed = [result.law for result in report.failed]
+    assert law in failed
+    assert set(failed) <= {law, *ALONG.get(law, ())}, [str(result) for result in report.failed]
+
+
+ALONG = {"bound": {"writes"}, "json": {"file"}, "writes": {"writes-back"}, "writes-back": {"writes"}}
+"""What cannot hold without it: a bound that is too small is so for writes too, and files keep schemes as JSON."""
+
+
+def test_every_law_is_known():
+    assert set(BROKEN) | {"rows", "file"} == {law.id for law in LAWS}
+
+
+def test_rows_that_span_the_wrong_parts_are_found():
+    def layout(self, shape):
+        made = Whole.layout(self, shape)
+        return {**made, "scale": made["scale"]._replace(span=0)} if len(shape) == 2 else made
+
+    scheme = _broken("rows", layout=layout)
+    try:
+        report = check_scheme(scheme, laws="rows")
+    finally:
+        del KINDS[scheme.kind]
+    assert report.failed
+
+
+def test_it_says_what_it_cannot_check():
+    with pytest.raises(tt.LawError, match="fits none of the shapes"):
+        check_scheme(tt.int8(), shapes=[()])
+    with pytest.raises(tt.LawError, match="not a scheme"):
+        check_scheme("int8")
+    with pytest.raises(tt.LawError, match="no law 'bounds'"):
+        check_scheme(tt.int8(), laws=["bounds"])

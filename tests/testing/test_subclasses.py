@@ -1,0 +1,161 @@
+"""The laws of tensor subclasses: ours keep them all, and whoever breaks one is told which, and no other."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchtether as tt
+from tests.catalog import SCHEMES, each_scheme
+from tests.testing.classes import BROKEN, Sixteenths
+from torchtether.testing import check_tensor_subclass
+from torchtether.testing.tensors import LAWS
+
+COMPILED = {"plain", "int8", "int4-sym-group32", "mxfp4", "nvfp4", "nf4-double"}
+"""tests/test_laws.py compiles one of each family too; the rest runs with the slow tests."""
+
+
+def _maker(row):
+    return lambda: tt.Weight.encode(torch.randn(12, 64), row.scheme)
+
+
+@each_scheme
+def test_weight_keeps_every_law(row):
+    laws = [law.id for law in LAWS if not law.optional and (law.id != "compile" or row.id in COMPILED)]
+    check_tensor_subclass(_maker(row), laws=laws).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in SCHEMES if row.id not in COMPILED], ids=lambda row: row.id)
+def test_weight_keeps_every_law_compiled(row):
+    check_tensor_subclass(_maker(row), laws="compile").check()
+
+
+def test_a_class_of_ones_own_keeps_every_law():
+    report = check_tensor_subclass(Sixteenths.random).check()
+    assert not report.skipped
+    assert len(report.passed) == len([law for law in LAWS if not law.optional])
+
+
+def test_plain_tensors_keep_what_applies_to_them():
+    """The control: no law asks for more than torch promises of its own Parameters."""
+    report = check_tensor_subclass(lambda: torch.randn(8, 16)).check()
+    assert {result.law for result in report.skipped} == {"flatten", "load-plain"}
+
+
+@pytest.mark.parametrize("law", BROKEN)
+def test_who_breaks_a_law_is_told_that_one_and_no_other(law):
+    report = check_tensor_subclass(BROKEN[law].random)
+    assert [result.law for result in report.failed] == [law]
+    assert report[law].what
+    assert report[law].loses
+    with pytest.raises(tt.LawError, match=f"{law} .*lost: ") as caught:
+        report.check()
+    assert "\n" not in str(caught.value)
+
+
+def test_every_law_has_someone_who_breaks_it():
+    assert list(BROKEN) == [law.id for law in LAWS if not law.optional]
+
+
+def test_laws_are_chosen_by_id_and_run_in_their_order():
+    report = check_tensor_subclass(Sixteenths.random, laws=["swap", "clone"], name="mine")
+    assert [result.law for result in report.results] == ["clone", "swap"]
+    assert report.subject == "mine"
+    with pytest.raises(tt.LawError, match="no law 'detatch', there are detach, clone"):
+        check_tensor_subclass(Sixteenths.random, laws=["detatch"])
+
+
+@pytest.mark.parametrize("bad", [lambda: torch.randn(3), lambda: [1.0]], ids=["1-D", "list"])
+def test_make_must_give_a_matrix(bad):
+    with pytest.raises(tt.LawError, match="two dimensions"):
+        check_tensor_subclass(bad)
+
+
+def test_values_that_cannot_be_read_are_no_failure():
+    """What cannot be judged is skipped with the reason; ``values=`` makes it judged."""
+
+    class Opaque(Sixteenths):
+        dequantize = Tensor.dequantize
+
+        def secret(self):
+            return Sixteenths.dequantize(self)
+
+    blind = check_tensor_subclass(Opaque.random, laws=["frozen-step"])
+    assert "give values=" in blind.skipped[0].what
+    assert check_tensor_subclass(Opaque.random, laws=["load-same"], values=Opaque.secret).passed
+
+
+def test_the_same_values_each_time_cannot_show_a_load():
+    fixed = check_tensor_subclass(
+        lambda: tt.Weight.encode(torch.ones(4, 8), tt.int8()), laws=["load-same", "load-plain"]
+    )
+    assert [result.law for result in fixed.skipped] == ["load-same"]
+    assert fixed.ok
+
+
+def test_an_error_of_make_is_the_failure_of_each_law():
+    calls = []
+
+    def make():
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError("no more\nof these")
+        return Sixteenths.random()
+
+    report = check_tensor_subclass(make, laws=["clone", "swap"])
+    assert [result.what for result in report.failed] == ["raises OSError: no more of these"] * 2
+
+
+def test_flags_and_random_numbers_are_left_alone():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    future = torch.__future__
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        with torch.no_grad():
+            check_tensor_subclass(BROKEN["module-to"].random, laws=["dtype", "module-to", "module-load"])
+            assert not torch.is_grad_enabled()
+        assert future.get_swap_module_params_on_conversion()
+    finally:
+        future.set_swap_module_params_on_conversion(False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert threading.active_count() >= 1
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch):
+    from torchtether.testing.tensors import processes
+
+    class Sleeps(Sixteenths):
+        def share_memory_(self):
+            import time
+
+            time.sleep(100)
+
+    monkeypatch.setattr(processes, "_PATIENCE", 0.5)
+    report = check_tensor_subclass(Sleeps.random, laws="share-memory")
+    assert "does not end" in report.failed[0].what
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.slow
+def test_without_fork_the_class_is_made_in_a_fresh_process(monkeypatch):
+    monkeypatch.delattr(os, "fork")
+    assert check_tensor_subclass(_plain, laws="share-memory").passed
+    local = check_tensor_subclass(lambda: torch.randn(4, 8), laws="share-memory")
+    assert "function of a module" in local.skipped[0].what
+
+
+def _plain():
+    return torch.randn(8, 16)
+
+
+@pytest.mark.slow
+def test_sharding_runs_in_two_processes():
+    assert check_tensor_subclass(_plain, laws="fsdp2").check().passed
+    report = check_tensor_subclass(Sixteenths.random, laws="fsdp2")
+    assert report.failed
+    assert "raises" in report.failed[0].what
