@@ -19,6 +19,8 @@ from .errors import (
 )
 from .gguf_names import gguf_names
 from .load import LoadPlan, load, plan_load
+from .mapping import StorageDiff, StorageMap
+from .mapping import storage_map as map
 from .meta import materialize, on_meta
 from .optimizer import check_optimizer
 from .quantize import dequantize, quantize
@@ -54,6 +56,8 @@ __all__ = [
     "convert", "quantize", "dequantize", "swapping", "on_meta", "materialize",
     # ties and optimizers
     "find_ties", "check_ties", "tie", "untie", "check_optimizer",
+    # pictures
+    "map", "StorageMap", "StorageDiff",
     # the nouns
     "Weight", "WeightSpec", "Tie", "View",
     # schemes

@@ -139,6 +139,7 @@ class LoadPlan:
             meter.seconds,
             meter.peak,
             meter.mapped_peak,
+            meter.timeline,
         )
 
     def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:
