@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from .svg import document, element, words
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 760.0, 300.0, 84.0, 46.0, 20.0, 40.0
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 760.0, 300.0, 84.0, 46.0, 44.0, 40.0
 
 
 def draw_timeline(
