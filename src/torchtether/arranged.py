@@ -38,8 +38,11 @@ class Arranged(Mapping[str, Composed]):
         listed = list(checkpoint)
         every = [(key, True) for key in listed] + [(key, False) for key in checkpoint.flat if key not in set(listed)]
         stored = {key: whole(key, checkpoint.spec(key)) for key, _ in every}
+        self.faults: list[str]
         named, self.faults = renamed([Named(key, stored[key], is_listed) for key, is_listed in every], rename)
-        self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
+        self.broken: dict[str, Composed] = {
+            one.name: one.tensor for one in named if one.tensor.is_broken and one.listed
+        }
         self._made: dict[str, Composed] = {}
         self._recipes: dict[str, Recipe] = {}
         self._keys: dict[str, str | None] = {}

@@ -40,6 +40,9 @@ class LoadReport:
     """What a load did. ``missing_keys`` and ``unexpected_keys`` are torch's words; with ``strict`` both are empty.
 
     ``unexpected_keys`` also names non-persistent buffers that the file stores and the model computes itself.
+
+    >>> print(LoadReport(missing_keys=("head.weight",), tensors=3, bytes=5_000_000, seconds=0.5))
+    3 tensors, 5 MB in 0.50 s; missing: head.weight
     """
 
     missing_keys: tuple[str, ...] = ()
@@ -129,7 +132,7 @@ class Meter:
     """
 
     def __enter__(self) -> Meter:
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self.peak: int | None = None
         self.mapped_peak: int | None = None
         self._samples: list[Sample] = []

@@ -167,6 +167,14 @@ class StorageDiff:
 
     ``changes`` are pairs of a name and what is different about it.  "another object" and "in other memory" are said
     only where they are certain.
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    >>> before = tt.map(model)
+    >>> _ = tt.quantize(model, "int8")
+    >>> print(tt.map(model).diff(before))
+    512 B in 2 storages -> 192 B in 4 storages, 0 ties -> 0 ties
+    *.weight x2: plain -> Affine(bits=8); 256 B -> 96 B
     """
 
     before: StorageMap
