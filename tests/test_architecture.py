@@ -13,7 +13,7 @@ SOURCE = Path(torchtether.__file__).parent
 
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
-    {"errors", "_garbage"},
+    {"errors", "_garbage", "drawing"},
     {"_torch"},
     {"native"},
     {"schemes"},
@@ -35,6 +35,7 @@ LEVELS = [
     {"formats"},
     {"slices"},
     {"checkpoint"},
+    {"mapping"},
     {"pieces", "patterns"},
     {"composing", "arrangements"},
     {"renaming"},

@@ -23,6 +23,8 @@ from .errors import (
 )
 from .gguf_names import gguf_names
 from .load import LoadPlan, load, plan_load
+from .mapping import StorageDiff, StorageMap
+from .mapping import storage_map as map
 from .meta import materialize, on_meta
 from .optimizer import check_optimizer
 from .quantize import dequantize, quantize
@@ -61,6 +63,8 @@ __all__ = [
     "find_ties", "check_ties", "tie", "untie", "check_optimizer",
     # many machines
     "distributed",
+    # pictures
+    "map", "StorageMap", "StorageDiff",
     # the nouns
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes

@@ -34,6 +34,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
     Tied names give the same memory, in any order of asking; for that, tied tensors stay in memory until ``close``.
     Every other tensor is read anew each time, into memory of its own. Quantized weights come as ``Weight``.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"w": torch.ones(2, 3)}, folder)
+    ...     with tt.open(folder) as checkpoint:
+    ...         print(list(checkpoint), checkpoint.spec("w").shape, checkpoint["w"].sum())
+    ['w'] (2, 3) tensor(6.)
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -41,7 +48,7 @@ class Checkpoint(Mapping[str, Tensor]):
             self._open(path)
 
     def _open(self, path: Path | str) -> None:
-        self.store = Store(path)
+        self.store: Store = Store(path)
         try:
             store = self.store
             contents = Contents(
@@ -53,8 +60,8 @@ class Checkpoint(Mapping[str, Tensor]):
             raise
         self._format = format
         self._fitting = format if isinstance(format, Fitting) else None
-        self.path = self.store.path
-        self.format = format.name if format else PLAIN
+        self.path: Path = self.store.path
+        self.format: str = format.name if format else PLAIN
         self.faults: Mapping[str, str] = found.faults
         """What is wrong with quantized weights that cannot be read, by name."""
         self.ties: tuple[Tie, ...] = self.store.record.ties

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import CheckpointError, TetherError
 from .formats import WRITABLE
+from .mapping import storage_map
 from .report import said_bytes
 from .schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
 from .spec import View
@@ -63,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "what a checkpoint holds, without reading the tensors", "path")
     inspect.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     add("ties", _ties, "which names of a checkpoint are one tensor, as a tree", "path")
+    mapped = add("map", _map, "which storages a checkpoint has, and who lies on them, as text or as a page", "path")
+    mapped.add_argument("--html", type=Path, metavar="OUT", help="write one HTML page that needs nothing else")
+    mapped.add_argument("--svg", type=Path, metavar="OUT", help="write the picture alone")
+    mapped.add_argument("--against", type=Path, metavar="SRC", help="say and draw what differs from this checkpoint")
+    mapped.add_argument("--all", action="store_true", help="every tensor, however many there are")
     verify = add("verify", _verify, "read every byte of a checkpoint and check every record", "path")
     verify.add_argument("--against", type=Path, metavar="SRC", help="compare every tensor with this checkpoint's")
     quantize = add("quantize", _quantize, "a float checkpoint as a quantized one", "source", "target")
@@ -197,6 +204,23 @@ def _show_ties(checkpoint: Checkpoint) -> None:
 
 def _geometry(view: View | None) -> str:
     return "" if view is None else f" (view {list(view.size)}, stride {list(view.stride)}, offset {view.offset})"
+
+
+def _map(arguments: argparse.Namespace) -> None:
+    made = storage_map(arguments.path)
+    limit = None if arguments.all else 300
+    if arguments.svg:
+        made.to_svg(arguments.svg, limit=limit)
+    if arguments.against:
+        diff = made.diff(storage_map(arguments.against))
+        if arguments.html:
+            diff.to_html(arguments.html, limit=limit)
+        print(diff)
+        return
+    if arguments.html:
+        made.to_html(arguments.html, limit=limit)
+    width = shutil.get_terminal_size((160, 24)).columns
+    print(made.to_text(limit=None if arguments.all else 40, width=width))
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:

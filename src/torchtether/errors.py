@@ -25,6 +25,13 @@ class TetherError(Exception):
     SchemeError('head.weight: got 3 bits. Use 4.')
     """
 
+    what: str
+    """What is wrong, with both values."""
+    name: str
+    """Of what; may be empty."""
+    fix: str
+    """What to do; may be empty."""
+
     def __init__(self, what: str, *, name: str = "", fix: str = "") -> None:
         self.what, self.name, self.fix = what, name, fix
         text = f"{name}: {what}" if name else what

@@ -48,6 +48,13 @@ class LoadPlan:
 
     ``faults`` is a tuple of one-line texts, empty if the load can go ahead; ``print(plan)`` shows steps and faults.
     ``left`` names what has not been loaded yet.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save(torch.nn.Linear(2, 3), folder)
+    ...     plan = tt.plan_load(torch.nn.Linear(2, 4, device="meta"), folder)
+    ...     print(len(plan.faults), plan.left, plan.faults[0].partition(": ")[2])
+    2 () the checkpoint has shape (3, 2), the model has (4, 2)
     """
 
     def __init__(
@@ -59,7 +66,8 @@ class LoadPlan:
         optimizer: Any = None,
         map: bool = False,
     ) -> None:
-        self.model, self.checkpoint = model, checkpoint
+        self.model: nn.Module = model
+        self.checkpoint: Checkpoint = checkpoint
         self._options, self._optimizer, self._map = options, optimizer, map
         self._done: set[str] = set()
         self._take(found)
@@ -69,7 +77,7 @@ class LoadPlan:
         self.faults: tuple[str, ...] = tuple(found.faults)
         self.missing_keys: tuple[str, ...] = tuple(found.missing)
         self.unexpected_keys: tuple[str, ...] = tuple(found.unexpected)
-        self.bytes = sum(step.nbytes for step in self.steps)
+        self.bytes: int = sum(step.nbytes for step in self.steps)
         self._draft = found
 
     @property
@@ -150,6 +158,7 @@ class LoadPlan:
             meter.peak,
             meter.mapped_peak,
             _said_encoder(encoder),
+            meter.timeline,
         )
 
     def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:

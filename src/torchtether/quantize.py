@@ -36,7 +36,7 @@ def quantize(
     each with a scheme or ``None``, the first match wins.  A tied group is quantized once and stays tied.  A Weight of
     the wanted scheme is left alone, one of another scheme is encoded again, a tensor on ``meta`` becomes a Weight on
     ``meta``.  Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without
-    ``assign=True``.
+    ``assign=True``.  State of ``optimizer`` follows its parameters; ``atomic`` as in ``tt.convert``.
 
     Raises:
         RuleError, SchemeError: the rules or the values do not fit; nothing has changed.
@@ -70,7 +70,8 @@ def dequantize(
 ) -> nn.Module:
     """Every Weight of the model is a plain tensor of its values; each is the same Parameter object as before.
 
-    Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.
+    Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.  State of
+    ``optimizer`` follows its parameters; ``atomic`` as in ``tt.convert``.
 
     Raises:
         ConversionError: something holds a parameter; nothing has changed.

@@ -9,14 +9,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from .drawing import draw_timeline
+from .drawing import said_bytes as said_bytes
+from .files import replacing
 from .spec import Tie
 
 Progress = bool | Callable[[int, int], Any] | None
 """``True`` for a bar on stderr, or a function that is told (bytes done, bytes in all)."""
+
+
+_SAMPLES = 600
+"""Moments of a timeline: more than a picture has room for."""
+
+
+class Sample(NamedTuple):
+    """Bytes above what there was before, at one moment of a load, in seconds since it began."""
+
+    seconds: float
+    anonymous: int
+    mapped: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,9 @@ class LoadReport:
     """What a load did. ``missing_keys`` and ``unexpected_keys`` are torch's words; with ``strict`` both are empty.
 
     ``unexpected_keys`` also names non-persistent buffers that the file stores and the model computes itself.
+
+    >>> print(LoadReport(missing_keys=("head.weight",), tensors=3, bytes=5_000_000, seconds=0.5))
+    3 tensors, 5 MB in 0.50 s; missing: head.weight
     """
 
     missing_keys: tuple[str, ...] = ()
@@ -44,6 +63,8 @@ class LoadReport:
     """Resident pages of mapped files at their highest, above what there was before: the system can drop those."""
     encoder: str = ""
     """What encoded the weights: ``compiled`` loops, or ``torch ops`` and why; empty if nothing was encoded."""
+    timeline: tuple[Sample, ...] = field(default=(), repr=False)
+    """Memory over time, above what there was before; few hundred moments, whatever the load took."""
 
     def __str__(self) -> str:
         words = [f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"]
@@ -65,18 +86,22 @@ class LoadReport:
                 words.append(f"{what}: {', '.join(names[:4])}{'' if len(names) < 5 else f' and {len(names) - 4} more'}")
         return "; ".join(words)
 
+    def to_svg(self, path: str | PathLike[str] | None = None) -> str:
+        """Memory over the time of the load as an SVG document; written to ``path`` too, if there is one.
 
-def said_bytes(count: float) -> str:
-    """A number of bytes for people.
-
-    >>> said_bytes(2_469_606_400)
-    '2.47 GB'
-    """
-    for unit in ("B", "kB", "MB"):
-        if abs(count) < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
+        Without a timeline, as where the system does not tell, it is an empty frame. Raises CheckpointError if ``path``
+        cannot be written.
+        """
+        curves = (
+            ("anonymous memory", "parameter", [sample.anonymous for sample in self.timeline]),
+            ("pages of mapped files", "second", [sample.mapped for sample in self.timeline]),
+        )
+        title = f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"
+        text = draw_timeline([sample.seconds for sample in self.timeline], curves, title, said_bytes)
+        if path is not None:
+            with replacing(Path(path)) as [file]:
+                file.write(text.encode())
+        return text
 
 
 @contextmanager
@@ -104,20 +129,24 @@ class Meter:
     """How long a block takes, and how much memory it needs at most, above what there was before.
 
     ``peak`` is anonymous memory, ``mapped_peak`` resident pages of mapped files; ``None`` where the system does not
-    tell. A thread looks every two milliseconds, so shorter peaks may be missed.
+    tell. A thread looks every two milliseconds, so shorter peaks may be missed. ``timeline`` is what it saw: of a long
+    block, the highest of several looks each.
     """
 
     def __enter__(self) -> Meter:
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self.peak: int | None = None
         self.mapped_peak: int | None = None
+        self._samples: list[Sample] = []
+        self._stride = 1
+        self._looks = 0
         self._before = resident_memory()
         self._highest = self._before
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._start = time.perf_counter()
         if self._before is not None:
             self._thread.start()
-        self._start = time.perf_counter()
         return self
 
     def _watch(self) -> None:
@@ -127,8 +156,28 @@ class Meter:
     def look(self) -> None:
         """Counts what there is now."""
         now = resident_memory()
-        if now is not None and self._highest is not None:
+        if now is not None and self._highest is not None and self._before is not None:
             self._highest = Resident(*map(max, self._highest, now))
+            self._note(time.perf_counter() - self._start, now, self._before)
+
+    def _note(self, moment: float, now: Resident, before: Resident) -> None:
+        """Adds a sample, or raises the last one; when there are many, every two become one, so there are never more."""
+        sample = Sample(moment, now.anonymous - before.anonymous, now.mapped - before.mapped)
+        if self._looks % self._stride and self._samples:
+            self._samples[-1] = _higher(self._samples[-1], sample)
+        else:
+            self._samples.append(sample)
+        self._looks += 1
+        if len(self._samples) > _SAMPLES:
+            pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
+            self._samples = [_higher(*pair) for pair in pairs] + self._samples[len(self._samples) // 2 * 2 :]
+            self._stride *= 2
+            self._looks = len(self._samples) * self._stride
+
+    @property
+    def timeline(self) -> tuple[Sample, ...]:
+        """What there was over time, above what there was before."""
+        return tuple(self._samples)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -140,6 +189,10 @@ class Meter:
             self.look()
             self.peak = self._highest.anonymous - self._before.anonymous
             self.mapped_peak = self._highest.mapped - self._before.mapped
+
+
+def _higher(one: Sample, two: Sample) -> Sample:
+    return Sample(one.seconds, max(one.anonymous, two.anonymous), max(one.mapped, two.mapped))
 
 
 _STATUS = Path("/proc/self/status")

@@ -44,7 +44,9 @@ class TensorSlice:
         whole: Callable[[], Tensor],
         rows: Rows,
     ) -> None:
-        self.name, self.shape, self.dtype = name, spec.shape, spec.dtype
+        self.name: str = name
+        self.shape: Shape = spec.shape
+        self.dtype: torch.dtype = spec.dtype
         self._store, self._entry, self._view, self._spec, self._whole = store, entry, view, spec, whole
         self._read_parts = rows
 

@@ -18,6 +18,10 @@ class View:
     """The geometry of an alias over its owner's memory.
 
     ``stride`` and ``offset`` count elements of ``dtype``; ``offset`` starts at the owner's first byte.
+
+    >>> import torch
+    >>> View(torch.float32, (3, 2), (1, 3)).to_json()
+    {'dtype': 'float32', 'size': [3, 2], 'stride': [1, 3], 'offset': 0}
     """
 
     dtype: torch.dtype
@@ -39,6 +43,7 @@ class View:
         return False
 
     def to_json(self) -> dict[str, Any]:
+        """The view as JSON values, which ``from_json`` reads."""
         return {
             "dtype": dtype_name(self.dtype),
             "size": list(self.size),
@@ -48,6 +53,7 @@ class View:
 
     @staticmethod
     def from_json(record: Any) -> View:
+        """What ``to_json`` wrote. Raises TieError for anything else."""
         if not isinstance(record, dict) or record.keys() != {"dtype", "size", "stride", "offset"}:
             raise TieError("a view record needs exactly dtype, size, stride and offset")
         size, stride, offset = record["size"], record["stride"], record["offset"]
@@ -86,10 +92,12 @@ class Tie:
 
     @property
     def owner(self) -> str:
+        """The name under which the tensor is stored."""
         return self.names[0]
 
     @property
     def aliases(self) -> tuple[str, ...]:
+        """Every name but the owner's."""
         return self.names[1:]
 
     def __str__(self) -> str:
@@ -100,6 +108,7 @@ class Tie:
         return " = ".join(words)
 
     def to_json(self) -> dict[str, Any]:
+        """The tie as JSON values, which ``from_json`` reads."""
         return {
             "names": list(self.names),
             "views": [view and view.to_json() for view in self.views],
@@ -108,6 +117,7 @@ class Tie:
 
     @staticmethod
     def from_json(record: Any) -> Tie:
+        """What ``to_json`` wrote. Raises TieError for anything else."""
         if not isinstance(record, dict) or record.keys() != {"names", "views", "objects"}:
             raise TieError("a tie record needs exactly names, views and objects")
         names, views, objects = record["names"], record["views"], record["objects"]
@@ -126,6 +136,11 @@ class WeightSpec:
     """Everything that a Weight is, besides its parts.
 
     ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
+
+    >>> import torch, torchtether as tt
+    >>> spec = WeightSpec.of((4, 2), torch.bfloat16, tt.int8())
+    >>> spec.stride, WeightSpec.from_json(spec.to_json()) == spec
+    ((2, 1), True)
     """
 
     shape: Shape
@@ -140,6 +155,7 @@ class WeightSpec:
         return WeightSpec(tuple(shape), contiguous_stride(tuple(shape)), dtype, scheme, tie)
 
     def replace(self, **changes: Any) -> WeightSpec:
+        """The spec with other values of the fields that are given."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -157,6 +173,7 @@ class WeightSpec:
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the outside has the order of the parts."""
         return self.order == tuple(range(len(self.shape)))
 
     def permute(self, order: tuple[int, ...]) -> WeightSpec:
@@ -164,6 +181,7 @@ class WeightSpec:
         return self.replace(shape=tuple(self.shape[d] for d in order), stride=tuple(self.stride[d] for d in order))
 
     def to_json(self) -> dict[str, Any]:
+        """The weight as JSON values, which ``from_json`` reads."""
         record: dict[str, Any] = {
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
@@ -177,6 +195,7 @@ class WeightSpec:
 
     @staticmethod
     def from_json(record: Any) -> WeightSpec:
+        """What ``to_json`` wrote. Raises SchemeError for anything else."""
         if not isinstance(record, dict) or not {"shape", "dtype", "scheme"} <= record.keys():
             raise SchemeError("a weight record needs shape, dtype and scheme")
         shape = _numbers(record["shape"], "shape")

@@ -279,6 +279,8 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
     The owner is the tensor that covers the others: contiguous first, then a Parameter before a buffer, the larger
     element, the higher rank, module order.  Where none covers all, it is the first in memory, and views reach past it.
 
+    Raises TieError where memory is shared in a way that a tie cannot say: see ``tt.map``, which shows it.
+
     >>> import torch, torchtether as tt
     >>> model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(5, 2), "head": torch.nn.Linear(2, 5, bias=False)})
     >>> model["head"].weight = model["emb"].weight

@@ -78,7 +78,8 @@ class Weight(Tensor):
 
     @classmethod
     def encode(cls, values: Tensor, scheme: Scheme, *, tie: Tie | None = None) -> Weight:
-        """A new Weight that holds ``values`` (any strides, any float dtype) in ``scheme``, contiguous, without a graph.
+        """A new Weight that holds the given values (any strides, any float dtype) in ``scheme``, without a graph.
+        It is contiguous.
 
         Raises SchemeError if the shape does not fit, or the values are not floating point or not finite.
         """
@@ -220,7 +221,11 @@ class Weight(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         answer = RULES.get(func)
         # aten ops are answered below autograd, not here; and the compiler sees those, and our rules for them, only
@@ -231,7 +236,7 @@ class Weight(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(_is_other_wrapper(kind) for kind in types):
             return NotImplemented  # DTensor and the like wrap us, not the reverse

@@ -51,15 +51,15 @@ class TensorFile:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.name = str(path)
+        self.path: Path = Path(path)
+        self.name: str = str(path)
         self._map: mmap.mmap | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
         try:
-            self.header = self._parse()
+            self.header: Header = self._parse()
         except BaseException:
             self.close()
             raise

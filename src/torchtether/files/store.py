@@ -30,16 +30,21 @@ class Store:
     flat     ``alias: owner`` pairs of other writers, to be believed for a name that somebody asks for, never listed
     """
 
+    index: Index | None
+    record: Record
+    has_record: bool
+    flat: dict[str, str]
+
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.name = str(path)
+        self.path: Path = Path(path)
+        self.name: str = str(path)
         paths, self.index = find_files(path)
         self.files: list[TensorFile] = []
         try:
             for file in paths:
                 self.files.append(_kind(file)(file))
             self._home = _homes(self.files, self.index)
-            self.header = Header(
+            self.header: Header = Header(
                 {key: file.header.tensors[key] for key, file in sorted(self._home.items())},
                 {key: value for file in self.files for key, value in file.header.metadata.items()},
             )

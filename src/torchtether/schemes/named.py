@@ -24,6 +24,9 @@ def int8(
 ) -> Affine:
     """Eight-bit integers: one scale per row, or per ``group_size`` columns; ``fit="mse"`` searches for better ones.
 
+    Unless ``symmetric`` there is a zero point beside each scale; scales are of ``scale_dtype``.
+    Raises SchemeError for a ``group_size``, ``scale_dtype`` or ``fit`` that there is not.
+
     >>> int8().nbytes((64, 64), torch.bfloat16)
     4352
     """
@@ -37,7 +40,14 @@ def int4(
     scale_dtype: torch.dtype = torch.float32,
     fit: str = "range",
 ) -> Affine:
-    """Four-bit integers, two to a byte, with a scale and (unless symmetric) a zero point per ``group_size`` columns."""
+    """Four-bit integers, two to a byte, with a scale and (unless symmetric) a zero point per ``group_size`` columns.
+
+    ``None`` is one group per row; ``fit="mse"`` searches for better scales. Raises SchemeError for a ``group_size``,
+    ``scale_dtype`` or ``fit`` that there is not.
+
+    >>> int4(32).nbytes((64, 64), torch.bfloat16)
+    2688
+    """
     return Affine(bits=4, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit)
 
 
@@ -49,14 +59,27 @@ _FP8_BLOCKS: dict[str, tuple[int | None, int | None]] = {
 
 
 def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -> ScaledFloat:
-    """float8_e4m3fn with one scale per ``"row"``, per ``"tensor"``, or per ``"block"`` of 128 by 128 (DeepSeek)."""
+    """float8_e4m3fn with one scale per ``"row"``, per ``"tensor"``, or per ``"block"`` of 128 by 128 (DeepSeek).
+
+    Raises SchemeError for another ``granularity`` or ``scale_dtype``.
+
+    >>> fp8("block").nbytes((256, 128), torch.bfloat16)
+    32776
+    """
     if granularity not in _FP8_BLOCKS:
         raise SchemeError(f"granularity must be one of {', '.join(_FP8_BLOCKS)}, got {granularity!r}", name="fp8")
     return ScaledFloat("e4m3", block=_FP8_BLOCKS[granularity], scale_dtype=scale_dtype)
 
 
 def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range") -> Codebook:
-    """The 4-bit NormalFloat of QLoRA, as bitsandbytes computes it; ``fit="mse"`` searches for better scales."""
+    """The 4-bit NormalFloat of QLoRA, as bitsandbytes computes it; ``fit="mse"`` searches for better scales.
+
+    ``double_quant`` quantizes the scales too, one of which there is per ``block_size`` values in row-major order.
+    Raises SchemeError for a ``block_size`` or ``fit`` that there is not.
+
+    >>> nf4().nbytes((64, 64), torch.bfloat16), nf4(double_quant=True).nbytes((64, 64), torch.bfloat16)
+    (2304, 2120)
+    """
     return Codebook(NF4, block_size=block_size, nested=double_quant, fit=fit)
 
 
@@ -71,14 +94,24 @@ def mxfp8(element: str = "e4m3", *, scale_rounding: str = "rceil") -> ScaledFloa
 
 
 def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
-    """OCP microscaling fp4: E2M1 with a power of two per 32 columns."""
+    """OCP microscaling fp4: E2M1 with a power of two per 32 columns.
+
+    ``scale_rounding`` says how that power is chosen. Raises SchemeError for one that there is not.
+
+    >>> mxfp4().nbytes((64, 64), torch.bfloat16)
+    2176
+    """
     return ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu, scale_rounding=scale_rounding)
 
 
 def nvfp4(*, global_divides: bool = False) -> ScaledFloat:
     """NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor.
 
-    ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.
+    ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.  Raises SchemeError when a shape does
+    not fit: rows are a multiple of 16 long.
+
+    >>> nvfp4().nbytes((64, 64), torch.bfloat16)
+    2308
     """
     return ScaledFloat(
         "e2m1", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True, global_divides=global_divides

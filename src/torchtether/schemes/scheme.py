@@ -41,6 +41,10 @@ class Scheme:
 
     Subclass it as a frozen dataclass, give it a ``kind``, and write ``layout``, ``encode``, ``decode`` and ``bound``.
     The last dimension of a tensor is the quantized one; ``shape`` is always that of the whole contiguous tensor.
+
+    >>> from torchtether.schemes import Affine
+    >>> {name: part.shape for name, part in Affine(bits=8).layout((4, 6)).items()}
+    {'qdata': (4, 6), 'scale': (4, 1)}
     """
 
     kind: ClassVar[str]

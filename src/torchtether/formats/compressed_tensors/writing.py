@@ -163,7 +163,7 @@ def _way(name: str, spec: WeightSpec) -> Way:
     if isinstance(scheme, ScaledFloat):
         return _floats(name, scheme, spec.shape)
     _refuse(
-        name, f"has no words for {scheme}", "Use tt.int8(), tt.int4(), tt.fp8(), tt.mxfp4(), tt.mxfp8() or tt.nvfp4()."
+        name, f"has no words for {scheme}", "Use tt.int8(), tt.int4(), tt.fp8(), tt.mxfp4(), tt.nvfp4() or 'mxfp8'."
     )
 
 

@@ -1,0 +1,64 @@
+"""Text that others wrote, made safe to show: no control characters, no more columns than there are."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def clean(text: str) -> str:
+    """``text`` with everything that is not printable escaped: it can move no cursor, turn no line, break no XML.
+
+    >>> clean("a\\x1b[2Jb")
+    'a\\\\x1b[2Jb'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def width_of(text: str) -> int:
+    """The columns that ``text`` takes in a terminal: wide characters take two, combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def cut(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns; what is too long loses its middle, because names differ at both ends.
+
+    >>> cut("model.layers.31.mlp.down_proj.weight", 20)
+    'model.lay…roj.weight'
+    """
+    if width_of(text) <= width:
+        return text
+    room = max(width - 1, 0)
+    head, tail = _first(text, room // 2), _first(text[::-1], room - room // 2)[::-1]
+    return f"{head}…{tail}" if width else ""
+
+
+def _first(text: str, width: int) -> str:
+    used, taken = 0, 0
+    for c in text:
+        used += width_of(c)
+        if used > width:
+            break
+        taken += 1
+    return text[:taken]
+
+
+def padded(text: str, width: int, *, right: bool = False) -> str:
+    """``text`` in exactly ``width`` columns."""
+    text = cut(text, width)
+    room = " " * (width - width_of(text))
+    return room + text if right else text + room
+
+
+def said_bytes(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> said_bytes(2_469_606_400)
+    '2.47 GB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if abs(count) < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

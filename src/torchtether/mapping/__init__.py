@@ -1,0 +1,5 @@
+"""Who shares what: storages, and the tensors that lie on them, as text, as a picture and as a comparison."""
+
+from .storage_map import StorageDiff, StorageMap, storage_map
+
+__all__ = ["StorageDiff", "StorageMap", "storage_map"]

@@ -1,0 +1,146 @@
+"""What a storage map knows: every tensor, every storage under it, and where on it the tensor lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..schemes import Shape
+from ..spec import Tie
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One plain tensor over a storage, in bytes from the first of it.
+
+    ``owner`` is the index, in its group, of the tensor that it is or belongs to; ``part`` names an inner tensor.
+    ``is_dense`` says that it covers every byte between ``start`` and ``stop``.
+    """
+
+    owner: int
+    part: str
+    dtype: str
+    shape: Shape
+    stride: Shape
+    layout: str
+    start: int
+    stop: int
+    is_dense: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One piece of memory, or of a file: ``where`` says which. ``identity`` is 0 where it is not known."""
+
+    nbytes: int
+    device: str
+    lanes: tuple[Lane, ...]
+    where: str = ""
+    identity: int = 0
+
+    @property
+    def reached(self) -> int:
+        """The bytes from which some tensor can be reached; the rest is kept alive for nobody."""
+        total, end = 0, 0
+        for lane in sorted(self.lanes, key=lambda lane: lane.start):
+            total += max(0, lane.stop - max(lane.start, end))
+            end = max(end, lane.stop)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor object under all of its names; ``kind`` is "parameter", "buffer" or "tensor".
+
+    ``scheme`` says what it is made of, if it is no plain tensor; ``decoded`` what its values take once decoded.
+    ``nbytes`` counts the bytes of its elements, or of its parts. ``note`` is what else there is to say.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    dtype: str
+    shape: Shape
+    stride: Shape
+    layout: str
+    device: str
+    nbytes: int
+    scheme: str = ""
+    decoded: int = 0
+    requires_grad: bool = False
+    note: str = ""
+    identity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that lie on the same storages, directly or through each other; most groups hold one of each.
+
+    ``ties`` are those that share elements; what only lies beside each other in one storage is not tied.
+    """
+
+    tensors: tuple[Held, ...]
+    storages: tuple[Storage, ...]
+    ties: tuple[Tie, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for held in self.tensors for name in held.names)
+
+
+def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
+    """``items``, together where they have a key in common, directly or through each other, in order."""
+    parent = list(range(len(items)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    first: dict[object, int] = {}
+    for i, own in enumerate(keys):
+        for key in own:
+            one, two = root(first.setdefault(key, i)), root(i)
+            parent[max(one, two)] = min(one, two)
+    groups: dict[int, list[T]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault(root(i), []).append(item)
+    return list(groups.values())
+
+
+def layout_of(shape: Shape, stride: Shape) -> str:
+    """How elements lie, in a word: contiguous, transposed, permuted, strided, expanded, overlapping.
+
+    >>> layout_of((2, 3), (3, 1)), layout_of((3, 2), (1, 3)), layout_of((2, 3), (6, 1)), layout_of((2, 3), (0, 1))
+    ('contiguous', 'transposed', 'strided', 'expanded')
+    """
+    steps = [(jump, size) for size, jump in zip(shape, stride, strict=True) if size != 1]
+    if 0 in shape:
+        return "contiguous"
+    if any(jump == 0 for jump, _ in steps):
+        return "expanded"
+    ordered, reach, is_dense = sorted(steps), 1, True
+    for jump, size in ordered:
+        if jump < reach:
+            return "overlapping"
+        is_dense = is_dense and jump == reach
+        reach = jump * (size - 1) + reach
+    if not is_dense:
+        return "strided"
+    if steps == ordered[::-1]:
+        return "contiguous"
+    return "transposed" if len(steps) == 2 else "permuted"
+
+
+def extent(shape: Shape, stride: Shape, itemsize: int) -> int:
+    """The bytes from the first element to the end of the last."""
+    if 0 in shape:
+        return 0
+    return (sum((size - 1) * jump for size, jump in zip(shape, stride, strict=True)) + 1) * itemsize

@@ -1,0 +1,223 @@
+"""Storage maps: made, printed, drawn and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ..checkpoint import Checkpoint, open_checkpoint
+from ..drawing import said_bytes
+from ..files import replacing
+from ..spec import Tie
+from .difference import changes_between, grouped
+from .facts import Group
+from .live import groups_of
+from .picture import bullets, draw, page, table, wide
+from .rows import counted
+from .stored import groups_of_checkpoint
+from .terminal import lines_of
+
+Mapped = nn.Module | Mapping[str, Tensor] | Checkpoint | str | PathLike[str]
+"""What can be mapped: a module, a state dict, an open checkpoint or the path of one."""
+
+
+def storage_map(model: Mapped) -> StorageMap:
+    """Who shares what in ``model``, as it is now: every storage, and the parameters and buffers that lie on it.
+
+    ``model`` is a module, a mapping from names to tensors, or a checkpoint or its path (``str`` or path object), of
+    which only headers are read.  Tensors on ``meta``, Weights and other wrappers, sparse, complex and empty tensors are
+    mapped too.  The map keeps no tensor alive; nothing of the model is changed or read.
+
+    Raises:
+        TypeError: ``model`` is none of these, or the mapping holds what is no tensor.
+        CheckpointError: the path cannot be read.
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(50, 8), "head": torch.nn.Linear(8, 50, bias=False)})
+    >>> model["head"].weight = model["emb"].weight
+    >>> print(tt.map(model))
+    1 storage of 1.6 kB: 1 tensor under 2 names, 1 tie; without ties it would be 3.2 kB
+      1.6 kB  cpu  ████████████████████  emb.weight       float32 [50, 8]
+                                           = head.weight  the same object
+    """
+    if isinstance(model, Checkpoint):
+        return StorageMap(groups_of_checkpoint(model), str(model.path))
+    if isinstance(model, (str, PathLike)):
+        with open_checkpoint(Path(model)) as checkpoint:
+            return storage_map(checkpoint)
+    if isinstance(model, nn.Module):
+        return StorageMap(groups_of(model), type(model).__name__)
+    if not isinstance(model, Mapping):
+        raise TypeError(
+            f"model: got {type(model).__name__}, not a module, a mapping of tensors or a checkpoint's path."
+        )
+    for name, tensor in model.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise TypeError(f"model: it maps {name!r} to {type(tensor).__name__}, not a name to a tensor.")
+    return StorageMap(groups_of(model), type(model).__name__)
+
+
+@dataclass(frozen=True)
+class StorageMap:
+    """Who shared what when it was made: ``groups`` of tensors with the storages that they lie on.
+
+    ``print(map)`` shows it; ``to_svg`` and ``to_html`` draw it; ``diff`` says what has changed since another one.
+
+    >>> import torch, torchtether as tt
+    >>> both = torch.arange(6.0)
+    >>> print(tt.map({"all": both, "last": both[4:], "other": torch.zeros(2)}))
+    2 storages of 32 B: 3 tensors under 3 names, 1 tie; without ties it would be 40 B
+        24 B  cpu  ░░░░░░░░░░░░░░░░░░░░  storage  24 B
+                   ████████████████████    all    float32 [6]
+                                ███████    last   float32 [2], from byte 16
+         8 B  cpu  ███████               other    float32 [2]
+    """
+
+    groups: tuple[Group, ...]
+    title: str = field(default="", compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all storages, each counted once."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of every tensor."""
+        return tuple(name for group in self.groups for name in group.names)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Which names share memory, as ``tt.find_ties`` says."""
+        return tuple(tie for group in self.groups for tie in group.ties)
+
+    @property
+    def summary(self) -> str:
+        """How much there is, in one line."""
+        storages, tensors = (sum(len(getattr(g, what)) for g in self.groups) for what in ("storages", "tensors"))
+        words = f"{counted(storages, 'storage')} of {said_bytes(self.nbytes)}: {counted(tensors, 'tensor')} under "
+        words += counted(len(self.names), "name")
+        lost = sum(s.nbytes - s.reached for group in self.groups for s in group.storages)
+        sizes = {name: held.nbytes for group in self.groups for held in group.tensors for name in held.names}
+        single = self.nbytes + sum(sizes.get(alias, 0) for tie in self.ties for alias in tie.aliases)
+        decoded = sum(held.decoded - held.nbytes for group in self.groups for held in group.tensors if held.decoded)
+        if self.ties:
+            words += f", {counted(len(self.ties), 'tie')}; without ties it would be {said_bytes(single)}"
+        if decoded:
+            words += f"; decoded, {said_bytes(self.nbytes + decoded)}"
+        return words + (f"; {said_bytes(lost)} that no tensor reaches" if lost else "")
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<StorageMap: {self.summary}>"
+
+    def _repr_html_(self) -> str:
+        return wide(draw(self.groups, self._heading()))
+
+    def _heading(self) -> str:
+        return f"{self.title}: {self.summary}" if self.title else self.summary
+
+    def to_text(self, *, limit: int | None = 40, width: int = 120) -> str:
+        """The map for a terminal of ``width`` columns; groups that look alike are one line, at most ``limit`` of them.
+
+        Bars are as long as their storage is large, by order of magnitude where sizes differ much.
+        """
+        return "\n".join([self.summary, *lines_of(self.groups, limit, max(width, 60))])
+
+    def to_svg(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
+        """The map as an SVG document that needs nothing else; written to ``path`` too, if there is one.
+
+        Raises CheckpointError if ``path`` cannot be written.
+        """
+        return _written(draw(self.groups, self._heading(), limit), path)
+
+    def to_html(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
+        """The map as one HTML page, with a table of all names; written to ``path`` too, if there is one.
+
+        Raises CheckpointError if ``path`` cannot be written.
+        """
+        sections = [("", wide(draw(self.groups, self.title, limit))), ("", table(self.groups))]
+        return _written(page(f"Storage map of {self.title}", self.summary, sections), path)
+
+    def diff(self, earlier: StorageMap) -> StorageDiff:
+        """What is different in this map from ``earlier``, name by name.
+
+        >>> import torch, torchtether as tt
+        >>> model = torch.nn.Linear(4, 4, bias=False)
+        >>> before = tt.map(model)
+        >>> _ = model.bfloat16()
+        >>> print(tt.map(model).diff(before))
+        64 B in 1 storage -> 32 B in 1 storage, 0 ties -> 0 ties
+        weight: float32 -> bfloat16; 64 B -> 32 B
+        """
+        if not isinstance(earlier, StorageMap):
+            raise TypeError(f"earlier: got {type(earlier).__name__}, not what tt.map returns.")
+        return StorageDiff(earlier, self)
+
+
+@dataclass(frozen=True)
+class StorageDiff:
+    """What changed from the map ``before`` to the map ``after``; ``print(diff)`` shows it, ``to_html`` draws both.
+
+    ``changes`` are pairs of a name and what is different about it.  "another object" and "in other memory" are said
+    only where they are certain.
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    >>> before = tt.map(model)
+    >>> _ = tt.quantize(model, "int8")
+    >>> print(tt.map(model).diff(before))
+    512 B in 2 storages -> 192 B in 4 storages, 0 ties -> 0 ties
+    *.weight x2: plain -> Affine(bits=8); 256 B -> 96 B
+    """
+
+    before: StorageMap
+    after: StorageMap
+
+    @property
+    def changes(self) -> tuple[tuple[str, str], ...]:
+        """(name, what is different), in the order of the later map; then what is gone."""
+        return changes_between(self.before.groups, self.after.groups)
+
+    @property
+    def summary(self) -> str:
+        """Bytes, storages and ties of both, in one line."""
+        return ", ".join(f"{one} -> {two}" for one, two in zip(_size(self.before), _size(self.after), strict=True))
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(grouped(self.changes) or ["nothing has changed"])])
+
+    def __repr__(self) -> str:
+        return f"<StorageDiff: {self.summary}; {counted(len(self.changes), 'name')} changed>"
+
+    def __bool__(self) -> bool:
+        """Whether anything has changed."""
+        return bool(self.changes)
+
+    def to_html(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
+        """The changes and both maps on one HTML page; written to ``path`` too, if there is one.
+
+        Raises CheckpointError if ``path`` cannot be written.
+        """
+        sections = [("What changed", bullets(grouped(self.changes)))]
+        for when, one in (("Before", self.before), ("After", self.after)):
+            sections.append((when, wide(draw(one.groups, one._heading(), limit))))
+        return _written(page(f"{self.after.title}: before and after", self.summary, sections), path)
+
+
+def _size(one: StorageMap) -> tuple[str, str]:
+    storages = counted(sum(len(group.storages) for group in one.groups), "storage")
+    return f"{said_bytes(one.nbytes)} in {storages}", counted(len(one.ties), "tie")
+
+
+def _written(text: str, path: str | PathLike[str] | None) -> str:
+    if path is not None:
+        with replacing(Path(path)) as [file]:
+            file.write(text.encode())
+    return text

@@ -1,0 +1,57 @@
+"""A storage map as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..drawing import Scale, clean, padded, said_bytes, width_of
+from .facts import Group
+from .rows import Row, rows_of
+
+_BAR = 20
+_WIDTH = 120
+
+
+def lines_of(groups: Sequence[Group], limit: int | None = 40, width: int = _WIDTH) -> list[str]:
+    """One line for each row: bytes, device, bar, name and facts; none is longer than ``width`` columns."""
+    rows = rows_of(groups, limit)
+    scale = Scale.of(row.total for row in rows)
+    devices = max((len(row.device) for row in rows), default=0)
+    before = 10 + devices + 2 + _BAR + 2
+    label = max((width_of(_label(row)) for row in rows), default=0)
+    label = min(label, max(16, (width - before) * 2 // 5))
+    return [_line(row, scale, devices, label, width) for row in rows]
+
+
+def _line(row: Row, scale: Scale, devices: int, label: int, width: int) -> str:
+    size = "" if row.nbytes is None else said_bytes(row.nbytes)
+    facts = row.facts + (f", {row.note}" if row.note else "")
+    line = "  ".join((padded(size, 8, right=True), padded(row.device, devices), _bar(row, scale),
+                      padded(_label(row), label), clean(facts)))  # fmt: skip
+    return _cut_end(line.rstrip(), width)
+
+
+def _cut_end(line: str, width: int) -> str:
+    """``line`` in at most ``width`` columns; the end goes, because facts that matter come first."""
+    if width_of(line) <= width:
+        return line
+    while width_of(line) > width - 1:
+        line = line[:-1]
+    return line + "…"
+
+
+def _label(row: Row) -> str:
+    times = f" x{row.count:,}" if row.count > 1 else ""
+    return f"{'  ' * row.depth}{clean(row.label)}{times}"
+
+
+def _bar(row: Row, scale: Scale) -> str:
+    if row.total <= 0:
+        return " " * _BAR
+    length = max(1, round(scale.length(row.total) * _BAR))
+    if row.is_frame:
+        return ("░" * length).ljust(_BAR)
+    first = min(int(row.start * length / row.total), length - 1)
+    last = max(first + 1, min(length, -(-row.stop * length // row.total))) if row.stop > row.start else first
+    sign = "▒" if row.is_meta or not row.is_dense else "█"
+    return (" " * first + sign * (last - first)).ljust(_BAR)

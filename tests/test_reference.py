@@ -1,0 +1,207 @@
+"""The public names: documented, fully annotated, and every reference in a docstring leads somewhere."""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import torchtether as tt
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "torchtether"
+PUBLIC = {name: getattr(tt, name) for name in tt.__all__}
+FUNCTIONS = {name: one for name, one in PUBLIC.items() if not inspect.isclass(one)}
+CLASSES = {name: one for name, one in PUBLIC.items() if inspect.isclass(one)}
+NEEDS_A_FILE = {"gguf_names"}  # its example would need a GGUF file with a vocabulary of llama
+
+
+def _members(kind):
+    """What a public class defines itself, besides what begins with an underscore."""
+    for name, member in vars(kind).items():
+        if not name.startswith("_"):
+            inner = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if inspect.isfunction(inner):
+                yield name, inner
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_documented(name):
+    text = inspect.getdoc(PUBLIC[name])
+    first = text.split("\n\n")[0]
+    assert first.rstrip().endswith((".", ":")), "the first sentence says what is true afterwards"
+    if not (inspect.isclass(PUBLIC[name]) and issubclass(PUBLIC[name], tt.TetherError)):
+        assert ">>>" in text or name in NEEDS_A_FILE, "an example that the suite runs"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_says_what_it_raises_and_takes(name):
+    text, parameters = inspect.getdoc(FUNCTIONS[name]), inspect.signature(FUNCTIONS[name]).parameters
+    if parameters:
+        assert "Raises" in text
+    if "for the arguments" in text:  # of another function, which takes the same
+        text = inspect.getdoc(tt.load)
+    for parameter in list(parameters)[1:]:
+        assert re.search(rf"\b{parameter}\b", text), f"{name}({parameter}) is not explained"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_method_of_a_public_class_is_documented(name):
+    for method, _ in _members(CLASSES[name]):
+        assert inspect.getdoc(getattr(CLASSES[name], method)), f"{name}.{method}"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_fully_annotated(name):
+    one = PUBLIC[name]
+    found = [(name, one)] if name in FUNCTIONS else [(f"{name}.{member}", inner) for member, inner in _members(one)]
+    if name in CLASSES and "__init__" in vars(one):
+        found.append((f"{name}.__init__", vars(one)["__init__"]))
+    for where, function in found:
+        signature = inspect.signature(inspect.unwrap(function))
+        for parameter in signature.parameters.values():
+            if parameter.name not in ("self", "cls"):
+                assert parameter.annotation is not parameter.empty, f"{where}({parameter.name})"
+        assert signature.return_annotation is not signature.empty, where
+
+
+def _docstrings():
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    yield path, text
+
+
+def _resolves(dotted):
+    one = tt
+    for part in dotted.split("."):
+        if not hasattr(one, part):
+            return False
+        one = getattr(one, part)
+    return True
+
+
+def test_what_texts_call_tt_something_is_there():
+    """Docstrings, error messages, README and tutorials name no function that has gone or was never there."""
+    texts = [(path, text) for path, text in _docstrings()]
+    texts += [
+        (path, path.read_text()) for path in (*sorted(SOURCE.rglob("*.py")), *sorted((ROOT / "tutorials").glob("*.py")))
+    ]
+    texts.append((ROOT / "README.md", (ROOT / "README.md").read_text()))
+    for path, text in texts:
+        for dotted in re.findall(r"\btt\.([A-Za-z_][A-Za-z0-9_]*)", text):
+            assert _resolves(dotted) or dotted in _later(), f"{path.name} names tt.{dotted}"
+
+
+def _later():
+    """What other rooms may bring: submodules that are imported by name."""
+    return {"distributed", "testing"}
+
+
+def test_the_package_ships_its_types():
+    assert (SOURCE / "py.typed").exists()
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["torchtether"]
+
+
+@pytest.mark.peers
+def test_a_wheel_holds_every_module_and_py_typed(tmp_path):
+    import zipfile
+
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {f"torchtether/{path.relative_to(SOURCE)}" for path in SOURCE.rglob("*.py")}
+    assert wanted | {"torchtether/py.typed"} <= held
+
+
+# -- the reference, as pdoc builds it ---------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        names = dict(attributes)
+        if "id" in names:
+            self.ids.add(names["id"])
+        if tag == "a" and "href" in names:
+            self.links.add(names["href"])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    pytest.importorskip("pdoc")
+    folder = tmp_path_factory.mktemp("reference")
+    subprocess.run([sys.executable, "-m", "pdoc", "-o", str(folder), "torchtether"], check=True, capture_output=True)
+    return {path: _Page(path.read_text()) for path in folder.rglob("*.html")}
+
+
+@pytest.mark.peers
+def test_the_reference_has_every_public_name(reference):
+    (page,) = (page for path, page in reference.items() if path.name == "torchtether.html")
+    assert set(tt.__all__) <= page.ids
+
+
+@pytest.mark.peers
+def test_links_of_the_reference_lead_somewhere(reference):
+    for path, page in reference.items():
+        for link in page.links:
+            if link.startswith("http"):
+                continue
+            file, _, fragment = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            assert target in reference, f"{path.name}: {link}"
+            assert not fragment or fragment in reference[target].ids, f"{path.name}: {link}"
+
+
+# -- types, as a checker that we did not write sees them --------------------------------------------------------------
+
+
+@pytest.mark.peers
+def test_a_type_checker_knows_the_type_of_every_public_name(tmp_path):
+    checker = shutil.which("basedpyright", path=str(Path(sys.executable).parent)) or shutil.which("basedpyright")
+    if checker is None:
+        pytest.skip("basedpyright is not installed")
+    command = [
+        checker,
+        "--pythonpath",
+        sys.executable,
+        "--verifytypes",
+        "torchtether",
+        "--ignoreexternal",
+        "--outputjson",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    symbols = json.loads(ran.stdout)["typeCompleteness"]["symbols"]
+    assert len(symbols) > 500
+    public = {f"{one.__module__}.{one.__qualname__}" for one in PUBLIC.values()}
+    assert all(importlib.import_module(one.__module__) for one in PUBLIC.values())
+    faults = [
+        f"{symbol['name']}: {diagnostic['message']}"
+        for symbol in symbols
+        if any(symbol["name"] == name or symbol["name"].startswith(f"{name}.") for name in public)
+        if not symbol["isTypeKnown"] or symbol["isTypeAmbiguous"]
+        for diagnostic in symbol["diagnostics"]
+        if diagnostic["severity"] == "error"
+    ]
+    assert not faults, "\n".join(faults)
