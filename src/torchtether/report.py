@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .drawing import draw_timeline
 from .drawing import said_bytes as said_bytes
-from .files import replacing
+from .files.replacing import replacing
 from .spec import Tie
 
 Progress = bool | Callable[[int, int], Any] | None
