@@ -11,7 +11,7 @@ from tests.benchmarks import bench_core, bench_distributed, bench_load
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
-        (("conversions", "dispatch"), {"stock .to", "tt.convert", "int8"}),
+        (("conversions", "ties", "dispatch"), {"stock .to", "tt.convert", "tt.find_ties", "int8"}),
         pytest.param(("memory",), {"tt.convert", "above the final model"}, marks=pytest.mark.slow),
     ],
     ids=["time", "memory"],
@@ -24,7 +24,7 @@ def test_the_core_benchmark_runs(tmp_path, capsys, groups, names):
         )
     finally:
         torch.set_num_threads(threads)
-    rows = json.loads((tmp_path / "figures.json").read_text())
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert {row["name"] for row in rows} >= names
     assert "tt.convert" in capsys.readouterr().out
 

@@ -63,7 +63,7 @@ class LoadReport:
     """Resident pages of mapped files at their highest, above what there was before: the system can drop those."""
     encoder: str = ""
     """What encoded the weights: ``compiled`` loops, or ``torch ops`` and why; empty if nothing was encoded."""
-    timeline: tuple[Sample, ...] = field(default=(), repr=False)
+    timeline: tuple[Sample, ...] = field(default=(), repr=False, compare=False)
     """Memory over time, above what there was before; few hundred moments, whatever the load took."""
 
     def __str__(self) -> str:

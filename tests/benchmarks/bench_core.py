@@ -46,30 +46,71 @@ def linears(count, width):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
+def swapped(model):
+    """Stock conversion in torch's own swap mode."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def scoped(model):
+    with tt.swapping(model):
+        model.to(torch.bfloat16)
+
+
+CONVERSIONS = {
+    "stock .to": lambda model: model.to(torch.bfloat16),
+    "stock .to, swap mode": swapped,
+    "tt.convert": lambda model: tt.convert(model, dtype=torch.bfloat16),
+    "tt.convert full": lambda model: tt.convert(model, dtype=torch.bfloat16, atomic="full"),
+    "stock .to in swapping": scoped,
+}
+
+
 def conversions(scale, rounds):
     """float32 to bfloat16, on many small layers and on fewer larger ones."""
     rows = []
-    for count, width in ((int(500 * scale) or 1, 8), (int(500 * scale) or 1, 256)):
-        make = lambda count=count, width=width: linears(count, width)  # noqa: E731
-
-        def scoped(model):
-            with tt.swapping(model):
-                model.to(torch.bfloat16)
-
-        found = medians(
-            {
-                "stock .to": (make, lambda m: m.to(torch.bfloat16)),
-                "tt.convert": (make, lambda m: tt.convert(m, dtype=torch.bfloat16)),
-                "tt.convert full": (make, lambda m: tt.convert(m, dtype=torch.bfloat16, atomic="full")),
-                "stock .to in swapping": (make, scoped),
-            },
-            rounds,
-        )
-        for name, value in found.items():
-            rows.append(
-                (f"{2 * count} parameters of width {width}", name, value * 1e3, "ms", value / found["stock .to"])
-            )
+    for count, width in ((int(1000 * scale) or 1, 8), (int(500 * scale) or 1, 256)):
+        rows += _converted(count, width, rounds, CONVERSIONS)
     return rows
+
+
+def large(scale, rounds):
+    """float32 to bfloat16, 1.2 billion parameters."""
+    names = ("stock .to", "stock .to, swap mode", "tt.convert", "stock .to in swapping")
+    return _converted(int(72 * scale) or 1, 4096, min(rounds, 3), {name: CONVERSIONS[name] for name in names})
+
+
+def _converted(count, width, rounds, contenders):
+    make = lambda: linears(count, width)  # noqa: E731
+    found = medians({name: (make, run) for name, run in contenders.items()}, rounds)
+    bars = {"tt.convert": 1.3, "stock .to in swapping": 1.2}
+    rows = []
+    for name, value in found.items():
+        base = found["stock .to, swap mode" if name == "stock .to in swapping" else "stock .to"]
+        rows.append((f"{2 * count} parameters of width {width}", name, value * 1e3, "ms", value / base, bars.get(name)))
+    return rows
+
+
+def ties(scale, rounds):
+    """Questions about 10,000 parameters; the bar is 100 ms."""
+    model = linears(int(5000 * scale) or 1, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    contenders = {
+        "named_parameters": lambda _: list(model.named_parameters()),
+        "tt.find_ties": lambda _: tt.find_ties(model),
+        "tt.check_ties": lambda _: tt.check_ties(model),
+        "tt.check_optimizer": lambda _: tt.check_optimizer(model, optimizer),
+    }
+    found = medians({name: (lambda: None, run) for name, run in contenders.items()}, rounds)
+    what, base = f"{len(list(model.parameters()))} parameters", found["named_parameters"]
+    return [
+        (what, name, value * 1e3, "ms", value / base, 0.1 / base if name.startswith("tt.") else None)
+        for name, value in found.items()
+    ]
 
 
 CHANGES = {
@@ -112,10 +153,12 @@ def memory(scale, rounds):
         tt.save(linears(9, width), folder, max_shard_size=max(largest * 3, 1))
         for name in CHANGES:
             peak = pool.submit(peak_of_change, name, width).result()
-            rows.append((size, name, peak / MIB, "MiB", peak / largest))
+            rows.append((size, name, peak / MIB, "MiB", peak / largest, None))
         for scheme in (None, "int8", "int4", "nf4"):
             peak = pool.submit(peak_of_load, scheme, width, folder).result()
-            rows.append((f"load as {scheme or 'float32'}", "above the final model", peak / MIB, "MiB", peak / largest))
+            rows.append(
+                (f"load as {scheme or 'float32'}", "above the final model", peak / MIB, "MiB", peak / largest, None)
+            )
     return rows
 
 
@@ -134,12 +177,12 @@ def dispatch(scale, rounds):
     contenders |= {name: (lambda weight=weight: weight, loop) for name, weight in weights.items()}
     found = medians(contenders, rounds)
     return [
-        ("F.linear 16x16", name, value / repeats * 1e6, "us", value / found["plain tensor"])
+        ("F.linear 16x16", name, value / repeats * 1e6, "us", value / found["plain tensor"], None)
         for name, value in found.items()
     ]
 
 
-GROUPS = {"conversions": conversions, "memory": memory, "dispatch": dispatch}
+GROUPS = {"conversions": conversions, "large": large, "ties": ties, "memory": memory, "dispatch": dispatch}
 
 
 def main(arguments=None):
@@ -151,11 +194,17 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = [row for group in options.groups for row in GROUPS[group](options.scale, options.rounds)]
-    for what, name, value, unit, ratio in rows:
-        print(f"{what:32} {name:24} {value:10.2f} {unit:4} {ratio:8.2f} x")
+    held = []
+    for what, name, value, unit, ratio, limit in rows:
+        state = "" if limit is None else "held" if ratio <= limit else "missed"
+        bar = f"  {state}, at most {limit:.2f}" if state else ""
+        print(f"{what:32} {name:24} {value:10.2f} {unit:4} {ratio:8.2f} x{bar}")
+        if state:
+            held.append({"case": what, "bar": name, "figure": ratio, "limit": limit, "state": state})
     if options.json:
         keys = ("what", "name", "value", "unit", "ratio")
-        options.json.write_text(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        found = [dict(zip(keys, row[:5], strict=True)) for row in rows]
+        options.json.write_text(json.dumps({"rows": found, "bars": held}, indent=1))
 
 
 if __name__ == "__main__":

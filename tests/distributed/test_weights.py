@@ -66,8 +66,9 @@ def check_scheme(name, scheme, rows, mesh=None, reference_dtype=None, **kwargs):
     fully_shard(model, mesh=mesh or mesh_of((dist.get_world_size(),)), **kwargs)
     assert model.head.weight is model.emb.weight, told
     got = _train(model, rows)
-    tolerance = 0.05 if reference_dtype else 1e-5
-    assert all(abs(a - b) <= tolerance for a, b in zip(got, expected, strict=True)), (told, got, expected)
+    tolerance = 0.01 if reference_dtype else 1e-5  # the reference trains in bf16, sharded masters in float32
+    close = (abs(a - b) <= tolerance * max(abs(b), 1) for a, b in zip(got, expected, strict=True))
+    assert all(close), (told, got, expected)
     model.reshard()
     held = model.emb.weight
     assert isinstance(held._local_tensor, tt.Weight), told
