@@ -199,10 +199,10 @@ OF_TRANSFORMERS = {"tie": transformers_tie, "once": transformers_once}
 
 
 def cell(row, party):
-    """``"yes"``, ``"no"``, ``"raises"``, or ``"–"`` where the party does nothing of the kind."""
+    """``"yes"``, ``"no"``, ``"raises"``, or ``"-"`` where the party does nothing of the kind."""
     known = QUANTIZERS if "quantized" in row else LOADERS
     if (party != "transformers" and party not in known) or (party == "transformers" and row not in OF_TRANSFORMERS):
-        return "–"
+        return "-"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
