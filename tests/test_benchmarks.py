@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.benchmarks import bench_core, bench_load
+from tests.benchmarks import bench_compute, bench_core, bench_load
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,18 @@ def test_the_load_benchmark_runs(tmp_path, capsys):
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
     assert "against a plain read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [("prefill", "embedding", "backward"), pytest.param(("decode", "dispatch"), marks=pytest.mark.slow)],
+    ids=["torch-alone", "peers"],
+)
+@pytest.mark.filterwarnings("ignore")  # of the peers
+def test_the_compute_benchmark_runs(tmp_path, capsys, groups):
+    file = tmp_path / "figures.json"
+    bench_compute.main(["--size", "small", "--rounds", "1", "--groups", *groups, "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert {row["group"] for row in found["rows"]} == {bar["group"] for bar in found["bars"]} == set(groups)
+    assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
+    assert "ours int8" in capsys.readouterr().out
