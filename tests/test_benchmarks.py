@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.benchmarks import bench_core, bench_distributed, bench_load
+from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench_load
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,18 @@ def test_the_distributed_benchmark_runs(tmp_path, capsys):
     ours = {row["ranks"]: row["read"] for row in found["rows"] if row["name"] == "torchtether"}
     assert ours[2] < 0.6 * ours[1]
     assert "memory above the shard" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [("prefill", "embedding", "backward"), pytest.param(("decode", "dispatch"), marks=pytest.mark.slow)],
+    ids=["torch-alone", "peers"],
+)
+@pytest.mark.filterwarnings("ignore")  # of the peers
+def test_the_compute_benchmark_runs(tmp_path, capsys, groups):
+    file = tmp_path / "figures.json"
+    bench_compute.main(["--size", "small", "--rounds", "1", "--groups", *groups, "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert {row["group"] for row in found["rows"]} == {bar["group"] for bar in found["bars"]} == set(groups)
+    assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
+    assert "ours int8" in capsys.readouterr().out

@@ -255,6 +255,33 @@ inline H to_half(F x) {
 #endif
 }
 
+// As to_bfloat16, of numbers and of nan without payload: what decoding makes.
+inline I bfloat16_bits(F x) {
+    I bits = (I)x;
+    return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+}
+
+template <int D> inline void put_two(F x, F y, void* out, int64_t at) {
+    if (D == FLOAT32) {
+        memcpy((float*)out + at, &x, sizeof x);
+        memcpy((float*)out + at + LANES, &y, sizeof y);
+        return;
+    }
+    uint16_t* to = (uint16_t*)out + at;
+    H h[2];
+    if (D == FLOAT16) h[0] = to_half(x), h[1] = to_half(y);
+    else {
+#if WIDTH == 32 && defined(__AVX2__)
+        const __m256i both = _mm256_packus_epi32((__m256i)bfloat16_bits(x), (__m256i)bfloat16_bits(y));
+        _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(both, 0xd8));
+        return;
+#else
+        h[0] = narrow(bfloat16_bits(x)), h[1] = narrow(bfloat16_bits(y));
+#endif
+    }
+    memcpy(to, h, sizeof h);
+}
+
 template <int D> inline void put(F x, void* out, int64_t at, int64_t count = LANES) {
     if (D == FLOAT32) memcpy((float*)out + at, &x, count * 4);
     else {
@@ -315,6 +342,7 @@ void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) 
         const float global = *(const float*)P.extra;
         for (int64_t g = 0; g < G; g++) s[g] = L.global == 1 ? s[g] * global : s[g] / global;
     }
+    for (int64_t g = 0; g < G; g++) s[g] = s[g] == s[g] ? s[g] : NAN;  // without payload, which rounding could overflow
     for (int64_t g = 0; g < G; g++) {
         float zero = 0;
         if (L.zero == SIGNED) zero = (float)((const int8_t*)P.zero)[at + g];
@@ -352,8 +380,14 @@ template <int C> inline F some_values(const uint8_t* row, int64_t k, const Table
     return values<C>(row + k);
 }
 
-template <int C, int D> void decode_row(const Layout& L, const uint8_t* row, const float* s, const float* z, void* out,
-                                        int64_t at) {
+template <int C, bool Z> inline F scaled(const uint8_t* row, int64_t k, const Table& table, F zero, F scale) {
+    const F value = some_values<C>(row, k, table);
+    return (Z ? value + zero : value) * scale;
+}
+
+// Z: there are zero points. A unit of 1 multiplies nothing, so `U` says whether there is another.
+template <int C, int D, bool Z, bool U> void decode_row(const Layout& L, const uint8_t* row, const float* s,
+                                                        const float* z, void* out, int64_t at) {
     constexpr bool nibbled = C == TABLE4 || C == INT4;
     const Table table(L.table);
     const F unit = all(L.unit);
@@ -361,18 +395,25 @@ template <int C, int D> void decode_row(const Layout& L, const uint8_t* row, con
         const int64_t end = (g + 1) * L.group < L.columns ? (g + 1) * L.group : L.columns;
         const F scale = all(s[g]), zero = all(z[g]);
         int64_t k = g * L.group;
-        for (; k + LANES <= end; k += LANES)
-            put<D>((some_values<C>(row, k, table) + zero) * scale * unit, out, at + k);
-        if (k < end) {
+        for (; k + 2 * LANES <= end; k += 2 * LANES) {
+            F x = scaled<C, Z>(row, k, table, zero, scale), y = scaled<C, Z>(row, k + LANES, table, zero, scale);
+            if (U) x = x * unit, y = y * unit;
+            put_two<D>(x, y, out, at + k);
+        }
+        for (; k < end; k += LANES) {
+            const int64_t count = end - k < LANES ? end - k : LANES;
             uint8_t rest[LANES] = {};
-            memcpy(rest, row + (nibbled ? k / 2 : k), nibbled ? (end - k + 1) / 2 : end - k);
-            put<D>((some_values<C>(rest, 0, table) + zero) * scale * unit, out, at + k, end - k);
+            memcpy(rest, row + (nibbled ? k / 2 : k), nibbled ? (count + 1) / 2 : count);
+            const F x = scaled<C, Z>(rest, 0, table, zero, scale);
+            put<D>(U ? x * unit : x, out, at + k, count);
         }
     }
 }
 
 template <int C, int D> void decode(const Layout& L, const Parts& P, const int64_t* index, int64_t start,
                                     int64_t count, void* out) {
+    const bool zero = L.zero >= 0 || L.offset != 0;
+    (void)zero;
 #pragma omp parallel if (count > 1 && count * L.columns > 32768)
     {
         std::vector<float> s(room(L)), z(room(L));
@@ -380,7 +421,12 @@ template <int C, int D> void decode(const Layout& L, const Parts& P, const int64
         for (int64_t i = 0; i < count; i++) {
             const int64_t n = index ? index[i] : start + i;
             row_scales(L, P, n, s.data(), z.data());
-            decode_row<C, D>(L, (const uint8_t*)P.codes + n * L.row_bytes, s.data(), z.data(), out, i * L.columns);
+            const uint8_t* row = (const uint8_t*)P.codes + n * L.row_bytes;
+            if constexpr (C == INT8 || C == UINT8 || C == INT4) {
+                if (L.unit != 1) decode_row<C, D, true, true>(L, row, s.data(), z.data(), out, i * L.columns);
+                else if (zero) decode_row<C, D, true, false>(L, row, s.data(), z.data(), out, i * L.columns);
+                else decode_row<C, D, false, false>(L, row, s.data(), z.data(), out, i * L.columns);
+            } else decode_row<C, D, false, false>(L, row, s.data(), z.data(), out, i * L.columns);
         }
     }
 }

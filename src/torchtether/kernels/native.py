@@ -47,7 +47,7 @@ def linear(layout: Layout, parts: Ordered, x: Tensor, bias: Tensor | None) -> Te
         if not fits or not bias.is_cpu or not bias.is_contiguous() or bias.is_neg():
             return None
         shift = bias.data_ptr()
-    out = torch.empty((*x.shape[:-1], layout.rows), dtype=dtype)
+    out = x.new_empty((*x.shape[:-1], layout.rows))  # torch.empty would ask for the default device
     stride = x.stride(0) if x.dim() == 2 else columns
     library.tether_linear(layout.address, *held, address, rows, stride, number, shift, out.data_ptr())
     return out
@@ -63,7 +63,9 @@ def decode(
     index: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """The rows ``start`` to ``stop``, or those that the 1-D int64 ``index`` names, with the bits of ``Scheme.decode``.
+    """The rows ``start`` to ``stop``, or those that the int64 ``index`` names, with the bits of ``Scheme.decode``.
+
+        (stop - start, K) or (*index.shape, K) of ``dtype``, which is float32, bfloat16 or float16
 
     Written into the beginning of ``out`` where that is given. Raises IndexError where an index names no row.
     """
@@ -78,7 +80,11 @@ def decode(
         where, count = index.data_ptr(), index.numel()
         if count == 0:
             return None
-    out = torch.empty((count, layout.columns), dtype=dtype, device="cpu") if out is None else out[:count]
+    if out is None:
+        shape = (count,) if index is None else index.shape
+        out = parts[0].new_empty((*shape, layout.columns), dtype=dtype)  # type: ignore[union-attr]
+    else:
+        out = out[:count]
     if library.tether_decode(layout.address, *held, where, start, count, number, out.data_ptr()):
         raise IndexError("index out of range in self")
     return out

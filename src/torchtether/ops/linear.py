@@ -266,12 +266,11 @@ def gather(weight: Weight, indices: Tensor) -> Tensor:
     """The decoded rows that ``indices`` (any shape, integer) name: shape ``(*indices.shape, *weight.shape[1:])``."""
     if not weight.spec.is_contiguous or weight.scheme.transparent:
         return weight.values_of().index_select(0, indices.reshape(-1)).view(*indices.shape, *weight.shape[1:])
-    index = indices.reshape(-1)
     layout = None if torch.compiler.is_compiling() else weight.kernel_layout
     if layout is not None and not is_observed():
-        wide = index if index.dtype is not torch.int32 else index.to(torch.int64)
-        made = native.decode(layout, layout.pick_from(weight), weight.dtype, index=wide)
+        wide = indices if indices.dtype is not torch.int32 else indices.to(torch.int64)
+        made = native.decode(layout, layout.pick_from(weight), weight._spec.dtype, index=wide.contiguous())
         if made is not None:
-            return made.view(*indices.shape, layout.columns)
-    rows = weight.scheme.gather(weight.parts, weight.spec.base, index, weight.dtype)
+            return made
+    rows = weight.scheme.gather(weight.parts, weight.spec.base, indices.reshape(-1), weight.dtype)
     return rows.view(*indices.shape, *weight.shape[1:])

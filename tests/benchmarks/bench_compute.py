@@ -1,0 +1,285 @@
+"""What products with quantized weights cost beside dense bfloat16, and beside other packages. Run by hand:
+
+    python -m tests.benchmarks.bench_compute [--size small|full] [--rounds 5] [--groups NAME ...] [--json FILE]
+
+Contenders take turns in one process; figures are medians with the lowest and highest, and ratios are medians of the
+ratios within a round, to the first contender of a case. Machines are noisy: compare ratios, and only within a run.
+Kernels are compiled before anything is timed.
+
+    decode      one row of bfloat16 inputs               prefill    512 rows
+    embedding   512 tokens, and one                      backward   a training step of inputs through a frozen weight
+    dispatch    a tiny weight: microseconds by layer     compiled   one row through torch.compile (needs a C++ compiler)
+
+torchao and quanto run as users meet them, as a quantized ``nn.Linear``; "torch int8pack" and "torch int4pack" are
+torch's own kernels, called with plain tensors that were packed before.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchtether as tt
+from torchtether.kernels import choose, native
+
+SHAPES = {"full": ((4096, 4096), (11008, 4096), (32000, 2048)), "small": ((64, 256),)}
+"""Rows and columns of the weights."""
+
+SCHEMES = ("int8", "int4", "fp8", "nf4")
+BATCHES = {"full": 512, "small": 8}
+DENSE = "dense bf16"
+SLICE = 0.02
+"""Seconds for which one contender runs in a round, at least once."""
+
+
+# -- contenders -------------------------------------------------------------------------------------------------------
+
+
+def has(package):
+    return importlib.util.find_spec(package) is not None
+
+
+def peer_linears(values):
+    """The peers that are installed, by name and bits, as functions of the inputs, around the weight ``values``."""
+    made = {}
+
+    def layer():
+        one = nn.Linear(values.shape[1], values.shape[0], bias=False, dtype=values.dtype)
+        one.weight = nn.Parameter(values.clone(), requires_grad=False)
+        return nn.Sequential(one)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if has("torchao"):
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            module = layer()
+            quantize_(module, Int8WeightOnlyConfig())
+            made["torchao int8"] = module
+        if has("optimum.quanto"):
+            from optimum import quanto
+
+            for scheme, kind in (("int8", quanto.qint8), ("int4", quanto.qint4), ("fp8", quanto.qfloat8)):
+                module = layer()
+                quanto.quantize(module, weights=kind)
+                quanto.freeze(module)
+                made[f"quanto {scheme}"] = module
+        if has("bitsandbytes"):
+            import bitsandbytes as bnb
+
+            one = bnb.nn.Linear4bit(values.shape[1], values.shape[0], bias=False, quant_type="nf4")
+            one.compute_dtype = torch.bfloat16
+            one.weight = bnb.nn.Params4bit(values.clone(), requires_grad=False, quant_type="nf4", module=one)
+            made["bitsandbytes nf4"] = one.to("cpu")
+    rows, columns = values.shape
+    if columns % 16 == 0:
+        held = tt.Weight.encode(values, tt.int8())
+        codes, scale = held.parts["qdata"], held.parts["scale"].view(-1).bfloat16()
+        made["torch int8pack int8"] = lambda x: torch._weight_int8pack_mm(x, codes, scale)
+    if rows % 16 == 0 and columns % 128 == 0:
+        packed = torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, values.shape, dtype=torch.int32), 1)
+        scales = torch.randn(columns // 128, rows, 2, dtype=torch.bfloat16)
+        made["torch int4pack int4"] = lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, scales)
+    return made
+
+
+def weight_of(values, scheme):
+    return nn.Parameter(tt.Weight.encode(values, getattr(tt, scheme)()), requires_grad=False)
+
+
+def random_values(rows, columns):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def applied(weight, x):
+    return lambda: F.linear(x, weight)
+
+
+def called(module, x):
+    return lambda: module(x)
+
+
+# -- groups: each yields (title, contenders, bars); a bar is (what, ours, others, limit) -------------------------------
+
+
+def products(size, batch, limits, peers):
+    for rows, columns in SHAPES[size]:
+        values, x = random_values(rows, columns), torch.randn(batch, columns).bfloat16()
+        contenders, bars = {DENSE: applied(values, x)}, []
+        others = {name: module for name, module in peer_linears(values).items()} if peers else {}
+        contenders |= {name: called(module, x) for name, module in others.items()}
+        for scheme in SCHEMES:
+            weight = weight_of(values, scheme)
+            name = f"ours {scheme}"
+            contenders[name] = applied(weight, x)
+            kernel = choose(weight.kernel_layout, x.dtype, batch)
+            bars.append((f"{scheme} ({kernel}) against dense", name, (DENSE,), limits[scheme]))
+            same = tuple(other for other in others if other.endswith(f" {scheme}"))
+            if same:
+                bars.append((f"{scheme} against the fastest peer", name, same, 1.0))
+        yield f"{rows}x{columns}, {batch} rows", contenders, bars
+
+
+def decode(size):
+    """Batch 1."""
+    yield from products(size, 1, {"int8": 0.5, "int4": 0.25, "fp8": 1.0, "nf4": 1.0}, peers=True)
+
+
+def prefill(size):
+    """512 rows."""
+    yield from products(size, BATCHES[size], dict.fromkeys(SCHEMES, 1.15), peers=False)
+
+
+def embedding(size):
+    for rows, columns in SHAPES[size][-1:]:
+        values = random_values(rows, columns)
+        for count in (BATCHES[size], 1):
+            tokens = torch.randint(rows, (count,))
+            contenders = {"F.embedding": lambda tokens=tokens, values=values: F.embedding(tokens, values)}
+            bars = []
+            for scheme in SCHEMES:
+                weight = weight_of(values, scheme)
+                contenders[f"ours {scheme}"] = lambda tokens=tokens, weight=weight: F.embedding(tokens, weight)
+                bars.append((f"embedding {scheme}", f"ours {scheme}", ("F.embedding",), 2.0))
+            yield f"{rows}x{columns}, {count} tokens", contenders, bars
+
+
+def backward(size):
+    for rows, columns in SHAPES[size][:1]:
+        values = random_values(rows, columns)
+        x = torch.randn(BATCHES[size], columns).bfloat16().requires_grad_()
+        up = torch.randn(BATCHES[size], rows).bfloat16()
+
+        def step(weight, x=x, up=up):
+            def run():
+                x.grad = None
+                F.linear(x, weight).backward(up)
+
+            return run
+
+        contenders = {DENSE: step(values)}
+        contenders |= {f"ours {scheme}": step(weight_of(values, scheme)) for scheme in SCHEMES}
+        bars = [(f"step through frozen {scheme}", f"ours {scheme}", (DENSE,), 1.2) for scheme in SCHEMES]
+        yield f"{rows}x{columns}, {BATCHES[size]} rows, step", contenders, bars
+
+
+def dispatch(size):
+    """The layers of the path, on a weight that costs nothing to multiply with."""
+    values, x = random_values(64, 256), torch.randn(1, 256).bfloat16()  # quanto hangs on 16x128
+    contenders, bars = {"plain F.linear": applied(values, x)}, []
+    peers = {name: module for name, module in peer_linears(values).items() if "torch " not in name}
+    contenders |= {name: called(module, x) for name, module in peers.items()}
+    for scheme in ("int8", "int4"):
+        weight = weight_of(values, scheme)
+        layout = weight.kernel_layout
+        parts = layout.pick_from(weight)
+        direct = f"kernel {scheme}, plain tensors"
+        contenders[direct] = lambda layout=layout, parts=parts: native.linear(layout, parts, x, None)
+        contenders[f"ours {scheme}"] = applied(weight, x)
+        bars.append((f"{scheme}: microseconds above its kernel", f"ours {scheme}", (direct,), 2.0))
+    yield "dispatch, 64x256", contenders, bars
+
+
+def compiled(size):
+    for rows, columns in SHAPES[size][:1]:
+        values, x = random_values(rows, columns), torch.randn(1, columns).bfloat16()
+        contenders, bars = {DENSE: applied(values, x)}, []
+        for scheme in SCHEMES:
+            layer = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+            layer.weight = weight_of(values, scheme)
+            torch._dynamo.reset()
+            run = torch.compile(layer, fullgraph=True)
+            contenders[f"ours {scheme}"], contenders[f"compiled {scheme}"] = called(layer, x), called(run, x)
+            bars.append((f"compiled {scheme} against eager", f"compiled {scheme}", (f"ours {scheme}",), 1.05))
+        yield f"{rows}x{columns}, compiled", contenders, bars
+
+
+GROUPS = {
+    "decode": decode,
+    "prefill": prefill,
+    "embedding": embedding,
+    "backward": backward,
+    "dispatch": dispatch,
+    "compiled": compiled,
+}
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(contenders, rounds):
+    """Seconds per call of every round, by contender; all take turns."""
+    repeats = {}
+    for name, run in contenders.items():
+        run()
+        start = time.perf_counter()
+        run()
+        repeats[name] = max(1, min(2000, int(SLICE / max(time.perf_counter() - start, 1e-7))))
+    found = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                run()
+            found[name].append((time.perf_counter() - start) / repeats[name])
+    return found
+
+
+def ratio(found, ours, others):
+    """The median over the rounds of our time over that of the fastest of the others."""
+    return statistics.median(value / min(found[other][i] for other in others) for i, value in enumerate(found[ours]))
+
+
+def above(found, ours, other):
+    """The median over the rounds of the difference, in microseconds."""
+    return statistics.median(1e6 * (a - b) for a, b in zip(found[ours], found[other], strict=True))
+
+
+def groups(names=tuple(GROUPS), size="full", rounds=5, show=print):
+    """The rows and bars of the named groups, as dictionaries; every line is shown as soon as it is known."""
+    rows, bars = [], []
+    for group in names:
+        grad = torch.enable_grad() if group == "backward" else torch.no_grad()
+        with grad:
+            for title, contenders, wanted in GROUPS[group](size):
+                found = measure(contenders, rounds)
+                first = next(iter(contenders))
+                for name, values in found.items():
+                    values, relative = sorted(values), ratio(found, name, (first,))
+                    row = {"group": group, "case": title, "name": name, "seconds": statistics.median(values)}
+                    rows.append(row | {"low": values[0], "high": values[-1], "ratio": relative})
+                    show(
+                        f"{title:26} {name:26} {statistics.median(values) * 1e6:12.2f} us "
+                        f"[{values[0] * 1e6:.2f} .. {values[-1] * 1e6:.2f}] {relative:7.2f} x"
+                    )
+                for what, ours, others, limit in wanted:
+                    figure = above(found, ours, *others) if group == "dispatch" else ratio(found, ours, others)
+                    state = "held" if figure <= limit else "missed"
+                    bar = {"group": group, "case": title, "bar": what, "figure": figure, "limit": limit}
+                    bars.append(bar | {"state": state})
+                    show(f"{title:26} {state:7} {what}: {figure:.2f}, at most {limit:.2f}")
+    return {"rows": rows, "bars": bars}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", choices=("full", "small"), default="full")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
+    found = groups(options.groups, options.size, options.rounds, lambda line: print(line, flush=True))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
