@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .errors import SchemeError
+from .errors import ConversionError, SchemeError
 from .module_load import module_load
 from .rules import Rules, order_of, schemes_for
 from .schemes import Scheme
 from .spec import Tie
 from .swap import Exchange
-from .ties import Component, Member, find_components, member_view, span_tensor, tie_of
+from .ties import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
 from .weight import Weight
 
 Atomic = Literal["checked", "full"]
@@ -81,7 +81,15 @@ def dequantize(
     >>> tt.dequantize(layer).weight is before, isinstance(before, tt.Weight)
     (True, False)
     """
-    plan = [c for c in find_components(model) if any(isinstance(m.tensor, Weight) for m in c.members)]
+    components = find_components(model)
+    for member in (member for component in components for member in component.members):
+        if is_sharded(member.tensor) and isinstance(member.tensor._local_tensor, Weight):  # type: ignore[attr-defined]
+            raise ConversionError(
+                "is sharded, and FSDP2 knows it as a Weight",
+                name=member.names[0],
+                fix="Dequantize the plain model, then shard it.",
+            )
+    plan = [c for c in components if any(isinstance(m.tensor, Weight) for m in c.members)]
     spans = [span_tensor(component) for component in plan]
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="dequantize") as exchange:
         weights = [[m for m in component.members if isinstance(m.tensor, Weight)] for component in plan]

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from .errors import RuleError, SchemeError
 from .schemes import Plain, Scheme, resolve
 from .spec import Tie, View, WeightSpec
-from .ties import named_tensors, nearest
+from .ties import is_sharded, named_tensors, nearest
 from .weight import Weight
 
 _EXCLUDE = "Exclude it with a rule of None."
@@ -112,6 +112,9 @@ def _say(scheme: Scheme | None) -> str:
 def _check_fit(name: str, tensor: Tensor, scheme: Scheme) -> None:
     if is_lazy(tensor):
         raise SchemeError("is lazy and has no shape yet", name=name, fix="Run one forward first.")
+    if is_sharded(tensor):
+        fix = "Quantize the plain model, then shard it, or give tt.distributed.load quantize=."
+        raise SchemeError("is sharded already, and its rows alone cannot become a Weight", name=name, fix=fix)
     other = hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, Weight)
     if other or tensor.layout != torch.strided or tensor.is_nested:
         kind = type(tensor).__name__ if other else "nested tensor" if tensor.is_nested else f"{tensor.layout} tensor"

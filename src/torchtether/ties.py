@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._storage import Block, blocks_of, is_strided
+from ._storage import STOCK, Block, blocks_of, is_strided
+from ._torch import fsdp2_state
 from .errors import TieError
 from .spec import Tie, View
 from .weight import Weight
@@ -222,6 +223,8 @@ def _check_same_parts(component: Component) -> None:
 
 
 def _same_parts(one: Tensor, two: Tensor) -> bool:
+    if is_sharded(one) and is_sharded(two):
+        return one._spec == two._spec and blocks_of(one) == blocks_of(two)  # type: ignore[attr-defined,no-any-return]
     return (
         isinstance(one, Weight)
         and isinstance(two, Weight)
@@ -329,7 +332,8 @@ def _relative_weight(member: Member, owner: Member) -> View | None:
 
 def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:
     """The ties that the model's Weights carry, each once, in module order."""
-    carried = (tensor.tie for tensor in named_tensors(model).values() if isinstance(tensor, Weight))
+    tensors = (getattr(t, "_local_tensor", t) for t in named_tensors(model).values())  # rows carry the record, too
+    carried = (tensor.tie for tensor in tensors if isinstance(tensor, Weight))
     return tuple(dict.fromkeys(tie for tie in carried if tie is not None))
 
 
@@ -449,6 +453,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
     tensors = named_tensors(model)
     for name in (owner, alias):
         _check_known(name, tensors)
+        _check_unmanaged(model, name, tensors[name])
     held, given = tensors[alias], tensors[owner]
     if owner == alias or (held is given and not transpose and rows is None):
         return
@@ -490,6 +495,7 @@ def untie(model: nn.Module, name: str) -> None:
     if len(before) == 1:
         return
     held = tensors[name]
+    _check_unmanaged(model, name, held)
     with torch.no_grad():
         made = held.detach().clone()
     if isinstance(held, nn.Parameter):
@@ -509,6 +515,17 @@ def _check_known(name: str, tensors: Iterable[str]) -> None:
     if name not in known:
         near = nearest(name, known)
         raise TieError("is not in the model", name=name, fix=f"The nearest name is {near!r}." if near else "")
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: this process has a part of it, or a copy that others have too."""
+    return type(tensor) not in STOCK and hasattr(tensor, "_local_tensor")
+
+
+def _check_unmanaged(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """FSDP2 puts its own parameters back at every forward, so what it manages is tied before, or not at all."""
+    if is_sharded(tensor) and any(fsdp2_state(module) is not None for module in model.modules()):
+        raise TieError("is under FSDP2, which would undo it", name=name, fix="Tie or untie before fully_shard.")
 
 
 def _register(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -29,7 +29,6 @@ from ..weight import Weight
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow
-from .sharding import keep_records
 
 
 def load(
@@ -297,7 +296,6 @@ class _Sharded:
             state = fsdp2_state(module)
             if state is not None:
                 renew_shards(state)
-        keep_records(self._model, {step.name: step.tie for step in changed if step.tie is not None})
 
     def _take_attributes(self) -> None:
         """Tensors that are mere attributes of modules, which ``tt.on_meta`` recorded too."""

@@ -53,7 +53,6 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     followers = _Followers(model, optimizer)
     restore_ties(model, plan.ties)
     _check_live(model, plan)
-    records = _records(model)
     buffers = _tied_buffers(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     for unit in plan.units:
@@ -62,7 +61,6 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     tensors = named_tensors(model)
     for module, name, owner, is_object in buffers:
         follow_buffer(model, tensors[owner], module, name, detached=not is_object)
-    keep_records(model, records)
     _verify(model, plan)
     followers.follow()
     guard(model, plan.ties)
@@ -216,10 +214,6 @@ def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str
     return found
 
 
-def _records(model: nn.Module) -> dict[str, Tie]:
-    return {n: t.tie for n, t in named_tensors(model).items() if isinstance(t, Weight) and t.tie is not None}
-
-
 class _Followers:
     """Optimizers that were built for the whole parameters, and will hold the sharded ones."""
 
@@ -250,16 +244,6 @@ class _Followers:
 
 
 # -- afterwards -------------------------------------------------------------------------------------------------------
-
-
-def keep_records(model: nn.Module, records: dict[str, Tie]) -> None:
-    """Weights that carried a tie record do so as shards."""
-    tensors = named_tensors(model)
-    for name, tie in records.items():
-        local = _plain(tensors[name])
-        for one in (local, getattr(local, "_room", None)):
-            if isinstance(one, Weight):
-                one._spec = one.spec.replace(tie=tie)
 
 
 def _verify(model: nn.Module, plan: UnitPlan) -> None:

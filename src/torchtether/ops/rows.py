@@ -27,8 +27,8 @@ def first_rows(weight: Tensor, count: int) -> Tensor:
         made = weight.map(torch.ops.aten.alias.default)
     else:
         base = (count, *weight.spec.base[1:])
-        spec = WeightSpec.of(base, weight.dtype, weight.scheme)
-        made = weight.with_parts(cut_rows(weight, 0, count), spec, cut=True)
+        spec = WeightSpec.of(base, weight.dtype, weight.scheme, weight.tie)
+        made = weight.with_parts(cut_rows(weight, 0, count), spec, cut=not weight._is_room)
     if count == weight.shape[0]:
         return made.roomed(weight)
     made._room = weight if weight._is_room else None
