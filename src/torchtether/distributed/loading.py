@@ -198,6 +198,13 @@ class _Sharded:
 
     def _local(self, step: Step, component: Component, given: Arranged, found: Draft) -> Step:
         name = step.sources[0].name
+        spec = self._whole.draft.given.spec(name)
+        if step.is_given and not spec.is_contiguous:
+            found.faults.append(
+                f"{step.name}: the checkpoint holds it with the strides {spec.stride}, and FSDP2 shards contiguous "
+                "Weights. Dequantize the checkpoint first, and quantize it as it is loaded."
+            )
+            return step
         try:
             if step.is_given:
                 given.check(name)
