@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.benchmarks import bench_core, bench_load
+from tests.benchmarks import bench_core, bench_distributed, bench_load
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,15 @@ def test_the_load_benchmark_runs(tmp_path, capsys):
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
     assert "against a plain read" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_distributed_benchmark_runs(tmp_path, capsys):
+    files = ["--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
+    bench_distributed.main(["--size", "small", "--rounds", "1", "--ranks", "1", "2", *files])
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert {row["name"] for row in found["rows"]} == set(bench_distributed.CONTENDERS)
+    assert [bar["state"] for bar in found["bars"]] == ["held", "held"]
+    ours = {row["ranks"]: row["read"] for row in found["rows"] if row["name"] == "torchtether"}
+    assert ours[2] < 0.6 * ours[1]
+    assert "memory above the shard" in capsys.readouterr().out

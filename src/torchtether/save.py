@@ -65,9 +65,7 @@ def save(
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     target = writable(format)
-    if aliases not in ("drop", "copy"):
-        raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
-    groups = _groups(_named(model), target, copy=aliases == "copy")
+    groups = plan_groups(model, target, aliases)
     pairs = target.pairs({}, metadata) if isinstance(target, Contained) else metadata
     write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress, metadata=pairs)
 
@@ -75,9 +73,16 @@ def save(
 # -- what is to be stored ---------------------------------------------------------------------------------------------
 
 
+def plan_groups(model: nn.Module | Mapping[str, Tensor], format: Writable, aliases: Aliases) -> list[HeldGroup]:
+    """What ``save`` stores, in groups that stay in one shard; raises what ``save`` does."""
+    if aliases not in ("drop", "copy"):
+        raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
+    return _groups(_named(model), format, copy=aliases == "copy")
+
+
 @dataclass
-class _Group(Group):
-    """One component, whose tensors are there already."""
+class HeldGroup(Group):
+    """One component, whose tensors are there already: ``stored`` by key, and ``packed``, the Weights by name."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
     packed: dict[str, Weight] = field(default_factory=dict)
@@ -125,7 +130,7 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(found)
 
 
-def _groups(named: Mapping[str, Tensor], format: Writable, *, copy: bool) -> list[_Group]:
+def _groups(named: Mapping[str, Tensor], format: Writable, *, copy: bool) -> list[HeldGroup]:
     components = find_components(named)
     claimed = _recorded(named, components)
     taken = {name for tie in claimed for name in tie.aliases}
@@ -139,8 +144,8 @@ def _groups(named: Mapping[str, Tensor], format: Writable, *, copy: bool) -> lis
 
 def _group(
     component: Component, named: Mapping[str, Tensor], extra: Mapping[str, Tie], format: Writable, *, copy: bool
-) -> _Group:
-    group = _Group(format)
+) -> HeldGroup:
+    group = HeldGroup(format)
     tie = tie_of(component)
     if tie is None and component.names[0] in extra:
         tie = extra[component.names[0]]

@@ -169,7 +169,7 @@ class Weight(Tensor):
         if self._cut:
             layout = self.scheme.layout(self._spec.base)
             for name, part in held.items():
-                if layout[name].span == 0 and not same_bits(part, parts[name]):
+                if layout[name].span == 0 and not part.is_meta and not same_bits(part, parts[name]):
                     raise UnsupportedOpError(
                         f"these rows share their part {name!r} with the rest of the Weight, and it would change",
                         fix="Write the whole Weight, or use a scheme with a scale per row.",

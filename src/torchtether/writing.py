@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -107,24 +107,54 @@ def write_groups(
     if isinstance(format, Contained):
         _write_contained(groups, path, format, metadata, progress, verb)
         return
+    plan = plan_files(groups, path, format, max_shard_size)
+    total = sum(group.nbytes for group in groups)
+    with ticking(progress, total, verb) as tick, replacing(*plan.everything) as files:
+        for target, shard, file in zip(plan.targets, plan.shards, files, strict=False):
+            write_shard(shard, shard_tensors(shard), file, str(target), tick)
+        for text, file in zip(plan.extra.values(), files[len(plan.targets) :], strict=True):
+            file.write(text)
+    plan.remove_stale()
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The files that a save makes: a shard for each of ``targets``, and ``extra`` ones, whole, the index among them.
+
+    ``everything`` names them in the order in which they are to be put in place.
+    """
+
+    folder: Path
+    stem: str
+    is_folder: bool
+    targets: list[Path]
+    shards: list[list[Group]]
+    extra: dict[Path, bytes]
+
+    @property
+    def everything(self) -> list[Path]:
+        return [*self.targets, *self.extra]
+
+    def remove_stale(self) -> None:
+        """What an earlier save left in a folder, and this one did not write, is gone."""
+        if self.is_folder:
+            remove_stale(self.folder, self.stem, keep={file.name for file in self.everything})
+
+
+def plan_files(
+    groups: Sequence[Group], path: Path, format: Writable = native, max_shard_size: int | str | None = None
+) -> FilePlan:
+    """Where each of ``groups`` goes, and what is written beside; the folder is there."""
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
     folder_for(folder)
     names = _file_names(stem, len(shards))
-    targets = [folder / name for name in names]
     index = _index(groups, shards, names, name=str(folder / f"{stem}{INDEX_SUFFIX}"))
     beside = _beside(groups, format, folder, is_folder)
     extra = {**({f"{stem}{INDEX_SUFFIX}": index} if index else {}), **beside}
-    everything = [*targets, *(folder / name for name in extra)]
-    total = sum(group.nbytes for group in groups)
-    with ticking(progress, total, verb) as tick, replacing(*everything) as files:
-        for target, shard, file in zip(targets, shards, files, strict=False):
-            _write(shard, file, str(target), tick)
-        for text, file in zip(extra.values(), files[len(targets) :], strict=True):
-            file.write(text)
-    if is_folder:
-        remove_stale(folder, stem, keep={file.name for file in everything})
+    targets = [folder / name for name in names]
+    return FilePlan(folder, stem, is_folder, targets, shards, {folder / name: text for name, text in extra.items()})
 
 
 def check_target(
@@ -254,9 +284,16 @@ def _record(groups: Sequence[Group]) -> Record:
     )
 
 
-def _write(shard: list[Group], file: FileIO, name: str, tick: Tick) -> None:
+def shard_tensors(shard: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the groups, by key, each made when its turn comes."""
+    return (pair for group in shard for pair in group.tensors())
+
+
+def write_shard(
+    shard: Sequence[Group], made: Iterable[tuple[str, Tensor]], file: FileIO, name: str, tick: Tick
+) -> None:
+    """The groups and their record are in ``file``, with the tensors ``made``."""
     layout = {key: what for group in shard for key, what in group.layout.items()}
-    made = (pair for group in shard for pair in group.tensors())
     record = _record(shard)
     record.with_checksums(dict.fromkeys(layout, 0)).check_extent(len(layout), name=name)
     write_made(file, layout, made, lambda checksums: record.with_checksums(checksums).metadata(), name=name, tick=tick)

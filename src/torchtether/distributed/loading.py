@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .._torch import fsdp2_state, offloaded_parameters, renew_shards
@@ -27,8 +26,9 @@ from ..schemes import Scheme, Shape
 from ..swap import Exchange
 from ..ties import Component, find_components, named_tensors
 from ..weight import Weight
+from .optimizers import OptimizerLoad
 from .ranks import Ranks
-from .shadows import box_of, device_of, local_shadow, redone, sharded_tensors, stand_in, whole_shadow
+from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow
 
 
 def load(
@@ -59,6 +59,9 @@ def load(
     one tensor at a time. Afterwards what FSDP2 gathers in ``forward`` is what was loaded, also where torch's own
     ``load_state_dict(assign=True)`` had left it at something older.
 
+    ``path`` may also be a folder by ``torch.distributed.checkpoint``, ours or another's. With ``optimizer`` its state
+    follows its parameters' device and dtype, and if the checkpoint holds the state of one, that is what it has after.
+
     All faults are found before anything changes. If one rank fails, all do, with its text; what was on ``meta`` still
     is then, on every rank.
 
@@ -84,26 +87,25 @@ def load(
         "rename": rename,
     }
     work: _Whole | _Sharded | None = None
+    state: OptimizerLoad | None = None
     try:
         with ranks.all_or_none(LoadError):
-            _reshard(model)
+            reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)
+            state = OptimizerLoad.find(model, optimizer, Path(path))
         with ranks.all_or_none(LoadError):
             report = work.read(progress)
         with ranks.all_or_none(LoadError):
             work.finish()
-        return report
+            nbytes = 0 if state is None else state.read()
+        if state is not None:
+            state.finish()
+        return dataclasses.replace(report, bytes=report.bytes + nbytes)
     finally:
-        if work is not None:
-            work.close()
-
-
-def _reshard(model: nn.Module) -> None:
-    """No FSDP2 module shows gathered parameters, as the root does between forward and backward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        for one in (work, state):
+            if one is not None:
+                one.close()
 
 
 class _Whole:
@@ -202,7 +204,9 @@ class _Sharded:
             elif step.scheme is not None and not step.scheme.transparent:
                 _check_rows(step.scheme, tuple(self._held[step.name].shape), self._boxes[name])
         except TetherError as error:
-            found.faults.append(f"{step.name}: {error.what}. {error.fix}")
+            found.faults.append(
+                f"{step.name}: {error.what}. Use another number of ranks, a scheme with other blocks, or no scheme."
+            )
             return step
         local = dataclasses.replace(step, component=component, device=self._device(step), nbytes=given.nbytes(name))
         return dataclasses.replace(local, in_place=is_filled(local))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import TetherError
+from ..errors import LoadError, TetherError
 
 
 class Ranks:
@@ -20,18 +20,22 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         is_up = dist.is_available() and dist.is_initialized()
-        # the fake group, which plans for worlds that are not there, has no other ranks to hear from
-        self.is_alone = not is_up or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+        self.is_fake = is_up and dist.get_backend(group) == "fake"
+        """A fake group plans for a world that is not there, and has no other ranks to hear from."""
+        self.is_alone = not is_up or self.is_fake or dist.get_world_size(group) == 1
         self.group = group
         self.rank = 0 if self.is_alone else dist.get_rank(group)
         self.count = 1 if self.is_alone else dist.get_world_size(group)
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; each has come this far when it returns."""
+    def gather(self, value: Any, kind: type[TetherError] = LoadError) -> list[Any]:
+        """What every rank gave, by rank; each has come this far when it returns. Raises ``kind`` if one is gone."""
         if self.is_alone:
             return [value]
         found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value, group=self.group)
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except RuntimeError as error:
+            raise kind(f"another rank is gone, or its network: {error}") from error
         return found
 
     @contextlib.contextmanager
@@ -46,7 +50,7 @@ class Ranks:
             with contextlib.suppress(Exception):  # ranks that are gone are no news any more
                 self.gather(_said(error))
             raise
-        for rank, said in enumerate(self.gather("")):
+        for rank, said in enumerate(self.gather("", kind)):
             if said:
                 raise kind(f"rank {rank} failed: {said}", fix="Nothing was done on the other ranks.")
 

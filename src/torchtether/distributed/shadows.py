@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parameter import is_lazy
 
-from .._storage import STOCK
+from .._storage import STOCK, is_strided, storage_id
 from ..pieces import Range
 from ..schemes import Shape
 from ..spec import WeightSpec
@@ -24,6 +24,13 @@ from ..weight import Weight
 def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTensor]:
     """Every DTensor of ``model`` under every name that it has."""
     return {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor)}
+
+
+def reshard(model: nn.Module) -> None:
+    """No FSDP2 module shows gathered parameters, as the root does between forward and backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -40,10 +47,23 @@ def box_of(tensor: DTensor) -> tuple[Range, ...]:
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise NotImplementedError(f"its placements are {tensor.placements}: sums that nobody has done yet")
-    shape, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
-    if tuple(shape) != tuple(local_of(tensor).shape):
-        raise NotImplementedError(f"its placements {tensor.placements} give this rank {tuple(shape)}, which is not it")
-    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+    box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise NotImplementedError("this rank is not in its mesh")
+    if all(isinstance(placement, (Shard, Replicate)) for placement in tensor.placements):
+        for place, ranks, placement in zip(coordinate, mesh.shape, tensor.placements, strict=True):
+            if isinstance(placement, Shard):
+                start, stop = box[placement.dim]
+                each = -(-(stop - start) // ranks)  # the rule of torch.chunk
+                box[placement.dim] = (min(start + place * each, stop), min(start + (place + 1) * each, stop))
+    else:  # FSDP2 over tensor parallelism of the same dimension; torch knows the order of those shards
+        shape, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, tensor.placements)
+        box = [(start, start + size) for start, size in zip(offset, shape, strict=True)]
+    size, local = tuple(stop - start for start, stop in box), tuple(local_of(tensor).shape)
+    if size != local:
+        raise NotImplementedError(f"its placements {tensor.placements} give this rank {size}, and it holds {local}")
+    return tuple(box)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -155,3 +175,38 @@ def _as_held(made: Tensor, tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made
+
+
+class Shadowed:
+    """A model (or a mapping) beside its ``shadow`` of whole tensors, and the way back from those."""
+
+    def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        self.model = model
+        self.shadow: nn.Module | Mapping[str, Tensor]
+        if isinstance(model, nn.Module):
+            reshard(model)
+            self.shadow = stand_in(model, whole_shadow)
+        else:
+            again = {id(tensor): whole_shadow(tensor) for tensor in model.values() if isinstance(tensor, DTensor)}
+            self.shadow = {name: again.get(id(tensor), tensor) for name, tensor in model.items()}
+        self.sharded = sharded_tensors(model)
+        """Every DTensor, by every name."""
+        seen = named_tensors(self.shadow)
+        self._names: dict[int, str] = {}
+        for name in self.sharded:
+            self._names.setdefault(_memory_of(seen[name]), name)
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The first name of the sharded tensor of which ``tensor`` is the shadow; ``None`` for any other."""
+        return self._names.get(_memory_of(tensor))
+
+    def real(self, tensor: Tensor) -> Tensor:
+        """What ``tensor`` is the shadow of."""
+        name = self.name(tensor)
+        return tensor if name is None else self.sharded[name]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """What a shadow is known by, whatever object stands for it."""
+    first = next(iter(tensor.parts.values())) if isinstance(tensor, Weight) else tensor
+    return storage_id(first) if is_strided(first) else 0

@@ -2,6 +2,7 @@
 
 from .batch import Batch
 from .beside import read_beside
+from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
 from .folder import carry_over, folder_for, new_folder, remove_stale
 from .ggml import PACKINGS, PLAIN, Packing
@@ -12,16 +13,18 @@ from .index import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, format_index
 from .memory import on_huge_pages, scratch
 from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
-from .replacing import replacing
+from .replacing import beside, put_in_place, replacing
 from .store import Store
 from .writer import check_writable, write_made, write_tensors
 
 __all__ = [
     "CODES",
     "DTYPES",
+    "DcpFile",
     "HIDDEN",
     "INDEX_SUFFIX",
     "KEY",
+    "OPTIMIZER",
     "PACKINGS",
     "PAIRS",
     "PLAIN",
@@ -29,9 +32,11 @@ __all__ = [
     "Packing",
     "Pairs",
     "gguf_packing",
+    "is_dcp",
     "write_gguf",
     "SUFFIX",
     "Batch",
+    "beside",
     "Header",
     "Record",
     "Store",
@@ -46,6 +51,7 @@ __all__ = [
     "no_tick",
     "on_huge_pages",
     "part_key",
+    "put_in_place",
     "read_beside",
     "remove_stale",
     "replacing",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .dcp import is_dcp
 from .header import HEADER_LIMIT
 from .strict_json import check_extent, parse_object, said
 
@@ -49,7 +50,7 @@ def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
     """
     path = Path(path)
     if path.is_dir():
-        return _find_in_folder(path)
+        return ((path,), None) if is_dcp(path) else _find_in_folder(path)
     if not path.exists():
         raise CheckpointError("there is no such file or folder", name=str(path))
     if path.suffix == ".json":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -26,32 +26,62 @@ def replacing(*paths: Path) -> Iterator[list[FileIO]]:
     mode that the umask asks for, a replaced one keeps its own. A killed process leaves hidden files beside the targets,
     which the next to write there removes. Raises CheckpointError where the disk refuses.
     """
+    with beside(*paths) as written:
+        yield written.files
+        written.sync()
+        put_in_place(list(zip(written.temporary, paths, strict=True)))
+
+
+class Beside:
+    """Files that are being written beside their targets: ``files`` to write to, at the hidden paths ``temporary``."""
+
+    def __init__(self) -> None:
+        self.temporary: list[Path] = []
+        self.files: list[FileIO] = []
+
+    def sync(self) -> None:
+        """All is on the disk, and the files are closed."""
+        for file in self.files:
+            os.fsync(file.fileno())
+            file.close()
+
+
+@contextlib.contextmanager
+def beside(*paths: Path) -> Iterator[Beside]:
+    """Inside, one open file beside each of ``paths``; afterwards those are gone that nobody has put in place.
+
+    What killed processes left of the same targets is removed first. Raises CheckpointError where the disk refuses.
+    """
     targets = [Path(os.path.realpath(path)) for path in paths]
-    made: list[tuple[Path, FileIO]] = []
+    made = Beside()
     for folder in {target.parent for target in targets}:
         remove_leftovers(folder, {target.name for target in targets}.__contains__)
     try:
         for target in targets:
             if target.is_dir():
                 raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
-            made.append(_beside(target))
-        yield [file for _, file in made]
-        for _, file in made:
-            os.fsync(file.fileno())
-            file.close()
-        if sum(target.exists() for target in targets) > 1:
-            _mark_torn(targets[-1])
-        for (temporary, _), target in zip(made, targets, strict=True):
-            os.replace(temporary, target)
-        for folder in {target.parent for target in targets}:
-            sync_folder(folder)
+            temporary, file = _beside(target)
+            made.temporary.append(temporary)
+            made.files.append(file)
+        yield made
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else str(paths[0])
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
     finally:
-        for temporary, file in made:
+        for temporary, file in zip(made.temporary, made.files, strict=True):
             file.close()
             temporary.unlink(missing_ok=True)
+
+
+def put_in_place(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """The first of each pair, written and durable, is now the second, in that order; see ``replacing``."""
+    targets = [Path(os.path.realpath(path)) for _, path in pairs]
+    if sum(target.exists() for target in targets) > 1:
+        _mark_torn(targets[-1])
+    for (temporary, _), target in zip(pairs, targets, strict=True):
+        os.replace(temporary, target)
+    for folder in {target.parent for target in targets}:
+        sync_folder(folder)
 
 
 def _mark_torn(index: Path) -> None:

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..spec import View
 from .batch import Batch
 from .beside import read_beside
+from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, PICKLED, Index, find_files
@@ -117,6 +118,8 @@ def _kind(path: Path) -> type[TensorFile]:
     """Who reads the file at ``path``: by its name, or by the magic of a GGUF file, which no safetensors file has."""
     if path.suffix in PICKLED:
         return PickledFile
+    if path.is_dir():
+        return DcpFile
     return GgufFile if path.suffix == GGUF_SUFFIX or begins_with(path, MAGIC) else TensorFile
 
 

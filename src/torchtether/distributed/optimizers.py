@@ -1,0 +1,202 @@
+"""The state of an optimizer as named tensors: stored by parameter name, sharded as the parameters are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError, LoadError, OptimizerError
+from ..files import OPTIMIZER, DcpFile, Store, is_dcp
+from ..optimizer import check_belongs
+from ..spec import View, contiguous_stride
+from ..ties import named_tensors
+from .shadows import box_of, local_of, redone
+
+FOLDER = "optimizer"
+"""Where it is stored in the folder of a checkpoint in safetensors files."""
+
+_GROUPS = "groups"
+_LIMIT = 2**26  # bytes of text
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
+    """The state of ``optimizer`` by ``parameter.key``, and under ``groups``, as JSON in bytes, all that is no tensor.
+
+    A tied parameter has one entry, under its first name. Raises OptimizerError if the optimizer is another model's,
+    CheckpointError for a value that JSON has no words for.
+    """
+    if not isinstance(model, nn.Module):
+        raise CheckpointError("the state of an optimizer goes with a module", name="optimizer", fix="Pass the module.")
+    names = _names(model, optimizer)
+    made: dict[str, Tensor] = {}
+    groups, state = [], {}
+    for i, group in enumerate(optimizer.param_groups):
+        said = {"params": [names[id(param)] for param in group["params"]]}
+        for key, value in group.items():
+            if key != "params":
+                said[key] = _said(value, f"group {i}.{key}", made)
+        groups.append(said)
+        for param in group["params"]:
+            name = names[id(param)]
+            held = optimizer.state.get(param, {})
+            state[name] = {key: _said(value, f"{name}.{key}", made) for key, value in held.items()}
+    text = json.dumps({"v": 1, "groups": groups, "state": state})
+    made[_GROUPS] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return made
+
+
+def _said(value: Any, key: str, made: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        made[key] = value
+        return {"tensor": key}
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(item, _PLAIN) for item in items):
+        raise CheckpointError(f"a {type(value).__name__} cannot be stored", name=key, fix="Remove it first.")
+    return {"value": list(value), "tuple": isinstance(value, tuple)} if items is value else {"value": value}
+
+
+class OptimizerLoad:
+    """What a checkpoint says of an optimizer: checked first, then read, then given to it."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, source: DcpFile | Store) -> None:
+        self._model, self._optimizer, self._source = model, optimizer, source
+        try:
+            self._tensors = source.header.tensors
+            self._groups, self._state = self._described()
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def find(model: nn.Module, optimizer: Any, path: Path) -> OptimizerLoad | None:
+        """The load of the state stored with the checkpoint at ``path``; ``None`` if none is."""
+        if optimizer is None:
+            return None
+        if is_dcp(path):
+            stored = DcpFile(path, OPTIMIZER)
+            if _GROUPS not in stored.header.tensors:
+                stored.close()
+                return None
+            return OptimizerLoad(model, optimizer, stored)
+        folder = path / FOLDER
+        return OptimizerLoad(model, optimizer, Store(folder)) if folder.is_dir() else None
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _described(self) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+        try:
+            if self._tensors[_GROUPS].nbytes > _LIMIT:
+                raise ValueError(f"{self._tensors[_GROUPS].nbytes} bytes")
+            found = json.loads(self._source.read(_GROUPS).numpy().tobytes())
+            groups, state = found["groups"], found["state"]
+            wanted = [name for group in groups for name in group["params"]]
+            assert found["v"] == 1
+            assert all(isinstance(name, str) for name in wanted)
+            assert all(isinstance(entries, dict) for entries in state.values())
+        except Exception as error:
+            raise CheckpointError(
+                f"what it says of the groups cannot be read: {type(error).__name__}: {str(error)[:100]}",
+                name=self._name,
+            ) from None
+        return groups, state
+
+    @property
+    def _name(self) -> str:
+        return f"{self._source.name}: optimizer"
+
+    def _check(self) -> None:
+        names, here = _names(self._model, self._optimizer), self._optimizer.param_groups
+        stored = [sorted(group["params"]) for group in self._groups]
+        held = [sorted(names[id(param)] for param in group["params"]) for group in here]
+        if stored != held:
+            odd = sorted({n for g in stored for n in g} ^ {n for g in held for n in g})[:4]
+            what = f"it differs in {', '.join(odd)}" if odd else "the same parameters are grouped otherwise"
+            raise LoadError(
+                f"the checkpoint has {len(stored)} groups of {sum(map(len, stored))} parameters, the optimizer has "
+                f"{len(held)} of {sum(map(len, held))}: {what}",
+                name=self._name,
+                fix="Build the optimizer as it was, or load without it.",
+            )
+        for key in self._keys():
+            if key not in self._tensors:
+                raise CheckpointError("this state is absent", name=f"{self._name}: {key}", fix="Is a shard missing?")
+
+    def _keys(self) -> Iterator[str]:
+        for entries in (*self._groups, *self._state.values()):
+            for value in entries.values():
+                if isinstance(value, dict) and "tensor" in value:
+                    yield value["tensor"]
+
+    def read(self) -> int:
+        """Everything is in memory, as the parameters are sharded; returns how many bytes that took."""
+        self._nbytes = 0
+        tensors = {name: tensor for name, tensor in named_tensors(self._model).items()}
+        self._made = {
+            name: {key: self._value(value, tensors.get(name), self._group_of(name)) for key, value in entries.items()}
+            for name, entries in self._state.items()
+        }
+        self._options = [
+            {key: self._value(value, None, group) for key, value in group.items() if key != "params"}
+            for group in self._groups
+        ]
+        return self._nbytes
+
+    def _group_of(self, name: str) -> Mapping[str, Any]:
+        return next((group for group in self._groups if name in group["params"]), {})
+
+    def _value(self, said: Any, param: Tensor | None, group: Mapping[str, Any]) -> Any:
+        if "tensor" not in said:
+            return tuple(said["value"]) if said.get("tuple") else said["value"]
+        key = said["tensor"]
+        stored = self._tensors[key]
+        is_like = param is not None and stored.shape == tuple(param.shape) and len(stored.shape) > 0
+        if not is_like or param is None:
+            self._nbytes += stored.nbytes
+            on_device = any((group.get(flag) or {}).get("value") for flag in ("capturable", "fused"))
+            value = self._source.read(key)
+            return value.to(param.device) if on_device and param is not None else value
+        box = box_of(param) if isinstance(param, DTensor) else tuple((0, size) for size in stored.shape)
+        stride = contiguous_stride(stored.shape)
+        offset = sum(start * step for (start, _), step in zip(box, stride, strict=True))
+        size = tuple(stop - start for start, stop in box)
+        local = self._source.read_view(key, View(stored.dtype, size, stride, offset))
+        self._nbytes += local.nbytes
+        if isinstance(param, DTensor):
+            return redone(param, local.to(local_of(param).device))
+        return local.to(param.device)
+
+    def finish(self) -> None:
+        """The optimizer has the state and the options of the checkpoint."""
+        tensors = named_tensors(self._model)
+        for name, entries in self._made.items():
+            self._optimizer.state[tensors[name]] = entries
+            if not entries:
+                del self._optimizer.state[tensors[name]]
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+
+def _names(model: nn.Module, optimizer: Any) -> dict[int, str]:
+    """The first name of each tensor, by ``id``; raises OptimizerError if the optimizer holds one without a name."""
+    names: dict[int, str] = {}
+    for name, tensor in named_tensors(model).items():
+        names.setdefault(id(tensor), name)
+    check_belongs(model, [optimizer])
+    strangers = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in names]
+    if strangers:
+        shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:4])
+        raise OptimizerError(
+            f"it holds {len(strangers)} parameters that the model does not have, of shape {shapes}",
+            name="optimizer",
+            fix="Build it over model.parameters().",
+        )
+    return names

@@ -1,0 +1,197 @@
+"""Saving from many ranks: each file has one writer, and all files together are those that one process would write."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError
+from ..files import beside, put_in_place
+from ..formats import Contained, Writable, writable
+from ..report import Progress, ticking
+from ..save import Aliases, HeldGroup, plan_groups
+from ..writing import FilePlan, Group, check_keys, check_target, plan_files, write_shard
+from .flat import save_dcp
+from .optimizers import FOLDER, optimizer_tensors
+from .ranks import Ranks
+from .shadows import Shadowed, box_of
+from .transfers import Item, Transfers
+
+
+def save(
+    model: nn.Module | Mapping[str, Tensor],
+    path: Path | str,
+    *,
+    format: Literal["safetensors", "dcp"] | str = "safetensors",
+    aliases: Aliases = "drop",
+    max_shard_size: int | str | None = None,
+    optimizer: Any = None,
+    progress: Progress = None,
+    process_group: Any = None,
+) -> None:
+    """The tensors of ``model``, whichever rank holds them, are at ``path``: the bytes that one process would write.
+
+    The arguments are those of ``tt.save``; ``"safetensors"`` is its ``"native"``. Every rank of ``process_group`` (by
+    default all) calls it with the same ones, and sees the same file system. The files of a save in shards
+    (``max_shard_size``) are written side by side, each by one rank, to which the others send their rows, one tensor at
+    a time. What every rank holds whole is that of the first.
+
+    With ``optimizer`` its state is stored too, a tied parameter's once, in the folder ``optimizer`` beside the model's
+    files; ``tt.distributed.load(..., optimizer=)`` takes it up where it was, on any number of ranks.
+
+    ``format="dcp"`` writes a new folder by ``torch.distributed.checkpoint``, each rank its own rows, of what
+    ``tt.distributed.state_dict`` gives. ``tt.load`` and ``tt.open`` read it too.
+
+    Each file is written beside its target, and when all are on the disk the first rank renames them: if a rank fails,
+    or is killed, before that, the old checkpoint is whole, and every rank raises.
+
+    Raises:
+        CheckpointError: as ``tt.save``; the ranks hold different tensors; or another rank failed.
+        TieError, SchemeError: as ``tt.save``.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> from torchtether import distributed
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     distributed.save(torch.nn.Linear(2, 3), folder)
+    ...     print(list(tt.open(folder)))
+    ['bias', 'weight']
+    """
+    ranks, path = Ranks(process_group), Path(path)
+    if format == "dcp":
+        with ranks.all_or_none(CheckpointError):
+            if max_shard_size is not None:
+                raise CheckpointError("a folder by dcp has a file per rank", name="max_shard_size", fix="Leave it out.")
+        save_dcp(ranks, model, path, optimizer, aliases)
+        return
+    with ranks.all_or_none(CheckpointError):
+        works = [_Save(ranks, model, path, format, aliases, max_shard_size)]
+        if optimizer is not None:
+            if not works[0].files.is_folder:
+                raise CheckpointError("the optimizer needs a folder", name=str(path), fix="Give the path of one.")
+            state = optimizer_tensors(model, optimizer)
+            works.insert(0, _Save(ranks, state, path / FOLDER, "native", "drop", max_shard_size))
+    for work in works:
+        work.agree()
+    with contextlib.ExitStack() as stack:
+        for work in works:
+            with ranks.all_or_none(CheckpointError):
+                work.write(stack, progress)
+        everything = ranks.gather([pair for work in works for pair in work.written], CheckpointError)
+        written = {target: temporary for one in everything for target, temporary in one}
+        with ranks.all_or_none(CheckpointError):
+            if ranks.rank == 0:
+                put_in_place([(written[target], target) for work in works for target in work.files.everything])
+                for work in works:
+                    work.files.remove_stale()
+
+
+class _Save:
+    """What is to be written, which every rank knows whole, and how this rank takes part."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: nn.Module | Mapping[str, Tensor],
+        path: Path,
+        format: str,
+        aliases: Aliases,
+        max_shard_size: int | str | None,
+    ) -> None:
+        target: Writable = writable("native" if format == "safetensors" else format)
+        if isinstance(target, Contained):
+            raise CheckpointError(f"{target.name} is written by one process", name="format", fix="Use tt.save.")
+        found = Shadowed(model)
+        self._ranks, self._found, self._sharded = ranks, found, found.sharded
+        self._boxes = {name: _box(name, tensor) for name, tensor in found.sharded.items()}
+        check_target(path, target, max_shard_size=max_shard_size)
+        groups = plan_groups(found.shadow, target, aliases)
+        check_keys(groups)
+        if ranks.is_alone:
+            self._check_alone()
+        self.files: FilePlan = plan_files(groups, path, target, max_shard_size)
+        self.written: list[tuple[Path, Path]] = []
+
+    def _check_alone(self) -> None:
+        for name, tensor in self._sharded.items():
+            box = self._boxes[name]
+            if any(box_ != (0, size) for box_, size in zip(box, tensor.shape, strict=True)):
+                raise CheckpointError(
+                    f"only {box} of {tuple(tensor.shape)} is here, and there are no other ranks to hear from", name=name
+                )
+
+    def agree(self) -> None:
+        """Returns if all ranks are about to write the same tensors; what each of them holds is known then."""
+        layout = [(str(file), [(g.layout, g.ties, g.weights) for g in shard]) for file, shard in self._shards()]
+        digest = hashlib.sha256(repr(layout).encode()).hexdigest()
+        found = self._ranks.gather((digest, self._boxes), CheckpointError)
+        for rank, (other, _) in enumerate(found):
+            if other != found[0][0]:
+                raise CheckpointError(
+                    f"rank {rank} holds other tensors than rank 0, or other ties or schemes",
+                    fix="Save the same model on all ranks.",
+                )
+        self._transfers = Transfers(self._ranks, self._sharded, [boxes for _, boxes in found])
+
+    def _shards(self) -> list[tuple[Path, list[Group]]]:
+        return list(zip(self.files.targets, self.files.shards, strict=True))
+
+    def write(self, stack: contextlib.ExitStack, progress: Progress) -> None:
+        """This rank's files are on the disk, beside their targets, until ``stack`` is closed."""
+        count, rank = self._ranks.count, self._ranks.rank
+        mine = self._shards()[rank::count]
+        extra = list(self.files.extra.items()) if rank == 0 else []
+        targets = [target for target, _ in mine] + [target for target, _ in extra]
+        total = sum(group.nbytes for _, shard in mine for group in shard)
+        error: BaseException | None = None
+        rounds = itertools.zip_longest(*(self._shards()[r::count] for r in range(count)))
+        turns = [[() if one is None else tuple(self._items(one[1])) for one in wave] for wave in rounds]
+        try:
+            tick = stack.enter_context(ticking(progress, total, "save"))
+            opened = stack.enter_context(beside(*targets))
+            self.written = list(zip(targets, opened.temporary, strict=True))
+        except BaseException as first:
+            error = first
+        for i, turn in enumerate(turns):
+            steps = self._transfers.run(turn)
+            try:
+                if error is None and i < len(mine):
+                    target, shard = mine[i]
+                    write_shard(shard, _packed(steps), opened.files[i], str(target), tick)
+            except BaseException as first:
+                error = first
+            for _ in steps:  # the other writers wait for what this rank holds, whatever happened here
+                pass
+        if error is not None:
+            raise error
+        for (_, text), file in zip(extra, opened.files[len(mine) :], strict=True):
+            file.write(text)
+        opened.sync()
+
+    def _items(self, shard: list[Group]) -> Iterator[Item]:
+        for group in shard:
+            assert isinstance(group, HeldGroup)
+            for key, tensor in group.stored.items():
+                yield Item(key, tensor, self._found.name(tensor))
+            for name, weight in group.packed.items():
+                yield Item(name, weight, self._found.name(weight), group.format)
+
+
+def _packed(steps: Iterator[tuple[Item, Tensor] | None]) -> Iterator[tuple[str, Tensor]]:
+    for step in steps:
+        if step is not None:
+            item, tensor = step
+            yield from item.format.pack(item.key, tensor).items() if item.format else ((item.key, tensor),)
+
+
+def _box(name: str, tensor: DTensor) -> Any:
+    try:
+        return box_of(tensor)
+    except NotImplementedError as error:
+        raise CheckpointError(str(error), name=name, fix="Redistribute it first.") from None

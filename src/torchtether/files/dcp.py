@@ -1,0 +1,364 @@
+"""Reading a folder by torch.distributed.checkpoint as if it were one file: any bytes of any tensor, nothing run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ..errors import CheckpointError
+from ..schemes import Shape
+from ..spec import WeightSpec
+from .batch import Buffer
+from .dtypes import CODES
+from .header import Header, Stored
+from .memory import memory_of
+from .pickle_calls import check_calls
+from .reader import TensorFile
+from .record import KEY, layout_of, part_key
+
+METADATA = ".metadata"
+"""The file in such a folder that says what the others hold."""
+
+OPTIMIZER = "torchtether.optimizer."
+"""How the keys begin under which we store an optimizer's state."""
+
+_LIMIT = 2**30  # bytes of a .metadata file; that of a model of 10,000 tensors on 1,000 ranks has some hundred million
+
+
+class _Bag:
+    """Stands for a dataclass of torch.distributed.checkpoint: its fields, and no code."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.__dict__["values"] = state
+
+
+def _ignored(*given: Any) -> None:
+    """What a pickle says of layouts and memory formats."""
+
+
+_BAGS = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex"
+        " StorageMeta"
+    ).split(),
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+}
+_IGNORED = {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes that the metadata is made of, as bags of fields, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _BAGS.get(module, ()):
+            return _Bag
+        if (module, name) in _IGNORED:
+            return _ignored
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+@dataclass
+class _Chunk:
+    """A box of a tensor, and the part of a file that holds it as ``torch.save`` wrote it."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int
+    nbytes: int
+    place: int | None = field(default=None)
+    """Where in the file its values begin, once somebody has looked."""
+    held: memoryview | None = field(default=None)
+    """Its values, if the file does not hold them in row-major order."""
+
+
+class DcpFile(TensorFile):
+    """An open folder by ``torch.distributed.checkpoint`` (``FileSystemWriter``), with the tensors whose keys begin with
+    ``prefix``, which is left off; without one, all that are not of an optimizer that we stored.
+
+    ``.metadata`` is a pickle, of which only the dataclasses of torch's package are believed, as bags of fields. Values
+    that are not tensors are left alone. Only the bytes that are asked for are read.
+    """
+
+    def __init__(self, path: Path | str, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._chunks: dict[str, list[_Chunk]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._folder = Path(path)
+        super().__init__(self._folder / METADATA)
+        self.name = str(path)
+
+    def _parse(self) -> Header:
+        try:
+            size = os.fstat(self._descriptor).st_size
+            if size > _LIMIT:
+                raise CheckpointError(f"its metadata takes {size} bytes", name=str(self._folder))
+            with os.fdopen(os.dup(self._descriptor), "rb") as file:
+                found = _Unpickler(file).load()
+            tensors = self._tensors(found)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a damaged pickle makes Python raise
+            words = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{METADATA} cannot be read: {words}", name=str(self._folder)) from None
+        record = tensors.pop(KEY, None)
+        if record is None or self._prefix:
+            return Header(tensors, {})
+        text = bytearray(record.nbytes)
+        self._fill(KEY, memoryview(text), 0)
+        said = text.decode("utf-8", "replace")
+        return Header(_in_layout(tensors, said), {KEY: said, "format": "pt"})
+
+    def _tensors(self, found: Any) -> dict[str, Stored]:
+        places = {}
+        for index, info in found.storage_data.items():
+            if getattr(index, "offset", None) is not None:  # what is no tensor has none
+                places[index.fqn, tuple(index.offset)] = info
+        tensors: dict[str, Stored] = {}
+        at = 0
+        for name in sorted(found.state_dict_metadata):
+            entry = found.state_dict_metadata[name]
+            if not hasattr(entry, "chunks") or not isinstance(name, str):
+                continue
+            is_optimizer = name.startswith(OPTIMIZER)
+            if not name.startswith(self._prefix) or (is_optimizer and not self._prefix):
+                continue
+            key, where = name.removeprefix(self._prefix), f"{self._folder}: {name}"
+            dtype, shape = _kind(entry.properties), _counts(entry.size, where)
+            if dtype not in CODES:
+                raise CheckpointError(f"it has dtype {dtype}, which cannot be read", name=where)
+            self._chunks[key] = self._chunks_of(name, entry.chunks, shape, places, where)
+            self._dtypes[key], self._shapes[key] = dtype, shape
+            tensors[key] = Stored(dtype, shape, at)
+            at += tensors[key].nbytes
+        return tensors
+
+    def _chunks_of(
+        self, name: str, given: Sequence[Any], shape: Shape, places: Mapping[Any, Any], where: str
+    ) -> list[_Chunk]:
+        chunks = []
+        for one in given:
+            offsets, sizes = _counts(one.offsets, where), _counts(one.sizes, where)
+            fits = len(offsets) == len(sizes) == len(shape)
+            if not fits or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+                raise CheckpointError(f"a chunk at {offsets} of {sizes} is not in its shape {shape}", name=where)
+            if 0 in sizes:
+                continue
+            info = places.get((name, offsets))
+            if info is None or getattr(info, "transform_descriptors", None):
+                what = "is in no file" if info is None else "is compressed, which cannot be read"
+                raise CheckpointError(f"its chunk at {offsets} {what}", name=where)
+            file = info.relative_path
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"its chunk is said to be in {str(file)[:80]!r}", name=where)
+            start, nbytes = _counts((info.offset, info.length), where)
+            chunks.append(_Chunk(offsets, sizes, file, start, nbytes))
+        covered = sum(math.prod(chunk.sizes) for chunk in chunks)
+        if covered != math.prod(shape) or len({chunk.offsets for chunk in chunks}) != len(chunks):
+            raise CheckpointError(f"its chunks hold {covered} of {math.prod(shape)} elements", name=where)
+        return chunks
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def is_mappable(self, key: str) -> bool:
+        return False
+
+    def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
+        """Fills the buffers, one after the other, from a file that held all tensors, one behind the other by key."""
+        for key, memory in buffers:
+            self._fill(key, memory, at - self.header.tensors[key].start)
+            at += len(memory)
+
+    def _fill(self, key: str, memory: memoryview, first: int) -> None:
+        """``memory`` holds the bytes of ``key`` from ``first`` on."""
+        chunks, item, shape = self._chunks[key], self._dtypes[key].itemsize, self._shapes[key]
+        start, stop = first // item, -(-(first + len(memory)) // item)
+        for chunk in chunks:
+            for at, inside, count in _runs(shape, chunk.offsets, chunk.sizes, start, stop):
+                low, high = max(at * item, first), min((at + count) * item, first + len(memory))
+                if low < high:
+                    place, inner = self._place(chunk, key), inside * item + low - at * item
+                    wanted = memory[low - first : high - first]
+                    if chunk.held is not None:
+                        wanted[:] = chunk.held[inner : inner + len(wanted)]
+                    else:
+                        self._pread(chunk, wanted, place + inner, key)
+
+    def _pread(self, chunk: _Chunk, memory: memoryview, at: int, key: str) -> None:
+        descriptor = self._file(chunk.file, key)
+        while memory:
+            try:
+                count = os.preadv(descriptor, [memory], at)
+            except OSError as error:
+                self._fail(f"{chunk.file} cannot be read: {error.strerror}", key)
+            if count == 0:
+                self._fail(f"{chunk.file} ended at byte {at}, {len(memory)} bytes early", key)
+            at, memory = at + count, memory[count:]
+
+    def _file(self, file: str, key: str) -> int:
+        with self._lock:
+            if file not in self._open:
+                try:
+                    self._open[file] = os.open(self._folder / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                except OSError as error:
+                    self._fail(f"{file} cannot be read: {error.strerror}", key)
+            return self._open[file]
+
+    def _place(self, chunk: _Chunk, key: str) -> int:
+        """Where the values of ``chunk`` begin, which only the small pickle in front of them tells."""
+        if chunk.place is None:
+            where = f"{self._folder}: {key}"
+            source = _Slice(self._file(chunk.file, key), chunk.start, chunk.nbytes)
+            try:
+                with zipfile.ZipFile(source) as archive:
+                    for entry in archive.infolist():
+                        if entry.compress_type != zipfile.ZIP_STORED:
+                            raise CheckpointError("its entries are compressed", name=where)
+                        if entry.filename.endswith("data.pkl"):
+                            check_calls(archive.read(entry), name=where)
+                source.seek(0)
+                found = torch.load(cast(Any, source), map_location="meta", weights_only=True)
+                storage = found.untyped_storage()._checkpoint_offset
+                place = storage + found.storage_offset() * found.element_size()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                words = " ".join(str(error).split())[:200]
+                raise CheckpointError(f"its chunk in {chunk.file} cannot be read: {words}", name=where) from None
+            is_there = place + found.nbytes <= chunk.nbytes and found.untyped_storage().nbytes() >= found.nbytes
+            if (tuple(found.shape), found.dtype) != (chunk.sizes, self._dtypes[key]) or not is_there:
+                raise CheckpointError(f"its chunk in {chunk.file} is not what {METADATA} says", name=where)
+            if not found.is_contiguous():
+                source.seek(0)
+                chunk.held = memory_of(torch.load(cast(Any, source), weights_only=True).contiguous())
+            chunk.place = chunk.start + place
+        return chunk.place
+
+    def close(self) -> None:
+        """Afterwards nothing can be read."""
+        for descriptor in getattr(self, "_open", {}).values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._open = {}
+        super().close()
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
+        self._descriptor, self._start, self._nbytes, self._at = descriptor, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._nbytes)[whence] + offset
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        view = memoryview(memory).cast("B")[: max(self._nbytes - self._at, 0)]
+        count = os.preadv(self._descriptor, [view], self._start + self._at) if view else 0
+        self._at += count
+        return count
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether ``path`` is a folder by ``torch.distributed.checkpoint``."""
+    return (path / METADATA).is_file()
+
+
+def _kind(properties: Any) -> Any:
+    values = getattr(properties, "values", None)
+    return values[0] if values else properties.dtype
+
+
+def _counts(values: Any, where: str) -> tuple[int, ...]:
+    found = tuple(values)
+    if len(found) > 64 or not all(type(value) is int and 0 <= value < 2**60 for value in found):
+        raise CheckpointError(f"{METADATA} holds the bad sizes {str(found)[:80]}", name=where)
+    return found
+
+
+def _runs(shape: Shape, offsets: Shape, sizes: Shape, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """(element of the tensor, element of the box, count) of the runs of a box that are contiguous in both.
+
+    Rows of the first dimension that do not reach into ``first:last`` are left out.
+
+    >>> list(_runs((4, 6), (2, 0), (2, 6), 0, 24)), list(_runs((2, 6), (0, 3), (2, 3), 0, 12))
+    ([(12, 0, 12)], [(3, 0, 3), (9, 3, 3)])
+    """
+    depth, inner = len(shape), 1
+    while depth and sizes[depth - 1] == shape[depth - 1]:
+        depth -= 1
+        inner *= shape[depth]
+    if depth <= 1:
+        yield (offsets[0] * inner if depth else 0), 0, (sizes[0] * inner if depth else inner)
+        return
+    count = sizes[depth - 1] * inner
+    row = math.prod(shape[1:])
+    low, high = max(offsets[0], first // row), min(offsets[0] + sizes[0], -(-last // row))
+    ranges = [
+        range(low, high),
+        *(range(o, o + s) for o, s in zip(offsets[1 : depth - 1], sizes[1 : depth - 1], strict=True)),
+    ]
+    for index in itertools.product(*ranges):
+        at = inside = 0
+        for dim, place in enumerate((*index, offsets[depth - 1])):
+            at = at * shape[dim] + place
+            inside = inside * sizes[dim] + place - offsets[dim]
+        yield at * inner, inside * inner, count
+
+
+def _in_layout(tensors: dict[str, Stored], record: str) -> dict[str, Stored]:
+    """The parts of Weights in the shapes that their schemes give them; some are stored with a row per row."""
+    try:
+        weights = {
+            name: WeightSpec.from_json({k: v for k, v in entry.items() if k != "parts"})
+            for name, entry in json.loads(record)["weights"].items()
+        }
+    except Exception:
+        return tensors  # whoever reads the record says what is wrong with it
+    for name, spec in weights.items():
+        for part, (dtype, shape) in layout_of(spec).items():
+            key = part_key(name, part)
+            stored = tensors.get(key)
+            if stored is not None and stored.dtype == dtype and math.prod(stored.shape) == math.prod(shape):
+                tensors[key] = stored._replace(shape=shape)
+    return tensors

@@ -1,0 +1,385 @@
+"""tt.distributed.save: byte for byte what one process writes, on any number of ranks; and what comes back is exact."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import torchtether as tt
+import torchtether.distributed
+from tests.distributed.nets import Tied, same_rows, tokens
+from tests.distributed.spawn import spawn
+
+SCHEMES = {
+    "float": None,
+    "int8 and int4": {"emb.weight": "int8", "body.0.0.weight": tt.int4(group_size=16)},
+    "plain": {"emb.weight": tt.Plain(), "body.0.1.bias": tt.Plain()},
+    "one scale": {"body.*.0.weight": tt.fp8("tensor")},
+    "blocks of several rows": {"body.1.0.weight": "nf4"},
+}
+OPTIONS = ({}, {"max_shard_size": 2500}, {"aliases": "copy", "max_shard_size": 4000})
+
+
+def build(mesh=None):
+    with tt.on_meta():
+        model = Tied(101)
+    for block in model.body:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def loaded(path, **options):
+    with tt.on_meta():
+        model = Tied(101)
+    tt.load(model, path, **options)
+    return model
+
+
+def step(model, optimizer):
+    loss = nn.functional.cross_entropy(model(tokens()), tokens())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def equal_folders(one, two):
+    """The names of files that are not the same in both folders."""
+    files = {file.relative_to(folder) for folder in (one, two) for file in Path(folder).rglob("*") if file.is_file()}
+    return [str(f) for f in files if not all((Path(d) / f).exists() for d in (one, two)) or
+            (Path(one) / f).read_bytes() != (Path(two) / f).read_bytes()]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    torch.manual_seed(0)
+    model = Tied(101)
+    model.extra.uniform_()
+    tt.save(model, folder)
+    return folder
+
+
+# -- the bytes --------------------------------------------------------------------------------------------------------
+
+
+def saves(source, folder, mesh_shape=None):
+    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("copies", "rows"))
+    for what, rules in SCHEMES.items():
+        if what.startswith("blocks") and dist.get_world_size() == 3:
+            continue
+        model = build(mesh)
+        tt.distributed.load(model, source, quantize=rules)
+        for i, options in enumerate(OPTIONS):
+            tt.distributed.save(model, folder / f"{what} {i}", **options)
+        tt.distributed.save(model, folder / f"{what}.safetensors")
+        if rules is None:
+            tt.distributed.save(model.state_dict(keep_vars=True), folder / "mapping")
+            with torch.no_grad():
+                model.eval()(tokens())  # leaves the root gathered
+            tt.distributed.save(model, folder / "float 0")  # over the one that is there
+            fresh = build(mesh)
+            try:
+                tt.distributed.save(fresh, folder / "nothing")
+            except tt.CheckpointError as error:
+                assert "on meta and has no values" in str(error)
+        elif what != "plain":  # which no file records
+            again = build(mesh)
+            tt.distributed.load(again, folder / f"{what} 1")
+            for name, held in again.named_parameters():
+                assert same_rows(held, loaded(source, quantize=rules).get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh"),
+    [
+        (2, None),
+        (3, None),
+        pytest.param(4, None, marks=pytest.mark.slow),
+        pytest.param(4, (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_the_files_are_those_of_one_process(source, tmp_path, world, mesh):
+    spawn(saves, world, source, tmp_path, mesh)
+    for what, rules in SCHEMES.items():
+        if what.startswith("blocks") and world == 3:
+            continue
+        model = loaded(source, quantize=rules)
+        for i, options in enumerate(OPTIONS):
+            tt.save(model, tmp_path / "wanted" / f"{what} {i}", **options)
+            assert equal_folders(tmp_path / f"{what} {i}", tmp_path / "wanted" / f"{what} {i}") == []
+        tt.save(model, tmp_path / "wanted.safetensors")
+        assert (tmp_path / f"{what}.safetensors").read_bytes() == (tmp_path / "wanted.safetensors").read_bytes()
+    assert equal_folders(tmp_path / "mapping", tmp_path / "float 0") == []
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_without_a_process_group_it_is_tt_save(source, tmp_path):
+    model = loaded(source, quantize={"emb.weight": "int8"})
+    tt.distributed.save(model, tmp_path / "one", max_shard_size=2500)
+    tt.save(model, tmp_path / "two", max_shard_size=2500)
+    assert equal_folders(tmp_path / "one", tmp_path / "two") == []
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def begin(source, folder):
+    """Two steps, saved in both formats; then two more, whose losses are those to come back to."""
+    model = build()
+    tt.distributed.load(model, source)
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.body.parameters()), "lr": 1e-2}, {"params": [model.emb.weight]}], lr=3e-2
+    )
+    for _ in range(2):
+        step(model, optimizer)
+    tt.distributed.save(model, folder / "files", optimizer=optimizer, max_shard_size=3000)
+    tt.distributed.save(model, folder / "dcp", format="dcp", optimizer=optimizer)
+    return [step(model, optimizer) for _ in range(2)]
+
+
+def resume(folder):
+    found = []
+    for format in ("files", "dcp"):
+        model = build()
+        optimizer = torch.optim.AdamW(
+            [{"params": list(model.body.parameters()), "lr": 0.5}, {"params": [model.emb.weight]}], lr=0.5
+        )
+        tt.distributed.load(model, folder / format, optimizer=optimizer)
+        assert len(optimizer.state) == len(list(model.parameters()))
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 3e-2]
+        found.append([step(model, optimizer) for _ in range(2)])
+    other = torch.optim.SGD(model.emb.parameters(), lr=0.1)
+    try:
+        tt.distributed.load(model, folder / "dcp", optimizer=other)
+    except tt.LoadError as error:
+        return found, str(error)
+
+
+def test_training_resumes_on_another_number_of_ranks(source, tmp_path):
+    wanted = spawn(begin, 2, source, tmp_path)[0]
+    for found, refusal in spawn(resume, 2, tmp_path):
+        assert found == [wanted, wanted]
+        assert "has 2 groups of 9 parameters, the optimizer has 1 of 1" in refusal
+    for world in (3, 1):
+        for found, _ in spawn(resume, world, tmp_path):
+            torch.testing.assert_close(found, [wanted, wanted], rtol=1e-6, atol=0)
+
+
+# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+def to_dcp(source, folder):
+    for what, rules in SCHEMES.items():
+        if what.startswith("blocks") and dist.get_world_size() == 3:
+            continue
+        model = build()
+        tt.distributed.load(model, source, quantize=rules)
+        tt.distributed.save(model, folder / what, format="dcp")
+        dcp.async_save(tt.distributed.state_dict(model), checkpoint_id=folder / f"{what} later").result()
+        try:
+            tt.distributed.save(model, folder / what, format="dcp")
+        except tt.CheckpointError as error:
+            assert "it is there already" in str(error)
+        else:
+            raise AssertionError("an older checkpoint was overwritten")
+    theirs = build()
+    tt.distributed.load(theirs, source)
+    dcp.save(get_model_state_dict(theirs), checkpoint_id=folder / "theirs")
+    dcp.save({"model": get_model_state_dict(theirs), "epoch": 3}, checkpoint_id=folder / "nested")
+
+
+def from_dcp(source, folder, written_by):
+    for what, rules in SCHEMES.items():
+        if what.startswith("blocks") and 3 in (dist.get_world_size(), written_by):
+            continue
+        rules = None if what == "plain" else rules  # which no file records
+        wanted = loaded(source, quantize=rules)
+        for name in (what, f"{what} later"):
+            model = build()
+            tt.distributed.load(model, folder / name)
+            assert all(same_rows(held, wanted.get_parameter(n)) for n, held in model.named_parameters())
+            assert all(same_rows(held, wanted.get_buffer(n)) for n, held in model.named_buffers())
+        place = build()
+        tt.distributed.load(place, source, quantize=rules)
+        for tensor in tt.distributed.state_dict(place).values():
+            tensor.zero_() if tensor.dtype.itemsize > 1 else None
+        dcp.load(tt.distributed.state_dict(place), checkpoint_id=folder / what)  # in place, by torch alone
+        assert all(same_rows(held, wanted.get_parameter(n)) for n, held in place.named_parameters())
+    wanted = loaded(source)
+    model = build()
+    tt.distributed.load(model, folder / "theirs")
+    assert all(same_rows(held, wanted.get_parameter(n)) for n, held in model.named_parameters())
+    quantized = build()
+    rename = [lambda key: key.removeprefix("model.") if key.startswith("model.") else None]
+    tt.distributed.load(quantized, folder / "nested", rename=rename, quantize={"emb.weight": "int8"})
+    assert same_rows(quantized.emb.weight, loaded(source, quantize={"emb.weight": "int8"}).emb.weight)
+
+
+def test_dcp_in_and_out_on_other_numbers_of_ranks(source, tmp_path):
+    for written_by, read_by in ((2, 3), (3, 2)):
+        folder = tmp_path / str(written_by)
+        folder.mkdir()
+        spawn(to_dcp, written_by, source, folder)
+        spawn(from_dcp, read_by, source, folder, written_by)
+    wanted = loaded(source, quantize=SCHEMES["int8 and int4"])
+    here = loaded(tmp_path / "2" / "int8 and int4")  # one process, without a group
+    assert all(same_rows(held, wanted.get_parameter(n)) for n, held in here.named_parameters())
+    assert here.head.weight is here.emb.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("written_by", "read_by"), [(1, 4), (4, 1), (4, 2)])
+def test_dcp_on_many_more(source, tmp_path, written_by, read_by):
+    spawn(to_dcp, written_by, source, tmp_path)
+    spawn(from_dcp, read_by, source, tmp_path, written_by)
+
+
+def through_hugging_face(source, folder):
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+    model = build()
+    tt.distributed.load(model, source)
+    tt.distributed.save(model, folder / "ours", max_shard_size=2500)
+    state = {key: held for key, held in tt.distributed.state_dict(build_like(model)).items() if key != "torchtether"}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder / "ours")))
+    wanted = loaded(source)
+    assert all(same_rows(held, dict(wanted.state_dict(keep_vars=True))[name]) for name, held in state.items())
+    index = dict.fromkeys(state, 1)
+    writer = HuggingFaceStorageWriter(str(folder / "theirs"), fqn_to_index_mapping=index, save_distributed=False)
+    whole = {key: held.full_tensor() if hasattr(held, "full_tensor") else held for key, held in state.items()}
+    if dist.get_rank() == 0:
+        dcp.save(whole, storage_writer=writer, no_dist=True)
+    dist.barrier()
+    again = build()
+    tt.distributed.load(again, folder / "theirs")
+    assert all(same_rows(held, wanted.get_parameter(n)) for n, held in again.named_parameters())
+
+
+def build_like(model):
+    made = build()
+    made.to_empty(device="cpu")
+    return made
+
+
+def test_hugging_faces_readers_and_writers_of_dcp(source, tmp_path):
+    spawn(through_hugging_face, 2, source, tmp_path)
+
+
+# -- when it fails ----------------------------------------------------------------------------------------------------
+
+
+def is_killed(source, folder, rank, when, format):
+    """One rank is killed while it writes; what was there is whole."""
+    model = build()
+    tt.distributed.load(model, source)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().add_(1)
+    if dist.get_rank() == rank:
+        kill_at(when)
+    try:
+        tt.distributed.save(model, folder, max_shard_size=2500) if format == "files" else tt.distributed.save(
+            model, folder, format="dcp"
+        )
+    except BaseException as error:
+        return type(error).__name__
+    return ""
+
+
+def kill_at(when):
+    import torchtether.distributed.flat as flat
+    import torchtether.distributed.saving as saving
+    from torchtether.distributed.transfers import Transfers
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if when == "before":
+        saving.write_shard = die
+        flat.save = die
+    elif when == "between":
+        stock, count = Transfers._turn, [0]
+
+        def turn(self, jobs):
+            count[0] += 1
+            return die() if count[0] == 3 else stock(self, jobs)
+
+        Transfers._turn = turn
+    else:
+        sys.modules["torchtether.files.replacing"].os.replace = die
+
+
+@pytest.mark.parametrize(("rank", "when"), [(0, "before"), (1, "between"), (0, "at the end")])
+def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint_whole(source, tmp_path, rank, when):
+    folder = tmp_path / "there"
+    tt.save(loaded(source), folder, max_shard_size=2500)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    said = spawn(is_killed, 2, source, folder, rank, when, "files", dies=[rank])
+    assert said[1 - rank] == "CheckpointError"
+    tt.distributed.load(Tied(101), folder)
+    after = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".")}
+    assert after == before
+    tt.save(loaded(source), folder, max_shard_size=2500)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before  # and what was left over is gone
+
+
+def test_a_rank_killed_while_dcp_writes_leaves_nothing_that_looks_like_a_checkpoint(source, tmp_path):
+    spawn(is_killed, 2, source, tmp_path / "new", 1, "before", "dcp", dies=[1])
+    assert not (tmp_path / "new").exists()
+
+
+def disk_is_full(source, folder, rank):
+    import torchtether.files.writer as writer
+
+    model = build()
+    tt.distributed.load(model, source)
+    if dist.get_rank() == rank:
+        stock, count = writer.write_tensor, [0]
+
+        def refuse(*args):
+            count[0] += 1
+            if count[0] == 1:
+                raise OSError(28, "No space left on device")
+            return stock(*args)
+
+        writer.write_tensor = refuse
+    try:
+        tt.distributed.save(model, folder, max_shard_size=2500)
+    except tt.TetherError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_on_one_rank_stops_all(source, tmp_path, rank):
+    folder = tmp_path / "there"
+    tt.save(Tied(101), folder, max_shard_size=2500)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    said = spawn(disk_is_full, 2, source, folder, rank)
+    assert all("No space left on device" in text for text in said), said
+    assert f"rank {rank} failed" in said[1 - rank]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def differs(folder):
+    model = nn.Linear(4, 4 + dist.get_rank())
+    try:
+        tt.distributed.save(model, folder)
+    except tt.CheckpointError as error:
+        return str(error)
+
+
+def test_ranks_that_hold_different_tensors_are_told(tmp_path):
+    for said in spawn(differs, 2, tmp_path):
+        assert "rank 1 holds other tensors than rank 0" in said
+    assert list(tmp_path.iterdir()) == []
