@@ -39,13 +39,18 @@ class UnitParameter:
         """Its first name."""
         return self.names[0]
 
+    @property
+    def count(self) -> int:
+        """Its rows; a scalar, which cannot be sharded, counts as one."""
+        return self.shape[0] if self.shape else 1
+
     def rows(self, rank: int, ranks: int) -> tuple[int, int]:
         """The first of the rows that ``rank`` holds, and the one after the last: the rule of ``torch.chunk``."""
-        each = rows_per_rank(self.shape[0], ranks)
-        return min(rank * each, self.shape[0]), min((rank + 1) * each, self.shape[0])
+        each = rows_per_rank(self.count, ranks)
+        return min(rank * each, self.count), min((rank + 1) * each, self.count)
 
     def _size(self, rows: int, dtype: torch.dtype) -> int:
-        return self.scheme.nbytes((rows, *self.shape[1:]), dtype)
+        return self.scheme.nbytes((rows, *self.shape[1:]) if self.shape else (), dtype)
 
     def shared_bytes(self) -> int:
         """The bytes of the parts that every row needs, which are whole on each rank."""
@@ -54,7 +59,7 @@ class UnitParameter:
 
     def shard_bytes(self, ranks: int) -> int:
         """What each rank allocates: the rows of the fullest one, because FSDP2 pads the others."""
-        return self._size(rows_per_rank(self.shape[0], ranks), self.dtype)
+        return self._size(rows_per_rank(self.count, ranks), self.dtype)
 
     def held_bytes(self, rank: int, ranks: int) -> int:
         """The bytes of the rows that ``rank`` holds, without padding."""
@@ -64,7 +69,7 @@ class UnitParameter:
     def gathered_bytes(self, ranks: int, dtype: torch.dtype | None = None) -> int:
         """What an all-gather gives: the padded rows of all ranks, floats in ``dtype``."""
         own = dtype if dtype is not None and isinstance(self.scheme, Plain) and self.dtype.is_floating_point else None
-        rows = rows_per_rank(self.shape[0], ranks)
+        rows = rows_per_rank(self.count, ranks)
         return ranks * (self._size(rows, own or self.dtype) - self.shared_bytes())
 
     def grad_bytes(self, dtype: torch.dtype | None = None) -> int:
@@ -112,7 +117,7 @@ def cost(
     reduce_dtype = reduce_dtype or param_dtype
 
     def padded(one: UnitParameter, dtype: torch.dtype | None) -> int:
-        return one.grad_bytes(dtype) // max(one.shape[0], 1) * rows_per_rank(one.shape[0], ranks)
+        return one.grad_bytes(dtype) // max(one.count, 1) * rows_per_rank(one.count, ranks)
 
     return Cost(
         label=label,
