@@ -169,7 +169,9 @@ class Arranged(Mapping[str, Composed]):
             return self.checkpoint.nbytes(key)
         made = self._made[name]
         if not made.scheme.transparent:
-            return 0 if 0 in made.shape else self._recipe(name).nbytes
+            whole_ones = [one for one in made.keys if not self.checkpoint.has_rows(one)]
+            apart = sum(self.checkpoint.nbytes(one) for one in whole_ones)
+            return apart if whole_ones or 0 in made.shape else self._recipe(name).nbytes
         return sum(
             self.checkpoint.nbytes(piece.key) if self._is_whole(piece) else piece.numel * made.dtype.itemsize
             for piece in made.pieces

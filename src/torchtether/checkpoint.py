@@ -230,6 +230,11 @@ class Checkpoint(Mapping[str, Tensor]):
             key, View(self.store.stored(key).dtype, size, stride, first * stride[0] if stride else 0)
         )
 
+    def has_rows(self, name: str) -> bool:
+        """Whether rows of the Weight ``name`` can be read without the others."""
+        entry = self.entries[self.find(name)[0]]
+        return is_in_parts(entry, self.store.header.tensors)
+
     def is_part_equal(self, one: str, other: str, part: str) -> bool:
         """Whether two Weights have the same bits in ``part``."""
         entries = [self.entries[self.find(name)[0]] for name in (one, other)]

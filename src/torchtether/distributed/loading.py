@@ -29,7 +29,6 @@ from ..weight import Weight
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow
-from .sharding import keep_records
 
 
 def load(
@@ -199,6 +198,13 @@ class _Sharded:
 
     def _local(self, step: Step, component: Component, given: Arranged, found: Draft) -> Step:
         name = step.sources[0].name
+        spec = self._whole.draft.given.spec(name)
+        if step.is_given and not spec.is_contiguous:
+            found.faults.append(
+                f"{step.name}: the checkpoint holds it with the strides {spec.stride}, and FSDP2 shards contiguous "
+                "Weights. Dequantize the checkpoint first, and quantize it as it is loaded."
+            )
+            return step
         try:
             if step.is_given:
                 given.check(name)
@@ -297,7 +303,6 @@ class _Sharded:
             state = fsdp2_state(module)
             if state is not None:
                 renew_shards(state)
-        keep_records(self._model, {step.name: step.tie for step in changed if step.tie is not None})
 
     def _take_attributes(self) -> None:
         """Tensors that are mere attributes of modules, which ``tt.on_meta`` recorded too."""

@@ -1,9 +1,13 @@
 """What sharded units cost: bytes held by each rank, bytes gathered, and the peaks of a forward and a backward.
 
-The model of the peaks is FSDP2's on torch 2.13, measured with the allocations of the profiler:
-an all-gather fills one flat buffer and is copied out, so that a unit is there twice for a moment; the gradients of a
-tied parameter meet in autograd, where two of them and their sum exist at once; gradients are copied into the flat
-input of the reduce-scatter.  Activations and optimizer states are not counted.
+The model of the peaks is FSDP2's on torch 2.13, and agrees with the allocations that the profiler sees:
+
+- an all-gather fills one flat buffer and is copied out; in forward the buffer lives until the next unit is gathered;
+- in backward the unit before is gathered meanwhile, and the flat input of the last reduce-scatter still lives;
+- the gradients of a tied parameter meet in autograd, where two of them and their sum exist at once, at the very end;
+- the root, and units of several modules, stay gathered around the others.
+
+Activations, decoded values and optimizer states are not counted.
 """
 
 from __future__ import annotations
@@ -35,13 +39,18 @@ class UnitParameter:
         """Its first name."""
         return self.names[0]
 
+    @property
+    def count(self) -> int:
+        """Its rows; a scalar, which cannot be sharded, counts as one."""
+        return self.shape[0] if self.shape else 1
+
     def rows(self, rank: int, ranks: int) -> tuple[int, int]:
         """The first of the rows that ``rank`` holds, and the one after the last: the rule of ``torch.chunk``."""
-        each = rows_per_rank(self.shape[0], ranks)
-        return min(rank * each, self.shape[0]), min((rank + 1) * each, self.shape[0])
+        each = rows_per_rank(self.count, ranks)
+        return min(rank * each, self.count), min((rank + 1) * each, self.count)
 
     def _size(self, rows: int, dtype: torch.dtype) -> int:
-        return self.scheme.nbytes((rows, *self.shape[1:]), dtype)
+        return self.scheme.nbytes((rows, *self.shape[1:]) if self.shape else (), dtype)
 
     def shared_bytes(self) -> int:
         """The bytes of the parts that every row needs, which are whole on each rank."""
@@ -50,7 +59,7 @@ class UnitParameter:
 
     def shard_bytes(self, ranks: int) -> int:
         """What each rank allocates: the rows of the fullest one, because FSDP2 pads the others."""
-        return self._size(rows_per_rank(self.shape[0], ranks), self.dtype)
+        return self._size(rows_per_rank(self.count, ranks), self.dtype)
 
     def held_bytes(self, rank: int, ranks: int) -> int:
         """The bytes of the rows that ``rank`` holds, without padding."""
@@ -60,7 +69,7 @@ class UnitParameter:
     def gathered_bytes(self, ranks: int, dtype: torch.dtype | None = None) -> int:
         """What an all-gather gives: the padded rows of all ranks, floats in ``dtype``."""
         own = dtype if dtype is not None and isinstance(self.scheme, Plain) and self.dtype.is_floating_point else None
-        rows = rows_per_rank(self.shape[0], ranks)
+        rows = rows_per_rank(self.count, ranks)
         return ranks * (self._size(rows, own or self.dtype) - self.shared_bytes())
 
     def grad_bytes(self, dtype: torch.dtype | None = None) -> int:
@@ -89,6 +98,10 @@ class Cost:
     """What autograd holds more while the gradients of the largest tied parameter meet: another one, and their sum."""
     scattered: int
     """The flat input of the reduce-scatter."""
+    shards: int
+    """The gradient that it leaves on each rank."""
+    stays: bool
+    """Whether it is gathered while other units run."""
 
 
 def cost(
@@ -97,45 +110,60 @@ def cost(
     ranks: int,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    *,
+    stays: bool = False,
 ) -> Cost:
     """The bytes that gathering and reducing ``parameters`` together takes."""
-    gathered = sum(one.gathered_bytes(ranks, param_dtype) for one in parameters)
-    grads = sum(one.grad_bytes(param_dtype) for one in parameters)
-    meeting = max((2 * one.grad_bytes(param_dtype) for one in parameters if one.uses > 1), default=0)
     reduce_dtype = reduce_dtype or param_dtype
-    scattered = sum(
-        one.grad_bytes(reduce_dtype) // max(one.shape[0], 1) * rows_per_rank(one.shape[0], ranks) * ranks
-        for one in parameters
+
+    def padded(one: UnitParameter, dtype: torch.dtype | None) -> int:
+        return one.grad_bytes(dtype) // max(one.count, 1) * rows_per_rank(one.count, ranks)
+
+    return Cost(
+        label=label,
+        gathered=sum(one.gathered_bytes(ranks, param_dtype) for one in parameters),
+        grads=sum(one.grad_bytes(param_dtype) for one in parameters),
+        meeting=max((2 * one.grad_bytes(param_dtype) for one in parameters if one.uses > 1), default=0),
+        scattered=sum(padded(one, reduce_dtype) * ranks for one in parameters),
+        shards=sum(padded(one, None) for one in parameters),
+        stays=stays,
     )
-    return Cost(label, gathered, grads, meeting, scattered)
 
 
-def peaks(units: Sequence[Cost], root: Cost | None, *, keeps: bool = False) -> Peaks:
-    """The peaks of a step over ``units``, in the order in which they run, and the root, which is gathered first.
+def peaks(units: Sequence[Cost], *, keeps: bool = False) -> Peaks:
+    """The peaks of a step over ``units`` in the order in which they run; the root comes last, and is gathered first.
 
     ``keeps`` says that units stay gathered after forward (``reshard_after_forward=False``); the root always does.
     """
-    held = root.gathered if root else 0
-    forward, forward_at = 2 * held, root.label if root else ""
-    for unit in units:
-        if held + 2 * unit.gathered > forward:
-            forward, forward_at = held + 2 * unit.gathered, unit.label
-        held += unit.gathered if keeps else 0
-    base = root.gathered if root else 0
-    pending = root.meeting // 2 if root else 0  # the head's gradient waits for that of the embedding
-    backward, backward_at = (held, "") if keeps else (base, "")
-    for place, unit in reversed(list(enumerate(units))):
-        before = 0 if place == 0 or keeps else units[place - 1].gathered  # which FSDP2 gathers meanwhile
-        later = sum(other.gathered for other in units[:place]) if keeps else 0
-        at = max(
-            2 * unit.gathered if not keeps else unit.gathered,
-            unit.gathered + unit.grads + unit.meeting + before,
-            unit.grads + unit.scattered + before,
-        )
-        if base + later + pending + at > backward:
-            backward, backward_at = base + later + pending + at, unit.label
-    if root:
-        at = max(root.gathered + root.grads + root.meeting, root.grads + root.scattered)
-        if at > backward:
-            backward, backward_at = at, root.label
-    return Peaks(forward, forward_at, backward, backward_at)
+    around = [unit for unit in reversed(units) if unit.stays]
+    inner = [unit for unit in units if not unit.stays]
+    return Peaks(*_forward(around, inner, keeps), *_backward(around, inner, keeps))
+
+
+def _forward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
+    most, label, held, flat = 0, "", 0, 0
+    for unit in (*around, *inner):
+        if held + flat + 2 * unit.gathered > most:
+            most, label = held + flat + 2 * unit.gathered, unit.label
+        held += unit.gathered if unit.stays or keeps else 0
+        flat = unit.gathered
+    return most, label
+
+
+def _backward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
+    base = sum(unit.gathered for unit in around)
+    most, label = base + max((unit.gathered for unit in around[1:]), default=0), around[0].label if around else ""
+    waiting = sum(unit.meeting // 2 for unit in around)  # the head's gradient, for that of the embedding
+    flat = done = 0
+    for place, unit in reversed(list(enumerate(inner))):
+        held = sum(other.gathered for other in inner[:place]) if keeps else 0
+        before = inner[place - 1].gathered if place and not keeps else 0
+        at = base + waiting + held + done + before + unit.grads
+        at += max(flat + unit.gathered + unit.meeting, unit.scattered)
+        if at > most:
+            most, label = at, unit.label
+        flat, done = unit.scattered, done + unit.shards
+    grads = sum(unit.grads for unit in around)
+    meeting, scattered = (max((getattr(unit, key) for unit in around), default=0) for key in ("meeting", "scattered"))
+    at = done + grads + max(flat + base + meeting, scattered)
+    return (at, max(around, key=lambda unit: unit.grads).label) if around and at > most else (most, label)

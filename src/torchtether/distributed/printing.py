@@ -25,7 +25,9 @@ def said(plan: UnitPlan) -> str:
         f"peak in forward:  {_bytes(peaks.forward)} beside the shards, as {peaks.forward_at or 'root'} is gathered"
     )
     lines.append(f"peak in backward: {_bytes(peaks.backward)} beside the shards, in {peaks.backward_at or 'root'}")
-    lines.append("  (whole parameters and gradients in their own dtypes; activations and optimizer states come on top)")
+    lines.append(
+        "  (parameters and gradients in their own dtypes; activations, decoded values, optimizer states come on top)"
+    )
     if not plan.is_traced:
         lines.append("no forward was traced: give inputs= to find tied weights that are used outside of their modules")
     for title, found in (("tied", map(str, plan.ties)), ("note", plan.notes)):

@@ -246,16 +246,6 @@ class _Followers:
 # -- afterwards -------------------------------------------------------------------------------------------------------
 
 
-def keep_records(model: nn.Module, records: dict[str, Tie]) -> None:
-    """Weights that carried a tie record do so as shards."""
-    tensors = named_tensors(model)
-    for name, tie in records.items():
-        local = _plain(tensors[name])
-        for one in (local, getattr(local, "_room", None)):
-            if isinstance(one, Weight):
-                one._spec = one.spec.replace(tie=tie)
-
-
 def _verify(model: nn.Module, plan: UnitPlan) -> None:
     """Every tie is one object, every parameter is managed once, and in the unit that was planned.
 

@@ -44,7 +44,8 @@ class Unit:
 
     def cost(self, ranks: int, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> Cost:
         """The bytes that gathering and reducing it takes."""
-        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype)
+        stays = len(self.modules) > 1 or self.modules == ("",)
+        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays)
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,8 @@ class UnitPlan:
         reshard_after_forward: bool = True,
     ) -> Peaks:
         """The most bytes of gathered parameters and whole gradients at once; the dtypes are those of the policy."""
-        costs = [(unit, unit.cost(self.ranks, param_dtype, reduce_dtype)) for unit in self.units]
-        root = next((found for unit, found in costs if unit.modules == ("",)), None)
-        rest = [found for unit, found in costs if unit.modules != ("",)]
-        return peaks(rest, root, keeps=not reshard_after_forward)
+        costs = [unit.cost(self.ranks, param_dtype, reduce_dtype) for unit in self.units]
+        return peaks(costs, keeps=not reshard_after_forward)
 
     def fsdp1_policy(self) -> Callable[..., bool]:
         """A policy for ``FullyShardedDataParallel(model, auto_wrap_policy=...)`` that keeps tied groups whole.

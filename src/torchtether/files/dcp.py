@@ -24,6 +24,7 @@ from ..spec import WeightSpec
 from .batch import Buffer
 from .dtypes import CODES
 from .header import Header, Stored
+from .memory import memory_of
 from .pickle_calls import check_calls
 from .reader import TensorFile
 from .record import KEY, layout_of, part_key
@@ -94,6 +95,8 @@ class _Chunk:
     nbytes: int
     place: int | None = field(default=None)
     """Where in the file its values begin, once somebody has looked."""
+    held: memoryview | None = field(default=None)
+    """Its values, if the file does not hold them in row-major order."""
 
 
 class DcpFile(TensorFile):
@@ -107,7 +110,7 @@ class DcpFile(TensorFile):
     def __init__(self, path: Path | str, prefix: str = "") -> None:
         self._prefix = prefix
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._items: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._shapes: dict[str, Shape] = {}
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -155,7 +158,7 @@ class DcpFile(TensorFile):
             if dtype not in CODES:
                 raise CheckpointError(f"it has dtype {dtype}, which cannot be read", name=where)
             self._chunks[key] = self._chunks_of(name, entry.chunks, shape, places, where)
-            self._items[key], self._shapes[key] = dtype.itemsize, shape
+            self._dtypes[key], self._shapes[key] = dtype, shape
             tensors[key] = Stored(dtype, shape, at)
             at += tensors[key].nbytes
         return tensors
@@ -198,14 +201,18 @@ class DcpFile(TensorFile):
 
     def _fill(self, key: str, memory: memoryview, first: int) -> None:
         """``memory`` holds the bytes of ``key`` from ``first`` on."""
-        chunks, item, shape = self._chunks[key], self._items[key], self._shapes[key]
+        chunks, item, shape = self._chunks[key], self._dtypes[key].itemsize, self._shapes[key]
         start, stop = first // item, -(-(first + len(memory)) // item)
         for chunk in chunks:
             for at, inside, count in _runs(shape, chunk.offsets, chunk.sizes, start, stop):
                 low, high = max(at * item, first), min((at + count) * item, first + len(memory))
                 if low < high:
-                    place = self._place(chunk, key) + inside * item + low - at * item
-                    self._pread(chunk, memory[low - first : high - first], place, key)
+                    place, inner = self._place(chunk, key), inside * item + low - at * item
+                    wanted = memory[low - first : high - first]
+                    if chunk.held is not None:
+                        wanted[:] = chunk.held[inner : inner + len(wanted)]
+                    else:
+                        self._pread(chunk, wanted, place + inner, key)
 
     def _pread(self, chunk: _Chunk, memory: memoryview, at: int, key: str) -> None:
         descriptor = self._file(chunk.file, key)
@@ -248,8 +255,12 @@ class DcpFile(TensorFile):
             except Exception as error:
                 words = " ".join(str(error).split())[:200]
                 raise CheckpointError(f"its chunk in {chunk.file} cannot be read: {words}", name=where) from None
-            if tuple(found.shape) != chunk.sizes or not found.is_contiguous() or place + found.nbytes > chunk.nbytes:
+            is_there = place + found.nbytes <= chunk.nbytes and found.untyped_storage().nbytes() >= found.nbytes
+            if (tuple(found.shape), found.dtype) != (chunk.sizes, self._dtypes[key]) or not is_there:
                 raise CheckpointError(f"its chunk in {chunk.file} is not what {METADATA} says", name=where)
+            if not found.is_contiguous():
+                source.seek(0)
+                chunk.held = memory_of(torch.load(cast(Any, source), weights_only=True).contiguous())
             chunk.place = chunk.start + place
         return chunk.place
 

@@ -1,0 +1,185 @@
+"""Folders by torch.distributed.checkpoint, read by position: what torch reads, and nothing that a file wants run."""
+
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torchtether as tt
+from tests.distributed.spawn import spawn
+from torchtether.files import DcpFile, Store
+from torchtether.spec import View
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64, torch.complex64)
+
+
+def save(state, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is in a single process
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def values(dtype, *shape):
+    made = torch.arange(torch.Size(shape).numel()).reshape(shape) % 120
+    return made.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("valid") / "folder"
+    state = {f"t{i}": values(dtype, 6, 4) for i, dtype in enumerate(DTYPES)}
+    state |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 3), "turned": torch.arange(6.0).reshape(2, 3).t()}
+    save({**state, "nested": {"a": torch.ones(3), "epoch": 7, "text": "no tensor"}}, folder)
+    return folder, state
+
+
+def test_every_dtype_and_shape_is_read(valid):
+    folder, state = valid
+    with tt.open(folder) as checkpoint:
+        assert set(checkpoint) == {*state, "nested.a"}
+        for name, wanted in state.items():
+            assert torch.equal(
+                checkpoint[name].view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)
+            )
+        assert checkpoint.get_slice("t0")[2:4, 1:3].tolist() == state["t0"][2:4, 1:3].tolist()
+
+
+def chunks(folder):
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = values(torch.float32, 5, 6, 4)
+    state = {
+        f"{one} {two}": distribute_tensor(whole, mesh, [Shard(one), Shard(two)]) for one in range(3) for two in range(3)
+    }
+    dcp.save(state, checkpoint_id=folder)
+    dist.barrier()
+
+
+def test_boxes_of_any_dimension_are_put_together(tmp_path):
+    spawn(chunks, 4, tmp_path)
+    whole = values(torch.float32, 5, 6, 4)
+    with Store(tmp_path) as store:
+        assert len(store.header.tensors) == 9
+        for key in store.header.tensors:
+            assert torch.equal(store.read(key), whole), key
+            view = View(torch.float32, (2, 3, 2), (24, 4, 1), 24 + 8 + 1)
+            assert torch.equal(store.read_view(key, view), whole[1:3, 2:5, 1:3]), key
+
+
+# -- what a file may not do -------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("ran",)
+
+
+@pytest.mark.parametrize("what", [Evil(), {"a": Evil()}, 3, None, Metadata({}), torch.Size([2])], ids=repr)
+def test_a_strange_metadata_is_refused_and_not_run(valid, tmp_path, capsys, what):
+    folder = tmp_path / "copy"
+    shutil.copytree(valid[0], folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(what))
+    with pytest.raises(tt.CheckpointError, match="copy"):
+        tt.open(folder)
+    assert capsys.readouterr().out == ""
+
+
+def changed(folder, tmp_path, change):
+    """A copy of the folder whose metadata ``change`` has lied into."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    change(metadata)
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    return copy
+
+
+def stored(metadata, key):
+    return next(index for index in metadata.storage_data if index.fqn == key)
+
+
+def lie(attribute, value):
+    def change(metadata):
+        info = metadata.storage_data[stored(metadata, "t0")]
+        object.__setattr__(info, attribute, value)
+
+    return change
+
+
+def grow(metadata):
+    entry = metadata.state_dict_metadata["t0"]
+    entry.size = torch.Size((6, 5))
+
+
+def twice(metadata):
+    entry = metadata.state_dict_metadata["t0"]
+    entry.size, entry.chunks = torch.Size((12, 4)), entry.chunks * 2
+
+
+def lose(metadata):
+    del metadata.storage_data[stored(metadata, "t0")]
+
+
+def retype(metadata):
+    metadata.state_dict_metadata["t0"].properties.dtype = torch.float64
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lie("relative_path", "../folder/__0_0.distcp"), "is said to be in"),
+        (lie("relative_path", "gone.distcp"), "cannot be read"),
+        (lie("offset", 10**9), "cannot be read"),
+        (lie("offset", -5), "bad sizes"),
+        (lie("length", 40), "cannot be read"),
+        (lie("transform_descriptors", ["zip"]), "compressed"),
+        (grow, "hold 24 of 30 elements"),
+        (twice, "its chunks hold"),
+        (lose, "is in no file"),
+        (retype, "is not what"),
+    ],
+)
+def test_a_metadata_that_lies_is_an_error(valid, tmp_path, change, said):
+    with pytest.raises(tt.CheckpointError, match=said), tt.open(changed(valid[0], tmp_path, change)) as checkpoint:
+        checkpoint["t0"]
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_mutated_bytes_give_tensors_or_one_error(valid, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("mutated") / "copy"
+    shutil.copytree(valid[0], folder)
+    file = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    content = bytearray(file.read_bytes())
+    for where, value in data.draw(
+        st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4)
+    ):
+        content[where % len(content)] = value
+    file.write_bytes(content[: len(content) - data.draw(st.sampled_from([0, 0, 1, 100]))])
+    try:
+        with tt.open(folder) as checkpoint:
+            for name in checkpoint:
+                assert tuple(checkpoint[name].shape) == checkpoint.spec(name).shape
+    except tt.CheckpointError as error:
+        assert "copy" in str(error)
+        assert "\n" not in str(error)
+
+
+def test_the_state_of_an_optimizer_is_apart(tmp_path):
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tt.distributed.save(model, tmp_path / "folder", format="dcp", optimizer=optimizer)
+    assert list(tt.open(tmp_path / "folder")) == ["bias", "weight"]
+    assert "weight.exp_avg" in DcpFile(tmp_path / "folder", "torchtether.optimizer.").header.tensors
+    assert isinstance(Path(tmp_path, "folder", ".metadata").stat().st_size, int)
