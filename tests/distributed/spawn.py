@@ -21,7 +21,7 @@ class RankError(AssertionError):
     """A rank raised, died or hung; the text has its traceback."""
 
 
-def spawn(function: Callable, world: int, *args, timeout: float = 60.0, dies: Sequence[int] = ()) -> list:
+def spawn(function: Callable, world: int, *args, timeout: float = 120.0, dies: Sequence[int] = ()) -> list:
     """``function(*args)`` has run on ``world`` ranks of a gloo group; returns their results, by rank.
 
     ``function`` is a module's, and it, ``args`` and the results can be pickled; it asks ``torch.distributed`` for its
@@ -51,7 +51,7 @@ def spawn(function: Callable, world: int, *args, timeout: float = 60.0, dies: Se
                 process.join()
 
 
-def imagine(function: Callable, world: int, *args, rank: int = 0, timeout: float = 60.0):
+def imagine(function: Callable, world: int, *args, rank: int = 0, timeout: float = 120.0):
     """``function(*args)`` has run in one process that believes to be ``rank`` of ``world``; returns its result.
 
     Torch's fake process group answers every collective at once, with what is in memory: shapes and bytes are right,
