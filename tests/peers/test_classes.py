@@ -16,9 +16,9 @@ AS_OF = "2026-11-21"
 VERSIONS = {"torchao": "0.18.0", "optimum-quanto": "0.2.7", "bitsandbytes": "0.50.2", "torch": "2.13.0"}
 
 BREAKS = {
-    "Int8Tensor": "empty-like dtype device load-plain load-into-plain module-to-empty hooks training-step share-memory",
+    "Int8Tensor": "empty-like dtype device load-plain load-into-plain module-to-empty training-step share-memory",
     "Float8Tensor": """
-        empty-like dtype device pickle load-plain load-into-plain module-to-empty hooks training-step share-memory
+        empty-like dtype device pickle load-plain load-into-plain module-to-empty training-step share-memory
     """,
     "WeightQBytesTensor": """
         clone empty-like dtype deepcopy torch-save load-same load-plain module-to module-to-empty hooks training-step
@@ -34,6 +34,8 @@ BREAKS = {
         training-step share-memory
     """,
 }
+UNSETTLED = {"the recipe's class": {"compile"}}
+"""Holds alone, and not in each process that has compiled other classes before."""
 
 
 @pytest.mark.parametrize("package", VERSIONS)
@@ -44,7 +46,7 @@ def test_the_table_is_of_these_versions(package):
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_a_class_of_others_breaks_the_laws_that_the_table_says(peer):
     report = check_tensor_subclass(peer.make, **peer.options())
-    broken = [result.law for result in report.failed]
+    broken = [result.law for result in report.failed if result.law not in UNSETTLED.get(peer.name, ())]
     assert broken == [law for law in SUBCLASS_LAWS if law in BREAKS[peer.name].split()], str(report)
     assert all(result.what and result.loses for result in report.failed)
 
