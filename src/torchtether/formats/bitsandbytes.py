@@ -284,6 +284,8 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         )
     if len({(book.table, book.nested, book.block_size) for book in books}) > 1:
         raise SchemeError("the 4-bit weights differ in kind or block size", name="format", fix="Quantize them alike.")
+    for name, spec in specs.items():
+        layout(name, spec)  # raises where there are no words for it
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
     said: dict[str, Any] = {

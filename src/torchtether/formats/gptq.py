@@ -214,6 +214,8 @@ def _groups(
 ) -> tuple[tuple[int | None, int | None], bool]:
     """The block under one scale, and whether ``g_idx`` puts the columns into groups otherwise than as neighbours."""
     if "g_idx" not in keys:
+        if groups > 1 and contents.quantization.get("desc_act") is True:
+            raise CheckpointError("its g_idx is absent, and the config says that columns are reordered (desc_act)")
         return groups_over(columns, groups, options.group_size), False
     if contents.tensors[keys["g_idx"]].dtype not in (torch.int32, torch.int64):
         raise CheckpointError(f"its g_idx is {contents.tensors[keys['g_idx']].dtype}, not torch.int32")

@@ -13,13 +13,28 @@ and models with ties (import it by name; it needs ``hypothesis``).  With pytest,
         torchtether_law()
 """
 
+from .formats import LAWS as _FORMAT_LAWS
+from .formats import check_format
 from .report import Report, Result, markdown
+from .schemes import LAWS as _SCHEME_LAWS
 from .schemes import check_scheme
 from .subclasses import check_tensor_subclass
+from .tensors import LAWS as _TENSOR_LAWS
+
+SUBCLASS_LAWS = tuple(law.id for law in _TENSOR_LAWS if not law.optional)
+"""The ids of the laws that ``check_tensor_subclass`` runs unasked; ``"fsdp2"`` is run if it is named."""
+SCHEME_LAWS = tuple(law.id for law in _SCHEME_LAWS)
+"""The ids of the laws that ``check_scheme`` runs."""
+FORMAT_LAWS = tuple(law.id for law in _FORMAT_LAWS)
+"""The ids of the laws that ``check_format`` runs."""
 
 __all__ = [
+    "FORMAT_LAWS",
+    "SCHEME_LAWS",
+    "SUBCLASS_LAWS",
     "Report",
     "Result",
+    "check_format",
     "check_scheme",
     "check_tensor_subclass",
     "markdown",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,14 +99,16 @@ class Report:
         return tuple(result for result in self.results if result.status == status)
 
 
-def _cell(result: Result | None) -> str:
+def _cell(result: Result | None, short: bool) -> str:
     if result is None or result.status == "skipped":
         return "" if result is None else "-"
-    return "yes" if result.status == "passed" else "**no**: " + result.what.replace("|", "\\|")
+    if short or result.status == "passed":
+        return "yes" if result.status == "passed" else "**no**"
+    return "**no**: " + result.what.replace("|", "\\|")
 
 
-def markdown(reports: list[Report]) -> str:
-    """The reports side by side as a markdown table: a row per law, a column per subject.
+def markdown(reports: Sequence[Report], *, short: bool = False) -> str:
+    """The reports side by side as a markdown table: a row per law, a column per subject; ``short`` leaves out the why.
 
     >>> print(markdown([Report("A", (Result("clone", "failed", "shares", "", ""),))]))
     | law | A |
@@ -119,7 +122,7 @@ def markdown(reports: list[Report]) -> str:
         row = [f"`{law}`"]
         for report in reports:
             found = next((result for result in report.results if result.law == law), None)
-            row.append(_cell(found))
+            row.append(_cell(found, short))
         rows.append(row)
     rows.append(["holds", *(f"{len(r.passed)} of {len(r.passed) + len(r.failed)}" for r in reports)])
     lines = ["| " + " | ".join(row) + " |" for row in rows]

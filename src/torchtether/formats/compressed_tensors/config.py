@@ -34,6 +34,8 @@ class Args:
     group_size: int | None = None
     block: tuple[int, int] | None = None
     symmetric: bool | None = None
+    is_reordered: bool = False
+    """Whether columns are in groups of their own (``actorder: group``), which ``weight_g_idx`` must then name."""
 
     def __str__(self) -> str:
         size = f" of {self.group_size or self.block}" if self.group_size or self.block else ""
@@ -168,7 +170,9 @@ def _args(name: str, weights: Mapping[str, Any]) -> Args:
     symmetric = weights.get("symmetric", True)
     if type(symmetric) is not bool:
         _refuse(f"symmetric {who} is {_short(symmetric)}, neither true nor false")
-    return Args(kind, bits, strategy, size, block, symmetric)
+    order = weights.get("actorder")
+    is_reordered = order is True or (isinstance(order, str) and order.lower() == "group")
+    return Args(kind, bits, strategy, size, block, symmetric, is_reordered)
 
 
 def _block(block: Any, who: str) -> tuple[int, int] | None:

@@ -193,7 +193,7 @@ def _packed(module: Module, args: Args) -> Reading:
         zeros = module.checked("zero_point", (torch.int32,), module.stored("zero_point").shape, "").shape
         roles["packed_zero_point"] = "zero_point"
     width, dense = _packing(module, args, shape, zeros, scale[-1])
-    is_ordered = _is_ordered(module, shape, scale, block)
+    is_ordered = _is_ordered(module, args, shape, scale, block)
     if is_ordered:
         roles["g_idx"] = "g_idx"
     dtype = module.stored("scale").dtype
@@ -247,9 +247,11 @@ def _stated_shape(module: Module, packed: Stored) -> Shape:
     return shape
 
 
-def _is_ordered(module: Module, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
+def _is_ordered(module: Module, args: Args, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
     """Whether ``weight_g_idx`` puts columns into other groups than their neighbours'."""
     if "g_idx" not in module:
+        if args.is_reordered and scale[-1] > 1 and block[1] is not None:
+            raise Fault("its weight_g_idx is absent, and the config says that columns are reordered (actorder: group)")
         return False
     module.checked("g_idx", (torch.int32,), (shape[-1],), f"shape {shape}")
     g_idx = module.read("g_idx").reshape(-1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..law import Broken, Law, NotApplicable, law, require
-from .facts import equal
+from .facts import equal, leaves
 from .subject import Subject
 
 LAWS: list[Law] = []
@@ -40,21 +40,22 @@ def _share_memory(subject: Subject) -> None:
         _finished(*_spawned(_share_fresh, (subject,), _PATIENCE))
         return
     given = subject.fresh()  # here: a forked process must not start torch's threads
-    before = subject.values(given).clone()
-    _finished(*_forked(lambda: _share(subject, given, before)))
+    before = [leaf.detach().clone() for leaf in leaves(given)]
+    _finished(*_forked(lambda: _share(given, before)))
 
 
 def _share_fresh(subject: Subject) -> str:
     given = subject.fresh()
-    return _share(subject, given, subject.values(given).clone())
+    return _share(given, [leaf.detach().clone() for leaf in leaves(given)])
 
 
-def _share(subject: Subject, given: Tensor, before: Tensor) -> str:
-    """What is wrong, empty if nothing is."""
+def _share(given: Tensor, before: list[Tensor]) -> str:
+    """What is wrong, empty if nothing is. Decodes nothing: a forked process must not start threads."""
     given.share_memory_()
     if not given.is_shared():
         return "is_shared() denies it after share_memory_()"
-    return "" if equal(subject.values(given), before) else "share_memory_() changes the values"
+    kept = all(equal(leaf.detach(), held) for leaf, held in zip(leaves(given), before, strict=True))
+    return "" if kept else "share_memory_() changes the values"
 
 
 @law(
