@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_module
 from .errors import SchemeError
 from .module_load import module_load
 from .rules import Rules, order_of, schemes_for
@@ -47,6 +48,7 @@ def quantize(
     >>> tt.quantize(layer, "int8").weight is before, isinstance(before, tt.Weight)
     (True, True)
     """
+    check_module(model)
     components = find_components(model)
     ties = {id(component): tie_of(component) for component in components}
     schemes = schemes_for(model, rules, [tie for tie in ties.values() if tie is not None])
@@ -82,6 +84,7 @@ def dequantize(
     >>> tt.dequantize(layer).weight is before, isinstance(before, tt.Weight)
     (True, False)
     """
+    check_module(model)
     plan = [c for c in find_components(model) if any(isinstance(m.tensor, Weight) for m in c.members)]
     spans = [span_tensor(component) for component in plan]
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="dequantize") as exchange:
