@@ -10,6 +10,7 @@ from .checkpoint import Checkpoint
 from .checkpoint import open_checkpoint as open
 from .convert import convert
 from .errors import (
+    ArgumentError,
     CheckpointError,
     ConversionError,
     LawError,
@@ -71,8 +72,8 @@ __all__ = [
     "Scheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
     "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4",
     # errors
-    "TetherError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError", "SchemeError",
-    "TieError", "UnsupportedOpError", "LawError",
+    "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",
+    "SchemeError", "TieError", "UnsupportedOpError", "LawError",
     # laws for what others write
     "testing",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import RuleError
@@ -508,7 +508,10 @@ def _chunk(tensor: Composed, dim: int, i: int, count: int) -> Composed:
 
 
 def _take_many(rule: Concat | Split, field: str, texts: Sequence[str]) -> None:
-    if isinstance(texts, str) or not texts or len(set(texts)) != len(texts):
+    if isinstance(texts, Iterable) and not isinstance(texts, (str, bytes)):
+        texts = tuple(texts)  # also of a generator
+    are_texts = isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
+    if not are_texts or not texts or len(set(texts)) != len(texts):
         raise RuleError(f"{field} {texts!r} are not different texts in a list", name=type(rule).__name__)
     object.__setattr__(rule, field, tuple(texts))
 
@@ -519,6 +522,7 @@ def _take_sizes(rule: Concat | Split, count: int, sizes: Sequence[int] | None, g
         raise RuleError(f"groups must be a positive int, got {groups!r}", name=word)
     if sizes is None:
         return
+    sizes = tuple(sizes) if isinstance(sizes, Iterable) else ()
     if len(sizes) != count or not all(type(size) is int and size >= 0 for size in sizes):
         raise RuleError(f"sizes {sizes!r} are not one int for each of {count} pieces", name=word)
     object.__setattr__(rule, "sizes", tuple(sizes))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._garbage import uncollected
+from .arguments import check_path
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
 from .formats import PLAIN, Contents, Entry, Fitting, is_in_parts, native, recognise
@@ -48,6 +49,7 @@ class Checkpoint(Mapping[str, Tensor]):
             self._open(path)
 
     def _open(self, path: Path | str) -> None:
+        check_path(path)
         self.store: Store = Store(path)
         try:
             store = self.store

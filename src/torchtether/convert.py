@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .arguments import as_device, check_module
 from .errors import ConversionError
 from .optimizer import Optimizers
 from .swap import Atomic, Exchange, said
@@ -45,6 +46,7 @@ def convert(
     >>> tt.convert(model, dtype=torch.bfloat16).weight is weight, weight.dtype
     (True, torch.bfloat16)
     """
+    check_module(model)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConversionError(f"dtype={dtype!r} is a {type(dtype).__name__}", fix="Give a torch.dtype.")
     if dtype is not None and not dtype.is_floating_point:
@@ -52,7 +54,7 @@ def convert(
             f"cannot convert a model to {dtype}, which is not a float dtype",
             fix="To store weights in few bits, use tt.quantize.",
         )
-    place = None if device is None else _indexed(torch.device(device))
+    place = None if device is None else _indexed(as_device(device))
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="convert") as exchange:
         work = [c for c in find_components(model) if any(_differs(m.tensor, dtype, place) for m in c.members)]
         _check(work, dtype, place)

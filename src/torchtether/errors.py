@@ -1,6 +1,7 @@
 """Every deliberate exception: one line, picklable, and also a builtin type.
 
     TetherError
+    ├── ArgumentError      (TypeError)             an argument is of a kind that the function does not take
     ├── UnsupportedOpError (NotImplementedError)   an op that a Weight has no rule for
     ├── SchemeError        (ValueError)            a scheme cannot be built, does not fit, or met bad values
     ├── RuleError          (ValueError)            rules that match nothing, make no sense, or contradict each other
@@ -42,6 +43,10 @@ class TetherError(Exception):
     def named(self, name: str) -> TetherError:
         """The same error about ``name``; a name that is already there stays."""
         return self if self.name else type(self)(self.what, name=name, fix=self.fix)
+
+
+class ArgumentError(TetherError, TypeError):
+    """An argument is of a kind that the function does not take; nothing has happened."""
 
 
 class UnsupportedOpError(TetherError, NotImplementedError):

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from . import meta, native
 from ._garbage import uncollected
 from ._storage import STOCK
+from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
-from .errors import LoadError, SchemeError
+from .errors import ArgumentError, LoadError, SchemeError
 from .files import Batch, Tick, no_tick, on_huge_pages
 from .module_load import encoded_as
 from .ops.rows import part_rows
+from .optimizer import optimizers_of
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .quantize import add_load_hook
 from .renaming import Rename
@@ -128,6 +130,7 @@ class LoadPlan:
         () ()
         """
         self.check()
+        check_callable(progress, "progress", or_flag=True)
         tensors = named_tensors(self.model)
         wanted = self._wanted(only, list(tensors))
         if self._draft.tie or self._draft.untie:
@@ -165,7 +168,13 @@ class LoadPlan:
         """Those of the model's ``names`` that ``only`` matches, with all that they share memory with."""
         if only is None:
             return set(names)
-        globs = [only] if isinstance(only, str) else list(only)
+        try:
+            globs = [only] if isinstance(only, str) else list(only)
+        except TypeError:
+            globs = [only]  # type: ignore[list-item]
+        if not all(isinstance(glob, str) for glob in globs):
+            fix = "Give text such as 'layers.0.*'."
+            raise ArgumentError(f"{only!r:.40} is no glob, nor several", name="only", fix=fix)
         for glob, near in unmatched(globs, names).items():
             raise LoadError(f"only= matches no tensor of the model{near}", name=glob, fix="Correct or remove it.")
         wanted = {name for name in names if any(fnmatchcase(name, glob) for glob in globs)}
@@ -284,6 +293,10 @@ def plan_load(
     ...     tt.plan_load(torch.nn.Linear(2, 4), folder).faults[0]
     'weight: the checkpoint has shape (3, 2), the model has (4, 2)'
     """
+    check_module(model)
+    check_flag(strict, "strict")
+    check_flag(map, "map")
+    optimizer = optimizers_of(optimizer)
     options: dict[str, Any] = {
         "quantize": quantize,
         "dtype": dtype,

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ._recording import Recipe, Recorder, Replay, recording
 from ._storage import is_strided
+from .arguments import as_device, check_callable, check_module
 from .errors import ConversionError
 from .module_load import encoded_as
 from .swap import Exchange
@@ -113,7 +114,9 @@ def materialize(
     >>> before = layer.weight; tt.materialize(layer).weight is before, before.device.type
     (True, 'cpu')
     """
-    place = torch.device(device)
+    check_module(model)
+    check_callable(init, "init")
+    place = as_device(device)
     if place.type == "meta":
         raise ConversionError("cannot materialize on meta", fix="Name a real device.")
     modules = dict(model.named_modules())

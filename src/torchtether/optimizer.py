@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import OptimizerError
+from .arguments import check_module, said
+from .errors import ArgumentError, OptimizerError
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 Journal = list[Callable[[], None]]
@@ -26,7 +27,18 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     """The optimizers meant by one, several or none."""
     if optimizer is None:
         return ()
-    return (optimizer,) if hasattr(optimizer, "param_groups") else tuple(optimizer)  # type: ignore[return-value, arg-type]
+    if hasattr(optimizer, "param_groups") and not isinstance(optimizer, type):
+        return (optimizer,)  # type: ignore[return-value]
+    try:
+        found = tuple(optimizer)  # type: ignore[arg-type]
+    except TypeError:
+        found = (optimizer,)  # type: ignore[assignment]
+    for one in found:
+        if not hasattr(one, "param_groups") or isinstance(one, type):
+            raise ArgumentError(
+                f"is {said(one)}, not an optimizer", name="optimizer", fix="Give a torch.optim.Optimizer, or several."
+            )
+    return found
 
 
 # -- do they belong together -------------------------------------------------------------------------------------------
@@ -46,6 +58,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
     Traceback (most recent call last):
     torchtether.errors.OptimizerError: bias: is trainable, the optimizer does not hold it. Add it, freeze it, or ...
     """
+    check_module(model)
     missing, foreign = _difference(model, optimizer)
     if missing or foreign:
         raise _error(missing, foreign)
@@ -64,7 +77,7 @@ def check_belongs(model: nn.Module, optimizer: Optimizers) -> None:
         parameters = [parameter for group in one.param_groups for parameter in group["params"]]
         if parameters and not any(id(parameter) in held for parameter in parameters):
             raise _error(*_difference(model, one))
-    missing, foreign = _difference(model, optimizer)
+    missing, foreign = _difference(model, optimizers)
     if missing and foreign:
         raise _error(missing, foreign)
 
@@ -75,7 +88,8 @@ def _difference(model: nn.Module, optimizer: Optimizers) -> tuple[list[str], lis
         names.setdefault(id(parameter), name)
     held: set[int] = set()
     foreign = []
-    for one in optimizers_of(optimizer):
+    optimizers = optimizers_of(optimizer)  # once: it may be a generator
+    for one in optimizers:
         for number, group in enumerate(one.param_groups):
             labels = group.get("param_names") or [f"index {i}" for i in range(len(group["params"]))]
             for label, parameter in zip(labels, group["params"], strict=True):
@@ -83,7 +97,7 @@ def _difference(model: nn.Module, optimizer: Optimizers) -> tuple[list[str], lis
                 if id(parameter) not in names:
                     foreign.append(f"group {number}, {label}, shape {tuple(parameter.shape)}")
     missing = [names[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
-    return (missing if optimizers_of(optimizer) else []), foreign
+    return (missing if optimizers else []), foreign
 
 
 def _error(missing: list[str], foreign: list[str]) -> OptimizerError:

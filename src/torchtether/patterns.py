@@ -23,6 +23,9 @@ A dot is taken for the dot of a name, as people write it.
 
 def check_pattern(rule: object, pattern: str, target: str) -> None:
     """Raises RuleError if ``pattern`` is no regex, or ``target`` cannot replace what it finds."""
+    for text in (pattern, target):
+        if not isinstance(text, str):
+            raise RuleError(f"{text!r:.40} is no text", name=type(rule).__name__, fix="Give a regex and a name.")
     try:
         re.compile(pattern).sub(target, "")
     except (re.error, TypeError, IndexError) as error:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_module
 from .errors import ConversionError, SchemeError
 from .module_load import module_load
 from .rules import Rules, order_of, schemes_for
@@ -47,6 +48,7 @@ def quantize(
     >>> tt.quantize(layer, "int8").weight is before, isinstance(before, tt.Weight)
     (True, True)
     """
+    check_module(model)
     components = find_components(model)
     ties = {id(component): tie_of(component) for component in components}
     schemes = schemes_for(model, rules, [tie for tie in ties.values() if tie is not None])
@@ -82,6 +84,7 @@ def dequantize(
     >>> tt.dequantize(layer).weight is before, isinstance(before, tt.Weight)
     (True, False)
     """
+    check_module(model)
     components = find_components(model)
     for member in (member for component in components for member in component.members):
         if is_sharded(member.tensor) and isinstance(member.tensor._local_tensor, Weight):  # type: ignore[attr-defined]

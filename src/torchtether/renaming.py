@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from .arguments import said
 from .arrangements import Concat, Named, Rotary, Split, Stack, Transpose
 from .errors import RuleError
 from .ties import nearest
@@ -46,12 +47,18 @@ def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[s
     return now, faults
 
 
+_FIX = "Give pairs, tt.Concat, tt.Split, tt.Stack, tt.Transpose, tt.Rotary, mappings or functions."
+
+
 def _steps(rename: Rename) -> list[Rule | Naming]:
     if rename is None:
         return []
     if isinstance(rename, (Rule, Mapping)) or callable(rename):
         rename = [rename]
-    return [_step(step) for step in rename]
+    try:
+        return [_step(step) for step in rename]
+    except TypeError:
+        raise RuleError(f"is {said(rename)}, not a list of rules", name="rename", fix=_FIX) from None
 
 
 def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Naming:
@@ -68,7 +75,7 @@ def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Nami
         raise RuleError(
             f"{step!r} is not a (regex, replacement) pair: {error}",
             name="rename",
-            fix="Give pairs, tt.Concat, tt.Split, tt.Stack, tt.Transpose, tt.Rotary, mappings or functions.",
+            fix=_FIX,
         ) from None
     return lambda name: compiled.sub(replacement, name)
 

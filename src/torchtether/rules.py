@@ -92,6 +92,8 @@ def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:
     """
     found = {}
     for glob in globs:
+        if not isinstance(glob, str):
+            raise RuleError(f"{glob!r:.40} is no glob", name="rules", fix="Give text such as 'layers.*.weight'.")
         if not any(fnmatchcase(name, glob) for name in names):
             near = nearest(glob, names)
             found[glob] = f", the nearest is {near!r}" if near else ""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._storage import blocks_of
+from .arguments import check_callable, check_path, said
 from .checkpoint import view_of
-from .errors import CheckpointError, TieError
+from .errors import ArgumentError, CheckpointError, TieError
 from .files import CODES, HIDDEN, Pairs, check_writable
 from .formats import Contained, Writable, writable
 from .report import Progress
@@ -64,6 +65,8 @@ def save(
     ...     tt.open(folder + "/x.safetensors")["a"].tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
+    check_path(path)
+    check_callable(progress, "progress", or_flag=True)
     target = writable(format)
     groups = plan_groups(model, target, aliases)
     pairs = target.pairs({}, metadata) if isinstance(target, Contained) else metadata
@@ -116,6 +119,8 @@ class HeldGroup(Group):
 def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a state dict holds, as the live objects."""
     found: Mapping[str, Any] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    if not isinstance(found, Mapping):
+        raise ArgumentError(f"is {said(model)}, not a module or a state dict", name="model", fix="Give one of these.")
     for name, tensor in found.items():
         if not isinstance(name, str) or not name:
             raise CheckpointError("a tensor needs a name that is not empty", name=repr(name))

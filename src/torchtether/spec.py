@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -80,6 +81,10 @@ class Tie:
     objects: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.names, Iterable) and not isinstance(self.names, (str, bytes)):
+            object.__setattr__(self, "names", tuple(self.names))
+        if not isinstance(self.names, tuple) or not all(isinstance(name, str) for name in self.names):
+            raise TieError(f"a tie needs names, got {self.names!r:.60}", fix="Give a tuple of them.")
         count = len(self.names)
         if count < 2 or len(set(self.names)) != count:
             raise TieError(f"a tie needs two or more distinct names, got {self.names}")

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._stock import StockCall
 from ._torch import GRAD_SWITCH, check_torch
+from .arguments import check_module
 from .optimizer import Optimizers, check_belongs, optimizers_of
 from .swap import LOCK, check_place
 from .ties import find_components, named_tensors, tie_of
@@ -55,6 +56,8 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
     (True, torch.bfloat16)
     """
     check_torch()
+    if model is not None:
+        check_module(model)
     optimizers = optimizers_of(optimizer)
     with LOCK:
         handles = []

@@ -19,7 +19,8 @@ from torch.nn.parameter import is_lazy
 from ._garbage import uncollected
 from ._storage import STOCK, Block, blocks_of, is_strided, lone_spans
 from ._torch import fsdp2_state
-from .errors import TieError
+from .arguments import check_flag, check_module, check_name, said
+from .errors import ArgumentError, TieError
 from .schemes import Shape
 from .spec import Tie, View
 from .weight import Weight
@@ -42,6 +43,14 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
                 if buffer is not None:
                     buffers[before + leaf] = buffer
         return parameters | buffers
+    if not isinstance(model, Mapping):
+        fix = "Give a torch.nn.Module."
+        raise ArgumentError(f"is {said(model)}, not a module", name="model", fix=fix)
+    for name, tensor in model.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ArgumentError(
+                f"maps {name!r:.40} to {said(tensor)}, not a name to a tensor", name="model", fix="Leave it out."
+            )
     return dict(sorted(model.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 
 
@@ -401,7 +410,14 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     Traceback (most recent call last):
     torchtether.errors.TieError: bias: is not tied to weight, as the record says. Call tt.tie(model, 'weight', 'bias').
     """
-    records = recorded_ties(model) if expected is None else tuple(expected)
+    check_module(model)
+    try:
+        records = recorded_ties(model) if expected is None else tuple(expected)
+        wrong = next((one for one in records if not isinstance(one, Tie)), None)
+    except TypeError:
+        records, wrong = (), expected  # type: ignore[assignment]
+    if wrong is not None:
+        raise ArgumentError(f"holds {said(wrong)}, not ties", name="expected", fix="Give what tt.find_ties returned.")
     components: dict[str, Component | None] = dict.fromkeys(named_tensors(model))
     components.update((name, component) for component in shared_components(model) for name in component.names)
     claimed: dict[str, Tie] = {}
@@ -493,6 +509,12 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
     >>> tt.tie(model, "0.weight", "1.weight"); model[0].weight is model[1].weight
     True
     """
+    check_module(model)
+    check_flag(transpose, "transpose")
+    if rows is not None and not isinstance(rows, slice):
+        raise ArgumentError(f"is {said(rows)}, not a slice", name="rows", fix="Give slice(start, stop).")
+    check_name(owner, "owner")
+    check_name(alias, "alias")
     tensors = named_tensors(model)
     for name in (owner, alias):
         _check_known(name, tensors)
@@ -532,6 +554,8 @@ def untie(model: nn.Module, name: str) -> None:
     >>> tt.untie(layer, "again"); tt.find_ties(layer)
     ()
     """
+    check_module(model)
+    check_name(name, "name")
     tensors = named_tensors(model)
     _check_known(name, tensors)
     before = _component_names(model, name)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from .arguments import check_tensor, said
 from .dispatch import HOOKS, REFUSED, RULES
-from .errors import SchemeError, UnsupportedOpError
+from .errors import ArgumentError, SchemeError, UnsupportedOpError
 from .kernels import PREFIX, Layout, layout_of
 from .schemes import Scheme, dtype_from_name, dtype_name, same_bits
 from .spec import Tie, WeightSpec
@@ -83,6 +84,10 @@ class Weight(Tensor):
 
         Raises SchemeError if the shape does not fit, or the values are not floating point or not finite.
         """
+        check_tensor(values, "values")
+        if not isinstance(scheme, Scheme):
+            fix = "Give one such as tt.int8()."
+            raise ArgumentError(f"is {said(scheme)}, not a scheme", name="scheme", fix=fix)
         if not values.is_floating_point() and not scheme.transparent:
             raise SchemeError(f"a {values.dtype} tensor has no values to quantize", fix="Convert it to a float first.")
         if isinstance(values, Weight):

@@ -233,7 +233,9 @@ def test_what_comes_goes_moves_and_is_tied():
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_the_command_maps_and_compares(tmp_path, capsys):
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_the_command_maps_and_compares(tmp_path, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
     model = Layers()
     tt.save(model, tmp_path / "a")
     tt.quantize(model, {"layers.*.weight": "int8"})
@@ -241,6 +243,7 @@ def test_the_command_maps_and_compares(tmp_path, capsys):
     assert main(["map", str(tmp_path / "a"), "--html", str(tmp_path / "a.html"), "--svg", str(tmp_path / "a.svg")]) == 0
     out = capsys.readouterr().out
     assert "layers.*.weight x6" in out
+    assert max(map(width_of, out.splitlines()[1:])) <= int(columns)
     assert re.search(r"emb.weight.*\n.*= head.weight", out)
     _check_alone((tmp_path / "a.html").read_text())
     ElementTree.parse(tmp_path / "a.svg")

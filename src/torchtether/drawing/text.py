@@ -34,6 +34,15 @@ def cut(text: str, width: int) -> str:
     return f"{head}…{tail}" if width else ""
 
 
+def cut_end(line: str, width: int) -> str:
+    """``line`` in at most ``width`` columns; what is too long loses its end, because what matters comes first."""
+    if width_of(line) <= width:
+        return line
+    while width_of(line) > width - 1:
+        line = line[:-1]
+    return line + "…"
+
+
 def _first(text: str, width: int) -> str:
     used, taken = 0, 0
     for c in text:

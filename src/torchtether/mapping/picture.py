@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..drawing import Scale, cut, said_bytes
+from ..drawing import Scale, cut, cut_end, said_bytes
 from ..drawing.svg import CHARACTER, document, element, gaps, safe, style, words
 from .facts import Group
 from .rows import Row, rows_of
 
-_HEIGHT, _LABEL, _BAR, _FACTS, _TOP = 20.0, 300.0, 300.0, 560.0, 96.0
+_HEIGHT, _LABEL, _BAR, _FACTS, _TOP = 20.0, 300.0, 300.0, 640.0, 96.0
 _RAIL, _RAILS = 9.0, 4
 _KEY = (
     ("parameter", "parameter"), ("buffer", "buffer"), ("tensor", "tensor"), ("part", "part of one (qdata, scale, ...)"),
@@ -65,7 +65,7 @@ def _row(
     if row.total > 0:
         made.append(_bar(row, y, scale, x_bar, patterns))
     room = int(_FACTS / CHARACTER)
-    made.append(words(x_facts, line, cut(row.facts, room), "faint"))
+    made.append(words(x_facts, line, cut_end(row.facts, room), "faint"))
     told = "\n".join(part for part in (row.label, row.facts, row.note) if part)
     return element("g", element("title", safe(told)) + "".join(made))
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from ..arguments import said
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..drawing import said_bytes
+from ..errors import ArgumentError
 from ..files import replacing
 from ..spec import Tie
 from .difference import changes_between, grouped
@@ -33,7 +35,7 @@ def storage_map(model: Mapped) -> StorageMap:
     mapped too.  The map keeps no tensor alive; nothing of the model is changed or read.
 
     Raises:
-        TypeError: ``model`` is none of these, or the mapping holds what is no tensor.
+        ArgumentError: ``model`` is none of these, or the mapping holds what is no tensor.
         CheckpointError: the path cannot be read.
 
     >>> import torch, torchtether as tt
@@ -52,12 +54,8 @@ def storage_map(model: Mapped) -> StorageMap:
     if isinstance(model, nn.Module):
         return StorageMap(groups_of(model), type(model).__name__)
     if not isinstance(model, Mapping):
-        raise TypeError(
-            f"model: got {type(model).__name__}, not a module, a mapping of tensors or a checkpoint's path."
-        )
-    for name, tensor in model.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise TypeError(f"model: it maps {name!r} to {type(tensor).__name__}, not a name to a tensor.")
+        what = "a module, a mapping of tensors or a checkpoint's path"
+        raise ArgumentError(f"is {said(model)}, not {what}", name="model", fix="Give one of these.")
     return StorageMap(groups_of(model), type(model).__name__)
 
 
@@ -157,7 +155,8 @@ class StorageMap:
         weight: float32 -> bfloat16; 64 B -> 32 B
         """
         if not isinstance(earlier, StorageMap):
-            raise TypeError(f"earlier: got {type(earlier).__name__}, not what tt.map returns.")
+            fix = "Give what tt.map returned before."
+            raise ArgumentError(f"is {said(earlier)}, not a storage map", name="earlier", fix=fix)
         return StorageDiff(earlier, self)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..drawing import Scale, clean, padded, said_bytes, width_of
+from ..drawing import Scale, clean, cut_end, padded, said_bytes, width_of
 from .facts import Group
 from .rows import Row, rows_of
 
 _BAR = 20
 _WIDTH = 120
+_NARROW = 100
 
 
 def lines_of(groups: Sequence[Group], limit: int | None = 40, width: int = _WIDTH) -> list[str]:
@@ -17,27 +18,19 @@ def lines_of(groups: Sequence[Group], limit: int | None = 40, width: int = _WIDT
     rows = rows_of(groups, limit)
     scale = Scale.of(row.total for row in rows)
     devices = max((len(row.device) for row in rows), default=0)
-    before = 10 + devices + 2 + _BAR + 2
+    bar = _BAR if width >= _NARROW else _BAR // 2
+    before = 10 + devices + 2 + bar + 2
     label = max((width_of(_label(row)) for row in rows), default=0)
-    label = min(label, max(16, (width - before) * 2 // 5))
-    return [_line(row, scale, devices, label, width) for row in rows]
+    label = min(label, max(20, (width - before) * 2 // 5))
+    return [_line(row, scale, bar, devices, label, width) for row in rows]
 
 
-def _line(row: Row, scale: Scale, devices: int, label: int, width: int) -> str:
+def _line(row: Row, scale: Scale, bar: int, devices: int, label: int, width: int) -> str:
     size = "" if row.nbytes is None else said_bytes(row.nbytes)
     facts = row.facts + (f", {row.note}" if row.note else "")
-    line = "  ".join((padded(size, 8, right=True), padded(row.device, devices), _bar(row, scale),
+    line = "  ".join((padded(size, 8, right=True), padded(row.device, devices), _bar(row, scale, bar),
                       padded(_label(row), label), clean(facts)))  # fmt: skip
-    return _cut_end(line.rstrip(), width)
-
-
-def _cut_end(line: str, width: int) -> str:
-    """``line`` in at most ``width`` columns; the end goes, because facts that matter come first."""
-    if width_of(line) <= width:
-        return line
-    while width_of(line) > width - 1:
-        line = line[:-1]
-    return line + "…"
+    return cut_end(line.rstrip(), width)
 
 
 def _label(row: Row) -> str:
@@ -45,13 +38,13 @@ def _label(row: Row) -> str:
     return f"{'  ' * row.depth}{clean(row.label)}{times}"
 
 
-def _bar(row: Row, scale: Scale) -> str:
+def _bar(row: Row, scale: Scale, width: int) -> str:
     if row.total <= 0:
-        return " " * _BAR
-    length = max(1, round(scale.length(row.total) * _BAR))
+        return " " * width
+    length = max(1, round(scale.length(row.total) * width))
     if row.is_frame:
-        return ("░" * length).ljust(_BAR)
+        return ("░" * length).ljust(width)
     first = min(int(row.start * length / row.total), length - 1)
     last = max(first + 1, min(length, -(-row.stop * length // row.total))) if row.stop > row.start else first
     sign = "▒" if row.is_meta or not row.is_dense else "█"
-    return (" " * first + sign * (last - first)).ljust(_BAR)
+    return (" " * first + sign * (last - first)).ljust(width)

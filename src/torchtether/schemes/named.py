@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..arguments import check_flag
 from ..errors import RuleError, SchemeError
 from .affine import Affine
 from .codebook import Codebook
@@ -30,6 +31,7 @@ def int8(
     >>> int8().nbytes((64, 64), torch.bfloat16)
     4352
     """
+    check_flag(symmetric, "symmetric")
     return Affine(bits=8, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit)
 
 
@@ -48,6 +50,7 @@ def int4(
     >>> int4(32).nbytes((64, 64), torch.bfloat16)
     2688
     """
+    check_flag(symmetric, "symmetric")
     return Affine(bits=4, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit)
 
 
@@ -66,7 +69,7 @@ def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -
     >>> fp8("block").nbytes((256, 128), torch.bfloat16)
     32776
     """
-    if granularity not in _FP8_BLOCKS:
+    if not isinstance(granularity, str) or granularity not in _FP8_BLOCKS:
         raise SchemeError(f"granularity must be one of {', '.join(_FP8_BLOCKS)}, got {granularity!r}", name="fp8")
     return ScaledFloat("e4m3", block=_FP8_BLOCKS[granularity], scale_dtype=scale_dtype)
 
@@ -80,6 +83,7 @@ def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range")
     >>> nf4().nbytes((64, 64), torch.bfloat16), nf4(double_quant=True).nbytes((64, 64), torch.bfloat16)
     (2304, 2120)
     """
+    check_flag(double_quant, "double_quant")
     return Codebook(NF4, block_size=block_size, nested=double_quant, fit=fit)
 
 
@@ -113,6 +117,7 @@ def nvfp4(*, global_divides: bool = False) -> ScaledFloat:
     >>> nvfp4().nbytes((64, 64), torch.bfloat16)
     2308
     """
+    check_flag(global_divides, "global_divides")
     return ScaledFloat(
         "e2m1", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True, global_divides=global_divides
     )

@@ -1,0 +1,78 @@
+"""What a caller passes, checked where it comes in: one line that names the argument, instead of a trace from inside."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ArgumentError
+
+
+def said(value: object) -> str:
+    """What ``value`` is, for people.
+
+    >>> said(3), said(int), said(None)
+    ('an int', 'the class int', 'None')
+    """
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    word = type(value).__name__
+    return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"
+
+
+def check_module(model: object, name: str = "model") -> None:
+    """Raises ArgumentError unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        fix = "Give an instance of it." if isinstance(model, type) else "Give a torch.nn.Module."
+        raise ArgumentError(f"is {said(model)}, not a module", name=name, fix=fix)
+
+
+def check_path(path: object, name: str = "path") -> None:
+    """Raises ArgumentError unless ``path`` is text or a path object."""
+    text = path.__fspath__() if isinstance(path, PathLike) and not isinstance(path, type) else path
+    if not isinstance(text, str):
+        raise ArgumentError(f"is {said(path)}, not a path", name=name, fix="Give text, or a pathlib.Path.")
+
+
+def check_tensor(tensor: object, name: str) -> None:
+    """Raises ArgumentError unless ``tensor`` is a tensor."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"is {said(tensor)}, not a tensor", name=name, fix="Give a torch.Tensor.")
+
+
+def check_name(value: object, name: str) -> None:
+    """Raises ArgumentError unless ``value`` is text."""
+    if not isinstance(value, str):
+        raise ArgumentError(f"is {said(value)}, not the name of a tensor", name=name, fix="Give text.")
+
+
+def check_flag(value: object, name: str) -> None:
+    """Raises ArgumentError unless ``value`` is a bool; text such as "no" would count as true."""
+    if not isinstance(value, (bool, int)):
+        raise ArgumentError(f"is {said(value)}, not a bool", name=name, fix="Give True or False.")
+
+
+def check_callable(value: object, name: str, *, or_flag: bool = False) -> None:
+    """Raises ArgumentError unless ``value`` is None, a function or, with ``or_flag``, a bool."""
+    if value is None or callable(value) or (or_flag and isinstance(value, bool)):
+        return
+    word = "a bool or a function" if or_flag else "a function"
+    raise ArgumentError(f"is {said(value)}, not {word}", name=name, fix=f"Give {word}, or None.")
+
+
+def as_device(device: Any, name: str = "device") -> torch.device:
+    """``torch.device(device)``. Raises ArgumentError for what is none."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        why = str(error).splitlines()[0].partition(", got")[0].rstrip(".") if isinstance(device, (str, int)) else ""
+        raise ArgumentError(
+            f"{device!r} is no device" if len(repr(device)) < 40 else f"is {said(device)}, not a device",
+            name=name,
+            fix=f"Give 'cpu', 'cuda:0' or a torch.device{f' ({why})' if why else ''}.",
+        ) from None
