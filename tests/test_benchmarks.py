@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench_load
+from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench_encode, bench_load
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,18 @@ def test_the_compute_benchmark_runs(tmp_path, capsys, groups):
     assert {row["group"] for row in found["rows"]} == {bar["group"] for bar in found["bars"]} == set(groups)
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
     assert "ours int8" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_encode_benchmark_runs(tmp_path, monkeypatch):
+    ours = {name: bench_encode.CONTENDERS[name] for name in (bench_encode.MEMCPY, bench_encode.OPS)}
+    monkeypatch.setattr(bench_encode, "CONTENDERS", ours)
+    threads = torch.get_num_threads()
+    try:
+        bench_encode.main(["--size", "small", "--rounds", "1", "--json", str(tmp_path / "figures.json")])
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert {(row["scheme"], row["direction"]) for row in found["rows"]} == {
+        (scheme, direction) for scheme in bench_encode.SCHEMES for direction in ("encode", "decode")
+    }

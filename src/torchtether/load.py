@@ -38,9 +38,6 @@ _SHOWN = 12
 _ENCODED = 2**21
 """Elements that are read and then encoded at once. Fewer would have threads wait for each other more often."""
 
-_WORTH_COMPILING = 2**24
-"""Elements to encode from which on a compiler is asked for help; torch ops encode fewer in about the time it takes."""
-
 _LARGEST_ENCODED = 2**22
 """Elements beyond which rows that share a block are not worth taking apart."""
 
@@ -607,8 +604,7 @@ def _encoder(steps: Sequence[Step]) -> str:
     count = sum(step.held.numel() for step in steps if _is_encoded(step))
     if not count:
         return ""
-    if count >= _WORTH_COMPILING:
-        native.compiled.warm()
+    native.expect(count)
     return "compiled" if native.compiled.library() is not None else "torch ops"
 
 

@@ -38,7 +38,9 @@ from safetensors import safe_open
 from torch import nn
 
 import torchtether as tt
+from torchtether import native
 from torchtether.report import Meter
+from torchtether.schemes import resolve
 
 MIB = 2**20
 PIECE = 4 * MIB
@@ -209,17 +211,92 @@ def _two_threads(jobs, work):
 
 def encode_alone(folder, options):
     """What two threads of our own encoder take for the quantized bytes, from a piece that is in the cache."""
-    scheme, model = options["quantize"], on_meta(options["size"])
+    native.compiled.wait()
+    scheme, model = resolve(options["quantize"]), on_meta(options["size"])
     linears = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear)}.values()
-    scheme = getattr(tt, scheme)()
+    jobs = []
+    for weight in linears:
+        rows = max(1, 2 * MIB // weight.shape[1])
+        jobs += [(rows, weight.shape[1])] * max(1, weight.shape[0] // rows)
+    values = {shape: torch.randn(shape, dtype=torch.bfloat16) for shape in set(jobs)}
+    local = threading.local()
+
+    def work(shape):
+        parts = local.__dict__.setdefault("parts", {})
+        if shape not in parts:
+            parts[shape] = scheme.encode(values[shape])
+        scheme.encode_into(values[shape], parts[shape])
+
+    return lambda: _two_threads(iter(jobs), work)
+
+
+def torchtether_compiled(folder, options):
+    """As on any load but the first one on a machine: the loops have been compiled before, if they can be."""
+    native.compiled.wait()
+    return torchtether(folder, options)
+
+
+def torchtether_ops(folder, options):
+    """Without a compiler."""
+    os.environ["TORCHTETHER_COMPILE"] = "0"
+    return torchtether(folder, options)
+
+
+def torchtether_first(folder, options):
+    """The first load on a machine: the loops are being compiled meanwhile."""
+    os.environ["XDG_CACHE_HOME"] = str(folder.parent / f"saved-{os.getpid()}")
+    return torchtether(folder, options)
+
+
+def torchao_after(folder, options):
+    """safetensors, then torchao."""
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    config = {
+        "int8": lambda: Int8WeightOnlyConfig(),
+        "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(128)),
+        "fp8": lambda: Float8WeightOnlyConfig(),
+    }[options["quantize"]]()
+    load = safetensors_assign(folder, options, own=False)
 
     def run():
-        jobs = []
-        for weight in linears:
-            rows = max(1, MIB // 4 // weight.shape[1])
-            jobs += [(rows, weight.shape[1])] * (weight.shape[0] // rows)
-        values = {shape: torch.randn(shape, dtype=torch.bfloat16) for shape in set(jobs)}
-        _two_threads(iter(jobs), lambda shape: scheme.encode(values[shape]))
+        model = load()
+        quantize_(model, config)
+        return model
+
+    return run
+
+
+def quanto_after(folder, options):
+    """safetensors, then quanto."""
+    from optimum import quanto
+
+    kind = {"int8": quanto.qint8, "int4": quanto.qint4, "fp8": quanto.qfloat8}[options["quantize"]]
+    load = safetensors_assign(folder, options, own=False)
+
+    def run():
+        model = load()
+        quanto.quantize(model, weights=kind)
+        quanto.freeze(model)
+        return model
+
+    return run
+
+
+def bitsandbytes_after(folder, options):
+    """safetensors, then bitsandbytes' nf4, layer by layer."""
+    import bitsandbytes.functional as functional
+
+    load = safetensors_assign(folder, options, own=False)
+
+    def run():
+        model, kept = load(), []
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                kept.append(functional.quantize_4bit(module.weight.detach(), blocksize=64, quant_type="nf4"))
+                module.weight = None
+        return kept
 
     return run
 
@@ -334,6 +411,12 @@ CONTENDERS = {
     READ_4K: lambda folder, options: plain_read(folder, options, huge=False),
     "encode alone": encode_alone,
     "torchtether": torchtether,
+    "torchtether compiled": torchtether_compiled,
+    "torchtether ops": torchtether_ops,
+    "torchtether first": torchtether_first,
+    "torchao after": torchao_after,
+    "quanto after": quanto_after,
+    "bitsandbytes after": bitsandbytes_after,
     "torchtether mapped": lambda folder, options: torchtether(folder, options, map=True),
     "safetensors mapped": lambda folder, options: safetensors_assign(folder, options, own=False),
     "safetensors own": safetensors_assign,
@@ -346,6 +429,12 @@ CONTENDERS = {
     "safetensors save": safetensors_save,
 }
 PEERS = ("safetensors own", "transformers", "accelerate")
+QUANTIZING = {
+    "torchao after": ("torchao", ("int8", "int4", "fp8")),
+    "quanto after": ("optimum", ("int8", "int4", "fp8")),
+    "bitsandbytes after": ("bitsandbytes", ("nf4",)),
+}
+"""Peers that quantize what another loader has loaded: the package, and the schemes that it has."""
 PRELOADED = (
     "torchtether",
     "safetensors.torch",
@@ -429,7 +518,14 @@ def groups_of(size, folder):
             )
         ],
         "quantize": [
-            (scheme, "bf16-4", bf16 | {"quantize": scheme}, [READ, "encode alone", "torchtether"], largest)
+            (
+                scheme,
+                "bf16-4",
+                bf16 | {"quantize": scheme},
+                [READ, "encode alone", "torchtether compiled", "torchtether ops", "torchtether first"]
+                + [n for n, (p, known) in QUANTIZING.items() if scheme in known and importlib.util.find_spec(p)],
+                largest,
+            )
             for scheme in ("int8", "int4", "fp8", "nf4")
         ],
         "small": [
@@ -481,6 +577,9 @@ def bars(group, title, runs, largest):
     if group == "mapped":
         yield "mapped against safetensors mapped", ratio("torchtether mapped", "safetensors mapped"), 1.2
         return
+    if group == "quantize":
+        yield from quantize_bars(title, runs, largest, ratio)
+        return
     scratch = max(run["anon"] - run["final"] for run in runs["torchtether"])
     yield "scratch, MiB", scratch / MIB, largest / MIB + 64
     yield "mapped pages kept, MiB", max(run["mapped"] for run in runs["torchtether"]) / MIB, 16
@@ -497,14 +596,27 @@ def bars(group, title, runs, largest):
         yield "the same, 2.5 times faster", ratio("torchtether", *peers), 1 / 2.5
     if group == "convert":
         yield "against a plain read, converting", ratio("torchtether", READ), 1.3
-    if group == "quantize":
-        slower = statistics.median(
-            ours["wall"] / max(runs[READ][i]["wall"], runs["encode alone"][i]["wall"])
-            for i, ours in enumerate(runs["torchtether"])
-        )
-        yield "against the slower of read and encoder", slower, 1.3
     if group == "small":
         yield "against safetensors' own loop", ratio("torchtether", "safetensors loop"), 2.0
+
+
+def quantize_bars(title, runs, largest, ratio):
+    ours, ops = "torchtether compiled", "torchtether ops"
+    peak = max(run["anon"] + run["mapped"] - run["final"] for run in runs[ours])
+    yield "above the final size, mapped pages included, MiB", peak / MIB, largest / MIB + 64
+    for name in (ours, ops):
+        slower = statistics.median(
+            run["wall"] / max(runs[READ][i]["wall"], runs["encode alone"][i]["wall"])
+            for i, run in enumerate(runs[name])
+        )
+        yield f"{name}, against the slower of read and compiled encoder", slower, 1.3
+    yield "a first load, against torch ops alone", ratio("torchtether first", ops), 1.1
+    peers = [name for name in (*QUANTIZING, "transformers") if name in runs]
+    if title == "int8":
+        yield "against a plain read", ratio(ours, READ), 2.0
+    if peers:
+        yield "compiled, against the fastest peer", ratio(ours, *peers), 1 / 5 if title == "int8" else 1.0
+        yield "torch ops, against the fastest peer", ratio(ops, *peers), 1 / 2.2 if title == "int8" else 1.0
 
 
 def said(runs):

@@ -20,6 +20,16 @@ compiled = Build()
 """The one of this process."""
 
 
+_WORTHWHILE = 2**24
+"""Elements to encode from which on a compiler is asked for help; torch ops encode fewer in about the time it takes."""
+
+
+def expect(count: int) -> None:
+    """``count`` elements will be encoded: if that is much, the loops are asked for. Nobody waits for them."""
+    if count >= _WORTHWHILE:
+        compiled.warm()
+
+
 def can_read(values: Tensor) -> bool:
     """Whether the loops are at hand and can walk ``values`` where they lie."""
     if _library(values) is None or values.dtype not in _DTYPES or not values.is_contiguous():

@@ -60,7 +60,7 @@ def test_little_work_is_not_worth_a_compiler(checkpoint, away):
 
 
 def test_much_work_asks_for_the_loops_and_does_not_wait(checkpoint, away, monkeypatch):
-    monkeypatch.setattr(load_room, "_WORTH_COMPILING", 1)
+    monkeypatch.setattr("torchtether.native.loops._WORTHWHILE", 1)
     asked = []
     monkeypatch.setattr(away, "warm", lambda: asked.append(True))
     away.state = "being compiled"
@@ -79,3 +79,14 @@ def test_a_load_that_encodes_nothing_says_nothing(checkpoint):
     _, report = loaded(checkpoint, None)
     assert report.encoder == ""
     assert " by " not in str(report)
+
+
+def test_quantizing_a_model_asks_too(away, monkeypatch):
+    asked = []
+    monkeypatch.setattr(away, "warm", lambda: asked.append(True))
+    model = torch.nn.Linear(64, 64)
+    tt.quantize(model, "int8")
+    assert not asked
+    monkeypatch.setattr("torchtether.native.loops._WORTHWHILE", 64 * 64)
+    tt.quantize(tt.dequantize(model), "int4")
+    assert asked == [True]
