@@ -179,6 +179,11 @@ def test_a_scheme_of_each_family_trains_on_rows_that_do_not_divide():
     spawn(check_schemes, 2, FEW, [101, 3], timeout=200)
 
 
+def test_one_rank_has_all_rows():
+    """FSDP2 gathers the first input alone where there is one rank."""
+    spawn(check_schemes, 1, FEW, [101])
+
+
 def test_what_cuts_a_block_is_refused_in_the_plan():
     named = [(row.id, row.scheme) for row in SCHEMES if row.id in ("int8-block", "fp8-block", "nf4-double")]
     spawn(check_refusals, 2, named)

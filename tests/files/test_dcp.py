@@ -83,7 +83,11 @@ class Evil:
         return print, ("ran",)
 
 
-@pytest.mark.parametrize("what", [Evil(), {"a": Evil()}, 3, None, Metadata({}), torch.Size([2])], ids=repr)
+@pytest.mark.parametrize(
+    "what",
+    [Evil(), {"a": Evil()}, 3, None, Metadata({}), torch.Size([2])],
+    ids=["evil", "evil inside", "number", "none", "empty", "size"],
+)
 def test_a_strange_metadata_is_refused_and_not_run(valid, tmp_path, capsys, what):
     folder = tmp_path / "copy"
     shutil.copytree(valid[0], folder)

@@ -8,7 +8,7 @@ Parts that all rows need (one scale for the tensor, column groups) are whole on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,13 +83,17 @@ def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
     def hook(
         outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Gathered | None:
+        names = _cut_parts(weight)
+        is_alone = len(outputs) < len(names)  # of one rank, FSDP2 gathers the first input, and forgets the others
         if out is not None:
-            _renew_shared(_local(out), weight)  # the rest is where it was: FSDP2 has refilled that memory
+            # the rest is where it was: FSDP2 has refilled that memory
+            _renew(_local(out), weight, weight.parts if is_alone else weight.parts.keys() - set(names))
             return None
         if weight.scheme.transparent:
             made = weight.around(outputs[0])
         else:
-            made = _joined(weight, dict(zip(_cut_parts(weight), outputs, strict=True)), param_dtype)
+            given = [_bytes(weight.parts[name]) for name in names] if is_alone else outputs
+            made = _joined(weight, dict(zip(names, given, strict=True)), param_dtype)
         made._is_room = True  # FSDP2 cuts off the padding
         return made, ()
 
@@ -132,8 +136,8 @@ def _local(tensor: Tensor) -> Weight:
     return inner
 
 
-def _renew_shared(out: Weight, weight: Weight) -> None:
-    for name in weight.parts.keys() - set(_cut_parts(weight)):
+def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
+    for name in names:
         if out.parts[name] is not weight.parts[name]:
             setattr(out, f"_part_{name}", weight.parts[name])
 
