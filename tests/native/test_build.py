@@ -100,7 +100,7 @@ def test_a_folder_that_others_may_write_is_not_used(fresh, tmp_path):
 def test_another_processor_has_another_library(fresh, monkeypatch):
     fresh.library()
     other = Build()
-    monkeypatch.setattr("torchtether.native.build._processor", lambda: b"another")
+    monkeypatch.setattr("torchtether.native.build.said_processor", lambda: b"another")
     other.library()
     assert fresh._target != other._target
 

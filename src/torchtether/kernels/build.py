@@ -12,8 +12,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,8 @@ import threading
 import warnings
 from functools import lru_cache
 from pathlib import Path
+
+from ..native.toolchain import find_compiler, is_switched_off, own_folder, said_compiler, said_processor
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
@@ -48,7 +48,7 @@ def load(kind: str, *, build: bool = True) -> ctypes.CDLL | None:
             _FOUND[kind] = None
             return None
         path = _folder() / f"{kind.lower()}-{_key(command)}.so"
-        if not _is_ours(path):
+        if not path.exists():
             if not build:
                 return None  # another time it may be
             if not _compile(command, kind, path):
@@ -66,51 +66,27 @@ def is_possible() -> bool:
 @lru_cache(maxsize=1)
 def _command() -> tuple[str, ...] | None:
     """How to compile; ``None`` where that is switched off, or there is nothing to compile with."""
-    if os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no") or sys.platform != "linux":
+    if is_switched_off() or sys.platform != "linux":
         return None
-    asked = os.environ.get("CXX", "").split()
-    found = next((path for path in map(shutil.which, (asked[:1] or []) + ["g++", "clang++"]) if path), None)
-    if found is None:
+    found = find_compiler("CXX", ("g++", "clang++"))
+    if not found:
         return None
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return (found, *FLAGS, EXACT, native)
+    return (*found, *FLAGS, EXACT, native)
 
 
 @lru_cache(maxsize=1)
 def _key(command: tuple[str, ...]) -> str:
     """What a build depends on: the source, the command, the compiler and the processor."""
     known = hashlib.sha256(SOURCE.read_bytes())
-    compiler = Path(command[0]).resolve()
-    known.update(repr((command, str(compiler), compiler.stat().st_mtime_ns, platform.machine())).encode())
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        known.update("".join(sorted({line for line in lines if line.startswith(("flags", "Features"))})).encode())
-    except OSError:
-        pass
+    known.update(repr(command).encode() + said_compiler(command[0]) + said_processor())
     return known.hexdigest()[:24]
 
 
 @lru_cache(maxsize=1)
 def _folder() -> Path:
-    """Where builds are kept: a folder that nobody else can write to."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "torchtether"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK) and not _is_shared(folder):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="torchtether-"))  # for this process alone
-
-
-def _is_shared(path: Path) -> bool:
-    """Whether others could have put something there."""
-    found = path.stat()
-    return found.st_uid != os.getuid() or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-
-
-def _is_ours(path: Path) -> bool:
-    return path.exists() and not _is_shared(path)
+    """Where builds are kept: a folder that nobody else can write to, at worst for this process alone."""
+    return own_folder() or Path(tempfile.mkdtemp(prefix="torchtether-"))
 
 
 def _compile(command: tuple[str, ...], kind: str, path: Path) -> bool:

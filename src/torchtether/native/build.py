@@ -6,13 +6,12 @@ import ctypes
 import hashlib
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+
+from .toolchain import find_compiler, is_switched_off, own_folder, said_compiler, said_processor
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _FLAGS = (
@@ -68,7 +67,7 @@ class Build:
         if self.library() is not None or self._is_settled or self._is_begun:
             return
         assert self._target is not None
-        lock, compiler = Path(f"{self._target}.lock"), _find_compiler()
+        lock, compiler = Path(f"{self._target}.lock"), find_compiler("CC", _COMPILERS)
         if Path(f"{self._target}.failed").exists():
             self._settle(f"the compiler failed: {self._target}.failed")
             return
@@ -106,19 +105,19 @@ class Build:
         return False
 
     def _find_target(self) -> bool:
-        if os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no"):
+        if is_switched_off():
             return self._settle("off by TORCHTETHER_COMPILE")
         if os.name != "posix" or sys.byteorder != "little":
             return self._settle("only for little-endian POSIX systems")
         try:
-            compiler = _find_compiler()
+            compiler = find_compiler("CC", _COMPILERS)
             if not compiler:
                 return self._settle("no C compiler")
-            folder = _own_folder()
+            folder = own_folder()
             if folder is None:
                 return self._settle("no folder to keep it in")
             name = hashlib.sha256()
-            for word in (_SOURCE.read_bytes(), repr(_FLAGS).encode(), _said(compiler[0]), _processor()):
+            for word in (_SOURCE.read_bytes(), repr(_FLAGS).encode(), said_compiler(compiler[0]), said_processor()):
                 name.update(hashlib.sha256(word).digest())
         except OSError as error:
             return self._settle(f"no place for it: {error}")
@@ -132,48 +131,6 @@ class Build:
             self._settle(f"it does not load: {error}")
             return
         self.state, self._is_settled = "compiled", True
-
-
-def _find_compiler() -> list[str]:
-    """The command of the C compiler; empty if there is none."""
-    named = shlex.split(os.environ.get("CC", ""))
-    for command in (named, *([name] for name in _COMPILERS)):
-        if command and (path := shutil.which(command[0])):
-            return [path, *command[1:]]
-    return []
-
-
-def _said(compiler: str) -> bytes:
-    path = Path(compiler).resolve()
-    found = path.stat()
-    return f"{path} {found.st_size} {found.st_mtime_ns}".encode()
-
-
-def _processor() -> bytes:
-    """What code for this processor may use: a home folder may be shared by several kinds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()} {platform.node()}".encode()
-    return "\n".join(line for line in lines if line.split(":")[0].strip() in _OF_PROCESSOR).encode()
-
-
-_OF_PROCESSOR = ("model name", "flags", "Features", "CPU part", "CPU implementer", "CPU variant")
-
-
-def _own_folder() -> Path | None:
-    """A folder that only this user may write: what lies there is loaded as code."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    for folder in (Path(home) / "torchtether", Path(tempfile.gettempdir()) / f"torchtether-{os.getuid()}"):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()
-        except OSError:
-            continue
-        is_folder = not folder.is_symlink()
-        if is_folder and found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-    return None
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
