@@ -21,6 +21,10 @@ PROTOCOL = {
     "ValueError": "caught by the caller, who names the tensor",
     "ArgumentTypeError": "argparse prints it",
     "Fault": "caught by the format, which names the tensor",
+    "AttributeError": "what Python asks of a module's __getattr__",
+    "UnpicklingError": "caught by the reader, who names the file",
+    "NotApplicable": "caught by the runner of the laws, which reports a law as skipped",
+    "Broken": "caught by the runner of the laws, which reports a law as failed",
 }
 """Other classes, and why they are no TetherError."""
 

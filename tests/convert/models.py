@@ -245,7 +245,7 @@ def snapshot(model, optimizer=None):
             "grad": None if grad is None else (id(grad), bits(grad)),
             "hooks": list((tensor._backward_hooks or {}).items()),
             "post": list((tensor._post_accumulate_grad_hooks or {}).items()),
-            "attributes": {k: v for k, v in tensor.__dict__.items() if not isinstance(v, torch.Tensor)},
+            "attributes": attributes_of(tensor),
         }
     if optimizer is not None:
         for group in optimizer.param_groups:
@@ -257,6 +257,12 @@ def snapshot(model, optimizer=None):
                 )
     shot["flag"] = torch.__future__.get_swap_module_params_on_conversion()
     return shot
+
+
+def attributes_of(tensor):
+    if isinstance(tensor, tt.Weight):
+        return {**tensor._attributes(), "spec": tensor.spec, "cut": tensor._cut}
+    return {k: v for k, v in tensor.__dict__.items() if not isinstance(v, torch.Tensor)}
 
 
 def kept(model):

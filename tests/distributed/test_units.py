@@ -28,11 +28,7 @@ def _labels(model, units, **options):
     [
         (models.GPT, Block, ["layers.0", "layers.1", "root"]),
         (models.GPT, "layers.*", ["layers.0", "layers.1", "root"]),
-        (
-            models.GPT,
-            (Block, "emb"),
-            ["layers.0", "layers.1", "root"],
-        ),  # the root owns neither name, but one is its own
+        (models.GPT, (Block, "emb"), ["[emb, head]", "layers.0", "layers.1", "root"]),  # the head joins what is asked
         (models.GPT, (Block, "emb", "head"), ["[emb, head]", "layers.0", "layers.1", "root"]),
         (models.T5, Block, ["encoder.layers.0", "decoder.layers.0", "root"]),
         (models.T5, (Stack, Block), None),

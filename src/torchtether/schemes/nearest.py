@@ -18,7 +18,7 @@ def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
     >>> count_above(torch.tensor([0.0, 0.5, 2.0]), (0.5, 1.0)).tolist()
     [0, 0, 2]
     """
-    if 6 < len(thresholds) < _UNSURE and x.device.type == "cpu" and x.numel() >= _MANY and is_direct():
+    if 6 < len(thresholds) < _UNSURE and is_direct() and x.device.type == "cpu" and x.numel() >= _MANY:
         return _looked_up(x, tuple(thresholds))
     if len(thresholds) > 32:
         edges = torch.tensor(thresholds, dtype=x.dtype, device=x.device)

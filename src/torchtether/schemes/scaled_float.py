@@ -275,7 +275,7 @@ class ScaledFloat(Scheme):
 
     def _elements(self, codes: Tensor, columns: int) -> Tensor:
         if self._element.dtype is not None:
-            if codes.device.type == "cpu" and codes.numel() >= _MANY and is_direct():
+            if is_direct() and codes.device.type == "cpu" and codes.numel() >= _MANY:  # in a graph sizes are guards
                 return _table(self.element).index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
             return codes.float()
         return lookup(codes, torch.tensor(self._element.table, device=codes.device), self._element.bits, columns)
