@@ -19,7 +19,8 @@ def assert_same_model(one, other, name):
     assert [tie.names for tie in tt.find_ties(one)] == [tie.names for tie in tt.find_ties(other)]
     with torch.no_grad():
         for first, second in zip(outputs_of(one, name), outputs_of(other, name), strict=True):
-            assert torch.equal(first.nan_to_num(), second.nan_to_num())
+            # not bit for bit: some products round otherwise where memory is aligned otherwise, as in a mapped file
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 HOW = {"file": {}, "shards": {"max_shard_size": 10_000}, "copy": {"aliases": "copy"}}
