@@ -134,11 +134,19 @@ def test_a_child_that_hangs_is_ended(monkeypatch):
 
             time.sleep(100)
 
+    children = []
+    fork = os.fork
+
+    def watched():
+        children.append(fork())
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", watched)
     monkeypatch.setattr(processes, "_PATIENCE", 0.5)
     report = check_tensor_subclass(Sleeps.random, laws="share-memory")
     assert "does not end" in report.failed[0].what
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(children[0], os.WNOHANG)
 
 
 @pytest.mark.slow

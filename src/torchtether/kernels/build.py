@@ -20,7 +20,7 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
-from ..native.toolchain import find_compiler, is_switched_off, own_folder, said_compiler, said_processor
+from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
@@ -48,7 +48,7 @@ def load(kind: str, *, build: bool = True) -> ctypes.CDLL | None:
             _FOUND[kind] = None
             return None
         path = _folder() / f"{kind.lower()}-{_key(command)}.so"
-        if not path.exists():
+        if not is_own(path):
             if not build:
                 return None  # another time it may be
             if not _compile(command, kind, path):

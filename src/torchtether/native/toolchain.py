@@ -44,6 +44,15 @@ def said_processor() -> bytes:
 _OF_PROCESSOR = ("model name", "flags", "Features", "CPU part", "CPU implementer", "CPU variant")
 
 
+def is_own(path: Path) -> bool:
+    """Whether ``path`` is there, and only this user can have written it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
 def own_folder() -> Path | None:
     """A folder that only this user may write, ``None`` if there is no place: what lies there is loaded as code.
 
