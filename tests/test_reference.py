@@ -164,7 +164,7 @@ def reference(tmp_path_factory):
 @pytest.mark.peers
 def test_the_reference_has_every_public_name(reference):
     (page,) = (page for path, page in reference.items() if path.name == "torchtether.html")
-    assert set(tt.__all__) <= page.ids
+    assert set(tt.__all__) - ROOMS.keys() <= page.ids
 
 
 @pytest.mark.peers
@@ -176,7 +176,10 @@ def test_links_of_the_reference_lead_somewhere(reference):
             file, _, fragment = link.partition("#")
             target = (path.parent / file).resolve() if file else path
             assert target in reference, f"{path.name}: {link}"
-            assert not fragment or fragment in reference[target].ids, f"{path.name}: {link}"
+            # pdoc also links attributes that it does not list, such as what a subclass is to declare
+            ids = reference[target].ids
+            known = fragment in ids or ("." in fragment and fragment.rpartition(".")[0] in ids)
+            assert not fragment or known, f"{path.name}: {link}"
 
 
 # -- types, as a checker that we did not write sees them --------------------------------------------------------------

@@ -46,7 +46,7 @@ class Arranged(Mapping[str, Composed]):
         self._recipes: dict[str, Recipe] = {}
         self._keys: dict[str, str | None] = {key: key for some in (listed, hidden) for key in some}
         """The key in the checkpoint that a name is, if it is only called so."""
-        self.listed = names
+        self.listed: set[str] = names
         """Names that must not be left over."""
         if rename is not None:
             self._rename(listed, hidden, rename)
@@ -56,7 +56,9 @@ class Arranged(Mapping[str, Composed]):
         every = [Named(key, stored[key], True) for key in listed] + [Named(key, stored[key], False) for key in hidden]
         named, self.faults = renamed(every, rename)
         self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
-        self._made, self._keys, self.listed = {}, {}, set()
+        self._made = {}
+        self._keys = {}
+        self.listed = set()
         for one in sorted(named, key=lambda one: not one.listed):
             if one.tensor.is_broken:
                 continue

@@ -29,7 +29,7 @@ class WrapperTensor(Tensor):
     flattened, deep-copied, pickled, saved, shared, swapped, loaded, trained and compiled without losing a field.
 
     Ops that read values run on the decoded ones; in-place ops encode their result into the same inner tensors;
-    ``t``, ``transpose`` and ``permute`` share them; any other view raises UnsupportedOpError rather than copy.  For a
+    Transposing and permuting share them; any other view raises UnsupportedOpError rather than copy.  For a
     new *quantized kind* a ``tt.Scheme`` is less work still, and also saves, loads, cuts rows and shards.
 
     Metadata must not depend on the values, and be comparable constants: it is what ``torch.compile`` guards on.
@@ -169,7 +169,11 @@ class WrapperTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is Tensor.module_load:
             return _module_load(*args, **(kwargs or {}))
@@ -182,7 +186,7 @@ class WrapperTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, WrapperTensor) for kind in types):
             return NotImplemented  # DTensor and the like wrap us, not the reverse
@@ -328,7 +332,7 @@ def _fits(given: Tensor, held: WrapperTensor) -> bool:
     return geometry and shapes[0] == shapes[1] and given.metadata == held.metadata
 
 
-def _write(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an in-place op on the values, then encodes those that it wrote; all are encoded before one is written."""
     decoded: dict[int, tuple[WrapperTensor, Tensor]] = {}
 
