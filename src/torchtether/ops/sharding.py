@@ -83,7 +83,7 @@ def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
     def hook(
         outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Gathered | None:
-        names = _cut_parts(weight)
+        names, device = _cut_parts(weight), outputs[0].device if outputs else weight.device
         is_alone = len(outputs) < len(names)  # of one rank, FSDP2 gathers the first input, and forgets the others
         if out is not None:
             # the rest is where it was: FSDP2 has refilled that memory
@@ -92,7 +92,7 @@ def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
         if weight.scheme.transparent:
             made = weight.around(outputs[0])
         else:
-            given = [_bytes(weight.parts[name]) for name in names] if is_alone else outputs
+            given = [_bytes(weight.parts[name]).to(device) for name in names] if is_alone else outputs
             made = _joined(weight, dict(zip(names, given, strict=True)), param_dtype)
         made._is_room = True  # FSDP2 cuts off the padding
         return made, ()
@@ -119,13 +119,14 @@ def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) 
     nbytes = {name: room.parts[name].nbytes for name in gathered}
     ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
     base = (room.spec.base[0] * ranks, *room.spec.base[1:])
+    device = next((given.device for given in gathered.values()), weight.device)  # shards may be kept on the CPU
     if cut_block(weight.scheme.layout(base), base, ranks):  # then the first rank has all rows, or it could not be cut
         gathered = {name: given[: nbytes[name]] for name, given in gathered.items()}
         base = room.spec.base
     parts = {}
     for name, part in weight.scheme.layout(base).items():
         held = weight.parts[name]
-        parts[name] = gathered[name].view(held.dtype).view(part.shape) if part.span else held
+        parts[name] = gathered[name].view(held.dtype).view(part.shape) if part.span else held.to(device)
     return weight.with_parts(parts, WeightSpec.of(base, dtype, weight.scheme, weight.tie))
 
 
@@ -137,9 +138,10 @@ def _local(tensor: Tensor) -> Weight:
 
 
 def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
+    """These parts of ``out`` are those of ``weight`` now, on its own device; shards may be kept on the CPU."""
     for name in names:
         if out.parts[name] is not weight.parts[name]:
-            setattr(out, f"_part_{name}", weight.parts[name])
+            setattr(out, f"_part_{name}", weight.parts[name].to(out.device))
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------
