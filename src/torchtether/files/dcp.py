@@ -99,6 +99,22 @@ class _Chunk:
     """Its values, if the file does not hold them in row-major order."""
 
 
+def _is_overlapping(chunks: Sequence[_Chunk]) -> bool:
+    """Whether two of the boxes share an element; swept along the dimension that cuts most of them apart."""
+    if len(chunks) < 2 or not chunks[0].sizes:
+        return len(chunks) > 1
+    along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    open_: list[_Chunk] = []  # those that reach past the start of the next one
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        open_ = [one for one in open_ if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
+        for one in open_:
+            pairs = zip(one.offsets, one.sizes, chunk.offsets, chunk.sizes, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in pairs):
+                return True
+        open_.append(chunk)
+    return False
+
+
 class DcpFile(TensorFile):
     """An open folder by ``torch.distributed.checkpoint`` (``FileSystemWriter``), with the tensors whose keys begin with
     ``prefix``, which is left off; without one, all that are not of an optimizer that we stored.
@@ -183,8 +199,10 @@ class DcpFile(TensorFile):
                 raise CheckpointError(f"its chunk is said to be in {str(file)[:80]!r}", name=where)
             start, nbytes = _counts((info.offset, info.length), where)
             chunks.append(_Chunk(offsets, sizes, file, start, nbytes))
+        if _is_overlapping(chunks):
+            raise CheckpointError("its chunks overlap", name=where)
         covered = sum(math.prod(chunk.sizes) for chunk in chunks)
-        if covered != math.prod(shape) or len({chunk.offsets for chunk in chunks}) != len(chunks):
+        if covered != math.prod(shape):  # apart from each other, so that nothing is left out
             raise CheckpointError(f"its chunks hold {covered} of {math.prod(shape)} elements", name=where)
         return chunks
 
