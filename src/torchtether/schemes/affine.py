@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -24,15 +24,15 @@ from .blocks import (
     source,
     store_scale,
 )
-from .decoding import decode_rows, quiet, reshapable, take_rows, unmoved
-from .scheme import Part, Parts, Scheme, Shape, dtype_name
+from .decoding import Blocked, quiet, unmoved
+from .scheme import Part, Parts, Shape, dtype_name
 from .search import FITS, SMALLEST, least_squares
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Affine(Scheme):
+class Affine(Blocked):
     """Holds integers ``q`` so that ``w ≈ (q - zero_point) * scale``, with one scale per block.
 
         qdata (*shape) int8, uint8 if unsigned        where bits == 8
@@ -195,30 +195,6 @@ class Affine(Scheme):
             keep |= unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values, g_idx)
         chosen = {name: torch.where(keep, held[name], part) for name, part in fresh.items()}
         return self.encode(values, like={**held, **chosen})
-
-    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        grid = grid_over(shape, self.block)
-        return decode_rows(
-            lambda start, stop: self._rows(grid, parts, start, stop),
-            grid,
-            parts["qdata"],
-            dtype,
-            lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
-        )
-
-    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        grid = grid_over(shape, self.block)
-        if not self._is_decoded(grid, parts, start, stop, out):
-            out.copy_(self._rows(grid, parts, start, stop))
-
-    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
-        if len(shape) == 1:
-            return super().gather(parts, shape, index, dtype)
-        some, block = take_rows(self.layout(shape), parts, shape, self.block, index)
-        return replace(self, block=block).decode(some, (index.shape[0], *shape[1:]), dtype)
-
-    def can_view(self, old: Shape, new: Shape) -> bool:
-        return super().can_view(old, new) and reshapable(self, self.block, old, new)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         """Half a step; the range that a rounded scale lost; 2**-14 of a step for float32 arithmetic on 8-bit codes."""

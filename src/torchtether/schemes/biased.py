@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -23,15 +23,15 @@ from .blocks import (
     source,
     store_scale,
 )
-from .decoding import decode_rows, reshapable, take_rows
-from .scheme import Part, Parts, Scheme, Shape, dtype_name
+from .decoding import Blocked
+from .scheme import Part, Parts, Shape, dtype_name
 from .search import FITS, SMALLEST, half_quadratic, least_squares
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Biased(Scheme):
+class Biased(Blocked):
     """Holds unsigned integers ``q`` so that ``w ≈ q * scale + bias``, with one scale and one bias per block.
 
         qdata (*lead, ceil(K * bits / 8)) uint8       a dense stream of q
@@ -123,22 +123,6 @@ class Biased(Scheme):
         if bool(keep.all()):
             return again
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
-
-    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        grid = grid_over(shape, self.block)
-        return decode_rows(lambda start, stop: self._rows(grid, parts, start, stop), grid, parts["qdata"], dtype)
-
-    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        out.copy_(self._rows(grid_over(shape, self.block), parts, start, stop))
-
-    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
-        if len(shape) == 1:
-            return super().gather(parts, shape, index, dtype)
-        some, block = take_rows(self.layout(shape), parts, shape, self.block, index)
-        return replace(self, block=block).decode(some, (index.shape[0], *shape[1:]), dtype)
-
-    def can_view(self, old: Shape, new: Shape) -> bool:
-        return super().can_view(old, new) and reshapable(self, self.block, old, new)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         """Half a step, the range that roundings of scale and bias lost, and what two roundings may add to a value."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .. import native
 from ..errors import SchemeError
-from .blocks import Block, Grid, rows
+from .blocks import Block, Grid, grid_over, rows
 from .scheme import Part, Parts, Scheme, Shape
 
 
@@ -81,3 +82,45 @@ def unmoved(some: Callable[[int, int], Tensor], grid: Grid, values: Tensor, g_id
     for start, stop in grid.chunks():
         moved[start:stop] = some(start, stop).to(values.dtype) != rows(values, start, stop)
     return grid.reduce(moved.view(grid.shape), torch.amax, g_idx=g_idx) == 0
+
+
+class Blocked(Scheme):
+    """What the families share whose codes, ``qdata``, lie in blocks of rows and columns with a scale each.
+
+    They say how some rows decode (``_rows``), and perhaps how compiled loops do it (``_is_decoded``).
+    """
+
+    block: Block
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` to ``stop``, float32."""
+        raise NotImplementedError(f"{type(self).__name__}._rows")
+
+    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
+        """Whether ``out`` holds those rows now; if not, nothing was written."""
+        return False
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        grid = grid_over(shape, self.block)
+        return decode_rows(
+            lambda start, stop: self._rows(grid, parts, start, stop),
+            grid,
+            parts["qdata"],
+            dtype,
+            lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
+        )
+
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        grid = grid_over(shape, self.block)
+        if not self._is_decoded(grid, parts, start, stop, out):
+            out.copy_(self._rows(grid, parts, start, stop))
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(shape) == 1:
+            return super().gather(parts, shape, index, dtype)
+        some, block = take_rows(self.layout(shape), parts, shape, self.block, index)
+        again = replace(self, block=block)  # type: ignore[type-var]
+        return again.decode(some, (index.shape[0], *shape[1:]), dtype)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        return super().can_view(old, new) and reshapable(self, self.block, old, new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, NamedTuple
 
@@ -27,9 +27,9 @@ from .blocks import (
     source,
     store_scale,
 )
-from .decoding import decode_rows, quiet, reshapable, take_rows
+from .decoding import Blocked, quiet
 from .nearest import count_above
-from .scheme import Part, Parts, Scheme, Shape, dtype_name
+from .scheme import Part, Parts, Shape, dtype_name
 from .tables import E2M1, E2M3
 
 
@@ -93,7 +93,7 @@ def _table(name: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ScaledFloat(Scheme):
+class ScaledFloat(Blocked):
     """Holds small floats ``q`` so that ``w ≈ q * scale`` (``* global_scale``), with one scale per block.
 
         qdata (*shape) float8_e4m3fn or float8_e5m2    for "e4m3" and "e5m2"
@@ -205,30 +205,6 @@ class ScaledFloat(Scheme):
         keep = (amax >= low * reach) & (amax <= (1 + _KEEP) * reach)
         chosen = torch.where(keep, held["scale"].float(), fresh["scale"].float()).to(self.scale_dtype)
         return self.encode(values, like={**fresh, "scale": chosen})
-
-    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        grid = grid_over(shape, self.block)
-        return decode_rows(
-            lambda start, stop: self._rows(grid, parts, start, stop),
-            grid,
-            parts["qdata"],
-            dtype,
-            lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
-        )
-
-    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        grid = grid_over(shape, self.block)
-        if not self._is_decoded(grid, parts, start, stop, out):
-            out.copy_(self._rows(grid, parts, start, stop))
-
-    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
-        if len(shape) == 1:
-            return super().gather(parts, shape, index, dtype)
-        some, block = take_rows(self.layout(shape), parts, shape, self.block, index)
-        return replace(self, block=block).decode(some, (index.shape[0], *shape[1:]), dtype)
-
-    def can_view(self, old: Shape, new: Shape) -> bool:
-        return super().can_view(old, new) and reshapable(self, self.block, old, new)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         """Half the distance to the next element away from zero, times the scale; more where the largest one clips."""
