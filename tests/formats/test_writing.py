@@ -9,7 +9,7 @@ from torch import nn
 import torchtether as tt
 from tests.formats.files import random, write
 from torchtether.cli import main
-from torchtether.formats import WRITABLE, native
+from torchtether.formats import WRITABLE, bitsandbytes, native
 
 FOREIGN = [format.name for format in WRITABLE if format is not native]
 
@@ -144,6 +144,34 @@ def test_requantize_is_explicit(tmp_path, capsys):
     wanted = tt.Weight.encode(model.mid.weight.dequantize(), tt.nf4()).to(torch.bfloat16)
     assert again.dtype == torch.bfloat16
     assert torch.equal(again.dequantize(), wanted.dequantize())
+
+
+@pytest.mark.parametrize("format", [name for name in FOREIGN if name != "bitsandbytes"])
+def test_a_unit_beside_the_scale_is_not_left_out(tmp_path, capsys, format):
+    """bitsandbytes keeps row maxima, and 1/127 apart: taken for plain scales, values are 127 times too large."""
+    model = _model()
+    tt.quantize(model, {"mid.weight": bitsandbytes.INT8})
+    tt.save(model, tmp_path / "one", format="bitsandbytes")
+    target = tmp_path / ("two.gguf" if format == "gguf" else "two")
+    command = ["convert", str(tmp_path / "one"), str(target), "--format", format]
+    assert main(command) == 1
+    assert "mid.weight: " in capsys.readouterr().err
+    assert main([*command, "--requantize", "int8(32, scale_dtype=float16)"]) == 0
+    again = _decoded(target)["mid.weight"].float()
+    assert torch.allclose(again, model.mid.weight.dequantize(), atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("format", "scheme"), [("compressed-tensors", "int8"), ("compressed-tensors", "mxfp4")])
+def test_a_model_whose_config_names_no_dtype_runs_as_it_was_saved(tmp_path, format, scheme, dtype):
+    model = _model().to(dtype)
+    tt.quantize(model, {"mid.weight": scheme})
+    tt.save(model, tmp_path, format=format)
+    with tt.on_meta():
+        back = Tied()
+    tt.load(back, tmp_path)
+    values = torch.randn(3, 64).to(dtype)
+    assert torch.equal(back.mid(values), model.mid(values))
 
 
 def test_quantize_into_a_format(tmp_path):

@@ -170,6 +170,8 @@ def _way(name: str, spec: WeightSpec) -> Way:
 def _integers(name: str, scheme: Affine, shape: Shape) -> Way:
     if scheme.act_order:
         _refuse(name, "has no words for act_order since 0.19", "Save it in the native format, or dequantize it.")
+    if scheme.unit != 1:  # in the scale it would round once more, and that is another value
+        _refuse(name, f"has no words for a unit beside the scale, got {scheme.unit!r}", "Quantize with tt.int8().")
     strategy = _strategy(name, scheme.block, shape)
     by_rows = strategy["strategy"] in ("channel", "group")
     if not by_rows and scheme.bits < 8:
