@@ -118,6 +118,7 @@ def test_foreign_parts_keep_their_values(bits, dtypes, bias_first, offset, seed)
     again = scheme.reencode(decoded, parts)
     assert torch.equal(scheme.decode(again, (4, 48), FP32), decoded)
     assert torch.equal(again["scale"][:, 1:], parts["scale"][:, 1:])
+    assert bool((scheme.bound(parts, (4, 48)) >= 0).all())
 
 
 @settings(max_examples=60)

@@ -132,7 +132,7 @@ class Biased(Blocked):
         step, bias = (grid.expand(parts[name].float()) for name in ("scale", "bias"))
         decoded = self.decode(parts, shape, torch.float32).abs()
         unit = step.abs() if self.bias_first else torch.ones_like(step)
-        between = decoded / step.abs() if self.bias_first else (decoded + bias.abs())
+        between = decoded / torch.where(step == 0, 1.0, step.abs()) if self.bias_first else (decoded + bias.abs())
         lost = (
             rounded_off(step.abs(), self.scale_dtype) * self._steps + rounded_off(bias.abs(), self.scale_dtype) * unit
         )
@@ -141,7 +141,7 @@ class Biased(Blocked):
             codes = unpack(parts["qdata"].reshape(grid.rows, -1), self.bits, grid.columns).view(shape)
             lost = lost + ((codes == 0) | (codes == self._steps)) * step.abs() * (self._steps * (1 / SMALLEST - 1))
         still = (decoded == 0) & (step == 1) & (bias == 0)  # a block of zeros
-        return (step * (0.5 + 2.0**-14) + lost + rounded) * ~still
+        return (step.abs() * (0.5 + 2.0**-14) + lost + rounded) * ~still  # MLX writes negative scales too
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
