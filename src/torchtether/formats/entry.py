@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,9 @@ from ..spec import WeightSpec
 NOTHING: Mapping[str, Any] = {}
 
 _AS_IT_IS = Plain()
+
+_COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that models compute in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +100,21 @@ class Contents:
         """``quant_method``, in lower case; empty where none is named."""
         return str(self.quantization.get("quant_method") or "").lower()
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in, as ``config.json`` has it; bfloat16 where it does not say."""
+        """The dtype that the model computes in, as ``config.json`` has it.
+
+        Where it does not say, that of the plain weights and biases, if all have one: a quantized weight must meet them
+        in a product. Otherwise bfloat16.
+        """
         for config in (self.config, self.config.get("text_config")):
             if isinstance(config, Mapping):
                 named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
                 if named in ("float16", "bfloat16", "float32"):
                     return getattr(torch, named)  # type: ignore[no-any-return]
-        return torch.bfloat16
+        leaves = ((key.rpartition(".")[2], stored.dtype) for key, stored in self.tensors.items())
+        found = {dtype for leaf, dtype in leaves if leaf in ("weight", "bias") and dtype in _COMPUTED}
+        return found.pop() if len(found) == 1 else torch.bfloat16
 
 
 @dataclass
