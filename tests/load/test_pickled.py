@@ -24,7 +24,7 @@ def state_of(model):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ""])
 def test_a_state_dict_opens_with_its_ties(tmp_path, kind, keep, suffix):
     state = state_of(build(kind))
     state = state if keep else {name: tensor.detach() for name, tensor in state.items()}

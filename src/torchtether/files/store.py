@@ -16,10 +16,12 @@ from .beside import read_beside
 from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
-from .index import GGUF_SUFFIX, PICKLED, Index, find_files
+from .index import GGUF_SUFFIX, PICKLED, SUFFIX, Index, find_files
 from .pickled import PickledFile
 from .reader import TensorFile, Tick, begins_with, no_tick
 from .record import KEY, Record, parse_record
+
+_ZIP = b"PK\x03\x04"
 
 
 class Store:
@@ -120,8 +122,11 @@ class Store:
 
 
 def _kind(path: Path) -> type[TensorFile]:
-    """Who reads the file at ``path``: by its name, or by the magic of a GGUF file, which no safetensors file has."""
-    if path.suffix in PICKLED:
+    """Who reads the file at ``path``: by its name, or by a magic that no safetensors file has.
+
+    ``torch.save`` writes zip files, whatever they are called: Lightning's end in ``.ckpt``, others in nothing.
+    """
+    if path.suffix in PICKLED or (path.suffix != SUFFIX and begins_with(path, _ZIP)):
         return PickledFile
     if path.is_dir():
         return DcpFile
