@@ -181,6 +181,7 @@ def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
     ("tensors", "what"),
     [
         ({"v": torch.ones(2, dtype=torch.complex128)}, "v: safetensors has no dtype for torch.complex128"),
+        ({"v": torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "v: a pair of F4 without a dimension"),
         ({"v": torch.ones(2, device="meta")}, "v: it is on meta"),
         ({"v": torch.ones(2, 2).to_sparse()}, "v: a torch.sparse_coo tensor"),
         ({"__metadata__": torch.ones(2)}, "__metadata__: this name is reserved"),
@@ -221,6 +222,7 @@ LIES = {
     "fraction": (lambda p: crafted(p, b'{"a": 1.5}'), "number 1.5"),
     "long_number": (lambda p: crafted(p, b'{"a": ' + b"9" * 5000 + b"}"), "not JSON"),
     "metadata": (lambda p: crafted(p, {"__metadata__": {"a": 1}}), "__metadata__ is not"),
+    "metadata_list": (lambda p: crafted(p, {"__metadata__": []}), "__metadata__ is not"),
     "no_dtype": (lambda p: crafted(p, {"a": {"shape": [], "data_offsets": [0, 4]}}), "a: the entry needs"),
     "dtype": (lambda p: crafted(p, {"a": entry("F31")}), "a: it has dtype 'F31', no dtype"),
     "f6": (lambda p: crafted(p, {"a": entry("F6_E2M3")}), "a: it has dtype 'F6_E2M3', a dtype that torch does not"),

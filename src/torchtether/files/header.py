@@ -56,7 +56,8 @@ def parse_header(text: bytes, size: int, *, name: str) -> Header:
     if text[:1] != b"{":
         raise CheckpointError("the header does not begin with '{'", name=name, fix="Is it a safetensors file?")
     entries = parse_object(text, name=name, what="header", floats=False, widest=_METADATA_LIMIT)
-    metadata = entries.pop(_METADATA, None) or {}
+    metadata = entries.pop(_METADATA, None)
+    metadata = {} if metadata is None else metadata  # other readers take null for none
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{_METADATA} is not an object of strings", name=name)
     first = 8 + len(text)
@@ -125,9 +126,11 @@ def format_header(
         raise CheckpointError(
             f"{len(tensors)} tensors in one file are more than {_TENSOR_LIMIT}", name=name, fix="Save in shards."
         )
-    for key, (dtype, _) in tensors.items():
+    for key, (dtype, shape) in tensors.items():
         if dtype not in CODES:
             raise CheckpointError(f"safetensors has no dtype for {dtype}", name=key, fix="Convert the tensor first.")
+        if CODES[dtype] == "F4" and not shape:  # torch counts pairs, and no shape of the file means one pair
+            raise CheckpointError("a pair of F4 without a dimension has no place in safetensors", name=key)
         if key == _METADATA:
             raise CheckpointError("this name is reserved by the format", name=key, fix="Rename the tensor.")
     order = sorted(tensors, key=lambda key: (-tensors[key][0].itemsize, key))
