@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import torchtether as tt
-from tests.catalog import SCHEMES, few_schemes, rand
+from tests.catalog import SCHEMES, each_scheme, few_schemes, rand
 from torchtether.spec import contiguous_stride
 
 
@@ -210,6 +210,68 @@ def test_writing_rows_never_changes_the_scale_of_others(row):
         assert "share their part" in str(error)
         assert torch.equal(weight.dequantize(), before)
     assert torch.equal(weight.dequantize()[4:], before[4:])
+
+
+@each_scheme
+def test_a_row_by_its_index_is_written_if_its_scale_is_its_own_or_holds_the_values(row):
+    """``weight[i] = ...``: the scale of one row seems to be shared by all of it, and is that row's alone."""
+    weight = weight_of(row.scheme)
+    before = weight.dequantize()
+    try:
+        weight[3] = 0.0
+    except tt.UnsupportedOpError as error:
+        assert "cut a block" in str(error)
+        return
+    before[3] = 0.0
+    assert torch.equal(weight.dequantize(), before)
+    layout = row.scheme.layout((16, 64))
+    if all(0 < part.span <= 64 for part in layout.values()):
+        weight[5] = 100 * rand(64)
+        assert torch.equal(weight.dequantize()[[0, 4, 6]], before[[0, 4, 6]])
+        alone = tt.Weight.encode(100 * rand(1, 64), row.scheme)
+        assert torch.equal(weight.dequantize()[5:6], alone.dequantize())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
+def test_an_embedding_clears_its_padding_row(scheme):
+    with torch.device("meta"):
+        embedding = torch.nn.Embedding(8, 64, padding_idx=3)
+    tt.materialize(tt.quantize(embedding, {"weight": scheme}))
+    values = embedding.weight.detach().dequantize()
+    assert not values[3].any()
+    assert (values[[0, 1, 2, 4, 5, 6, 7]].std(1) > 0.5).all()
+
+
+def test_a_size_of_one_behind_the_rows_is_selected_away():
+    weight = tt.Weight.encode(rand(6, 1), tt.int8())
+    assert torch.equal(weight[:, 0].dequantize(), weight.dequantize()[:, 0])
+    deep = tt.Weight.encode(rand(5, 1, 5), tt.int8())
+    assert torch.equal(deep[:, 0].dequantize(), deep.dequantize()[:, 0])
+    assert torch.equal(deep.select(-2, 0).dequantize(), deep.dequantize()[:, 0])
+
+
+def test_values_go_to_lists_and_arrays_and_never_through_memory_that_is_not_there():
+    import numpy
+
+    weight = torch.nn.Parameter(weight_of())
+    values = weight.detach().dequantize()
+    assert weight.tolist() == values.tolist()
+    for array in (numpy.asarray(weight), numpy.array(weight, dtype="float64"), weight.numpy(force=True)):
+        assert torch.equal(torch.from_numpy(array).float(), values)
+    for read in (weight.numpy, lambda: numpy.from_dlpack(weight), lambda: torch.from_dlpack(weight)):
+        with pytest.raises(tt.UnsupportedOpError, match="cannot share the memory"):
+            read()
+    with pytest.raises(tt.UnsupportedOpError, match="dequantize"):
+        weight.apply_(abs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_the_input_of_a_product_with_another(dtype):
+    one, two = weight_of().to(dtype), tt.Weight.encode(rand(16, 64, seed=1), tt.int8()).to(dtype)
+    torch.testing.assert_close(F.linear(one, two), F.linear(one.dequantize(), two), atol=0.02, rtol=0.02)
+    bias = tt.Weight.encode(rand(16).to(dtype), tt.int8())
+    expected = F.linear(one.dequantize(), two, bias.dequantize())
+    torch.testing.assert_close(F.linear(one.dequantize(), two, bias), expected, atol=0.02, rtol=0.02)
 
 
 def test_not_finite_gradient_steps_name_the_problem_and_leave_the_weight():

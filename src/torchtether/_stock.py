@@ -247,8 +247,8 @@ def _values(tensor: Tensor) -> Tensor:
 def _is_joined(component: Component) -> bool:
     """Whether the members lie to each other as they did."""
     if component.nbytes == 0:
-        first = blocks_of(component.members[0].tensor)
-        return all({b.start for b in blocks_of(m.tensor)} & {b.start for b in first} for m in component.members)
+        first = {(block.space, block.start) for block in blocks_of(component.members[0].tensor)}
+        return all({(b.space, b.start) for b in blocks_of(m.tensor)} & first for m in component.members)
     starts = set()
     for member in component.members:
         (block,) = blocks_of(member.tensor)

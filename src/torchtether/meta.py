@@ -18,6 +18,7 @@ from ._storage import is_strided
 from .arguments import as_device, check_callable, check_module
 from .errors import ConversionError
 from .module_load import encoded_as
+from .optimizer import Optimizers
 from .swap import Exchange
 from .ties import Component, find_components, member_view, named_tensors, span_tensor, tie_of
 from .weight import Weight
@@ -94,7 +95,11 @@ def _remember(modules: dict[int, nn.Module], recorder: Recorder) -> None:
 
 
 def materialize(
-    model: Model, device: torch.device | str | int = "cpu", *, init: Callable[[nn.Module], Any] | None = None
+    model: Model,
+    device: torch.device | str | int = "cpu",
+    *,
+    init: Callable[[nn.Module], Any] | None = None,
+    optimizer: Optimizers = None,
 ) -> Model:
     """Every tensor of ``model`` that was on ``meta`` is real, on ``device``, and is the same object as before.
 
@@ -102,9 +107,11 @@ def materialize(
     buffers exactly.  Anything else is initialised by ``reset_parameters`` of its module.  ``init(module)``, if given,
     is called instead, after the record, for every module with a new tensor in or below it, children first, as
     ``Module.apply`` does.  Each tensor is initialised once, by the module of its owner; ties, views among them, hold.
-    What is real already is not touched.
+    What is real already is not touched.  State that ``optimizer`` (one or several) has on ``meta`` has no values; it is
+    dropped, and the next step makes it again.
 
     Raises:
+        OptimizerError: the optimizer belongs to another model; nothing has changed.
         ConversionError: a tensor has neither record nor ``reset_parameters`` nor ``init``, or something holds it;
             nothing has changed.  Or ``reset_parameters`` left a tensor unset: it is named.
 
@@ -130,7 +137,7 @@ def materialize(
     recorded = [component for component in work if recipes[id(component)]]
     others = [component for component in work if not recipes[id(component)]]
     _check_init(others, modules, init)
-    with Exchange(model, verb="materialize") as exchange:
+    with Exchange(model, optimizer=optimizer, verb="materialize") as exchange:
         _check_held(exchange, work)
         wanted = [recipe for made in recipes.values() for recipe in made.values()]
         replay = Replay([*wanted, *plain.values()], place)

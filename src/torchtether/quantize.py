@@ -12,6 +12,7 @@ from . import native
 from .arguments import check_module
 from .errors import ConversionError, SchemeError
 from .module_load import module_load
+from .optimizer import Optimizers
 from .rules import Rules, order_of, schemes_for
 from .schemes import Scheme
 from .spec import Tie
@@ -29,7 +30,7 @@ def quantize(
     model: nn.Module,
     rules: Rules,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     atomic: Atomic = "checked",
 ) -> nn.Module:
     """The parameters that ``rules`` choose are Weights; each is the same Parameter object as before.
@@ -38,11 +39,12 @@ def quantize(
     each with a scheme or ``None``, the first match wins.  A tied group is quantized once and stays tied.  A Weight of
     the wanted scheme is left alone, one of another scheme is encoded again, a tensor on ``meta`` becomes a Weight on
     ``meta``.  Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without
-    ``assign=True``.  State of ``optimizer`` follows its parameters; ``atomic`` as in ``tt.convert``.
+    ``assign=True``.  State of ``optimizer`` (one or several) follows its parameters; ``atomic`` as in ``tt.convert``.
 
     Raises:
         RuleError, SchemeError: the rules or the values do not fit; nothing has changed.
         ConversionError: something holds a parameter; nothing has changed.
+        OptimizerError: the optimizer belongs to another model; nothing has changed.
 
     >>> import torch, torchtether as tt
     >>> layer = torch.nn.Linear(8, 8); before = layer.weight
@@ -69,9 +71,7 @@ def quantize(
     return model
 
 
-def dequantize(
-    model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, atomic: Atomic = "checked"
-) -> nn.Module:
+def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
     """Every Weight of the model is a plain tensor of its values; each is the same Parameter object as before.
 
     Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.  State of
@@ -80,6 +80,7 @@ def dequantize(
     Raises:
         ConversionError: something holds a parameter; nothing has changed.
         TieError: two Weights share only some of their parts; nothing has changed.
+        OptimizerError: the optimizer belongs to another model; nothing has changed.
 
     >>> import torch, torchtether as tt
     >>> layer = tt.quantize(torch.nn.Linear(8, 8), "int8"); before = layer.weight

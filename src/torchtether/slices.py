@@ -115,7 +115,7 @@ class TensorSlice:
             row = contiguous_stride(whole.base)[0]
             start, stop = start + self._view.offset // row, stop + self._view.offset // row
         made = self._read_rows(whole, start, stop)
-        return made if only is None else made.select(only, 0).map(lambda part: part, cut=False)  # type: ignore[attr-defined,no-any-return]
+        return made if only is None else made.select(only, 0).map(lambda part: part, cut=())  # type: ignore[attr-defined,no-any-return]
 
     def _layout(self) -> dict[str, Any]:
         assert self._entry.spec is not None

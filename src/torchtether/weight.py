@@ -45,7 +45,7 @@ class Weight(Tensor):
 
     _spec: WeightSpec
     _names: tuple[str, ...]
-    _cut: bool
+    _cut: tuple[str, ...]
     _is_room: bool = False  # made by new_zeros, to be filled with fewer rows: a cut may go through its last block
     _room: Weight | None = None  # the room whose first rows these are: what is padded for a collective
     _kernel_layout: Layout | None
@@ -53,7 +53,11 @@ class Weight(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[Weight], parts: Mapping[str, Tensor], spec: WeightSpec, requires_grad: bool = False, cut: bool = False
+        cls: type[Weight],
+        parts: Mapping[str, Tensor],
+        spec: WeightSpec,
+        requires_grad: bool = False,
+        cut: tuple[str, ...] = (),
     ) -> Weight:
         first = next(iter(parts.values()))
         # A wrapper of normal parts is a normal tensor, also when inference mode asks for a view of it: as in torch.
@@ -64,11 +68,15 @@ class Weight(Tensor):
         return made
 
     def __init__(
-        self, parts: Mapping[str, Tensor], spec: WeightSpec, requires_grad: bool = False, cut: bool = False
+        self,
+        parts: Mapping[str, Tensor],
+        spec: WeightSpec,
+        requires_grad: bool = False,
+        cut: tuple[str, ...] = (),
     ) -> None:
         """Wraps ``parts`` as they are; use ``Weight.encode`` to make one from values.
 
-        ``cut`` marks rows of a larger Weight, which must not change the parts that all rows share.
+        ``cut`` names, in rows of a larger Weight, the parts that its other rows need too, and that must not change.
         """
         self._spec = spec
         self._names = tuple(parts)
@@ -151,18 +159,24 @@ class Weight(Tensor):
         return values if spec.is_contiguous else values.permute(spec.order)
 
     def map(
-        self, function: Callable[[Tensor], Tensor], spec: WeightSpec | None = None, *, cut: bool | None = None
+        self,
+        function: Callable[[Tensor], Tensor],
+        spec: WeightSpec | None = None,
+        *,
+        cut: tuple[str, ...] | None = None,
     ) -> Weight:
         """The Weight whose parts are ``function`` of these. Every Weight that comes from a Weight is made here."""
         parts = {name: function(part) for name, part in self.parts.items()}
         return type(self)(parts, spec or self._spec, cut=self._cut if cut is None else cut)
 
-    def with_parts(self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: bool = False) -> Weight:
+    def with_parts(
+        self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
+    ) -> Weight:
         """The Weight with other parts of the same names."""
         return self.map_named(lambda name, _: parts[name], spec, cut=cut)
 
     def map_named(
-        self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: bool = False
+        self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
         """As ``map``, for functions that need the part's name."""
         return type(self)(
@@ -172,7 +186,7 @@ class Weight(Tensor):
     def around(self, tensor: Tensor) -> Weight:
         """For a transparent scheme: the Weight that wraps ``tensor`` with this one's tie."""
         spec = self._spec.replace(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype)
-        return self.map(lambda _: tensor, spec, cut=False)
+        return self.map(lambda _: tensor, spec, cut=())
 
     def roomed(self, other: Weight) -> Weight:
         """This Weight, which is padded as ``other`` is."""
@@ -185,14 +199,12 @@ class Weight(Tensor):
         for name, part in held.items():
             if parts[name].shape != part.shape:
                 raise SchemeError(f"part {name!r} has shape {tuple(parts[name].shape)}, expected {tuple(part.shape)}")
-        if self._cut:
-            layout = self.scheme.layout(self._spec.base)
-            for name, part in held.items():
-                if layout[name].span == 0 and not part.is_meta and not same_bits(part, parts[name]):
-                    raise UnsupportedOpError(
-                        f"these rows share their part {name!r} with the rest of the Weight, and it would change",
-                        fix="Write the whole Weight, or use a scheme with a scale per row.",
-                    )
+        for name in self._cut:
+            if not held[name].is_meta and not same_bits(held[name], parts[name]):
+                raise UnsupportedOpError(
+                    f"these rows share their part {name!r} with the rest of the Weight, and it would change",
+                    fix="Write the whole Weight, or use a scheme with a scale per row.",
+                )
         for name, part in held.items():
             part.copy_(parts[name])
 
@@ -206,6 +218,37 @@ class Weight(Tensor):
         if spec.tie is not None:
             words.append(f"tie: {spec.tie}")
         return f"{type(self).__name__}({', '.join(words)})"
+
+    # -- its values elsewhere: torch would refuse without a way out, or read the wrapper's null storage ------------
+
+    def tolist(self) -> Any:
+        """The values as nested lists of numbers."""
+        return self.dequantize().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """The values as a numpy array of its own memory, which is what ``numpy.asarray`` gives."""
+        if copy is False:
+            raise ValueError("copy=False: a numpy array cannot share the memory of a Weight")
+        values = self.dequantize().detach().cpu().numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """With ``force``, the values as a numpy array of its own memory; without, an array would have to share it.
+
+        Raises UnsupportedOpError without ``force``.
+        """
+        if not force:
+            raise UnsupportedOpError(
+                "a numpy array cannot share the memory of a Weight", fix="Call .numpy(force=True), which copies."
+            )
+        return self.__array__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise UnsupportedOpError("DLPack cannot share the memory of a Weight", fix="Call .dequantize() on it first.")
+
+    def apply_(self, callable: Callable[..., Any]) -> Weight:
+        """Raises UnsupportedOpError: torch would write to memory that a Weight does not have."""
+        raise UnsupportedOpError("apply_ cannot write to a Weight", fix="Call .dequantize(), and copy_() the result.")
 
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
@@ -345,7 +388,7 @@ def rebuild_weight(
     spec: str,
     requires_grad: bool,
     is_param: bool,
-    cut: bool,
+    cut: tuple[str, ...],
     attributes: dict[str, Any],
 ) -> Weight:
     """What pickle calls. The spec is JSON, so that the only name a pickle may run is this one."""

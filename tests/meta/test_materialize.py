@@ -1,6 +1,7 @@
 """From meta to real: the same objects, ties, one initialisation per tensor."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,30 @@ def test_torch_layers_are_reset(make):
     for tensor in named_tensors(model).values():
         assert tensor.device.type == "cpu"
         assert torch.isfinite(tensor).all()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_an_optimizer_that_has_stepped_steps_again(make):
+    """State on meta would stop AdamW, and others go on with nothing in it."""
+    model = nn.Linear(4, 4)
+    optimizer = make(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+
+    step()
+    tt.convert(model, device="meta", optimizer=optimizer)
+    tt.materialize(model, optimizer=optimizer)
+    before = model.weight.detach().clone()
+    step()
+    assert not torch.equal(model.weight, before)
+    with torch.device("meta"):
+        other = nn.Linear(4, 4)
+    with pytest.raises(tt.errors.OptimizerError):
+        tt.materialize(other, optimizer=optimizer)
+    assert other.weight.is_meta
 
 
 def test_an_lstm_runs():

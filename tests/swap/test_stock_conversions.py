@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
-from torchtether import ConversionError, OptimizerError, TieError
+from torchtether import ConversionError, OptimizerError, TieError, quantize
 from torchtether.swapping import swapping
 from torchtether.ties import find_ties
 
@@ -213,3 +213,18 @@ def test_nested_scopes_and_our_own_verbs_inside():
     assert geometry(made.model) == ties
     assert made.optimizer.state[made.model.a.weight]["exp_avg"].dtype == torch.float64
     made.step()
+
+
+@pytest.mark.parametrize("tied", [lambda w: w.data, lambda w: w.data.t()], ids=["storage", "transposed"])
+@pytest.mark.parametrize("move", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")], ids=["to", "to_empty"])
+def test_quantized_tensors_over_one_memory_share_it_on_meta(tied, move):
+    """Where there are no addresses, only the memory object tells that they do not share it any more."""
+    model = nn.Module()
+    model.one = nn.Parameter(torch.randn(16, 32), requires_grad=False)
+    model.two = nn.Parameter(tied(model.one), requires_grad=False)
+    quantize(model, {"*": "int8"})
+    ties = geometry(model)
+    assert ties
+    with swapping(model):
+        move(model)
+    assert geometry(model) == ties

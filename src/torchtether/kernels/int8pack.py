@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .layout import Layout
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def linear(layout: Layout, parts: Sequence[Tensor | None], x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where that would crash, or would be wrong.
@@ -23,6 +25,8 @@ def linear(layout: Layout, parts: Sequence[Tensor | None], x: Tensor, bias: Tens
     if codes is None or scale is None or not is_plain or codes.shape != (layout.rows, layout.columns):
         return None
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,)):
+        return None
+    if type(x) not in _PLAIN or type(bias) not in (*_PLAIN, type(None)):
         return None
     x2 = x.reshape(-1, layout.columns).contiguous()
     if (

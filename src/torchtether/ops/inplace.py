@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..dispatch import rule
+from ..schemes import same_bits
 from ..weight import Weight
 from .values import overloads
 
@@ -59,7 +61,22 @@ def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
         return None
     spec = weight.spec
     base = values if spec.is_contiguous else values.permute([spec.order.index(d) for d in range(values.dim())])
-    return weight.scheme.reencode(base, weight.parts)
+    return _beside(weight, base, weight.scheme.reencode(base, weight.parts))
+
+
+def _beside(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``parts`` of ``values``, or those under the held scales where only they leave the parts of other rows alone.
+
+    That is where the held scales hold the values exactly, as they do zeros: ``nn.Embedding`` clears its padding row.
+    """
+    held = weight.parts
+    if all(held[name].is_meta or same_bits(held[name], parts[name]) for name in weight._cut):
+        return parts
+    if "like" not in inspect.signature(weight.scheme.encode).parameters:
+        return parts
+    again = weight.scheme.encode(values, like=held)  # type: ignore[call-arg]
+    is_exact = torch.equal(weight.scheme.decode(again, tuple(values.shape), values.dtype), values)
+    return {**again, **{name: held[name] for name in weight._cut}} if is_exact else parts
 
 
 @rule(aten.copy_.default)
@@ -79,7 +96,7 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
         return held  # as torch does: nothing to write to
     spec = held.spec
     base = values.expand(held.shape).permute([spec.order.index(d) for d in range(held.dim())])
-    held.set_parts(spec.scheme.encode(base))  # afresh: the same parts, whatever was held before
+    held.set_parts(_beside(held, base, spec.scheme.encode(base)))  # afresh: the same parts, whatever was held before
     return held
 
 

@@ -23,7 +23,7 @@ def lift(op: Any, weight: Weight) -> Weight:
 
 @rule(aten._pin_memory.default, kind="lifted")
 def pin_memory(op: Any, weight: Weight, device: Any = None) -> Weight:
-    return _as_room(weight.map(lambda part: op(part, device), cut=False), weight)
+    return _as_room(weight.map(lambda part: op(part, device), cut=()), weight)
 
 
 @rule(aten.is_pinned.default, kind="lifted")
@@ -41,7 +41,7 @@ def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None 
             f"a Weight of stride {weight.stride()} cannot be laid out as {memory_format}",
             fix="Call .dequantize() first.",
         )
-    return weight.map(lambda part: op(part, memory_format=torch.contiguous_format), cut=False)
+    return weight.map(lambda part: op(part, memory_format=torch.contiguous_format), cut=())
 
 
 @rule(aten._to_copy.default, kind="lifted")

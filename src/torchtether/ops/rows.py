@@ -28,7 +28,9 @@ def first_rows(weight: Tensor, count: int) -> Tensor:
     else:
         base = (count, *weight.spec.base[1:])
         spec = WeightSpec.of(base, weight.dtype, weight.scheme, weight.tie)
-        made = weight.with_parts(cut_rows(weight, 0, count), spec, cut=not weight._is_room)
+        made = weight.with_parts(
+            cut_rows(weight, 0, count), spec, cut=() if weight._is_room else shared_by_rows(weight)
+        )
     if count == weight.shape[0]:
         return made.roomed(weight)
     made._room = weight if weight._is_room else None
@@ -44,6 +46,15 @@ def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
     is_padded = weight._is_room and start == 0
     cuts = part_rows(weight.scheme.layout(base), base, start, stop, is_padded=is_padded)
     return {name: weight.parts[name].detach() if cut is None else weight.parts[name][cut] for name, cut in cuts.items()}
+
+
+def shared_by_rows(weight: Weight) -> tuple[str, ...]:
+    """The parts of some rows of ``weight`` that other rows need, too: those that ``cut_rows`` leaves whole."""
+    base = weight.spec.base
+    row = math.prod(base[1:])
+    layout = weight.scheme.layout(base).items()
+    whole = (n for n, p in layout if p.span == 0 and not (row == 0 and p.shape and p.shape[0] == base[0]))
+    return tuple(dict.fromkeys((*weight._cut, *whole)))
 
 
 def part_rows(

@@ -14,7 +14,7 @@ from ..errors import UnsupportedOpError
 from ..schemes import Flattened, Shape
 from ..spec import WeightSpec
 from ..weight import Weight
-from .rows import cut_rows, first_rows, join_rows, take_rows, view_parts
+from .rows import cut_rows, first_rows, join_rows, shared_by_rows, take_rows, view_parts
 from .values import read
 
 aten = torch.ops.aten
@@ -159,7 +159,7 @@ def _rows(op: Any, weight: Weight, dim: int, start: int, stop: int) -> Weight:
         raise _cannot(op, weight, f"along dim {dim} cannot share its storage: the scheme works along that dimension")
     base = (stop - start, *spec.base[1:])
     made = WeightSpec.of(base, spec.dtype, spec.scheme).permute(spec.order)
-    return weight.with_parts(cut_rows(weight, start, stop), made, cut=True)
+    return weight.with_parts(cut_rows(weight, start, stop), made, cut=shared_by_rows(weight))
 
 
 def _layout(weight: Weight) -> list[Any]:
@@ -190,7 +190,8 @@ def select(op: Any, weight: Weight, dim: int, index: int) -> Weight:
     if weight.dim() == 1 or not weight.spec.is_contiguous:
         raise _cannot(op, weight, "by one index cannot share its storage")
     row = _rows(op, weight, dim, index % rows, index % rows + 1)
-    return _reshape(op, row, tuple(weight.shape[1:]))
+    dim %= weight.dim()
+    return _reshape(op, row, tuple(n for d, n in enumerate(row.shape) if d != dim))
 
 
 @rule(aten.split.Tensor)
