@@ -179,6 +179,89 @@ class Storage(GPT):
         self.head.weight = nn.Parameter(self.emb.weight.detach())
 
 
+class Turned(GPT):
+    """A head that holds the transpose of the embedding; with ``live`` one that takes it in forward."""
+
+    def __init__(self, vocabulary=24, live=False):
+        super().__init__(vocabulary)
+        self.head = _Taken(self.emb) if live else _Product(self.emb.weight.detach().t())
+
+
+class _Product(nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class _Taken(nn.Module):
+    def __init__(self, source):
+        super().__init__()
+        self.__dict__["source"] = source  # not a submodule
+
+    def forward(self, x):
+        return x @ self.source.weight.t()
+
+
+class Fused(nn.Module):
+    """Attention whose three weights are rows of one, which is used as well, and a head over the first words."""
+
+    def __init__(self, vocabulary=25, live=False):
+        super().__init__()
+        self.live = live
+        self.emb = nn.Embedding(vocabulary, D)
+        self.layers = nn.ModuleList(_FusedBlock(live) for _ in range(2))
+        self.head = nn.Linear(D, vocabulary, bias=False)
+        self.few = nn.Linear(D, 7, bias=False)
+        self.register_buffer("probe", torch.zeros(3, 4))
+        self.frozen = nn.Linear(D, 5, bias=False)
+        if live:
+            del self.few, self.probe, self.frozen
+            return
+        values = self.emb.weight.detach()
+        self.few.weight = nn.Parameter(values[3:10])
+        self.probe = values[2:5, 1:5]
+        self.frozen.weight = nn.Parameter(values[:5], requires_grad=False)
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for layer in self.layers:
+            x = layer(x)
+        weight = self.emb.weight
+        few, probe, frozen = (
+            (F.linear(x, weight[3:10]), weight[2:5, 1:5].detach(), F.linear(x, weight[:5].detach()))
+            if self.live
+            else (self.few(x), self.probe, self.frozen(x))
+        )
+        return self.head(x + few.mean(-1, keepdim=True)) * (1 + probe.mean()) + frozen.mean(-1, keepdim=True)
+
+
+class _FusedBlock(nn.Module):
+    def __init__(self, live):
+        super().__init__()
+        self.live = live
+        self.qkv = nn.Linear(D, 3 * D)
+        self.q, self.k, self.heads = (nn.Linear(D, D, bias=False) for _ in range(3))
+        if live:
+            del self.q, self.k, self.heads
+            return
+        values = self.qkv.weight.detach()
+        self.q.weight = nn.Parameter(values[:D])
+        self.k.weight = nn.Parameter(values[D : 2 * D])
+        self.heads.weight = nn.Parameter(values[D : 2 * D].t())
+
+    def forward(self, x):
+        weight = self.qkv.weight
+        q, k, h = (
+            (F.linear(x, weight[:D]), F.linear(x, weight[D : 2 * D]), F.linear(x, weight[D : 2 * D].t()))
+            if self.live
+            else (self.q(x), self.k(x), self.heads(x))
+        )
+        return x + torch.tanh(self.qkv(x)).unflatten(-1, (3, D)).mean(-2) + torch.sigmoid(q) * k + h
+
+
 class LoRA(nn.Module):
     """A frozen linear layer and what is trained beside it."""
 

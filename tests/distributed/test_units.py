@@ -82,7 +82,7 @@ def test_faults_name_what_cannot_be_sharded():
     model.scalar = nn.Parameter(torch.ones(()))
     model.turned = nn.Parameter(torch.zeros(4, 6).t())
     model.low = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    model.part = nn.Parameter(model.layers[0].attn.weight.detach()[2:5])
+    model.part = nn.Parameter(model.layers[0].attn.weight.detach()[2:5].view(torch.int32), requires_grad=False)
     faults = "\n".join(plan_units(model, (Block, "layers"), mesh=2).faults)
     for text in (
         "scalar: has no rows", "turned: has stride (1, 6)", "part: is a view", "several dtypes", "layers: a ModuleList"

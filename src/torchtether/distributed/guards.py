@@ -5,6 +5,7 @@ load_state_dict(assign=True) after the first forward      with tied names, FSDP2
                                                           swap flag it would replace the parameters under the
                                                           optimizer: ConversionError, before anything changes
 a state dict with an alias only                           the owner, which FSDP2 reads, gets it too
+a state dict with a view of a parameter that it has too   the parameter is loaded, and the view shows it
 .to(dtype) after the first forward                        ConversionError at the next forward: FSDP2's buffers have
                                                           the old dtype, and going back is possible until then
 a parameter that was replaced behind FSDP2's back         its shard is looked up again at the next forward
@@ -82,7 +83,11 @@ def _before_load(ties: tuple[Tie, ...]) -> Callable[..., None]:
                     fix="Use tt.distributed.load, or assign=False.",
                 )
         for tie in ties:
-            given = next((prefix + name for name in tie.names if prefix + name in state_dict), None)
+            names = [name for name, view in zip(tie.names, tie.views, strict=True) if view is None]
+            given = next((prefix + name for name in names if prefix + name in state_dict), None)
+            if given is not None:
+                for name in set(tie.names) - set(names):  # views have no memory to load into
+                    state_dict.pop(prefix + name, None)
             if given is not None and prefix + tie.owner not in state_dict:
                 state_dict[prefix + tie.owner] = state_dict[given]
 

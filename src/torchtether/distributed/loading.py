@@ -54,10 +54,12 @@ def load(
     reads whole.
 
     Of a tensor that is stored as its rows are (floats; Weights that ``tt.save`` wrote; and so on) a rank reads the
-    bytes of its own rows and no others, and encodes those with ``quantize``. A scheme with one scale for all rows is
-    encoded from all of them on every rank, and a format that lays its codes out across rows is read whole; both hold
-    one tensor at a time. Afterwards what FSDP2 gathers in ``forward`` is what was loaded, also where torch's own
-    ``load_state_dict(assign=True)`` had left it at something older.
+    bytes of its own rows and no others, and encodes those with ``quantize``. Of published formats too, whichever way
+    their words lie: of the columns of GPTQ and AWQ pieces of 4 KiB and more are read by themselves. Two have codes of
+    rows far apart in one byte (quanto's qint2 and qint4, HQQ) and are read whole; a scheme with one scale for all rows
+    is encoded from all of them on every rank; both hold one tensor at a time. Afterwards what FSDP2 gathers in
+    ``forward`` is what was loaded, also where torch's own ``load_state_dict(assign=True)`` had left it at something
+    older.
 
     ``path`` may also be a folder by ``torch.distributed.checkpoint``, ours or another's. With ``optimizer`` its state
     follows its parameters' device and dtype, and if the checkpoint holds the state of one, that is what it has after.
@@ -135,10 +137,11 @@ class _Sharded:
     def __init__(self, model: nn.Module, path: Path | str, options: dict[str, Any], optimizer: Any) -> None:
         self._model, self._options, self._optimizer = model, options, optimizer
         self._held = named_tensors(model)
-        self._whole = plan_load(stand_in(model, whole_shadow), path, **options)
+        self._whole = plan_load(stand_in(model, whole_shadow, views=True), path, **options)
         try:
             found = self._whole.draft
             found.faults += self._faults_of_ties(found)
+            found.steps = [self._without_views(step, found) for step in found.steps]
             self._part = stand_in(model, local_shadow)
             self._boxes = self._cut(found)
             self._plan, self._together = self._localized(found)
@@ -162,12 +165,23 @@ class _Sharded:
             for name in names
         ]
 
+    def _without_views(self, step: Step, found: Draft) -> Step:
+        """``step`` reads the owner alone; names that are views of it have been compared with it, or were left out."""
+        sources = tuple(source for source in step.sources if source.name in self._held)
+        if not sources:
+            name = step.sources[0].name
+            found.faults.append(
+                f"{step.name}: the checkpoint has only {name}, a view of it. "
+                "Load it in one process, or store the owner too: save with tt.save."
+            )
+        return dataclasses.replace(step, sources=sources or step.sources)
+
     def _cut(self, found: Draft) -> dict[str, tuple[Range, ...]]:
         """The box of this rank, by every name of each sharded tensor that is loaded."""
         boxes: dict[str, tuple[Range, ...]] = {}
         for step in found.steps:
             held = self._held[step.name]
-            if not isinstance(held, DTensor):
+            if not isinstance(held, DTensor) or step.sources[0].name not in self._held:
                 continue
             try:
                 box = box_of(held)

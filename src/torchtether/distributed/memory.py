@@ -33,6 +33,8 @@ class UnitParameter:
     requires_grad: bool
     uses: int = 1
     """How many gradients of it autograd adds up: one for each module that uses it."""
+    views: tuple[str, ...] = ()
+    """Names that are views of it (slices, transposes), and no parameters of their own once it is sharded."""
 
     @property
     def name(self) -> str:

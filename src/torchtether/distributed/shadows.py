@@ -14,11 +14,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parameter import is_lazy
 
 from .._storage import STOCK, is_strided, storage_id
+from ..errors import CheckpointError
 from ..pieces import Range
 from ..schemes import Shape
 from ..spec import WeightSpec
 from ..ties import named_tensors
 from ..weight import Weight
+from .views import has_views, put_views, spread, viewed_owners
 
 
 def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTensor]:
@@ -120,20 +122,24 @@ def local_shadow(tensor: Tensor) -> Tensor:
     return made
 
 
-def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor]) -> nn.Module:
+def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: bool = False) -> nn.Module:
     """The modules of ``model`` again, with the shadow of each tensor; ties of objects are ties of their shadows.
+
+    With ``views`` names that are views of sharded parameters are there too, over the shadows of those.
 
     It answers questions about names and kinds. Its modules share everything else with those of ``model``, hooks
     excepted, and are of the classes that they had before ``fully_shard``.
     """
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
+    viewed = viewed_owners(model) if views else set()
 
     def of_tensor(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
         if id(tensor) not in tensors:
-            tensors[id(tensor)] = shadow(tensor)
+            made = shadow(tensor)
+            tensors[id(tensor)] = spread(made) if id(tensor) in viewed else made
         return tensors[id(tensor)]
 
     def of_module(module: nn.Module | None) -> nn.Module | None:
@@ -150,6 +156,8 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor]) -> nn.Module:
 
     made = of_module(model)
     assert made is not None
+    if viewed:
+        put_views(model, modules)
     return made
 
 
@@ -160,7 +168,7 @@ def dict_again(value: Any) -> Any:
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
     kinds: tuple[Any, ...] = type(module).__mro__
-    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule))
+    found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule) and not has_views(kind))
     return found
 
 
@@ -185,7 +193,7 @@ class Shadowed:
         self.shadow: nn.Module | Mapping[str, Tensor]
         if isinstance(model, nn.Module):
             reshard(model)
-            self.shadow = stand_in(model, whole_shadow)
+            self.shadow = stand_in(model, whole_shadow, views=True)
         else:
             again = {id(tensor): whole_shadow(tensor) for tensor in model.values() if isinstance(tensor, DTensor)}
             self.shadow = {name: again.get(id(tensor), tensor) for name, tensor in model.items()}
@@ -197,11 +205,21 @@ class Shadowed:
             self._names.setdefault(_memory_of(seen[name]), name)
 
     def name(self, tensor: Tensor) -> str | None:
-        """The first name of the sharded tensor of which ``tensor`` is the shadow; ``None`` for any other."""
-        return self._names.get(_memory_of(tensor))
+        """The first name of the sharded tensor of which ``tensor`` is the shadow; ``None`` for any other.
+
+        Raises CheckpointError for a view of it.
+        """
+        name = self._names.get(_memory_of(tensor))
+        if name is not None and tuple(tensor.shape) != tuple(self.sharded[name].shape):
+            raise CheckpointError(
+                f"a view of it (size {list(tensor.shape)}) would be stored too, and no rank has all of it",
+                name=name,
+                fix="Save with aliases='drop'.",
+            )
+        return name
 
     def real(self, tensor: Tensor) -> Tensor:
-        """What ``tensor`` is the shadow of."""
+        """What ``tensor`` is the shadow of; not of a view."""
         name = self.name(tensor)
         return tensor if name is None else self.sharded[name]
 

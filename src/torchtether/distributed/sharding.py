@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,12 +16,13 @@ from .._torch import follow_buffer, sharded_slots
 from ..errors import ConversionError, OptimizerError, TieError
 from ..optimizer import Optimizers, optimizers_of
 from ..schemes import Plain
-from ..spec import Tie
+from ..spec import Tie, View
 from ..ties import find_ties, named_tensors
 from ..ties import tie as tie_names
 from ..weight import Weight
 from .guards import guard
 from .units import UnitPlan
+from .views import ViewAlias, give_back, take_views, view_aliases
 
 _FIX_PLAN = "Call plan_units on this model again."
 
@@ -35,10 +37,17 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     Tied names that tensor parallelism (``parallelize_module``) has cut apart are one object again.  Two parameters
     over one memory become one, and a tied buffer shows what its parameter is: whole while that is gathered.
 
+    A name that is a view of another parameter (its transpose, some of its rows) is a view of it in forward, and no
+    parameter any more: gradients of both names meet in the owner's, and the optimizer holds the owner.  So training is
+    that of a module which takes the view in ``forward``; of two parameters over one memory too, where the optimizer
+    keeps no state.  ``tt.distributed.save`` and ``load`` know the name; the model's own ``state_dict()`` leaves it out.
+
     Stock calls are guarded from then on: see ``torchtether.distributed.guards``.
 
     Args:
-        fully_shard_kwargs: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, and so on.
+        fully_shard_kwargs: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, and so on.  With
+            Weights ``reshard_after_forward`` is no number: torch 2.13 gathers again from a smaller mesh only what has
+            no all-gather hooks (``FSDPParam.all_gather_inputs`` raises NotImplementedError), and a Weight needs them.
 
     Raises:
         TieError: the plan has faults or is of another model, or names that it ties are not tied.
@@ -54,10 +63,18 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     restore_ties(model, plan.ties)
     _check_live(model, plan)
     buffers = _tied_buffers(model, plan)
+    views = view_aliases(model, plan.ties)
+    followers.check([alias for _, alias in views])
     modules = dict(model.named_modules(remove_duplicate=False))
-    for unit in plan.units:
-        chosen = [modules[path] for path in unit.modules]
-        fully_shard(chosen[0] if len(chosen) == 1 else chosen, **kwargs)  # type: ignore[arg-type, call-overload]
+    undo = take_views(views)
+    try:
+        for unit in plan.units:
+            chosen = [modules[path] for path in unit.modules]
+            fully_shard(chosen[0] if len(chosen) == 1 else chosen, **kwargs)  # type: ignore[arg-type, call-overload]
+    except BaseException:
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            give_back(undo)
+        raise
     tensors = named_tensors(model)
     for module, name, owner, is_object in buffers:
         follow_buffer(model, tensors[owner], module, name, detached=not is_object)
@@ -82,8 +99,9 @@ def _check_model(model: nn.Module, plan: UnitPlan) -> None:
                 "is under DistributedDataParallel", name=path, fix="Shard the plain model: FSDP2 replaces DDP."
             )
     tensors = {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)}
-    planned = {name: parameter for parameter in plan.parameters for name in parameter.names if name in tensors}
-    known = {name for parameter in plan.parameters for name in parameter.names}
+    names = {name: parameter for parameter in plan.parameters for name in (*parameter.names, *parameter.views)}
+    planned = {name: parameter for name, parameter in names.items() if name in tensors}
+    known = names.keys()
     for name in tensors:
         if name not in planned:
             raise TieError("is in the model, and not in the plan", name=name, fix=_FIX_PLAN)
@@ -122,7 +140,8 @@ def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
     again = kwargs.get("reshard_after_forward")
     if quantized and type(again) is int:
         raise ConversionError(
-            f"reshard_after_forward={again} asks FSDP2 for one tensor per parameter, and a Weight has several",
+            f"reshard_after_forward={again} makes FSDP2 gather again from {again} ranks, which torch does not do for "
+            "tensors with all-gather hooks (FSDPParam.all_gather_inputs), and a Weight needs its hooks",
             name=quantized[0],
             fix="Give True or False.",
         )
@@ -186,17 +205,31 @@ def _check_live(model: nn.Module, plan: UnitPlan) -> None:
     """The ties of the plan hold now, and there are no others."""
     tensors = named_tensors(model)
     for tie in plan.ties:
-        for name in tie.aliases:
-            if isinstance(tensors[name], nn.Parameter) and tensors[name] is not tensors[tie.owner]:
+        for name, view in zip(tie.aliases, tie.views[1:], strict=True):
+            is_one = view is not None or tensors[name] is tensors[tie.owner]
+            if isinstance(tensors[name], nn.Parameter) and not is_one:
                 raise TieError(
                     f"is not tied to {tie.owner}, as planned",
                     name=name,
                     fix=f"Call tt.tie(model, {tie.owner!r}, {name!r}) before you shard.",
                 )
     planned = {frozenset(tie.names) for tie in plan.ties}
+    live: dict[str, tuple[str, View | None]] = {}
     for tie in find_ties(model):
+        live.update((name, (tie.owner, view)) for name, view in zip(tie.names, tie.views, strict=True))
         if not any(set(tie.names) <= names for names in planned):
             raise TieError(f"is tied to {tie.owner}, which the plan does not know", name=tie.aliases[0], fix=_FIX_PLAN)
+    for tie in plan.ties:
+        for name, view in zip(tie.aliases, tie.views[1:], strict=True):
+            if view is not None and not _is_like(live.get(name), (tie.owner, view)):
+                raise TieError(f"is not the view of {tie.owner} that was planned", name=name, fix=_FIX_PLAN)
+
+
+def _is_like(one: tuple[str, View | None] | None, two: tuple[str, View]) -> bool:
+    """Whether two views are the same, in whatever dtype."""
+    if one is None or one[1] is None:
+        return False
+    return one[0] == two[0] and one[1] == dataclasses.replace(two[1], dtype=one[1].dtype)
 
 
 def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str, str, bool]]:
@@ -207,9 +240,9 @@ def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str
         owner = next((name for name in tie.names if isinstance(tensors[name], nn.Parameter)), None)
         if owner is None:
             continue
-        for name in tie.names:
+        for name, view in zip(tie.names, tie.views, strict=True):
             path, _, leaf = name.rpartition(".")
-            if leaf in modules[path]._buffers:
+            if view is None and leaf in modules[path]._buffers:
                 found.append((modules[path], leaf, owner, tensors[name] is tensors[owner]))
     return found
 
@@ -237,10 +270,22 @@ class _Followers:
                     )
                 self._groups.append((group, [names[id(p)] for p in group["params"]]))
 
+    def check(self, views: Iterable[ViewAlias]) -> None:
+        """Raises OptimizerError if a view is trained and its owner is not, as names stand."""
+        held = {name for _, names in self._groups for name in names}
+        self._views = {alias.name for alias in views}
+        for alias in views:
+            if alias.name in held and alias.owner not in held:
+                raise OptimizerError(
+                    f"the optimizer holds it, and not {alias.owner}, of which it is a view",
+                    name=alias.name,
+                    fix="Build the optimizer from model.parameters().",
+                )
+
     def follow(self) -> None:
         tensors = named_tensors(self._model)
         for group, names in self._groups:
-            group["params"] = [tensors[name] for name in names]
+            group["params"] = [tensors[name] for name in names if name not in self._views]
 
 
 # -- afterwards -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from .grouping import ROOT, Group, Grouping, Key, Policy
 from .memory import Cost, Peaks, UnitParameter, cost, peaks
 from .printing import said
 from .uses import Use, find_uses
+from .views import view_faults
 
 UnitTypes = type | str | Iterable[type | str]
 Mesh = DeviceMesh | int | tuple[int, ...] | None
@@ -82,7 +83,7 @@ class UnitPlan:
     def unit_of(self, name: str) -> Unit:
         """The unit that holds the parameter ``name``, whichever of its names that is. Raises KeyError."""
         for unit in self.units:
-            if any(name in parameter.names for parameter in unit.parameters):
+            if any(name in (*parameter.names, *parameter.views) for parameter in unit.parameters):
                 return unit
         raise KeyError(name)
 
@@ -114,6 +115,13 @@ class UnitPlan:
         model = self._model() if self._model is not None else None
         if model is None:
             raise TieError("the model that this plan was made for is gone", fix="Call plan_units again.")
+        views = [name for parameter in self.parameters for name in parameter.views]
+        if views:
+            raise TieError(
+                f"is a view of {self.unit_of(views[0]).label}'s, which FSDP1 would flatten into memory of its own",
+                name=views[0],
+                fix="Use tt.distributed.shard, or call tt.untie.",
+            )
         modules = dict(model.named_modules(remove_duplicate=False))
         wrapped = {id(modules[path]) for path in self._single}
 
@@ -180,7 +188,7 @@ def plan_units(
     rooted.settle(together)
     units = _units(grouping, tensors, uses, (*found, *declared))
     for tie in found:
-        faults += _view_faults(tie, tensors)
+        faults += view_faults(model, tie, tensors)
     for unit in units:
         _check_unit(unit, ranks, faults, warnings)
     for module in wanted:
@@ -189,8 +197,9 @@ def plan_units(
             faults.append(
                 f"{path}: a {type(module).__name__} has no forward, so nothing gathers it. Name its children."
             )
+    views = {name for tie in found for name, view in zip(tie.names, tie.views, strict=True) if view is not None}
     for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) and name not in views:
             faults += _parameter_faults(name, tensor, ranks)
     buffers = {id(buffer): buffer for buffer in model.buffers() if not isinstance(buffer, nn.Parameter)}
     single = [path for key in rooted.order() for path in rooted.paths(key) if len(key) == 1]
@@ -315,13 +324,18 @@ def _units(
     grouping: Grouping, tensors: dict[str, Tensor], uses: tuple[Use, ...] | None, ties: Sequence[Tie]
 ) -> tuple[Unit, ...]:
     one: dict[int, int] = {}  # several parameters that will be one
+    views: dict[str, list[str]] = {}  # names that are views of an owner
     for tie in ties:
         for name, view in zip(tie.names, tie.views, strict=True):
-            if view is None and all(n in tensors and isinstance(tensors[n], nn.Parameter) for n in (tie.owner, name)):
+            if view is not None and isinstance(tensors.get(tie.owner), nn.Parameter):
+                views.setdefault(tie.owner, []).append(name)
+            elif all(n in tensors and isinstance(tensors[n], nn.Parameter) for n in (tie.owner, name)):
                 one.setdefault(id(tensors[name]), id(tensors[tie.owner]))
+    hidden = {name for some in views.values() for name in some}
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        names.setdefault(one.get(id(tensor), id(tensor)), []).append(name)
+        if name not in hidden:
+            names.setdefault(one.get(id(tensor), id(tensor)), []).append(name)
     counts: dict[str, set[str]] = {}
     for use in uses or ():
         counts.setdefault(use.name, set()).add(use.running[-1])
@@ -330,35 +344,20 @@ def _units(
     for known in names.values():
         tensor = tensors[known[0]]
         if isinstance(tensor, nn.Parameter) and not is_lazy(tensor):
-            used = {module for name in known for module in counts.get(name, ())}
-            count = len(used) if uses is not None else len(known)
-            held[homes[known[0]]].append(_parameter(tuple(known), tensor, max(1, count)))
+            taken = tuple(view for name in known for view in views.get(name, ()))
+            used = {module for name in (*known, *taken) for module in counts.get(name, ())}
+            count = len(used) if uses is not None else len(known) + len(taken)
+            held[homes[known[0]]].append(_parameter(tuple(known), taken, tensor, max(1, count)))
     return tuple(Unit(grouping.paths(key), tuple(found)) for key, found in held.items())
 
 
-def _parameter(names: tuple[str, ...], tensor: Tensor, uses: int) -> UnitParameter:
+def _parameter(names: tuple[str, ...], views: tuple[str, ...], tensor: Tensor, uses: int) -> UnitParameter:
     local = getattr(tensor, "_local_tensor", tensor)
     scheme = local.scheme if isinstance(local, Weight) else _PLAIN
-    return UnitParameter(names, tuple(tensor.shape), tensor.dtype, scheme, tensor.requires_grad, uses)
+    return UnitParameter(names, tuple(tensor.shape), tensor.dtype, scheme, tensor.requires_grad, uses, views)
 
 
 # -- what cannot be, and what is worth knowing -------------------------------------------------------------------------
-
-
-def _view_faults(tie: Tie, tensors: dict[str, Tensor]) -> list[str]:
-    faults = []
-    for name, view in zip(tie.names, tie.views, strict=True):
-        if view is not None and isinstance(tensors[name], nn.Parameter):
-            faults.append(
-                f"{name}: is a view (size {list(view.size)}) of {tie.owner}, and would get rows of its own. "
-                "Take the view in forward, or call tt.untie."
-            )
-        elif view is not None:
-            faults.append(
-                f"{name}: is a buffer over a part of {tie.owner}, which is not there once its rows are sharded. "
-                "Take the view in forward, or call tt.untie."
-            )
-    return faults
 
 
 def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[str]:

@@ -1,0 +1,258 @@
+"""Aliases that are views of a sharded parameter: no memory of their own, computed from it whenever they are asked for.
+
+A rank has some rows of the owner, of which a slice or a transpose is no shard that FSDP2 could know.  So the alias is
+no parameter once the owner is sharded: reading it takes the view of the owner, whose gradient then has the alias's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import TieError
+from ..schemes import Shape
+from ..spec import Tie, View, contiguous_stride
+from ..ties import named_tensors
+from ..weight import Weight
+
+_KEY = "_torchtether_views"
+_MARK = "_torchtether_has_views"
+
+
+@dataclass(frozen=True)
+class ViewAlias:
+    """What a module has under ``leaf``: the ``view`` of the parameter that ``home`` has under ``home_leaf``."""
+
+    name: str
+    leaf: str
+    owner: str
+    home: nn.Module
+    home_leaf: str
+    view: View
+    detached: bool
+    """Whether it was frozen, or a buffer, so that no gradient passes it."""
+    is_parameter: bool
+    is_persistent: bool
+    order: tuple[str, ...]
+    """The names beside which it stood in its module, in order."""
+
+    def held(self) -> Tensor:
+        """The owner as it is now: sharded, or gathered."""
+        return self.home._parameters[self.home_leaf]  # type: ignore[return-value]
+
+    def now(self) -> Tensor:
+        """The view of the owner as it is now. Raises TieError for some rows of an owner that is sharded."""
+        held = self.held()
+        steps = steps_of(tuple(held.shape), self.view)
+        if isinstance(held, DTensor) and (steps is None or steps.box != tuple((0, size) for size in held.shape)):
+            raise TieError(
+                f"is a view (size {list(self.view.size)}) of {self.owner}, which is sharded now",
+                name=self.name,
+                fix=f"Use it in forward, or call unshard() before, or take it of {self.owner}.full_tensor().",
+            )
+        made = viewed(held, self.view)
+        return made.detach() if self.detached else made
+
+
+# -- geometry ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A view as ``narrow`` in each dimension, then ``permute``: ops whose gradients copy no more than they must."""
+
+    box: tuple[tuple[int, int], ...]
+    order: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def steps_of(shape: Shape, view: View) -> Steps | None:
+    """``view`` of a contiguous tensor of ``shape`` as ``Steps``; ``None`` if it is none, as ``as_strided`` may be.
+
+    >>> steps_of((6, 4), View(torch.float32, (4, 2), (1, 4), 8))
+    Steps(box=((2, 4), (0, 4)), order=(1, 0))
+    """
+    if len(view.size) != len(shape) or 0 in shape:
+        return None
+    strides, left, starts = contiguous_stride(shape), view.offset, []
+    for stride in strides:
+        starts.append(left // stride)
+        left %= stride
+    order: list[int] = []
+    for size, stride in zip(view.size, view.stride, strict=True):
+        fits = [
+            dim
+            for dim, (step, whole, start) in enumerate(zip(strides, shape, starts, strict=True))
+            if dim not in order and (step == stride or size == 1) and start + size <= whole
+        ]
+        if not fits:
+            return None
+        order.append(fits[0])
+    sizes = {dim: size for dim, size in zip(order, view.size, strict=True)}
+    return Steps(tuple((start, start + sizes[dim]) for dim, start in enumerate(starts)), tuple(order))
+
+
+def viewed(held: Tensor, view: View) -> Tensor:
+    """``view`` of ``held``, which is contiguous, in its own dtype, over its own memory; gradients pass."""
+    steps = steps_of(tuple(held.shape), view)
+    if steps is None:
+        return held.as_strided(view.size, view.stride, held.storage_offset() + view.offset)
+    for dim, (start, stop) in enumerate(steps.box):
+        if (start, stop) != (0, held.shape[dim]):
+            held = held.narrow(dim, start, stop - start)
+    return held if steps.order == tuple(range(held.dim())) else held.permute(steps.order)
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def view_faults(model: nn.Module, tie: Tie, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Why names of ``tie`` that are views cannot follow their owner once it is sharded, a line each."""
+    owner = tensors[tie.owner]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = [n for n, view in zip(tie.names, tie.views, strict=True) if view is not None]
+    if not any(isinstance(tensors[name], nn.Parameter) for name in tie.names):
+        return  # buffers are not sharded
+    for name, view in zip(tie.names, tie.views, strict=True):
+        if view is None:
+            continue
+        alias, said = tensors[name], f"{name}: is a view (size {list(view.size)}) of {tie.owner}"
+        reach = view.offset + sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True))
+        if not isinstance(owner, nn.Parameter):
+            yield f"{said}, which is a buffer and not sharded. Make {tie.owner} the parameter, or call tt.untie."
+        elif isinstance(owner, Weight) or isinstance(alias, Weight):
+            yield f"{said}, which is quantized. Quantize neither, or tie all of it, or call tt.untie(model, {name!r})."
+        elif isinstance(owner, DTensor) or isinstance(alias, DTensor):
+            yield f"{said}, which is a DTensor already. Take the view in forward, or call tt.untie before that."
+        elif view.offset < 0 or reach >= owner.numel() or view.dtype != owner.dtype:
+            yield (
+                f"{said} that reaches past it, or in another dtype. Register a parameter that covers all of "
+                f"{', '.join([tie.owner, *names])}, or call tt.untie(model, {name!r})."
+            )
+        elif isinstance(alias, nn.Parameter) and alias.requires_grad and not owner.requires_grad:
+            yield f"{said}, which is frozen while the view is trained. Freeze both or neither, or call tt.untie."
+        elif isinstance(modules[name.rpartition(".")[0]], nn.RNNBase):
+            yield f"{said}, in a module that keeps a list of its weights. Call tt.untie(model, {name!r})."
+
+
+# -- in place of parameters -------------------------------------------------------------------------------------------
+
+
+def view_aliases(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module, ViewAlias]]:
+    """Every name of ``ties`` that is a view of a parameter, with the module that has it."""
+    modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
+    found: dict[tuple[int, str], tuple[nn.Module, ViewAlias]] = {}
+    for tie in ties:
+        if not isinstance(tensors[tie.owner], nn.Parameter):
+            continue
+        home_path, _, home_leaf = tie.owner.rpartition(".")
+        for name, view in zip(tie.names, tie.views, strict=True):
+            if view is None:
+                continue
+            path, _, leaf = name.rpartition(".")
+            module, tensor = modules[path], tensors[name]
+            table = module._parameters if leaf in module._parameters else module._buffers
+            found[id(module), leaf] = (
+                module,
+                ViewAlias(
+                    name=name,
+                    leaf=leaf,
+                    owner=tie.owner,
+                    home=modules[home_path],
+                    home_leaf=home_leaf,
+                    view=view,
+                    detached=not tensor.requires_grad,
+                    is_parameter=table is module._parameters,
+                    is_persistent=leaf not in module._non_persistent_buffers_set,
+                    order=tuple(table),
+                ),
+            )
+    return list(found.values())
+
+
+def take_views(aliases: Sequence[tuple[nn.Module, ViewAlias]]) -> list[tuple[nn.Module, type[nn.Module], Any]]:
+    """The modules have the views in place of tensors of their own; returns what ``give_back`` needs to undo that."""
+    undo: list[tuple[nn.Module, type[nn.Module], Any]] = []
+    for module, alias in aliases:
+        undo.append((module, type(module), (dict(module._parameters), dict(module._buffers))))
+        vars(module).setdefault(_KEY, {})[alias.leaf] = alias
+        (module._parameters if alias.is_parameter else module._buffers).pop(alias.leaf)
+        module.__class__ = _with_view(type(module), alias.leaf)  # type: ignore[arg-type]
+    return undo
+
+
+def give_back(undo: Sequence[tuple[nn.Module, type[nn.Module], Any]]) -> None:
+    """The modules are what they were before ``take_views``."""
+    for module, kind, (parameters, buffers) in reversed(undo):
+        module.__class__ = kind
+        vars(module).pop(_KEY, None)
+        module._parameters.clear()
+        module._parameters.update(parameters)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+
+@lru_cache(maxsize=1024)
+def _with_view(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
+    def get(module: nn.Module) -> Tensor:
+        alias = aliases_of(module).get(leaf)
+        return alias.now() if alias is not None else nn.Module.__getattr__(module, leaf)  # type: ignore[return-value]
+
+    def put(module: nn.Module, value: Any) -> None:
+        alias = aliases_of(module).get(leaf)
+        if alias is None:
+            nn.Module.__setattr__(module, leaf, value)
+            return
+        raise TieError(f"is a view of {alias.owner}", name=alias.name, fix="Write to that, or untie before sharding.")
+
+    return type(kind.__name__, (kind,), {leaf: property(get, put), _MARK: True, "__module__": kind.__module__})
+
+
+def aliases_of(module: nn.Module) -> Mapping[str, ViewAlias]:
+    """The aliases of ``module`` that are views, by leaf."""
+    return vars(module).get(_KEY) or {}
+
+
+def has_views(kind: type) -> bool:
+    """Whether the class is one that ``take_views`` has put in front of the module's own."""
+    return _MARK in vars(kind)
+
+
+def put_views(model: nn.Module, twin: Mapping[int, nn.Module]) -> None:
+    """The twins of ``model``'s modules (by id) have the views as tensors over the memory of the twin of the owner."""
+    for module in model.modules():
+        made = twin[id(module)]
+        for leaf, alias in aliases_of(module).items():
+            home = twin.get(id(alias.home))
+            owner = home._parameters[alias.home_leaf] if home is not None else None
+            if owner is None:
+                continue
+            tensor = viewed(owner.detach(), alias.view)
+            if alias.is_parameter:
+                made._parameters[leaf] = nn.Parameter(tensor, requires_grad=not alias.detached)
+            else:
+                made._buffers[leaf] = tensor
+                made._non_persistent_buffers_set = set(made._non_persistent_buffers_set) - {leaf}
+                if not alias.is_persistent:
+                    made._non_persistent_buffers_set.add(leaf)
+            table: dict[str, Any] = made._parameters if alias.is_parameter else made._buffers
+            ordered = {name: table[name] for name in alias.order if name in table} | table
+            table.clear()
+            table.update(ordered)
+
+
+def viewed_owners(model: nn.Module) -> set[int]:
+    """The ids of the tensors, as they are now, that others are views of."""
+    return {id(alias.held()) for module in model.modules() for alias in aliases_of(module).values()}
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """Memory for ``tensor``, of which views can be taken; on the CPU pages that nobody touches cost nothing."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
