@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from ..errors import LawError
 from .report import Report, Result, Status
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_TRACE = logging.getLogger("torch.__trace")  # what torch tells of each compilation, to whoever listens
 
 
 class Broken(Exception):
@@ -107,9 +109,14 @@ def quiet() -> Iterator[None]:
     before = future.get_swap_module_params_on_conversion(), future.get_overwrite_module_params_on_conversion()
     dtype = torch.get_default_dtype()
     grad = torch.is_grad_enabled()
+    listening = list(_TRACE.handlers)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         _set_flags(False, False)
+        # Where somebody listens (pytest does), torch prints the tensors that it traces. A class without a repr of its
+        # own has torch's, which looks at values, and a compilation fails that holds elsewhere.
+        for handler in listening:
+            _TRACE.removeHandler(handler)
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.manual_seed(0)
@@ -117,6 +124,8 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             _set_flags(*before)
+            for handler in listening:
+                _TRACE.addHandler(handler)
             torch.set_default_dtype(dtype)
             torch.set_grad_enabled(grad)
 
