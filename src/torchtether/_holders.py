@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import as_plain, has_cpp_weak_reference, has_gradient_edge, is_released, saved_by, use_count
+from ._torch import as_plain, find_cpp_weakly_held, has_gradient_edge, is_released, saved_by, use_count, use_counts
 
 _DESCRIBED = 8
 """Holders are searched by name for this many tensors; each search looks through the whole process."""
@@ -33,15 +33,17 @@ def find_holders(tensors: Sequence[Tensor], allowed: AbstractSet[int] = frozense
     views that are among ``tensors`` themselves.
     """
     found: dict[int, str] = {}
-    for tensor in tensors:
+    for tensor in find_cpp_weakly_held(tensors):
+        found[id(tensor)] = "a weak reference in C++ (an autocast cache, a CUDA graph)"
+    count_refs = weakref.getweakrefcount
+    for tensor in [tensor for tensor in tensors if count_refs(tensor)]:
         refs = [ref for ref in weakref.getweakrefs(tensor) if id(ref) not in allowed]
         if refs:
             found[id(tensor)] = _weak_holder(refs) if len(found) < _DESCRIBED else "a weak reference to it"
-        elif has_cpp_weak_reference(tensor):
-            found[id(tensor)] = "a weak reference in C++ (an autocast cache, a CUDA graph)"
     with as_plain():
-        inner = Counter(id(tensor._base) for tensor in tensors if tensor._base is not None)
-    counted = [t for t in tensors if id(t) not in found and use_count(t) - inner[id(t)] > 1]
+        inner = Counter(id(base) for tensor in tensors if (base := tensor._base) is not None)
+    shared = [tensor for tensor, count in zip(tensors, use_counts(tensors), strict=True) if count > 1]
+    counted = [t for t in shared if id(t) not in found and use_count(t) - inner[id(t)] > 1]
     if counted:
         survey = _Survey({id(tensor) for tensor in counted}, {id(tensor) for tensor in tensors}, inner)
         for tensor in counted:

@@ -45,7 +45,7 @@ class StockCall:
     ) -> None:
         self.handles: list[RemovableHandle] = []
         self._optimizer, self._loads, self._metadata = optimizer, loads, metadata
-        self._modules = list(root.modules())
+        self._root, self._modules = root, list(root.modules())
         self._names = names_of(root)
         self._buffers = [
             (module, key, buffer)
@@ -70,7 +70,7 @@ class StockCall:
             torch.clear_autocast_cache()
             self._caches.park(refs=True)
             held = [tensor for tensor in self._tensors.values() if not (self._loads and is_lazy(tensor))]
-            check_held(held, self._names, verb, self._caches.refs)
+            check_held(held, self._root, verb, self._caches.refs)
         except TetherError as error:
             self.error = error
             raise

@@ -145,5 +145,6 @@ def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
         follows = places[at + 1][0] if at + 1 < len(places) else stop
         if i >= 0 and start >= reached and follows >= stop:
             spans[i] = start, stop - start
-        reached = max(reached, stop)
+        if stop > reached:
+            reached = stop
     return spans

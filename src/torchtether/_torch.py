@@ -94,16 +94,47 @@ def impl_id(tensor: Tensor) -> int:
         return tensor._cdata  # type: ignore[no-any-return]
 
 
-def has_cpp_weak_reference(tensor: Tensor) -> bool:
-    """Whether C++ (CUDA graphs, an autocast cache) holds a weak reference, with which no exchange is possible.
+def find_cpp_weakly_held(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those to which C++ (CUDA graphs, an autocast cache) holds a weak reference, with which no exchange is possible.
 
-    Nothing tells but the exchange itself, so the tensor is exchanged with itself.
+    Nothing tells but the exchange itself, so each is exchanged with itself.
     """
-    try:
-        swap_impl(tensor, tensor)
-    except RuntimeError:
-        return True
-    return False
+    found, swap = [], torch._C._swap_tensor_impl  # type: ignore[attr-defined]
+    for tensor in tensors:
+        try:
+            swap(tensor, tensor)
+        except RuntimeError:
+            found.append(tensor)
+    return found
+
+
+def can_reset(held: Tensor, new: Tensor) -> bool:
+    """Whether ``held.data = new`` does all that an exchange of a leaf would do; so it is for nearly all parameters.
+
+    It keeps the implementation with its hooks, as stock conversions do.  A grad would have to follow, a view would stay
+    a view of what it was cut from, a buffer would share its version with what it was detached from, and between some
+    kinds of memory torch cannot do it at all.
+    """
+    return (
+        type(held) is nn.Parameter
+        and type(new) is Tensor
+        and held.grad is None
+        and held._base is None
+        and (new.is_floating_point() or not held.requires_grad)
+        and held.shape == new.shape
+        and _is_compatible(held, new)
+    )
+
+
+_is_compatible: Callable[[Tensor, Tensor], bool] = getattr(
+    torch, "_has_compatible_shallow_copy_type", lambda held, new: False
+)
+
+
+def use_counts(tensors: Iterable[Tensor]) -> list[int]:
+    """``use_count`` of each."""
+    with as_plain():
+        return [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def use_count(tensor: Tensor) -> int:

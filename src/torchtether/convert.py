@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._storage import STOCK
 from .arguments import as_device, check_module
 from .errors import ConversionError
 from .optimizer import Optimizers
 from .swap import Atomic, Exchange, said
-from .ties import Component, find_components, member_view, span_tensor
+from .ties import Component, member_view, parted, span_tensor
 from .weight import Weight
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -56,9 +57,16 @@ def convert(
         )
     place = None if device is None else _indexed(as_device(device))
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="convert") as exchange:
-        work = [c for c in find_components(model) if any(_differs(m.tensor, dtype, place) for m in c.members)]
-        _check(work, dtype, place)
-        exchange.check(member.tensor for component in work for member in component.members)
+        lone, components = parted(model, exchange.modules)
+        lone = [tensor for tensor in lone if _differs(tensor, dtype, place)]
+        work = [c for c in components if any(_differs(m.tensor, dtype, place) for m in c.members)]
+        tensors = [*lone, *(member.tensor for component in work for member in component.members)]
+        for tensor in tensors:
+            if tensor.is_complex() or tensor.is_meta or type(tensor) not in STOCK:
+                _check(tensor, dtype, place, exchange)
+        _check_shared(work, dtype)
+        exchange.check(tensors)
+        exchange.put_each(lone, lambda tensor: converted(tensor, dtype, place))
         for component in work:
             if len(component.members) == 1:
                 (member,) = component.members
@@ -72,9 +80,11 @@ def convert(
 
 def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
     """``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``. Runs once per piece of memory."""
+    if torch.is_grad_enabled():
+        tensor = tensor.detach()
     if dtype is None or not _follows(tensor):
-        return tensor.detach().to(device=device)
-    return tensor.detach().to(dtype) if device is None else tensor.detach().to(device, dtype)
+        return tensor.to(device=device)
+    return tensor.to(dtype) if device is None else tensor.to(device, dtype)
 
 
 def _follows(tensor: Tensor) -> bool:
@@ -82,11 +92,11 @@ def _follows(tensor: Tensor) -> bool:
 
 
 def _differs(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> bool:
-    if is_lazy(tensor):
-        return True  # so that it is refused by name
-    return (device is not None and tensor.device != device) or (
-        dtype is not None and _follows(tensor) and tensor.dtype != dtype
-    )
+    if dtype is not None and tensor.dtype != dtype and _follows(tensor):
+        return True
+    if device is not None and tensor.device != device:
+        return True
+    return type(tensor) not in STOCK and is_lazy(tensor)  # so that it is refused by name
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -96,33 +106,39 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def _check(components: list[Component], dtype: torch.dtype | None, device: torch.device | None) -> None:
+def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, exchange: Exchange) -> None:
     """What ``.to`` would do wrong silently, or refuse half way."""
+    if type(tensor) not in STOCK and is_lazy(tensor):
+        return  # the exchange says so
+    if device is not None and tensor.is_meta and device.type != "meta":
+        raise ConversionError(
+            f"is on meta and has no values to move to {device}",
+            name=exchange.name(tensor),
+            fix="Use tt.materialize or tt.load.",
+        )
+    if dtype is None:
+        return
+    if tensor.is_complex() and not dtype.is_complex:
+        raise ConversionError(
+            f"is {tensor.dtype}, {dtype} would drop its imaginary part",
+            name=exchange.name(tensor),
+            fix="Keep it in a module of its own, or store torch.view_as_real of it.",
+        )
+    if dtype.itemsize < 2 and isinstance(tensor, Weight) and not tensor.scheme.transparent:
+        raise ConversionError(
+            f"is a Weight, {dtype} cannot be its compute dtype",
+            name=exchange.name(tensor),
+            fix="Use two bytes or more.",
+        )
+
+
+def _check_shared(components: list[Component], dtype: torch.dtype | None) -> None:
+    """Memory that several tensors share can be converted as one."""
     for component in components:
-        for member in component.members:
-            tensor, name = member.tensor, said(member.names)
-            if is_lazy(tensor):
-                continue  # the exchange says so
-            if tensor.is_meta and device is not None and device.type != "meta":
-                raise ConversionError(
-                    f"is on meta and has no values to move to {device}", name=name, fix="Use tt.materialize or tt.load."
-                )
-            if tensor.is_complex() and dtype is not None and not dtype.is_complex:
-                raise ConversionError(
-                    f"is {tensor.dtype}, {dtype} would drop its imaginary part",
-                    name=name,
-                    fix="Keep it in a module of its own, or store torch.view_as_real of it.",
-                )
-            if (
-                dtype is not None
-                and dtype.itemsize < 2
-                and isinstance(tensor, Weight)
-                and not tensor.scheme.transparent
-            ):
-                raise ConversionError(
-                    f"is a Weight, {dtype} cannot be its compute dtype", name=name, fix="Use two bytes or more."
-                )
-        if dtype is not None and component.dtype is None and len(component.members) > 1:
+        if len(component.members) == 1:
+            continue
+        span_tensor(component)
+        if component.dtype is None and dtype is not None:
             dtypes = ", ".join(f"{said(m.names)} is {m.tensor.dtype}" for m in component.members)
             raise ConversionError(
                 f"overlaps in memory with another dtype ({dtypes}), so {dtype} cannot be given to one of them",

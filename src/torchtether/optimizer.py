@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +119,7 @@ def _few(words: list[str], comma: str) -> str:
 # -- following ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A parameter, and what it was before."""
 
     held: Tensor
