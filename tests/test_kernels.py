@@ -32,7 +32,8 @@ def weight_of(scheme, rows=24, columns=256, dtype=torch.bfloat16, seed=0):
 
 
 def is_near(got, x, weight, bias=None):
-    values, wide = weight.to(torch.float32).dequantize().double(), x.double()
+    values = weight.to(torch.float32).dequantize().double() if isinstance(weight, tt.Weight) else weight.double()
+    wide = x.double()
     expected = F.linear(wide, values, None if bias is None else bias.double())
     allowed = EPS[x.dtype] * (F.linear(wide.abs(), values.abs()) + expected.abs()) + 1e-6
     return bool(((got.double() - expected).abs() <= allowed).all())
@@ -71,6 +72,46 @@ def test_every_kernel_is_right_many_times_over(compiler):
         kinds = {tuple(name.split()) for name in found["ran"] if name.startswith("compiled")}
         halves = ("torch.bfloat16", "torch.float16", "torch.float32")
         assert kinds == {("compiled", kind, dtype) for kind in build.KINDS for dtype in halves}
+
+
+GROUPED = [
+    scheme
+    for size in (8, 16, 32, 64, 128, 256, None)
+    for scheme in (
+        tt.int4(size or 1024),
+        tt.int4(size or 1024, symmetric=True),
+        tt.Affine(block=(1, size)),
+        tt.Affine(signed=False, symmetric=False, block=(1, size)),
+        tt.ScaledFloat("e4m3", block=(1, size)),
+        tt.ScaledFloat("e5m2", block=(2, size)),
+        tt.ScaledFloat("e2m1", block=(1, size)),
+    )
+] + [tt.Codebook(tt.nf4().table, block_size=size) for size in (32, 64, 128, 256)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("scheme", GROUPED, ids=str)
+def test_every_size_of_groups_and_every_count_of_rows(scheme):
+    """Also the largest codes and inputs, all of one sign: sums of integers do not overflow."""
+    for columns in (640, 1024):
+        weight = weight_of(scheme, 6, columns)
+        if weight.kernel_layout is None:
+            continue
+        full = weight.map(lambda part: part.clone())
+        codes = full.parts["qdata"].view(torch.uint8)
+        codes.copy_(torch.tensor([[0xFF], [0x00], [0x80], [0x7F], [0x77], [0xF0]], dtype=torch.uint8).view(6, 1)
+                    .expand(6, codes.numel() // 6).reshape(codes.shape))  # fmt: skip
+        for held in (weight, full):
+            for count in (1, 7):
+                for x in (rand(count, columns), torch.full((count, columns), -1.0), torch.ones(count, columns)):
+                    for dtype in (torch.bfloat16, torch.float16):
+                        inputs, held = x.to(dtype), held.to(dtype)
+                        with torch.no_grad():
+                            got = F.linear(inputs, held)
+                        is_number = held.dequantize().isfinite().all(-1)
+                        assert got[:, is_number].isfinite().all()
+                        assert not got[:, ~is_number].isfinite().any()
+                        assert is_near(got[:, is_number], inputs, held.dequantize()[is_number].float())
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------

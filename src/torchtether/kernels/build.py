@@ -23,6 +23,7 @@ from pathlib import Path
 from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+INCLUDED = (SOURCE.with_name("avx2.h"),)
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
@@ -78,7 +79,7 @@ def _command() -> tuple[str, ...] | None:
 @lru_cache(maxsize=1)
 def _key(command: tuple[str, ...]) -> str:
     """What a build depends on: the source, the command, the compiler and the processor."""
-    known = hashlib.sha256(SOURCE.read_bytes())
+    known = hashlib.sha256(b"".join(source.read_bytes() for source in (SOURCE, *INCLUDED)))
     known.update(repr(command).encode() + said_compiler(command[0]) + said_processor())
     return known.hexdigest()[:24]
 

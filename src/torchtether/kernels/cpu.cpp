@@ -1,8 +1,8 @@
 // Products and decoding of quantized weights as their parts lie: nothing is packed again, nothing is kept.
 //
 // build.py compiles this once per machine and kind of codes (-DCODES=), with nothing but the C++ library; native.py
-// calls it and has checked every size, stride and dtype before. Vectors are the extension of GCC and clang, so it compiles for any processor; AVX-512
-// and AVX2 get the few instructions that the extension cannot say.
+// calls it and has checked every size, stride and dtype before. Vectors are the extension of GCC and clang, so it compiles
+// for any processor; AVX-512 and AVX2 get the few instructions that the extension cannot say, and AVX2 the rows of avx2.h.
 //
 // decode: value = (code + zero) * scale * unit, each step rounded to float32 as schemes/ does it: the same bits.
 // linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.
@@ -29,6 +29,12 @@ namespace {
 #define FIXED_POINT 1
 #else
 #define FIXED_POINT 0
+#endif
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && WIDTH == 32
+#define FAST_ROWS 1
+#else
+#define FAST_ROWS 0
 #endif
 
 typedef float F __attribute__((vector_size(WIDTH)));
@@ -171,6 +177,11 @@ inline F fma(F a, F b, F c) {
 }
 
 inline float sum(F v) {
+#if WIDTH == 32 && defined(__AVX__)
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#endif
     float x[LANES];
     memcpy(x, &v, sizeof v);
     for (int64_t step = LANES / 2; step; step /= 2)
@@ -300,16 +311,30 @@ template <int D> inline F get(const void* p, int64_t at, int64_t count = LANES) 
 // -- scales -----------------------------------------------------------------------------------------------------------
 
 template <int D> void copy_scales(const void* from, int64_t at, int64_t count, float* to) {
-    for (int64_t g = 0; g < count; g += LANES) {
-        const int64_t some = count - g < LANES ? count - g : LANES;
-        F v = get<D>(from, at + g, some);
-        memcpy(to + g, &v, some * 4);
+    int64_t g = 0;
+    for (; g + LANES <= count; g += LANES) {
+        const F v = get<D>(from, at + g);
+        memcpy(to + g, &v, sizeof v);
     }
+    if (g < count) {
+        const F v = get<D>(from, at + g, count - g);
+        memcpy(to + g, &v, (count - g) * 4);
+    }
+}
+
+template <bool SIGN> void negated_zeros(const void* from, int64_t at, int64_t count, float offset, float* to) {
+    const uint8_t* p = (const uint8_t*)from + at;
+    int64_t g = 0;
+    for (; g + LANES <= count; g += LANES) {
+        const F v = -(__builtin_convertvector(SIGN ? signed_bytes(p + g) : bytes(p + g), F) + all(offset));
+        memcpy(to + g, &v, sizeof v);
+    }
+    for (; g < count; g++) to[g] = -((SIGN ? (float)(int8_t)p[g] : (float)p[g]) + offset);
 }
 
 // The scales of row n, and its zero points negated, as float32.
 void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
-    const int64_t G = L.groups, at = n / L.height * G;
+    const int64_t G = L.groups, at = (L.height == 1 ? n : n / L.height) * G;
     const uint8_t* codes = (const uint8_t*)P.scale + at;
     switch (L.scale) {
         case FLOAT32: copy_scales<FLOAT32>(P.scale, at, G, s); break;
@@ -343,12 +368,10 @@ void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) 
         for (int64_t g = 0; g < G; g++) s[g] = L.global == 1 ? s[g] * global : s[g] / global;
     }
     for (int64_t g = 0; g < G; g++) s[g] = s[g] == s[g] ? s[g] : NAN;  // without payload, which rounding could overflow
-    for (int64_t g = 0; g < G; g++) {
-        float zero = 0;
-        if (L.zero == SIGNED) zero = (float)((const int8_t*)P.zero)[at + g];
-        if (L.zero == UNSIGNED) zero = (float)((const uint8_t*)P.zero)[at + g];
-        z[g] = -(zero + L.offset);
-    }
+    if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, G, L.offset, z);
+    else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, G, L.offset, z);
+    else
+        for (int64_t g = 0; g < G; g++) z[g] = -L.offset;
 }
 
 // Room for the scales of a row: Table reads 16 of them from any of its first entries.
@@ -638,6 +661,60 @@ template <int C, bool X, bool Z> void linear(const Layout& L, const Parts& P, co
     }
 }
 
+#if FAST_ROWS
+#include "avx2.h"
+
+template <int C, int S, int M> void fast_rows(const Layout& L, const uint8_t* codes, const float* s, const float* z,
+                                              Decoder<C>& decoder, const Spans& in, int64_t m, float* room, float* y) {
+    decoder.largest = _mm256_setzero_si256();
+    if constexpr (is_integer(C)) {
+        if (L.zero >= 0 || L.offset != 0) fast_row<C, S, M, true>(L, codes, s, z, decoder, in, m, room, y);
+        else fast_row<C, S, M, false>(L, codes, s, z, decoder, in, m, room, y);
+    } else fast_row<C, S, M, false>(L, codes, s, z, decoder, in, m, room, y);
+    for (int i = 0; i < M && decoder.found_nan(); i++) y[i] = NAN;
+}
+
+template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                         int dtype, const void* bias, void* out) {
+    const Spans in = Spans::of<C, S>(L, x, dtype, rows, stride);
+#pragma omp parallel if (L.rows > 1 && rows * L.rows * L.columns > 65536)
+    {
+        std::vector<float> s(room(L)), z(room(L)), spread(5 * in.spans);
+        Decoder<C> decoder(L);
+        float y[4];
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < L.rows; n++) {
+            row_scales(L, P, n, s.data(), z.data());
+            const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
+            for (int64_t m = 0, some; m < rows; m += some) {
+                some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+                if (some == 4) fast_rows<C, S, 4>(L, codes, s.data(), z.data(), decoder, in, m, spread.data(), y);
+                else if (some == 2) fast_rows<C, S, 2>(L, codes, s.data(), z.data(), decoder, in, m, spread.data(), y);
+                else fast_rows<C, S, 1>(L, codes, s.data(), z.data(), decoder, in, m, spread.data(), y);
+                for (int64_t i = 0; i < some; i++) {
+                    const int64_t at = (m + i) * L.rows + n;
+                    if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, at);
+                    else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, at);
+                    else put_one<FLOAT16>(y[i], bias, n, out, at);
+                }
+            }
+        }
+    }
+}
+
+// Whether it was done.
+template <int C> bool try_fast(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                               const void* bias, void* out) {
+    if (is_integer(C) && dtype == FLOAT32) return false;
+    if (L.group >= L.columns) fast_linear<C, WHOLE>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group % SPAN == 0) fast_linear<C, WIDE>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group == 64) fast_linear<C, G64>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group == 32) fast_linear<C, G32>(L, P, x, rows, stride, dtype, bias, out);
+    else return false;
+    return true;
+}
+#endif
+
 template <int C> void decode_as(const Layout& L, const Parts& P, const int64_t* index, int64_t start, int64_t count,
                                 int dtype, void* out) {
     if (dtype == FLOAT32) decode<C, FLOAT32>(L, P, index, start, count, out);
@@ -647,6 +724,9 @@ template <int C> void decode_as(const Layout& L, const Parts& P, const int64_t* 
 
 template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
                                 const void* bias, void* out) {
+#if FAST_ROWS
+    if (try_fast<C>(L, P, x, rows, stride, dtype, bias, out)) return;
+#endif
     if constexpr (C == INT8 || C == UINT8 || C == INT4) {
         const bool zero = L.zero >= 0 || L.offset != 0;
 #if FIXED_POINT
