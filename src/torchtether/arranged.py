@@ -171,9 +171,10 @@ class Arranged(Mapping[str, Composed]):
             return self.checkpoint.nbytes(key)
         made = self._made[name]
         if not made.scheme.transparent:
-            whole_ones = [one for one in made.keys if not self.checkpoint.has_rows(one)]
-            apart = sum(self.checkpoint.nbytes(one) for one in whole_ones)
-            return apart if whole_ones or 0 in made.shape else self._recipe(name).nbytes
+            if 0 in made.shape:
+                key = made.keys[0]
+                return self.checkpoint.rows_nbytes(key, self.checkpoint.spec(key).base, 0, 0) or 0
+            return self._recipe(name).count(self.checkpoint)
         return sum(
             self.checkpoint.nbytes(piece.key) if self._is_whole(piece) else piece.numel * made.dtype.itemsize
             for piece in made.pieces

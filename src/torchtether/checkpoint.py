@@ -14,7 +14,7 @@ from ._garbage import uncollected
 from .arguments import check_path
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
-from .formats import PLAIN, Contents, Entry, Fitting, is_in_parts, native, recognise
+from .formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from .ops.rows import part_rows, view_parts
 from .schemes import Shape, same_bits
 from .slices import TensorSlice
@@ -201,7 +201,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def read_rows(self, name: str, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
         """The parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``; nothing else is read.
 
-        A format that stores other tensors than the parts is read whole. Raises UnsupportedOpError if a block is cut.
+        A format whose rows cannot be told apart is read whole. Raises UnsupportedOpError if a block is cut.
         """
         owner, view = self.find(name)
         entry = self.entries[owner]
@@ -215,8 +215,14 @@ class Checkpoint(Mapping[str, Tensor]):
         scheme = entry.spec.scheme
         cuts = part_rows(scheme.layout(shape), shape, start, stop)
         if not is_in_parts(entry, self.store.header.tensors):
-            made = self._read(entry)
+            cut = self._cut(entry, shape, start, stop)
+            made = self._read(entry) if cut is None else self._read_cut(entry, cut)
             assert isinstance(made, Weight)
+            if cut is not None:
+                each = shape[0] // entry.spec.base[0]
+                shape = ((cut.last - cut.first) * each, *shape[1:])
+                start, stop = start - cut.first * each, stop - cut.first * each
+                cuts = part_rows(scheme.layout(shape), shape, start, stop)
             parts = view_parts(scheme, dict(made.parts), shape)
             return {role: parts[role] if cut is None else parts[role][cut] for role, cut in cuts.items()}
         return {
@@ -232,10 +238,33 @@ class Checkpoint(Mapping[str, Tensor]):
             key, View(self.store.stored(key).dtype, size, stride, first * stride[0] if stride else 0)
         )
 
-    def has_rows(self, name: str) -> bool:
-        """Whether rows of the Weight ``name`` can be read without the others."""
+    def _cut(self, entry: Entry, shape: Shape, start: int, stop: int) -> Cut | None:
+        """The rows of ``entry`` in which rows ``start:stop`` of ``shape`` are; ``None`` if all are to be read."""
+        assert entry.spec is not None
+        base, tensors = entry.spec.base, self.store.header.tensors
+        along = self._format.rows(entry, tensors) if isinstance(self._format, ByRows) else None
+        if along is None or not base or not base[0] or shape[0] % base[0]:
+            return None
+        each = shape[0] // base[0]
+        return cut_rows(entry, tensors, along, start // each, -(-stop // each))
+
+    def _read_cut(self, entry: Entry, cut: Cut) -> Weight:
+        assert self._format is not None
+        assert cut.entry.spec is not None
+        tensors = {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
+        try:
+            return Weight(self._format.unpack(cut.entry, tensors), cut.entry.spec)
+        except TetherError as error:
+            raise CheckpointError(error.what, name=f"{self.path}: {next(iter(entry.keys.values()))}") from None
+
+    def rows_nbytes(self, name: str, shape: Shape, start: int, stop: int) -> int | None:
+        """The bytes that ``read_rows`` needs, where it reads other tensors than the parts; else ``None``."""
         entry = self.entries[self.find(name)[0]]
-        return is_in_parts(entry, self.store.header.tensors)
+        assert entry.spec is not None
+        if is_in_parts(entry, self.store.header.tensors):
+            return None
+        cut = self._cut(entry, shape, start, stop)
+        return self.nbytes(name) if cut is None else cut.nbytes
 
     def is_part_equal(self, one: str, other: str, part: str) -> bool:
         """Whether two Weights have the same bits in ``part``."""

@@ -49,12 +49,15 @@ class Recipe:
     shape: Shape
     runs: tuple[Run, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all parts that are read."""
-        return sum(self._nbytes(run) for run in self.runs)
+    def count(self, checkpoint: Checkpoint) -> int:
+        """The bytes that ``read`` reads."""
+        return sum(self._nbytes(run, checkpoint) for run in self.runs)
 
-    def _nbytes(self, run: Run) -> int:
+    def _nbytes(self, run: Run, checkpoint: Checkpoint) -> int:
+        rows = (0, run.shape[0]) if run.heads else (run.start, run.stop)
+        apart = checkpoint.rows_nbytes(run.key, run.shape, *rows)
+        if apart is not None:
+            return apart
         total, layout, dtype = 0, self.spec.scheme.layout(run.shape), self.spec.dtype
         for name, cut in run.cuts(self.spec.scheme).items():
             part = layout[name]
@@ -86,7 +89,7 @@ class Recipe:
             given = self._read_run(run, checkpoint)
             for name, place in self._places(run).items():
                 _bits(parts[name] if place is None else parts[name][place]).copy_(_bits(given[name]))
-            tick(self._nbytes(run))
+            tick(self._nbytes(run, checkpoint))
         spec = self.spec
         return Weight(view_parts(scheme, parts, spec.base), spec)
 

@@ -10,8 +10,8 @@ from tests.distributed.nets import same_rows
 from tests.distributed.spawn import spawn
 from tests.formats.test_golden import GOLDEN, SAMPLES, _file, _model
 
-IN_PARTS = {"ct_fp8_channel_dynamic", "fp8_fbgemm_channel", "torchao_int8_row", "quanto_qint8"}
-"""Some whose rows are stored as rows of the parts: a rank reads no more than its own."""
+IN_HALVES = ("quanto_qint2", "quanto_qint4", "hqq")
+"""How the samples begin of which a word has codes of rows far apart, so that every rank reads all."""
 
 
 def loads():
@@ -46,5 +46,7 @@ def test_every_sample_gives_each_rank_its_rows_or_a_fault(world):
             assert "cut a block" in found[sample] or "failed" in found[sample] or "contiguous" in found[sample]
     assert len(faults) < len(SAMPLES) / 2
     if world == 2:
-        for sample in IN_PARTS - faults:
-            assert sum(found[sample][0] for found in ranks) < 1.1 * ranks[0][sample][1], sample
+        for sample in set(SAMPLES) - faults:
+            if not sample.startswith(IN_HALVES):
+                most, whole = max(found[sample][0] for found in ranks), ranks[0][sample][1]
+                assert most < 0.56 * whole, (sample, most, whole)

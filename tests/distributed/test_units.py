@@ -15,6 +15,8 @@ from tests.distributed import models
 from tests.distributed.models import Biased, Block, Stack, lora
 from tests.distributed.spawn import imagine
 from torchtether.distributed import plan_units
+from torchtether.distributed.memory import UnitParameter
+from torchtether.ops.linear import _step
 
 IDS = (torch.zeros(2, 5, dtype=torch.long),)
 
@@ -289,3 +291,24 @@ def _untied():
 def test_peaks_are_those_that_torch_allocates(make, units, options):
     for measured, planned in imagine(measure_peaks, 8, make, units, options):
         assert abs(measured - planned) <= 0.03 * measured + 2**16
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [tt.int8(), *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in (tt.nf4(), tt.nvfp4(), tt.int4(32)))],
+    ids=str,
+)
+def test_peaks_count_what_products_decode(scheme):
+    """Three quarters of the peak are values that a product decodes; decoding itself takes a little more."""
+    for measured, planned in imagine(measure_peaks, 8, partial(lora, scheme, 800, 512), Block, {}):
+        assert planned <= measured <= 1.02 * planned + 2**18
+
+
+def test_what_is_decoded_at_once_is_what_products_decode():
+    for shape in ((1000, 64), (128256, 4096), (300, 2**17), (2**17, 300), (4096, 4096)):
+        for dtype in (torch.float32, torch.bfloat16):
+            parts = tt.int8().empty(shape, dtype, "meta")
+            weight = tt.Weight(parts, tt.WeightSpec.of(shape, dtype, tt.int8()))
+            step = _step(weight) or shape[0]
+            parameter = UnitParameter(("w",), shape, dtype, tt.int8(), False)
+            assert parameter.decoded_bytes() == min(step, shape[0]) * shape[1] * dtype.itemsize

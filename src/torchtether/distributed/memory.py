@@ -5,9 +5,11 @@ The model of the peaks is FSDP2's on torch 2.13, and agrees with the allocations
 - an all-gather fills one flat buffer and is copied out; in forward the buffer lives until the next unit is gathered;
 - in backward the unit before is gathered meanwhile, and the flat input of the last reduce-scatter still lives;
 - the gradients of a tied parameter meet in autograd, where two of them and their sum exist at once, at the very end;
-- the root, and units of several modules, stay gathered around the others.
+- the root, and units of several modules, stay gathered around the others;
+- a product with a Weight decodes it while its unit is gathered: all of it, or the rows that are decoded at once.
 
-Activations, decoded values and optimizer states are not counted.
+Where a kernel multiplies with the codes themselves, less is needed.  Decoding takes some hundred KiB of its own.
+Activations and optimizer states are not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..ops.linear import SCRATCH
 from ..ops.sharding import rows_per_rank
 from ..schemes import Plain, Scheme, Shape
 
@@ -74,6 +77,15 @@ class UnitParameter:
         rows = rows_per_rank(self.count, ranks)
         return ranks * (self._size(rows, own or self.dtype) - self.shared_bytes())
 
+    def decoded_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """The values of a Weight that a product has decoded at once: rows of a matrix, all of anything else."""
+        if self.scheme.transparent or not self.shape:
+            return 0
+        row = math.prod(self.shape[1:]) * (dtype or self.dtype).itemsize
+        if len(self.shape) != 2 or self.shape[0] * row <= SCRATCH:
+            return self.shape[0] * row
+        return min(self.shape[0], max(SCRATCH // row // 256 * 256, 256)) * row
+
     def grad_bytes(self, dtype: torch.dtype | None = None) -> int:
         """The bytes of one whole gradient; 0 if frozen."""
         return math.prod(self.shape) * (dtype or self.dtype).itemsize if self.requires_grad else 0
@@ -81,7 +93,7 @@ class UnitParameter:
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most bytes of whole parameters and gradients that a rank holds beside its shards, and when."""
+    """The most bytes of whole parameters, decoded values and gradients that a rank has beside its shards, and when."""
 
     forward: int
     forward_at: str
@@ -102,6 +114,8 @@ class Cost:
     """The flat input of the reduce-scatter."""
     shards: int
     """The gradient that it leaves on each rank."""
+    decoded: int
+    """The values that the largest product with a Weight has decoded at once."""
     stays: bool
     """Whether it is gathered while other units run."""
 
@@ -128,6 +142,7 @@ def cost(
         meeting=max((2 * one.grad_bytes(param_dtype) for one in parameters if one.uses > 1), default=0),
         scattered=sum(padded(one, reduce_dtype) * ranks for one in parameters),
         shards=sum(padded(one, None) for one in parameters),
+        decoded=max((one.decoded_bytes(param_dtype) for one in parameters), default=0),
         stays=stays,
     )
 
@@ -147,21 +162,27 @@ def _forward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tupl
     for unit in (*around, *inner):
         if held + flat + 2 * unit.gathered > most:
             most, label = held + flat + 2 * unit.gathered, unit.label
+        if not unit.stays and held + 2 * unit.gathered + unit.decoded > most:
+            most, label = held + 2 * unit.gathered + unit.decoded, unit.label
         held += unit.gathered if unit.stays or keeps else 0
         flat = unit.gathered
+    for unit in around:  # the head comes last
+        if held + flat + unit.decoded > most:
+            most, label = held + flat + unit.decoded, unit.label
     return most, label
 
 
 def _backward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
     base = sum(unit.gathered for unit in around)
     most, label = base + max((unit.gathered for unit in around[1:]), default=0), around[0].label if around else ""
+    most = max(most, base + max((unit.decoded for unit in around), default=0))
     waiting = sum(unit.meeting // 2 for unit in around)  # the head's gradient, for that of the embedding
     flat = done = 0
     for place, unit in reversed(list(enumerate(inner))):
         held = sum(other.gathered for other in inner[:place]) if keeps else 0
         before = inner[place - 1].gathered if place and not keeps else 0
         at = base + waiting + held + done + before + unit.grads
-        at += max(flat + unit.gathered + unit.meeting, unit.scattered)
+        at += max(flat + unit.gathered + max(unit.meeting, unit.decoded), unit.scattered)
         if at > most:
             most, label = at, unit.label
         flat, done = unit.scattered, done + unit.shards

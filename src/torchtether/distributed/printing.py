@@ -21,12 +21,10 @@ def said(plan: UnitPlan) -> str:
     lines.append(f"each rank: {spread}, {_bytes(plan.shard_bytes)} with padding; buffers {_bytes(plan.buffer_bytes)}")
     lines += _table(plan)
     peaks = plan.peaks()
-    lines.append(
-        f"peak in forward:  {_bytes(peaks.forward)} beside the shards, as {peaks.forward_at or 'root'} is gathered"
-    )
+    lines.append(f"peak in forward:  {_bytes(peaks.forward)} beside the shards, at {peaks.forward_at or 'root'}")
     lines.append(f"peak in backward: {_bytes(peaks.backward)} beside the shards, in {peaks.backward_at or 'root'}")
     lines.append(
-        "  (parameters and gradients in their own dtypes; activations, decoded values, optimizer states come on top)"
+        "  (parameters and gradients in their own dtypes, decoded values; activations and optimizer states come on top)"
     )
     if not plan.is_traced:
         lines.append("no forward was traced: give inputs= to find tied weights that are used outside of their modules")

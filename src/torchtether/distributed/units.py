@@ -103,7 +103,10 @@ class UnitPlan:
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
     ) -> Peaks:
-        """The most bytes of gathered parameters and whole gradients at once; the dtypes are those of the policy."""
+        """The most bytes of gathered parameters, decoded values and whole gradients at once.
+
+        The dtypes are those of the policy.
+        """
         costs = [unit.cost(self.ranks, param_dtype, reduce_dtype) for unit in self.units]
         return peaks(costs, keeps=not reshard_after_forward)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,20 @@ def begins_with(path: Path, magic: bytes) -> bool:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+_SEEK = 4096
+"""Bytes that lie in one from which on a read of its own is cheaper than what lies around them."""
+
+
+def _is_worth_apart(size: Shape, stride: Shape, item: int, extent: int) -> bool:
+    """Whether elements with gaps between them are to be read piece by piece: pieces are long, and gaps are much."""
+    run, order = 1, sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1)
+    for step, count in order:
+        if step != run:
+            break
+        run *= count
+    return run * item >= _SEEK and 4 * math.prod(size) <= 3 * extent
 
 
 def _extent(size: Shape, stride: Shape) -> int:
@@ -161,7 +176,7 @@ class TensorFile:
         extent = _extent(size, stride)
         if out.is_contiguous() and all(n == 1 or s == t for n, s, t in zip(size, stride, out.stride(), strict=True)):
             self._read(memory_of(out), at, key, tick)
-        elif extent * item <= PIECE:
+        elif extent * item <= PIECE and not _is_worth_apart(size, stride, item, extent):
             given = scratch((extent,), out.dtype)
             self._read(memory_of(given), at, key, tick)
             out.copy_(given.as_strided(size, stride))

@@ -26,6 +26,7 @@ from . import (
 )
 from .entry import Contained, Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
 from .refused import check_refused
+from .rows import ByRows, Cut, cut_rows
 
 FORMATS: tuple[Format, ...] = (
     native,
@@ -106,13 +107,16 @@ __all__ = [
     "FORMATS",
     "PLAIN",
     "WRITABLE",
+    "ByRows",
     "Contained",
     "Contents",
+    "Cut",
     "Entry",
     "Fitting",
     "Format",
     "Found",
     "Writable",
+    "cut_rows",
     "is_in_parts",
     "native",
     "recognise",

@@ -18,10 +18,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files import Stored
 from . import awq, compressed_tensors, gptq
 from .entry import Contents, Entry, Found
 from .linears import Settings, dynamic_rules, extra_rules, options_of
 from .refused import find_codes
+from .rows import Along
 
 name = "auto-round"
 
@@ -67,6 +69,13 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "dense" in entry.options:
         return compressed_tensors.unpack(entry, tensors)
     return awq.unpack(entry, tensors) if "version" in entry.options else gptq.unpack(entry, tensors)
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """As the format in whose way it is packed has them."""
+    if "dense" in entry.options:
+        return compressed_tensors.rows(entry, tensors)
+    return awq.rows(entry, tensors) if "version" in entry.options else gptq.rows(entry, tensors)
 
 
 def _restated(contents: Contents) -> Contents:

@@ -42,6 +42,7 @@ from .linears import (
     options_of,
     read_modules,
 )
+from .rows import Along, all_along
 
 name = "awq"
 
@@ -115,6 +116,13 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise CheckpointError(f"its zero points are {reach}, the config says zero_point: false, which means 8")
         parts["zero_point"] = zeros.contiguous()
     return parts
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Of gemm 8 of them make a column of words; gemv has them as rows."""
+    if entry.options["version"] == GEMV:
+        return all_along(entry, tensors)
+    return {"qweight": Along(1, 1, 8), "qzeros": Along(1, 1, 8), "scales": Along(1)}
 
 
 def looks_like(contents: Contents) -> bool:

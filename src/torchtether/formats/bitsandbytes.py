@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
+from ..files import Stored
 from ..files.strict_json import parse_object
 from ..schemes import Affine, Codebook, Shape
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..spec import WeightSpec
 from ..weight import Weight
 from .entry import Contents, Entry, Found, expect, spec_of
+from .rows import Along, all_along
 
 name = "bitsandbytes"
 
@@ -88,6 +90,16 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts["nested_absmax"] = tensors["nested_absmax"].reshape(-1)
         parts["nested_offset"] = torch.tensor(entry.options["offset"], dtype=torch.float32, device=packed.device)
     return parts
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Codes and scales of 4 bits are streams over all rows; those of 8 bits have rows."""
+    assert entry.spec is not None
+    if "packed" not in entry.keys:
+        return all_along(entry, tensors)
+    layout, row = entry.spec.scheme.layout(entry.spec.base), math.prod(entry.spec.base[1:])
+    spans = {role: layout["qdata" if role == "packed" else role].span for role in entry.keys}
+    return {role: Along(0, row, span) for role, span in spans.items()}
 
 
 def _swapped(packed: Tensor, count: int) -> Tensor:

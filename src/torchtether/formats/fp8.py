@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from ..files import Stored
 from ..schemes import ScaledFloat, Shape
 from .entry import Contents, Entry, Found, expect, spec_of
+from .rows import Along, all_along
 
 name = "fp8"
 
@@ -76,6 +77,11 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     codes = tensors["qdata"]
     codes = codes.view(torch.uint8) if codes.dtype == torch.int8 else codes
     return {"qdata": codes, "scale": tensors["scale"].reshape(layout["scale"].shape)}
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Every tensor has them as its rows."""
+    return all_along(entry, tensors)
 
 
 def _block_size(contents: Contents) -> tuple[int, int] | None:

@@ -24,6 +24,7 @@ from ..spec import WeightSpec
 from ..weight import Weight
 from .entry import Contents, Entry, Found, spec_of
 from .gguf_blocks import CODECS
+from .rows import Along, all_along
 
 name = "gguf"
 suffix = GGUF_SUFFIX
@@ -68,6 +69,11 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             place = _bytes(parts[part]).view(count, -1)[at : at + step]
             place.copy_(_bytes(values.contiguous()).view(place.shape))
     return parts
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Every tensor has them as its rows."""
+    return all_along(entry, tensors)
 
 
 # -- written ----------------------------------------------------------------------------------------------------------

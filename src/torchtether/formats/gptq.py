@@ -44,6 +44,7 @@ from .linears import (
     options_of,
     read_modules,
 )
+from .rows import Along
 
 name = "gptq"
 
@@ -89,7 +90,9 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     assert isinstance(scheme, Affine)
     rows, columns = entry.shape
     size = streams.packed_size(columns, scheme.bits)
-    zeros = _zero_points(tensors["qzeros"], scheme.bits, rows, **entry.options)
+    options = dict(entry.options)
+    first, total = options.pop("rows", (0, rows))
+    zeros = _zero_points(tensors["qzeros"], scheme.bits, total, **options)[:, first : first + rows]
     parts = {
         "qdata": as_bytes(tensors["qweight"].t())[:, :size].contiguous(),
         "scale": tensors["scales"].t().contiguous(),
@@ -98,6 +101,11 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if scheme.act_order:
         parts["g_idx"] = tensors["g_idx"].to(torch.int32)
     return parts
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along]:
+    """Codes and scales have them as columns; whether all zero points are the middle is asked of all rows."""
+    return {"qweight": Along(1), "scales": Along(1)}
 
 
 def as_bytes(words: Tensor) -> Tensor:

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files import Stored
 from ..schemes import ScaledFloat, Scheme
 from ..schemes.biased import Biased
 from .entry import Contents, Entry, Found, expect, spec_of
+from .rows import Along, all_along
 
 name = "mlx"
 
@@ -81,6 +83,11 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     assert isinstance(scheme, ScaledFloat)
     codes = codes.view(torch.float8_e4m3fn) if scheme.element == "e4m3" else codes
     return {"qdata": codes, "scale": tensors["scales"].view(scheme.scale_dtype)}
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Every tensor has them as its rows."""
+    return all_along(entry, tensors)
 
 
 def _refuse_without_config(contents: Contents) -> None:

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files import Stored
 from ..schemes import ScaledFloat, Shape
 from .entry import NOTHING, Contents, Entry, Found, expect, spec_of
+from .rows import Along, all_along
 
 name = "modelopt"
 
@@ -94,6 +96,11 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "exponents" in tensors:
         parts["scale"] = tensors["exponents"].view(torch.float8_e8m0fnu)
     return {role: parts[role].reshape(part.shape) for role, part in layout.items()}
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Every tensor has them as its rows."""
+    return all_along(entry, tensors)
 
 
 def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mapping[str, str]) -> Entry | str:

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..files import Stored
 from ..schemes import ScaledFloat
 from ..spec import WeightSpec
 from .entry import Contents, Entry, Found
+from .rows import Along, all_along
 
 name = "mxfp4"
 
@@ -61,3 +63,8 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "qdata": tensors["blocks"].flatten(-2),
         "scale": tensors["scales"].view(torch.float8_e8m0fnu),
     }
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Every tensor has them as its rows."""
+    return all_along(entry, tensors)

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SchemeError
+from ..files import Stored
 from ..files.strict_json import parse_object
 from ..schemes import Affine, ScaledFloat, Scheme, Shape
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, Block, pieces
 from .entry import Contents, Entry, Found, expect, spec_of
+from .rows import Along, all_along
 
 name = "torchao"
 
@@ -72,6 +74,11 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert isinstance(scheme, Affine)
         parts["qdata"] = _packed(tensors["codes"], scheme.bits).reshape(layout["qdata"].shape)
     return {role: parts[role] for role in layout}
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Every tensor has them as its rows."""
+    return all_along(entry, tensors)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

@@ -19,9 +19,9 @@ Source: https://github.com/vllm-project/compressed-tensors, checked against 0.20
 """
 
 from .reading import recognise
-from .unpacking import unpack
+from .unpacking import rows, unpack
 from .writing import announce, layout, pack
 
 name = "compressed-tensors"
 
-__all__ = ["announce", "layout", "name", "pack", "recognise", "unpack"]
+__all__ = ["announce", "layout", "name", "pack", "recognise", "rows", "unpack"]

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...files import Stored
 from ...schemes import Affine, bits
 from ...schemes.blocks import CHUNK, pieces
 from ..entry import Entry
+from ..rows import Along, all_along
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -31,6 +33,18 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             zeros = bits.unpack(stream, scheme.bits, entry.shape[-2]).to(torch.int16) - (1 << (scheme.bits - 1))
             parts["zero_point"] = zeros.to(torch.int8).transpose(-1, -2).contiguous()
     return {name: parts[name] for name in layout}
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Every tensor has them as its rows, but for zero points, of which several rows share a word."""
+    assert entry.spec is not None
+    if "packed_zero_point" not in entry.keys or len(entry.shape) > 2:
+        return all_along(entry, tensors)
+    scheme = entry.spec.scheme
+    assert isinstance(scheme, Affine)
+    if 32 % scheme.bits:
+        return None
+    return all_along(entry, tensors, packed_zero_point=Along(0, 1, 32 // scheme.bits))
 
 
 def _stream(words: Tensor, width: int, count: int, dense: bool) -> Tensor:
