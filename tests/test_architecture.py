@@ -17,7 +17,7 @@ LEVELS = [
     {"_torch", "arguments"},
     {"native"},
     {"schemes"},
-    {"spec"},
+    {"spec", "inner"},
     {"kernels"},
     {"dispatch"},
     {"weight"},

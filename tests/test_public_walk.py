@@ -121,8 +121,6 @@ CALLS = {
 def test_a_wrong_argument_is_one_line_that_says_so(call, stored, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # where a path is asked for, text is one
     for word, make in WRONG.items():
-        if word == "a class" and call in {"load(rename=)", "plan_load(rename=)", "materialize(init=)"}:
-            continue  # a class is a function, and this one fails by itself
         folder = tmp_path / word
         folder.mkdir()
         try:
@@ -153,6 +151,26 @@ def test_a_wrong_argument_is_named(call, stored, tmp_path):
     with pytest.raises(tt.ArgumentError, match=rf"^{argument}: ") as caught:
         CALLS[call](object(), stored, tmp_path)
     assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        (lambda name: 3, r"^rename: its function makes an int of '0\.(weight|bias)', not a name\. Give a function"),
+        (lambda name: {}[name], r"^rename: its function fails for '0\.(weight|bias)' with KeyError: "),
+        (nn.Linear, r"^rename: its function fails for .* with TypeError: "),
+        ([("^", "x."), nn.Linear], r"^rename: its function fails for 'x\.0.* with TypeError: "),
+    ],
+)
+def test_a_function_for_names_that_fails_is_named(rename, said, stored):
+    with pytest.raises(tt.RuleError, match=said):
+        tt.plan_load(pair(), stored, rename=rename)
+    assert tt.plan_load(pair(), stored, rename=str).faults == ()
+
+
+def test_a_class_does_not_initialise():
+    with pytest.raises(tt.ArgumentError, match=r"^init: is the class Linear, not a function\. "):
+        tt.materialize(pair("meta"), init=nn.Linear)
 
 
 def test_generators_do_where_lists_are_expected(stored):

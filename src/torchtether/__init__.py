@@ -34,6 +34,7 @@ from .save import save
 from .schemes import (
     Affine,
     Biased,
+    BlockScheme,
     Codebook,
     Plain,
     ScaledFloat,
@@ -69,7 +70,7 @@ __all__ = [
     # the nouns
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
-    "Scheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
+    "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
     "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4",
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",

@@ -57,9 +57,14 @@ def check_flag(value: object, name: str) -> None:
         raise ArgumentError(f"is {said(value)}, not a bool", name=name, fix="Give True or False.")
 
 
-def check_callable(value: object, name: str, *, or_flag: bool = False) -> None:
-    """Raises ArgumentError unless ``value`` is None, a function or, with ``or_flag``, a bool."""
+def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_module: bool = False) -> None:
+    """Raises ArgumentError unless ``value`` is None, a function or, with ``or_flag``, a bool.
+
+    With ``is_of_module`` it takes a module and changes it: no class does, although it can be called.
+    """
     if value is None or callable(value) or (or_flag and isinstance(value, bool)):
+        if is_of_module and isinstance(value, type):
+            raise ArgumentError(f"is {said(value)}, not a function", name=name, fix="Give a function of a module.")
         return
     word = "a bool or a function" if or_flag else "a function"
     raise ArgumentError(f"is {said(value)}, not {word}", name=name, fix=f"Give {word}, or None.")

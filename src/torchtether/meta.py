@@ -122,7 +122,7 @@ def materialize(
     (True, 'cpu')
     """
     check_module(model)
-    check_callable(init, "init")
+    check_callable(init, "init", is_of_module=True)
     place = as_device(device)
     if place.type == "meta":
         raise ConversionError("cannot materialize on meta", fix="Name a real device.")

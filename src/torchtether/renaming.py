@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .arguments import said
 from .arrangements import Concat, Named, Rotary, Split, Stack, Transpose
-from .errors import RuleError
+from .errors import RuleError, TetherError
 from .ties import nearest
 
 Rule = Concat | Split | Stack | Transpose | Rotary
@@ -42,7 +42,7 @@ def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[s
             else:
                 now = made
         else:
-            called = ((one, step(one.name)) for one in now)
+            called = ((one, _called(step, one.name)) for one in now)
             now = [replace(one, name=name) for one, name in called if name is not None]
     return now, faults
 
@@ -78,6 +78,23 @@ def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Nami
             fix=_FIX,
         ) from None
     return lambda name: compiled.sub(replacement, name)
+
+
+def _called(function: Naming, name: str) -> str | None:
+    """What ``function`` makes of ``name``; RuleError if it fails, or gives what is no name."""
+    try:
+        made = function(name)
+    except TetherError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise RuleError(f"its function fails for {name!r} with {why}", name="rename", fix=_NAMING) from error
+    if made is not None and not isinstance(made, str):
+        raise RuleError(f"its function makes {said(made)} of {name!r}, not a name", name="rename", fix=_NAMING)
+    return made
+
+
+_NAMING = "Give a function of a name that gives a name, or None to leave the tensor out."
 
 
 def _sought(rule: Rule) -> str:

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from .arguments import check_tensor, said
 from .dispatch import HOOKS, REFUSED, RULES
 from .errors import ArgumentError, SchemeError, UnsupportedOpError
+from .inner import are_shared, from_pickle, share, to_pickle
 from .kernels import PREFIX, Layout, layout_of
-from .schemes import Scheme, dtype_from_name, dtype_name, same_bits
+from .schemes import Scheme, same_bits
 from .spec import Tie, WeightSpec
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
@@ -345,20 +346,17 @@ class Weight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
         is_param = isinstance(self, torch.nn.Parameter)
-        # plain pickle has no storages of float8 types: those parts travel as bytes
-        float8 = {name: dtype_name(part.dtype) for name, part in self.parts.items() if _is_float8(part)}
-        parts = {name: part.view(torch.uint8) if name in float8 else part for name, part in self.parts.items()}
+        parts, float8 = to_pickle(self.parts)
         return rebuild_weight, (parts, float8, spec, self.requires_grad, is_param, self._cut, self._attributes())
 
     def share_memory_(self) -> Weight:  # torch's own walks the wrapper's null storage and crashes the process
         """Moves every part to shared memory, in place."""
-        for part in self.parts.values():
-            part.share_memory_()
+        share(self.parts.values())
         return self
 
     def is_shared(self) -> bool:
         """Whether every part lies in shared memory."""
-        return all(part.is_shared() for part in self.parts.values())
+        return are_shared(self.parts.values())
 
 
 class _Dequantize(torch.autograd.Function):
@@ -378,10 +376,6 @@ def _is_other_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight)
 
 
-def _is_float8(part: Tensor) -> bool:
-    return part.is_floating_point() and part.itemsize == 1
-
-
 def rebuild_weight(
     parts: dict[str, Tensor],
     float8: dict[str, str],
@@ -392,8 +386,7 @@ def rebuild_weight(
     attributes: dict[str, Any],
 ) -> Weight:
     """What pickle calls. The spec is JSON, so that the only name a pickle may run is this one."""
-    parts = {name: part.view(dtype_from_name(float8[name])) if name in float8 else part for name, part in parts.items()}
-    weight = Weight(parts, WeightSpec.from_json(json.loads(spec)), requires_grad, cut)
+    weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), requires_grad, cut)
     weight.__dict__.update(attributes)
     if is_param:
         weight._is_param = True

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ._torch import as_plain
 from .errors import TetherError, UnsupportedOpError
+from .inner import are_shared, from_pickle, share, to_pickle
 from .schemes import Plain, Shape
 from .spec import WeightSpec, contiguous_stride
 
@@ -223,26 +224,25 @@ class WrapperTensor(Tensor):
         return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # plain pickle has no storages of float8 types: those travel as bytes
-        inner = {n: (t.view(torch.uint8) if _is_float8(t) else t, t.dtype) for n, t in self.inner_tensors.items()}
+        inner, float8 = to_pickle(self.inner_tensors)
         how = {"dtype": self.dtype, "shape": tuple(self.shape), "stride": tuple(self.stride()), **self.metadata}
         is_param = isinstance(self, torch.nn.Parameter)
-        return rebuild_wrapper, (type(self), inner, how, self.requires_grad, is_param, self._attributes())
+        return rebuild_wrapper, (type(self), inner, float8, how, self.requires_grad, is_param, self._attributes())
 
     def share_memory_(self) -> WrapperTensor:  # torch's own walks the wrapper's null storage and crashes the process
         """Moves every inner tensor to shared memory, in place."""
-        for tensor in self.inner_tensors.values():
-            tensor.share_memory_()
+        share(self.inner_tensors.values())
         return self
 
     def is_shared(self) -> bool:
         """Whether every inner tensor lies in shared memory."""
-        return all(tensor.is_shared() for tensor in self.inner_tensors.values())
+        return are_shared(self.inner_tensors.values())
 
 
 def rebuild_wrapper(
     kind: type[WrapperTensor],
-    inner: dict[str, tuple[Tensor, torch.dtype]],
+    inner: dict[str, Tensor],
+    float8: dict[str, str],
     how: dict[str, Any],
     requires_grad: bool,
     is_param: bool,
@@ -251,8 +251,7 @@ def rebuild_wrapper(
     """What pickle calls."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
         raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
-    fields: dict[str, Any] = {name: tensor.view(dtype) for name, (tensor, dtype) in inner.items()}
-    made = kind(**fields, **how)
+    made = kind(**from_pickle(inner, float8), **how)
     made.__dict__.update(attributes)
     if is_param:
         made._is_param = True
@@ -260,10 +259,6 @@ def rebuild_wrapper(
 
 
 torch.serialization.add_safe_globals([rebuild_wrapper])
-
-
-def _is_float8(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.itemsize == 1
 
 
 def _name(tensor: WrapperTensor) -> str:

@@ -185,3 +185,23 @@ def test_who_listens_to_the_compiler_changes_no_verdict():
         assert heard in trace.handlers
     finally:
         trace.removeHandler(heard)
+
+
+class Bytes(tt.WrapperTensor):
+    """float8 codes, which plain pickle has no storages for."""
+
+    inner_names = ("codes",)
+
+    def decode(self):
+        return self.codes.to(self.dtype)
+
+    def encode(self, values):
+        return {"codes": values.to(torch.float8_e4m3fn)}
+
+    @classmethod
+    def random(cls):
+        return cls(codes=torch.randn(8, 16).to(torch.float8_e4m3fn), dtype=torch.float32)
+
+
+def test_inner_tensors_of_float8_are_pickled_and_shared():
+    check_tensor_subclass(Bytes.random, laws=["pickle", "torch-save", "deepcopy", "share-memory"]).check()

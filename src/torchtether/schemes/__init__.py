@@ -4,6 +4,7 @@ from .affine import Affine
 from .biased import Biased
 from .bits import same_bits
 from .codebook import Codebook
+from .coded import BlockScheme
 from .flattened import Flattened
 from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
 from .plain import Plain
@@ -17,6 +18,7 @@ __all__ = [
     "SCHEMES",
     "Affine",
     "Biased",
+    "BlockScheme",
     "Codebook",
     "Flattened",
     "Part",

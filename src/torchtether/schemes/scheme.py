@@ -39,7 +39,9 @@ class Part(NamedTuple):
 class Scheme:
     """How values become parts and back.
 
-    Subclass it as a frozen dataclass, give it a ``kind``, and write ``layout``, ``encode``, ``decode`` and ``bound``.
+    Subclass it as a frozen dataclass, give it a ``kind``, and write ``layout``, ``encode``, ``decode`` and ``bound``;
+    or subclass ``BlockScheme``, which asks for less, if yours is codes with numbers per block.  How many parts there
+    are, and of what shape, follows from the fields and ``shape`` alone: what depends on the values has no place.
     The last dimension of a tensor is the quantized one; ``shape`` is always that of the whole contiguous tensor.
 
     >>> from torchtether.schemes import Affine

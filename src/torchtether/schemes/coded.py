@@ -1,0 +1,206 @@
+"""The base of quantized kinds that others write: codes of some bits, and some numbers per block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..arguments import said
+from ..errors import SchemeError
+from .bits import pack, unpack
+from .blocks import TINY, Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
+from .decoding import Blocked, unmoved
+from .scheme import Part, Parts, Shape
+
+
+@dataclass(frozen=True)
+class BlockScheme(Blocked):
+    """Holds codes of ``bits`` bits, and float32 numbers (a scale, say) for each block: say only what they mean.
+
+        qdata (*lead, ceil(K * bits / 8)) uint8       a dense stream of codes from 0 to 2**bits - 1
+        each of ``numbers``: (*lead, ceil(K / columns)) float32    1 row per ``block[0]`` rows; 1 where None
+
+    Derive a frozen dataclass from it, give it a ``kind`` and defaults of its own for ``bits`` (1 to 8) and ``block``
+    (rows, columns; ``None``: all of them), and write four methods of float32 tensors, whose results are checked:
+
+        fit(x)                    the numbers of blocks with the values ``x`` (..., elements): {"scale": (...)}
+        to_codes(x, scale)        where the values lie among the codes; it is rounded, and clipped to what there is
+        to_values(codes, scale)   what the codes decode to
+        error(codes, scale)       the largest error of what decodes from them
+
+    The last three take values or codes, and then ``numbers``, in that order; all broadcast against each other.  The
+    rest is done here: packing, blocks that columns do not fill, dtypes, what is not finite, ``meta``, compiled graphs,
+    rows and shards.  A number called ``scale`` is at least the smallest normal float32, and 1 for a block of zeros, so
+    that one may divide by it.
+
+    ``tt.testing.check_scheme`` says whether they agree with each other.
+
+    >>> @dataclass(frozen=True)
+    ... class ThreeBits(BlockScheme):
+    ...     kind: ClassVar[str] = "doc-three-bits"
+    ...     bits: int = 3
+    ...     def fit(self, x):
+    ...         return {"scale": x.abs().amax(-1) / 3}
+    ...     def to_codes(self, x, scale):
+    ...         return x / scale + 3
+    ...     def to_values(self, codes, scale):
+    ...         return (codes - 3) * scale
+    ...     def error(self, codes, scale):
+    ...         return scale / 2
+    >>> parts = ThreeBits().encode(torch.tensor([[-3.0, 0.4, 2.0]]))
+    >>> ThreeBits().decode(parts, (1, 3), torch.float32), parts["qdata"].shape
+    (tensor([[-3.,  0.,  2.]]), torch.Size([1, 2]))
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("scale",)
+    """What ``fit`` gives for each block."""
+
+    bits: int = 8
+    block: Block = (1, None)
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        if type(self.bits) is not int or not 1 <= self.bits <= 8:
+            raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name=who)
+        check_block(self.block, who)
+        if not isinstance(self.numbers, tuple) or not self.numbers or "qdata" in self.numbers:
+            raise SchemeError(f"numbers must be a tuple of names other than qdata, got {self.numbers!r}", name=who)
+
+    # -- what a kind says ---------------------------------------------------------------------------------------
+
+    def fit(self, x: Tensor) -> dict[str, Tensor]:
+        """The ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
+        raise NotImplementedError(f"{type(self).__name__}.fit")
+
+    def to_codes(self, x: Tensor, *numbers: Tensor) -> Tensor:
+        """Where the values ``x`` lie among the codes, not rounded; half a code beyond the ends is clipped."""
+        raise NotImplementedError(f"{type(self).__name__}.to_codes")
+
+    def to_values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
+        """What ``codes`` (whole numbers, float32) decode to."""
+        raise NotImplementedError(f"{type(self).__name__}.to_values")
+
+    def error(self, codes: Tensor, *numbers: Tensor) -> Tensor:
+        """The largest error of values that were encoded as ``codes``."""
+        raise NotImplementedError(f"{type(self).__name__}.error")
+
+    # -- the interface ------------------------------------------------------------------------------------------
+
+    def layout(self, shape: Shape) -> dict[str, Part]:
+        part = grid_over(shape, self.block).scale_part(torch.float32)
+        return {"qdata": code_part(shape, self.bits), **dict.fromkeys(self.numbers, part)}
+
+    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
+        """The parts of ``values``; ``like``: parts whose numbers are used again."""
+        values = source(values)
+        shape = tuple(values.shape)
+        parts = self.empty(shape, values.dtype, values.device)
+        if values.is_meta or 0 in shape:
+            return parts
+        grid = grid_over(shape, self.block)
+        check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+        found = self._fitted(grid, values) if like is None else {name: like[name].clone() for name in self.numbers}
+        parts.update(found)
+        table = parts["qdata"].view(grid.rows, -1)
+        last = (1 << self.bits) - 1
+        for start, stop in grid.chunks():
+            x, *numbers = self._aligned(grid, parts, rows(values, start, stop).float(), start, stop)
+            codes = self._whole(self.to_codes(x, *numbers), x, "to_codes").round().clamp(0, last)
+            if not torch.compiler.is_compiling() and bool(codes.isnan().any()):
+                fix = "Divide by no number that may be 0: only `scale` is never."
+                raise SchemeError("to_codes gives codes that are not a number", name=type(self).__name__, fix=fix)
+            packed = pack(codes.reshape(stop - start, grid.columns).to(torch.uint8), self.bits)
+            table[start:stop, : packed.shape[1]].copy_(packed)
+            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+        return parts
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """As ``encode``; the held numbers stay in blocks that they give back exactly."""
+        values = source(values)
+        if values.is_meta or values.numel() == 0:
+            return self.encode(values)
+        grid = grid_over(tuple(values.shape), self.block)
+        again = self.encode(values, like=held)
+        keep = unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
+        fresh = self._fitted(grid, values)
+        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
+
+    def bound(self, parts: Parts, shape: Shape) -> Tensor:
+        grid = grid_over(shape, self.block)
+        codes, *numbers = self._aligned(grid, parts, self._codes(grid, parts, 0, grid.rows), 0, grid.rows)
+        return self._whole(self.error(codes, *numbers), codes, "error").reshape(shape)
+
+    # -- how it is done -----------------------------------------------------------------------------------------
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        codes, *numbers = self._aligned(grid, parts, self._codes(grid, parts, start, stop), start, stop)
+        return self._whole(self.to_values(codes, *numbers), codes, "to_values").reshape(stop - start, grid.columns)
+
+    def _codes(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        packed = parts["qdata"].reshape(grid.rows, -1) if grid.rows else parts["qdata"].flatten(0, -2)
+        return unpack(packed[start:stop], self.bits, grid.columns).float()
+
+    def _aligned(self, grid: Grid, parts: Parts, x: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        return grid.align(x, *(grid.pick(parts[name], start, stop) for name in self.numbers))
+
+    def _fitted(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
+        """What ``fit`` says of every block, of ``grid.scale_shape``."""
+        pieces = [(0, grid.rows)] if grid.height is None else grid.chunks()
+        found = [self._fit_rows(grid, rows(values, start, stop).float()) for start, stop in pieces]
+        return {name: torch.cat([one[name] for one in found]).view(grid.scale_shape) for name in self.numbers}
+
+    def _fit_rows(self, grid: Grid, x: Tensor) -> dict[str, Tensor]:
+        """``fit`` of the blocks over whole rows (R, K): (blocks of rows, groups), those at the edges on their own."""
+        matrix = x.shape[0] if grid.height in (None, 1) else min(grid.shape[-2], x.shape[0])
+        height, width = grid.height or x.shape[0], grid.width or grid.columns
+        bands = [
+            torch.cat([self._fit(across) for across in _runs(band, width, 4)], 3)
+            for band in _runs(x.unflatten(0, (x.shape[0] // matrix, matrix)).unsqueeze(0), height, 2)
+        ]
+        found = torch.cat(bands, 2).flatten(1, 2)
+        return dict(zip(self.numbers, found, strict=True))
+
+    def _fit(self, blocks: Tensor) -> Tensor:
+        """The numbers (their count, matrices, bands, groups) of (1, matrices, bands, height, groups, width) values."""
+        x = blocks.squeeze(0).transpose(2, 3).flatten(3)
+        found = self.fit(x)
+        shape = tuple(x.shape[:-1])
+        wanted = dict.fromkeys(self.numbers, shape)
+        given = {name: tuple(one.shape) for name, one in found.items()} if isinstance(found, dict) else said(found)
+        if given != wanted:
+            raise SchemeError(
+                f"fit gives {given}, for values of shape {tuple(x.shape)} it must give {wanted}",
+                name=type(self).__name__,
+                fix="Reduce the last dimension, without keepdim; say in `numbers` what there is.",
+            )
+        for name, one in found.items():
+            if not torch.compiler.is_compiling() and not bool(one.isfinite().all()):
+                raise SchemeError(f"fit gives a {name} that is not finite", name=type(self).__name__)
+        if "scale" in found:
+            smallest = torch.where(x.abs().amax(-1) > 0, TINY, 1.0)
+            found["scale"] = torch.where(found["scale"].abs() < TINY, smallest, found["scale"])
+        return torch.stack([found[name].float() for name in self.numbers])
+
+    def _whole(self, made: Tensor, x: Tensor, what: str) -> Tensor:
+        """``made`` expanded to the shape of ``x``."""
+        if not isinstance(made, Tensor):
+            raise SchemeError(f"{what} gives {said(made)}, not a tensor", name=type(self).__name__)
+        try:
+            return made.expand(x.shape)
+        except RuntimeError:
+            got = f"shape {tuple(made.shape)}, which does not broadcast to that of the codes, {tuple(x.shape)}"
+            raise SchemeError(f"{what} gives {got}", name=type(self).__name__) from None
+
+
+def _runs(x: Tensor, size: int, dim: int) -> list[Tensor]:
+    """``x`` with ``dim`` cut into runs of ``size``, as two dimensions; the last run, if shorter, on its own."""
+    length = x.shape[dim]
+    size = min(size, length)
+    whole = length // size * size
+    made = [x.narrow(dim, 0, whole).unflatten(dim, (whole // size, size))]
+    if whole < length:
+        made.append(x.narrow(dim, whole, length - whole).unflatten(dim, (1, length - whole)))
+    return made
