@@ -265,6 +265,41 @@ def test_values_go_to_lists_and_arrays_and_never_through_memory_that_is_not_ther
         weight.apply_(abs)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@few_schemes
+def test_a_trace_computes_what_the_module_does_or_says_why_not(row):
+    """The compiled kernels run unseen by ``torch.jit.trace``: their results would be constants of the trace."""
+    model = torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=True))
+    model[0].weight = model[1].weight
+    tt.quantize(model, {"*weight": row.scheme})
+    index, other = torch.arange(6).view(2, 3), torch.arange(20, 28).view(2, 4)
+    if row.id != "plain":
+        with pytest.raises(tt.UnsupportedOpError, match="requires grad"):
+            torch.jit.trace(model, index)
+    model.requires_grad_(False)
+    traced = torch.jit.trace(model, index)
+    torch.testing.assert_close(traced(other), model(other))
+
+
+def test_a_weight_is_expanded_by_leading_ones_only():
+    weight = weight_of()
+    values = weight.dequantize()
+    for size in ((1, 16, 64), (1, 1, -1, 64), (-1, -1)):
+        made = weight.expand(size)
+        assert torch.equal(made.dequantize(), values.expand(size))
+        assert made.stride() == values.contiguous().view(made.shape).stride()
+    for size in ((2, 16, 64), (64,)):
+        with pytest.raises(tt.UnsupportedOpError, match="cannot share"):
+            weight.expand(size)
+
+
+def test_a_tensor_of_no_dimension_is_wrapped_and_turned():
+    weight = tt.Weight.encode(torch.tensor(2.0), tt.Plain())
+    for made in (weight.t(), weight.permute(()), weight.transpose(0, -1), weight.view(()), weight.view_as(weight)):
+        assert made.dequantize() == 2.0
+        assert made.shape == ()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_is_the_input_of_a_product_with_another(dtype):
     one, two = weight_of().to(dtype), tt.Weight.encode(rand(16, 64, seed=1), tt.int8()).to(dtype)

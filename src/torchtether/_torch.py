@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def is_direct() -> bool:
     What works on the memory of tensors without torch must not run otherwise.  There are public ways to ask each
     tracer, but none that knows them all.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_tracing():
         return False
     return _modes() == 0 and _transforms() is None
 
@@ -354,15 +355,33 @@ def changed_dtypes(state: Any) -> list[tuple[Any, torch.dtype]]:
 
 
 def is_observed() -> bool:
-    """Whether ops must go through torch's dispatcher: a mode counts, fakes or casts them, or a transform follows them.
+    """Whether ops must go through torch's dispatcher: a mode counts, fakes or casts them, a trace or transform follows.
 
     There is no public way to ask for the modes that are active, nor for the level of ``torch.func`` or of forward AD.
     """
     return (
-        _count_modes() > 0 or _level() is not None or torch.autograd.forward_ad._current_level >= 0 or _is_autocasting()
+        _count_modes() > 0
+        or _level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or _is_autocasting()
+        or is_tracing()
     )
 
 
 _count_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level
 _is_autocasting = torch._C._is_any_autocast_enabled
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` looks on, which sees torch's own ops only."""
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """What is computed inside is a constant to a trace that looks on. There is no public way to look away."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import is_observed
+from .._torch import is_observed, is_tracing, untraced
 from ..dispatch import rule
+from ..errors import UnsupportedOpError
 from ..kernels import Layout, chunks, int8pack, kernels_for, layout_of, native
 from ..schemes import Scheme, scheme_from_json
 from ..spec import WeightSpec
@@ -43,6 +44,15 @@ def _records_graph(*tensors: Any) -> bool:
         return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
+def _traced(weight: Weight) -> Tensor:
+    """The values, which are a constant of the trace; it has no place for a Weight."""
+    if _records_graph(weight):
+        fix = "Call requires_grad_(False) on it, or trace inside torch.no_grad()."
+        raise UnsupportedOpError("torch.jit.trace cannot follow a Weight that requires grad", fix=fix)
+    with untraced():
+        return weight.values_of()
+
+
 @rule(torch.nn.functional.linear)
 def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``input @ weight.T + bias``.
@@ -50,6 +60,8 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     Where a graph is recorded, autograd runs on the Weight itself: it saves the Weight, not its values, and lets the
     gradient of ``input`` through whether or not the Weight is frozen.
     """
+    if isinstance(weight, Weight) and is_tracing():
+        return _plain_linear(op, input, _traced(weight), bias)
     if not isinstance(weight, Weight) or _records_graph(input, weight, bias):
         return _plain_linear(op, input, weight, bias)
     layout = weight.kernel_layout
@@ -247,8 +259,14 @@ def _fake_gradient(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]
 def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``weight[input]``: the rows are gathered first and decoded after, so the table is never decoded."""
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
+    if isinstance(weight, Weight) and is_tracing():
+        return _plain_embedding(op, input, _traced(weight), *args, **kwargs)
     if isinstance(weight, Weight) and max_norm is None and not _records_graph(weight):
         return gather(weight, input)
+    return _plain_embedding(op, input, weight, *args, **kwargs)
+
+
+def _plain_embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         made: Tensor = op(input, weight, *args, **kwargs)
     return made

@@ -45,6 +45,8 @@ def t(op: Any, weight: Weight) -> Weight:
 @rule(aten.transpose.int)
 def transpose(op: Any, weight: Weight, dim0: int, dim1: int) -> Weight:
     order = list(range(weight.dim()))
+    if not order and {dim0, dim1} <= {0, -1}:  # torch lets 0-dim tensors pass
+        return permute(op, weight, ())
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(op, weight, tuple(order))
 
@@ -53,7 +55,7 @@ def transpose(op: Any, weight: Weight, dim0: int, dim1: int) -> Weight:
 def permute(op: Any, weight: Weight, dims: Sequence[int]) -> Weight:
     """The same parts under a permuted shape and stride."""
     if weight.scheme.transparent:
-        return weight.around(weight.values_of().permute(*dims))  # a view of the tensor
+        return weight.around(weight.values_of().permute(tuple(dims)))  # a view of the tensor
     return weight.map(aten.alias.default, weight.spec.permute(tuple(d % max(weight.dim(), 1) for d in dims)))
 
 
@@ -64,7 +66,7 @@ def permute(op: Any, weight: Weight, dims: Sequence[int]) -> Weight:
 def view(op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int] | None = None) -> Weight:
     """Leading dimensions merged or split; the last one, along which the scheme works, stays."""
     if weight.scheme.transparent:
-        return weight.around(weight.values_of().view(*size))
+        return weight.around(weight.values_of().view(tuple(size)))
     return _reshape(op, weight, _infer(tuple(size), weight.numel()))
 
 
@@ -117,12 +119,14 @@ def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
 
 @rule(aten.expand.default)
 def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = False) -> Weight:
-    """Only to its own shape; a repeated Weight would share rows that its parts do not."""
+    """Only to its own shape, with ones before it; a repeated Weight would share rows that its parts do not."""
     if weight.scheme.transparent:
         return _on_tensor(op, weight, size)  # type: ignore[no-any-return]
-    if tuple(n if s == -1 else s for s, n in zip(size, weight.shape, strict=False)) != weight.spec.shape:
+    new = len(size) - weight.dim()
+    own = tuple(n if s == -1 else s for s, n in zip(size[new:], weight.shape, strict=True)) if new >= 0 else ()
+    if own != weight.spec.shape or any(n != 1 for n in size[:new]):
         raise _cannot(op, weight, f"to {tuple(size)} cannot share its storage")
-    return weight.map(aten.alias.default)
+    return _reshape(op, weight, (1,) * new + own)
 
 
 @rule(aten.as_strided.default)
