@@ -327,11 +327,10 @@ def is_observed() -> bool:
 
     There is no public way to ask for the modes that are active, nor for the level of ``torch.func`` or of forward AD.
     """
-    return (
-        _count_modes() > 0 or _level() is not None or torch.autograd.forward_ad._current_level >= 0 or _is_autocasting()
-    )
+    return _count_modes() > 0 or _level() is not None or _forward_ad._current_level >= 0 or _is_autocasting()
 
 
+_forward_ad = torch.autograd.forward_ad
 _count_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level
 _is_autocasting = torch._C._is_any_autocast_enabled
