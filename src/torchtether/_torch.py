@@ -362,12 +362,13 @@ def is_observed() -> bool:
     return (
         _count_modes() > 0
         or _level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or _forward_ad._current_level >= 0
         or _is_autocasting()
         or is_tracing()
     )
 
 
+_forward_ad = torch.autograd.forward_ad
 _count_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level
 _is_autocasting = torch._C._is_any_autocast_enabled

@@ -24,6 +24,7 @@ from .spec import Tie, WeightSpec
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
 _UNKNOWN: Any = object()
+_is_compiling = torch.compiler.is_compiling
 
 
 class Weight(Tensor):
@@ -278,7 +279,7 @@ class Weight(Tensor):
     ) -> Any:
         answer = RULES.get(func)
         # aten ops are answered below autograd, not here; and the compiler sees those, and our rules for them, only
-        if answer is not None and type(func) is not OpOverload and not torch.compiler.is_compiling():
+        if answer is not None and type(func) is not OpOverload and not _is_compiling():
             return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

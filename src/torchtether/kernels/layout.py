@@ -65,8 +65,7 @@ class Layout(NamedTuple):
 
     def pick_from(self, weight: Any) -> list[Tensor | None]:
         """The same from a Weight, without the mapping in between."""
-        held = weight.__dict__
-        return [None if name is None else held[name] for name in self.attributes]
+        return [*map(weight.__dict__.get, self.attributes)]  # None is the name of no attribute
 
 
 @lru_cache(maxsize=4096)

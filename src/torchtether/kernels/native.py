@@ -15,6 +15,8 @@ from .layout import DTYPES, Layout
 
 Ordered = Sequence[Tensor | None]
 _PLAIN = (Tensor, torch.nn.Parameter)
+_LIKE = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES}
+"""``new_empty`` of these takes half as long as with a dtype, and does not ask for the default device as ``empty``."""
 
 
 def linear(layout: Layout, parts: Ordered, x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -47,8 +49,10 @@ def linear(layout: Layout, parts: Ordered, x: Tensor, bias: Tensor | None) -> Te
         if not fits or not bias.is_cpu or not bias.is_contiguous() or bias.is_neg():
             return None
         shift = bias.data_ptr()
-    out = x.new_empty((*x.shape[:-1], layout.rows))  # torch.empty would ask for the default device
-    stride = x.stride(0) if x.dim() == 2 else columns
+    if x.dim() == 2:
+        stride, out = x.stride(0), x.new_empty(rows, layout.rows)  # torch.empty would ask for the default device
+    else:
+        stride, out = columns, x.new_empty(*x.shape[:-1], layout.rows)
     library.tether_linear(layout.address, *held, address, rows, stride, number, shift, out.data_ptr())
     return out
 
@@ -82,7 +86,7 @@ def decode(
             return None
     if out is None:
         shape = (count,) if index is None else index.shape
-        out = parts[0].new_empty((*shape, layout.columns), dtype=dtype)  # type: ignore[union-attr]
+        out = _LIKE[dtype].new_empty(*shape, layout.columns)
     else:
         out = out[:count]
     if library.tether_decode(layout.address, *held, where, start, count, number, out.data_ptr()):
@@ -94,14 +98,14 @@ def _addresses(layout: Layout, parts: Ordered) -> list[int | None] | None:
     """Where the parts lie; ``None`` if one is not the whole, plain, contiguous tensor that the layout means."""
     found: list[int | None] = []
     for expected, part in zip(layout.parts, parts, strict=True):
-        if expected is None or part is None:
-            if expected is not None or part is not None:
+        if part is None:
+            if expected is not None:
                 return None
             found.append(None)
             continue
-        if part.dtype is not expected[1] or part.numel() != expected[2] or type(part) not in _PLAIN:
+        if expected is None or part.dtype is not expected[1] or part.numel() != expected[2]:
             return None
-        if not (part.is_cpu and part.is_contiguous()):
+        if type(part) not in _PLAIN or not (part.is_cpu and part.is_contiguous()):
             return None
         address = part.data_ptr()
         if address == 0:  # freed, as FSDP does between uses

@@ -24,6 +24,7 @@ from ..weight import Weight
 from .rows import cut_rows
 
 aten = torch.ops.aten
+_is_compiling = torch.compiler.is_compiling
 
 SCRATCH = 32 * 2**20
 """Bytes of decoded weight above which products decode row chunks instead of the whole."""
@@ -62,7 +63,7 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     """
     if isinstance(weight, Weight) and is_tracing():
         return _plain_linear(op, input, _traced(weight), bias)
-    if not isinstance(weight, Weight) or _records_graph(input, weight, bias):
+    if not isinstance(weight, Weight) or (torch.is_grad_enabled() and _records_graph(input, weight, bias)):
         return _plain_linear(op, input, weight, bias)
     layout = weight.kernel_layout
     if layout is not None and not is_observed():
@@ -261,7 +262,7 @@ def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, _traced(weight), *args, **kwargs)
-    if isinstance(weight, Weight) and max_norm is None and not _records_graph(weight):
+    if isinstance(weight, Weight) and max_norm is None and not (torch.is_grad_enabled() and _records_graph(weight)):
         return gather(weight, input)
     return _plain_embedding(op, input, weight, *args, **kwargs)
 
@@ -282,13 +283,13 @@ def embedding_rows(op: Any, weight: Tensor, indices: Tensor, *args: Any, **kwarg
 
 def gather(weight: Weight, indices: Tensor) -> Tensor:
     """The decoded rows that ``indices`` (any shape, integer) name: shape ``(*indices.shape, *weight.shape[1:])``."""
-    if not weight.spec.is_contiguous or weight.scheme.transparent:
-        return weight.values_of().index_select(0, indices.reshape(-1)).view(*indices.shape, *weight.shape[1:])
-    layout = None if torch.compiler.is_compiling() else weight.kernel_layout
+    layout = None if _is_compiling() else weight.kernel_layout  # none where strides are turned
     if layout is not None and not is_observed():
         wide = indices if indices.dtype is not torch.int32 else indices.to(torch.int64)
         made = native.decode(layout, layout.pick_from(weight), weight._spec.dtype, index=wide.contiguous())
         if made is not None:
             return made
+    if not weight.spec.is_contiguous or weight.scheme.transparent:
+        return weight.values_of().index_select(0, indices.reshape(-1)).view(*indices.shape, *weight.shape[1:])
     rows = weight.scheme.gather(weight.parts, weight.spec.base, indices.reshape(-1), weight.dtype)
     return rows.view(*indices.shape, *weight.shape[1:])
