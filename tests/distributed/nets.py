@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchtether as tt
@@ -30,6 +31,37 @@ class Tied(nn.Module):
 
 def tokens():
     return torch.arange(12) * 7 % 101
+
+
+def build(*, vocab=101, mesh=None, on_meta=True, quantize=None):
+    """The model sharded block by block, before it has memory."""
+    if on_meta:
+        with tt.on_meta():
+            model = Tied(vocab)
+    else:
+        model = Tied(vocab)
+    if quantize:
+        tt.quantize(model, quantize)
+    for block in model.body:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def loaded(path, *, vocab=101, **options):
+    """The model as one process has loaded it."""
+    with tt.on_meta():
+        model = Tied(vocab)
+    tt.load(model, path, **options)
+    return model
+
+
+def step(model, optimizer):
+    """The loss of one step of training."""
+    loss = nn.functional.cross_entropy(model(tokens()), tokens())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def rows_of(tensor, rank, world):

@@ -16,32 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchtether as tt
 import torchtether.distributed
-from tests.distributed.nets import Tied, rows_of, same_rows, tokens
+from tests.distributed.nets import Tied, build, loaded, rows_of, same_rows, step, tokens
 from tests.distributed.spawn import spawn
 from torchtether.files import TensorFile
 
 FULL = {"emb.weight": "int8", "body.0.0.weight": tt.int4(group_size=16), "body.1.0.weight": "nf4"}
-
-
-def build(*, vocab=101, mesh=None, on_meta=True, quantize=None):
-    """A tied model, sharded block by block, before it has memory."""
-    if on_meta:
-        with tt.on_meta():
-            model = Tied(vocab)
-    else:
-        model = Tied(vocab)
-    if quantize:
-        tt.quantize(model, quantize)
-    for block in model.body:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def reference(path, **options):
-    with tt.on_meta():
-        model = Tied(options.pop("vocab", 101))
-    tt.load(model, path, **options)
-    return model
 
 
 def check(model, wanted):
@@ -67,13 +46,13 @@ def loads(paths):
         early = torch.optim.SGD(before, lr=0.1)
         report = tt.distributed.load(model, path, **options)
         assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-        check(model, reference(path, **options))
+        check(model, loaded(path, **options))
         tt.check_optimizer(model, early)
         nbytes[what] = report.bytes
     for rules in (FULL, {"emb.weight": tt.fp8("tensor")}, {"emb.weight": tt.Plain(), "*.0.*bias": tt.Plain()}):
         if rules is FULL and dist.get_world_size() == 3:
             rules = {"emb.weight": "int8"}  # nf4 has blocks that 3 ranks would cut
-        wanted = reference(paths["float"], quantize=rules)
+        wanted = loaded(paths["float"], quantize=rules)
         model = build()
         report = tt.distributed.load(model, paths["float"], quantize=rules)
         check(model, wanted)
@@ -88,7 +67,7 @@ def loads(paths):
             tt.distributed.load(again, paths["quantized" if rules is FULL else "float"], quantize=None)
     real = build(on_meta=False)  # filled in place, also after a forward, which leaves the root gathered
     places = [p.to_local().data_ptr() for p in real.parameters()]
-    wanted = reference(paths["float"])
+    wanted = loaded(paths["float"])
     expected = wanted(tokens())
     for _ in range(2):
         with torch.no_grad():
@@ -171,9 +150,9 @@ def meshes(path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = build(mesh=mesh)
     tt.distributed.load(model, path)
-    check(model, reference(path))
+    check(model, loaded(path))
     assert model.emb.weight.placements == (Replicate(), Shard(0))
-    wanted = dict(reference(path).named_parameters())
+    wanted = dict(loaded(path).named_parameters())
     for placements in [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Shard(0), Shard(0))]:
         with torch.device("meta"):
             made = Tied(101)
@@ -203,7 +182,7 @@ def in_a_fake_world(path, world, rank):
         report = tt.distributed.load(model, path)
         rows = rows_of(Tied(101).emb.weight, rank, world)
         assert tuple(model.emb.weight.to_local().shape) == tuple(rows.shape)
-        check(model, reference(path))
+        check(model, loaded(path))
         return report.bytes
     finally:
         dist.destroy_process_group()
@@ -327,7 +306,7 @@ def stale(path):
     """With the swap flag, assign=True leaves FSDP2 gathering an older tensor; after our load it is the new one."""
     losses = []
     for is_ours in (False, True):
-        model, wanted = build(on_meta=False), reference(path)
+        model, wanted = build(on_meta=False), loaded(path)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         step(model, optimizer)
         torch.__future__.set_swap_module_params_on_conversion(True)
@@ -341,17 +320,9 @@ def stale(path):
         if is_ours:
             tt.distributed.load(model, path)
         losses.append([step(model, optimizer) for _ in range(3)])
-    wanted = reference(path)
+    wanted = loaded(path)
     optimizer = torch.optim.SGD(wanted.parameters(), lr=0.5)
     return losses, [step(wanted, optimizer) for _ in range(3)]
-
-
-def step(model, optimizer):
-    loss = nn.functional.cross_entropy(model(tokens()), tokens())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def test_after_a_load_forward_uses_what_was_loaded(paths):
@@ -373,7 +344,7 @@ def trains(path, rules):
 
 @pytest.mark.parametrize("rules", [None, {"emb.weight": "int8"}], ids=["float", "int8"])
 def test_training_goes_on_as_on_one_process(paths, rules):
-    model = reference(paths["float"], quantize=rules)
+    model = loaded(paths["float"], quantize=rules)
     for parameter in model.parameters():
         parameter.requires_grad_(not isinstance(parameter, tt.Weight))
     optimizer = torch.optim.AdamW([p for p in model.parameters()], lr=1e-2)
@@ -387,7 +358,7 @@ def test_without_a_process_group_it_is_tt_load(paths):
     with tt.on_meta():
         model = Tied(101)
     report = tt.distributed.load(model, paths["float"], quantize={"emb.weight": "int8"})
-    check(model, reference(paths["float"], quantize={"emb.weight": "int8"}))
+    check(model, loaded(paths["float"], quantize={"emb.weight": "int8"}))
     again = Tied(101)
     other = tt.load(again, paths["float"], quantize={"emb.weight": "int8"})
     timing = {"seconds": 0.0, "peak": None, "mapped_peak": None}

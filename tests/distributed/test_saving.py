@@ -12,11 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import torchtether as tt
 import torchtether.distributed
-from tests.distributed.nets import Tied, same_rows, tokens
+from tests.distributed.nets import Tied, build, loaded, same_rows, step, tokens
 from tests.distributed.spawn import spawn
 
 SCHEMES = {
@@ -27,29 +26,6 @@ SCHEMES = {
     "blocks of several rows": {"body.1.0.weight": "nf4"},
 }
 OPTIONS = ({}, {"max_shard_size": 2500}, {"aliases": "copy", "max_shard_size": 4000})
-
-
-def build(mesh=None):
-    with tt.on_meta():
-        model = Tied(101)
-    for block in model.body:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def loaded(path, **options):
-    with tt.on_meta():
-        model = Tied(101)
-    tt.load(model, path, **options)
-    return model
-
-
-def step(model, optimizer):
-    loss = nn.functional.cross_entropy(model(tokens()), tokens())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def equal_folders(one, two):
@@ -77,7 +53,7 @@ def saves(source, folder, mesh_shape=None):
     for what, rules in SCHEMES.items():
         if what.startswith("blocks") and dist.get_world_size() == 3:
             continue
-        model = build(mesh)
+        model = build(mesh=mesh)
         tt.distributed.load(model, source, quantize=rules)
         for i, options in enumerate(OPTIONS):
             tt.distributed.save(model, folder / f"{what} {i}", **options)
@@ -87,13 +63,13 @@ def saves(source, folder, mesh_shape=None):
             with torch.no_grad():
                 model.eval()(tokens())  # leaves the root gathered
             tt.distributed.save(model, folder / "float 0")  # over the one that is there
-            fresh = build(mesh)
+            fresh = build(mesh=mesh)
             try:
                 tt.distributed.save(fresh, folder / "nothing")
             except tt.CheckpointError as error:
                 assert "on meta and has no values" in str(error)
         elif what != "plain":  # which no file records
-            again = build(mesh)
+            again = build(mesh=mesh)
             tt.distributed.load(again, folder / f"{what} 1")
             for name, held in again.named_parameters():
                 assert same_rows(held, loaded(source, quantize=rules).get_parameter(name)), name

@@ -76,18 +76,20 @@ def check_options():
         compare(train(_sharded(make, units, **options), **_share()), expected, 1e-9)
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_views_train_as_in_one_process(world):
-    spawn(check_training, world, list(KINDS), timeout=200)
-
-
-def test_options():
-    spawn(check_options, 2, timeout=200)
+def test_views_train_as_in_one_process():
+    spawn(check_training, 3, ["turned, ends are units", "fused"], timeout=200)
 
 
 @pytest.mark.slow
-def test_options_on_four_ranks():
-    spawn(check_options, 4, timeout=200)
+@pytest.mark.parametrize("world", [2, 3])
+def test_views_in_other_units(world):
+    spawn(check_training, world, list(KINDS), timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_options(world):
+    spawn(check_options, world, timeout=200)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     that of a module which takes the view in ``forward``; of two parameters over one memory too, where the optimizer
     keeps no state.  ``tt.distributed.save`` and ``load`` know the name; the model's own ``state_dict()`` leaves it out.
 
+    A tied group is gathered once and has one gradient: there is no plan of two units over one shard ("dual leaf"),
+    which would halve the peak of a large embedding in backward, and needs fields of FSDP2 that are private.
+
     Stock calls are guarded from then on: see ``torchtether.distributed.guards``.
 
     Args:
