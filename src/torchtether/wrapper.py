@@ -251,7 +251,8 @@ def rebuild_wrapper(
     """What pickle calls."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
         raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
-    made = kind(**from_pickle(inner, float8), **how)
+    fields: dict[str, Any] = {**from_pickle(inner, float8), **how}
+    made = kind(**fields)
     made.__dict__.update(attributes)
     if is_param:
         made._is_param = True
