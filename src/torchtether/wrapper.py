@@ -62,6 +62,10 @@ class WrapperTensor(Tensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for names in (cls.inner_names, cls.metadata_names):
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                fix = 'Write ("codes",), with the comma.'
+                raise TetherError(f"{names!r} is no tuple of names", name=cls.__name__, fix=fix)
         for name in (*cls.inner_names, *cls.metadata_names):
             if hasattr(Tensor, name):
                 raise TetherError(f"{name!r} is an attribute of every tensor", name=cls.__name__, fix="Rename it.")
@@ -108,7 +112,7 @@ class WrapperTensor(Tensor):
 
     def decode(self) -> Tensor:
         """The values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by plain tensor functions."""
-        raise NotImplementedError(f"{type(self).__name__}.decode")
+        raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which gives its values. Write it.")
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
         """The inner tensors of other ``values`` (of ``self.base``, dtype and device), with the metadata of this one."""

@@ -88,3 +88,14 @@ def test_a_part_that_is_none_stays_so():
 def test_fields_that_are_wrong_are_named(fields, said):
     with pytest.raises(tt.TetherError, match=said):
         Affinely(**{**_parts(False), **fields}, dtype=torch.float32)
+
+
+def test_names_are_a_tuple():
+    with pytest.raises(tt.TetherError, match=r"^Wrong: 'codes' is no tuple of names\."):
+        type("Wrong", (tt.WrapperTensor,), {"inner_names": "codes"})
+
+
+def test_what_is_not_written_yet_is_said():
+    made = type("Bare", (tt.WrapperTensor,), {"inner_names": ("codes",)})(codes=torch.ones(2), dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match=r"^Bare: it has no decode\(\)"):
+        made + 1
