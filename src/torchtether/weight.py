@@ -106,7 +106,14 @@ class Weight(Tensor):
         spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if scheme.transparent:
             spec = spec.replace(stride=tuple(values.stride()))
-        return cls(scheme.encode(values), spec)
+        parts = scheme.encode(values)
+        if parts.keys() != scheme.layout(spec.shape).keys():
+            raise SchemeError(
+                f"encode gives the parts {', '.join(parts)}, layout promises {', '.join(scheme.layout(spec.shape))}",
+                name=type(scheme).__name__,
+                fix="What parts there are follows from the shape alone: keep room for what the values may need.",
+            )
+        return cls(parts, spec)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ._torch import as_plain
+from .arguments import said
 from .errors import TetherError, UnsupportedOpError
 from .inner import are_shared, from_pickle, share, to_pickle
 from .schemes import Plain, Shape
@@ -32,6 +33,10 @@ class WrapperTensor(Tensor):
     Ops that read values run on the decoded ones; in-place ops encode their result into the same inner tensors;
     Transposing and permuting share them; any other view raises UnsupportedOpError rather than copy.  For a
     new *quantized kind* a ``tt.Scheme`` is less work still, and also saves, loads, cuts rows and shards.
+
+    An inner tensor may be None, but for the first.  A subclass has the names of its base, unless it says others.  It is
+    called with its fields by name; for another constructor write a ``__new__`` that ends in
+    ``return super().__new__(cls, codes=..., step=..., dtype=...)``: what is made from a tensor goes past it.
 
     Metadata must not depend on the values, and be comparable constants: it is what ``torch.compile`` guards on.
 
@@ -57,6 +62,10 @@ class WrapperTensor(Tensor):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for names in (cls.inner_names, cls.metadata_names):
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                fix = 'Write ("codes",), with the comma.'
+                raise TetherError(f"{names!r} is no tuple of names", name=cls.__name__, fix=fix)
         for name in (*cls.inner_names, *cls.metadata_names):
             if hasattr(Tensor, name):
                 raise TetherError(f"{name!r} is an attribute of every tensor", name=cls.__name__, fix="Rename it.")
@@ -77,23 +86,33 @@ class WrapperTensor(Tensor):
         if fields.keys() != asked or not cls.inner_names:
             raise TetherError(f"needs {sorted(asked)}, got {sorted(fields)}", name=cls.__name__)
         first = fields[cls.inner_names[0]]
+        for name in cls.inner_names:
+            one = fields[name]
+            if not isinstance(one, Tensor) and (one is not None or one is first):
+                fix = "Give a tensor." if one is first else "Give a tensor, or None."
+                raise TetherError(f"{name} is {said(one)}, not an inner tensor", name=cls.__name__, fix=fix)
+        for name in cls.metadata_names:
+            if isinstance(fields[name], Tensor):
+                fix = "Name it in inner_names."
+                raise TetherError(f"{name} is a tensor, not metadata", name=cls.__name__, fix=fix)
         size = tuple(first.shape if shape is None else shape)
         steps = contiguous_stride(size) if stride is None else tuple(stride)
         made: WrapperTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, size, strides=steps, dtype=dtype, device=first.device, requires_grad=requires_grad
         )
+        made._geometry = WeightSpec(size, steps, dtype, _GEOMETRY)
+        for name, value in fields.items():
+            setattr(made, name, value)
         return made
 
-    def __init__(self, *, dtype: torch.dtype, requires_grad: bool = False, **fields: Any) -> None:
-        self._geometry = WeightSpec(tuple(self.shape), tuple(self.stride()), dtype, _GEOMETRY)
-        for name in (*self.inner_names, *self.metadata_names):
-            setattr(self, name, fields[name])
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to do: a subclass with a constructor of its own writes ``__new__``, whatever it takes."""
 
     # -- what a subclass writes -----------------------------------------------------------------------------------
 
     def decode(self) -> Tensor:
         """The values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by plain tensor functions."""
-        raise NotImplementedError(f"{type(self).__name__}.decode")
+        raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which gives its values. Write it.")
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
         """The inner tensors of other ``values`` (of ``self.base``, dtype and device), with the metadata of this one."""
@@ -103,8 +122,9 @@ class WrapperTensor(Tensor):
 
     @property
     def inner_tensors(self) -> dict[str, Tensor]:
-        """The inner tensors by name."""
-        return {name: getattr(self, name) for name in self.inner_names}
+        """The inner tensors by name; those that are None are left out."""
+        found = {name: getattr(self, name) for name in self.inner_names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -127,8 +147,15 @@ class WrapperTensor(Tensor):
     ) -> WrapperTensor:
         """The same kind of tensor around ``inner``. Every one that comes from another is made here."""
         what = geometry or self._geometry
-        fields: dict[str, Any] = {**inner, **self.metadata}
-        return type(self)(dtype=dtype or what.dtype, shape=what.shape, stride=what.stride, **fields)
+        return self._around(inner, self.metadata, dtype or what.dtype, what.shape, what.stride)
+
+    @classmethod
+    def _around(
+        cls, inner: Mapping[str, Tensor], metadata: Mapping[str, Any], dtype: torch.dtype, shape: Any, stride: Any
+    ) -> WrapperTensor:
+        """One of this class, past whatever constructor it has."""
+        fields: dict[str, Any] = {**dict.fromkeys(cls.inner_names), **inner, **metadata}
+        return WrapperTensor.__new__(cls, dtype=dtype, shape=shape, stride=stride, **fields)
 
     def map(self, function: Callable[[Tensor], Tensor], *, dtype: torch.dtype | None = None) -> WrapperTensor:
         """The same kind of tensor whose inner tensors are ``function`` of these."""
@@ -158,15 +185,14 @@ class WrapperTensor(Tensor):
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.inner_names), (self.dtype, tuple(self.metadata.items()))
+        return list(self.inner_tensors), (self.dtype, tuple(self.metadata.items()))
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: Mapping[str, Tensor], context: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> WrapperTensor:
         dtype, metadata = context
-        fields: dict[str, Any] = {**inner, **dict(metadata)}
-        return cls(dtype=dtype, shape=outer_size, stride=outer_stride, **fields)
+        return cls._around(inner, dict(metadata), dtype, outer_size, outer_stride)
 
     @classmethod
     def __torch_function__(
@@ -225,7 +251,7 @@ class WrapperTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         inner, float8 = to_pickle(self.inner_tensors)
-        how = {"dtype": self.dtype, "shape": tuple(self.shape), "stride": tuple(self.stride()), **self.metadata}
+        how = (self.metadata, self.dtype, tuple(self.shape), tuple(self.stride()))
         is_param = isinstance(self, torch.nn.Parameter)
         return rebuild_wrapper, (type(self), inner, float8, how, self.requires_grad, is_param, self._attributes())
 
@@ -243,7 +269,7 @@ def rebuild_wrapper(
     kind: type[WrapperTensor],
     inner: dict[str, Tensor],
     float8: dict[str, str],
-    how: dict[str, Any],
+    how: tuple[dict[str, Any], torch.dtype, tuple[int, ...], tuple[int, ...]],
     requires_grad: bool,
     is_param: bool,
     attributes: dict[str, Any],
@@ -251,7 +277,7 @@ def rebuild_wrapper(
     """What pickle calls."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
         raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
-    made = kind(**from_pickle(inner, float8), **how)
+    made = kind._around(from_pickle(inner, float8), *how)
     made.__dict__.update(attributes)
     if is_param:
         made._is_param = True
@@ -322,7 +348,7 @@ def _copy_(func: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -
 
 def _fits(given: Tensor, held: WrapperTensor) -> bool:
     assert isinstance(given, WrapperTensor)
-    shapes = [[tensor.shape for tensor in one.inner_tensors.values()] for one in (given, held)]
+    shapes = [{name: tensor.shape for name, tensor in one.inner_tensors.items()} for one in (given, held)]
     geometry = given._geometry.replace(dtype=held.dtype) == held._geometry
     return geometry and shapes[0] == shapes[1] and given.metadata == held.metadata
 

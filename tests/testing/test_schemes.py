@@ -194,6 +194,77 @@ def test_rows_that_span_the_wrong_parts_are_found():
     assert report.failed
 
 
+class _Values(Whole):
+    """It keeps large values beside the codes, if there are any."""
+
+    kind: ClassVar[str] = "test-values"
+
+    def encode(self, values):
+        made = super().encode(values)
+        large = values.flatten()[(values.abs() > 100).flatten()] if not values.is_meta else values[:0]
+        return {**made, "large": large} if large.numel() else made
+
+
+@dataclass(frozen=True)
+class _Fours(Whole):
+    """Only matrices, of rows by four."""
+
+    kind: ClassVar[str] = "test-fours"
+
+    def layout(self, shape):
+        if len(shape) != 2 or shape[0] % 4:
+            raise tt.SchemeError(f"takes 2 dimensions and rows by 4, got shape {tuple(shape)}")
+        return super().layout(shape)
+
+
+def test_parts_that_depend_on_the_values_are_refused():
+    report = check_scheme(_Values(), laws="layout")
+    assert "layout promises ['codes', 'scale']" in report.failed[0].what
+    with pytest.raises(tt.SchemeError, match=r"^_Values: encode gives the parts codes, scale, large, layout promises"):
+        tt.Weight.encode(torch.full((2, 4), 200.0), _Values())
+
+
+def test_a_scheme_may_be_choosy_about_shapes():
+    report = check_scheme(_Fours()).check()
+    assert [result.law for result in report.passed].count("rows") == 1
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    with pytest.raises(tt.SchemeError, match=r"^0\.weight: .*takes 2 dimensions and rows by 4, got shape \(6, 8\)"):
+        tt.quantize(model, _Fours())
+    assert type(model[0].weight) is torch.nn.Parameter
+
+
+def test_why_encode_refuses_is_said():
+    refuses = lambda self, values: (_ for _ in ()).throw(tt.SchemeError("not today"))  # noqa: E731
+    scheme = _broken("refuses", encode=refuses)
+    try:
+        report = check_scheme(scheme, laws="bound")
+    finally:
+        del KINDS[scheme.kind]
+    assert "not today" in report.failed[0].what
+
+
+def test_what_is_not_written_yet_is_said():
+    @dataclass(frozen=True)
+    class Kindless(tt.BlockScheme):
+        pass
+
+    @dataclass(frozen=True)
+    class Bare(tt.Scheme):
+        kind: ClassVar[str] = "test-bare"
+
+    with pytest.raises(tt.LawError, match="Kindless has no kind"):
+        check_scheme(Kindless())
+    with pytest.raises(tt.SchemeError, match=r"^Kindless: it has no kind"):
+        Kindless().to_json()
+    with pytest.raises(NotImplementedError, match=r"^Kindless: it has no fit\(\)\. It needs"):
+        Kindless().encode(torch.ones(2, 2))
+    try:
+        with pytest.raises(NotImplementedError, match=r"^Bare: it has no layout\(\)\. A scheme needs"):
+            check_scheme(Bare())
+    finally:
+        del KINDS["test-bare"]
+
+
 def test_it_says_what_it_cannot_check():
     with pytest.raises(tt.LawError, match="fits none of the shapes"):
         check_scheme(tt.int8(), shapes=[()])

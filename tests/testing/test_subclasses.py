@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torchtether as tt
 from tests.catalog import SCHEMES, each_scheme
 from tests.testing.classes import BROKEN, Sixteenths
 from torchtether.testing import check_tensor_subclass
-from torchtether.testing.tensors import LAWS
+from torchtether.testing.tensors import LAWS, Subject, processes
 
 COMPILED = {"plain", "int8", "int4-sym-group32", "mxfp4", "nvfp4", "nf4-double"}
 """tests/test_laws.py compiles one of each family too; the rest runs with the slow tests."""
@@ -127,8 +128,6 @@ def test_flags_and_random_numbers_are_left_alone():
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch):
-    from torchtether.testing.tensors import processes
-
     class Sleeps(Sixteenths):
         def share_memory_(self):
             import time
@@ -185,6 +184,34 @@ def test_who_listens_to_the_compiler_changes_no_verdict():
         assert heard in trace.handlers
     finally:
         trace.removeHandler(heard)
+
+
+def _each_sharded(rank, rows, folder):
+    """Law ``fsdp2`` of every scheme in one group of processes: starting them takes longer than all of it."""
+
+    def task():
+        found = {}
+        for index in rows:
+            row = SCHEMES[index]
+            spans = [part.span for part in row.scheme.layout((16, 64)).values()]
+            make = partial(_sized, row, 2 * max(8, max(spans) // 64))  # halves cut no block: nf4-double has one of 256
+            try:
+                found[row.id] = processes._product_of_shards(Subject(make, None, None))
+            except Exception as error:
+                found[row.id] = f"raises {type(error).__name__}: {error}"
+        return "; ".join(f"{name}: {said}" for name, said in found.items() if said)
+
+    return processes._grouped(rank, folder, task)
+
+
+def _sized(row, rows):
+    return tt.Weight.encode(torch.randn(rows, 64), row.scheme)
+
+
+@pytest.mark.slow
+def test_weights_of_every_scheme_shard(tmp_path):
+    code, said = processes._spawned(_each_sharded, (range(len(SCHEMES)), str(tmp_path)), 500.0, processes=2)
+    assert (code, said) == (0, "")
 
 
 class Bytes(tt.WrapperTensor):

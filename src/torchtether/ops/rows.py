@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedOpError
+from ..errors import SchemeError, UnsupportedOpError
 from ..schemes import Part, Scheme, Shape, same_bits
 from ..spec import WeightSpec
 from ..weight import Weight
@@ -38,13 +38,22 @@ def first_rows(weight: Tensor, count: int) -> Tensor:
 
 
 def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
-    """The parts of rows ``start:stop`` of the base tensor, as views. Raises where a block would be cut in two.
+    """The parts of rows ``start:stop`` of the base tensor, as views.
+
+    Raises UnsupportedOpError where a block would be cut in two, or the scheme does not take so few rows.
 
     What lies in a room behind its first rows is padding, so those may end within a block.
     """
     base = weight.spec.base
     is_padded = weight._is_room and start == 0
     cuts = part_rows(weight.scheme.layout(base), base, start, stop, is_padded=is_padded)
+    try:
+        weight.scheme.layout((stop - start, *base[1:]))
+    except SchemeError as error:
+        raise UnsupportedOpError(
+            f"rows {start}:{stop} of a Weight of shape {tuple(base)} do not fit its scheme: {error}",
+            fix="Call .dequantize() first.",
+        ) from None
     return {name: weight.parts[name].detach() if cut is None else weight.parts[name][cut] for name, cut in cuts.items()}
 
 

@@ -73,19 +73,19 @@ class BlockScheme(Blocked):
 
     def fit(self, x: Tensor) -> dict[str, Tensor]:
         """The ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
-        raise NotImplementedError(f"{type(self).__name__}.fit")
+        raise NotImplementedError(self._unwritten("fit"))
 
     def to_codes(self, x: Tensor, *numbers: Tensor) -> Tensor:
         """Where the values ``x`` lie among the codes, not rounded; half a code beyond the ends is clipped."""
-        raise NotImplementedError(f"{type(self).__name__}.to_codes")
+        raise NotImplementedError(self._unwritten("to_codes"))
 
     def to_values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
         """What ``codes`` (whole numbers, float32) decode to."""
-        raise NotImplementedError(f"{type(self).__name__}.to_values")
+        raise NotImplementedError(self._unwritten("to_values"))
 
     def error(self, codes: Tensor, *numbers: Tensor) -> Tensor:
         """The largest error of values that were encoded as ``codes``."""
-        raise NotImplementedError(f"{type(self).__name__}.error")
+        raise NotImplementedError(self._unwritten("error"))
 
     # -- the interface ------------------------------------------------------------------------------------------
 
@@ -135,6 +135,9 @@ class BlockScheme(Blocked):
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _unwritten(self, method: str) -> str:
+        return f"{type(self).__name__}: it has no {method}(). It needs fit, to_codes, to_values and error."
+
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
         codes, *numbers = self._aligned(grid, parts, self._codes(grid, parts, start, stop), start, stop)
         return self._whole(self.to_values(codes, *numbers), codes, "to_values").reshape(stop - start, grid.columns)
@@ -178,7 +181,8 @@ class BlockScheme(Blocked):
             )
         for name, one in found.items():
             if not torch.compiler.is_compiling() and not bool(one.isfinite().all()):
-                raise SchemeError(f"fit gives a {name} that is not finite", name=type(self).__name__)
+                fix = "A block may hold one value, or only zeros: its range is 0 then."
+                raise SchemeError(f"fit gives a {name} that is not finite", name=type(self).__name__, fix=fix)
         if "scale" in found:
             smallest = torch.where(x.abs().amax(-1) > 0, TINY, 1.0)
             found["scale"] = torch.where(found["scale"].abs() < TINY, smallest, found["scale"])

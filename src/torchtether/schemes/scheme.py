@@ -69,7 +69,7 @@ class Scheme:
 
     def layout(self, shape: Shape) -> dict[str, Part]:
         """The parts of a tensor of ``shape``, in order. Raises SchemeError if the shape does not fit."""
-        raise NotImplementedError(f"{type(self).__name__}.layout")
+        raise NotImplementedError(_unwritten(self, "layout"))
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
         """The parts of ``values`` (any float dtype, any strides), as ``layout`` says, on the same device.
@@ -77,15 +77,15 @@ class Scheme:
         Computed in float32 and in bounded scratch. Raises SchemeError for values that are not finite.
         On ``meta`` it returns parts on ``meta``.
         """
-        raise NotImplementedError(f"{type(self).__name__}.encode")
+        raise NotImplementedError(_unwritten(self, "encode"))
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """The values of ``parts`` as a new contiguous tensor of ``shape`` and ``dtype``."""
-        raise NotImplementedError(f"{type(self).__name__}.decode")
+        raise NotImplementedError(_unwritten(self, "decode"))
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         """The largest error of ``decode(encode(values))`` per element: float32, broadcastable to ``shape``."""
-        raise NotImplementedError(f"{type(self).__name__}.bound")
+        raise NotImplementedError(_unwritten(self, "bound"))
 
     # -- what most schemes need not change ------------------------------------------------------------------------
 
@@ -155,12 +155,19 @@ class Scheme:
         >>> scheme_from_json(Affine(bits=4).to_json()) == Affine(bits=4)
         True
         """
+        if not hasattr(self, "kind"):
+            fix = 'Give its class one: kind: ClassVar[str] = "mine".'
+            raise SchemeError("it has no kind, by which files would name it", name=type(self).__name__, fix=fix)
         fields: dict[str, Any] = {"kind": self.kind}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if value != field.default:
                 fields[field.name] = _jsonable(value)
         return fields
+
+
+def _unwritten(scheme: Scheme, method: str) -> str:
+    return f"{type(scheme).__name__}: it has no {method}(). A scheme needs layout, encode, decode and bound."
 
 
 def scheme_from_json(record: Any) -> Scheme:

@@ -68,11 +68,14 @@ class Case(NamedTuple):
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')} {self.pattern!r}"
 
 
-def cases(shapes: tuple[Shape, ...], patterns: tuple[str, ...] = PATTERNS) -> list[Case]:
-    """Every shape with half of the patterns, and always the first; dtypes take turns, so that each meets each."""
+def cases(shapes: tuple[Shape, ...], patterns: tuple[str, ...] = PATTERNS, seed: int = 0) -> list[Case]:
+    """Every shape with half of the patterns, and always the first; dtypes take turns, so that each meets each.
+
+    ``seed`` turns both, and gives other numbers.
+    """
     return [
-        Case(shape, FLOATS[(i + j // 2) % len(FLOATS)], pattern, 31 * i + j)
-        for i, shape in enumerate(shapes)
+        Case(shape, FLOATS[(i + j // 2) % len(FLOATS)], pattern, 31 * i + j + seed)
+        for i, shape in enumerate(shapes, seed % 97)
         for j, pattern in enumerate(patterns)
         if j == 0 or (i + j) % 2
     ]

@@ -43,8 +43,8 @@ class _Subject:
             values = case.values()
             try:
                 parts = self.scheme.encode(values)
-            except SchemeError:
-                require(case.pattern != "normal", f"encode refuses {case}")
+            except SchemeError as error:
+                require(case.pattern != "normal", f"encode refuses {case}: {error}")
                 continue
             yield case, values, parts
 
@@ -55,7 +55,11 @@ class _Subject:
 
 
 def check_scheme(
-    scheme: Scheme, *, shapes: Iterable[Shape] | None = None, laws: Iterable[str] | str | None = None
+    scheme: Scheme,
+    *,
+    shapes: Iterable[Shape] | None = None,
+    laws: Iterable[str] | str | None = None,
+    seed: int = 0,
 ) -> Report:
     """Says which laws a scheme keeps, over shapes, dtypes and patterns that are the same in every run.
 
@@ -66,6 +70,7 @@ def check_scheme(
         scheme: of any class; run it for every setting that you use.
         shapes: what to try; those that the scheme does not fit are left out. Some of one to three dimensions if absent.
         laws: ids of the laws to run; all if absent.
+        seed: draws other numbers, and other patterns and dtypes for each shape.
 
     Raises:
         LawError: there is no law of that id, or no shape fits.
@@ -77,12 +82,14 @@ def check_scheme(
     picked = chosen(LAWS, laws)
     if not isinstance(scheme, Scheme):
         raise LawError(f"got a {type(scheme).__name__}, not a scheme", fix="Derive its class from tt.Scheme.")
+    if not isinstance(getattr(scheme, "kind", None), str):
+        raise LawError(f"{type(scheme).__name__} has no kind", fix='Give its class one: kind: ClassVar[str] = "mine".')
     asked = SHAPES if shapes is None else tuple(tuple(shape) for shape in shapes)
     with quiet():
         fitting = tuple(shape for shape in asked if _fits(scheme, shape))
     if not any(math.prod(shape) for shape in fitting):
         raise LawError(f"{scheme} fits none of the shapes {asked}", fix="Give shapes= that it fits.")
-    drawn = cases(fitting)
+    drawn = cases(fitting, seed=seed)
     return run(picked, _Subject(scheme, fitting, lambda: drawn), str(scheme))
 
 
@@ -130,7 +137,7 @@ def _json(subject: _Subject) -> None:
     "a plan asks for other memory than a load needs, and files are written that cannot be read",
 )
 def _layout(subject: _Subject) -> None:
-    for case, values, parts in subject.each(_CALM):
+    for case, values, parts in subject.each((*_CALM, "large")):
         layout = subject.scheme.layout(case.shape)
         want = {name: (tuple(part.shape), part.dtype or values.dtype) for name, part in layout.items()}
         made = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
@@ -306,9 +313,18 @@ def _rows(subject: _Subject) -> None:
             except UnsupportedOpError:
                 continue
             cut += 1
+            assert isinstance(top, Weight)
+            assert isinstance(bottom, Weight)
+            places = {part.untyped_storage().data_ptr() for part in weight.parts.values()}
+            shared = all(p.untyped_storage().data_ptr() in places for x in (top, bottom) for p in x.parts.values())
+            require(shared, f"rows cut at {at} are a copy, not a view, for {case}")
             require(same_bits(top.dequantize(), values[:at]), f"rows before {at} decode differently, for {case}")
             require(same_bits(bottom.dequantize(), values[at:]), f"rows from {at} decode differently, for {case}")
             whole = torch.cat([top, bottom])
+            alike = not isinstance(whole, Weight) or all(
+                same_bits(whole.parts[name], part) for name, part in weight.parts.items()
+            )
+            require(alike, f"rows cut at {at} and joined have other parts, for {case}")
             whole = whole.dequantize() if isinstance(whole, Weight) else whole
             require(same_bits(whole, values), f"rows cut at {at} and joined decode differently, for {case}")
     if not cut:

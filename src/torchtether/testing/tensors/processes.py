@@ -61,7 +61,7 @@ def _share(given: Tensor, before: list[Tensor]) -> str:
 @law(
     LAWS,
     "fsdp2",
-    "fully_shard on two processes computes what one process computes",
+    "fully_shard on two processes gives each its rows, and computes what one process computes",
     "the model does not fit on one machine, and cannot be split over several",
     optional=True,
 )
@@ -74,24 +74,47 @@ def _fsdp2(subject: Subject) -> None:
 
 
 def _sharded(rank: int, subject: Subject, folder: str) -> str:  # pragma: no cover - in other processes
-    from torch.distributed.fsdp import fully_shard
+    return _grouped(rank, folder, lambda: _product_of_shards(subject))
 
+
+def _grouped(rank: int, folder: str, task: Callable[[], str]) -> str:  # pragma: no cover - in other processes
+    """What ``task`` says, with a group of two processes that meet in ``folder``."""
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
-        weight = subject.parameter()
-        values = subject.values(weight)
-        x = torch.ones(2, values.shape[-1], dtype=values.dtype)
-        wanted = x @ values.t()
-        module = _Product(subject, weight)
-        fully_shard(module)
-        made = module(x)
-        made = made if type(made) is torch.Tensor else subject.values(made)
-        off = (made - wanted).abs().max().item()
-        room = 64 * torch.finfo(values.dtype).eps * wanted.abs().max().item()
-        return "" if off <= room else f"the sharded product is off by {off:.2g}"
+        return task()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _product_of_shards(subject: Subject) -> str:  # pragma: no cover - in other processes
+    """What is wrong with the product and the gradients of a sharded module, empty if nothing is."""
+    from torch.distributed.fsdp import fully_shard
+
+    weight = subject.parameter()
+    values = subject.values(weight)
+    x = torch.ones(2, values.shape[-1], dtype=values.dtype, requires_grad=True)
+    wanted = x.detach() @ values.t()
+    module = _Product(subject, weight)
+    fully_shard(module)
+    held = getattr(module.weight, "to_local", lambda: None)()
+    if held is None:
+        return "fully_shard leaves it whole: it is no DTensor afterwards"
+    if held.shape[0] >= values.shape[0]:
+        return f"each process holds {held.shape[0]} of {values.shape[0]} rows"
+    made = module(x)
+    made.sum().backward()
+    made = made if type(made) is torch.Tensor else subject.values(made)
+    for what, got, want in (
+        ("product", made.detach(), wanted),
+        ("gradient of its input", x.grad, values.sum(0).expand(x.shape)),
+    ):
+        if got is None:
+            return f"there is no {what}"
+        off = (got - want).abs().max().item()
+        if off > 64 * torch.finfo(values.dtype).eps * want.abs().max().item():
+            return f"sharded, the {what} is off by {off:.2g}"
+    return ""
 
 
 class _Product(nn.Module):

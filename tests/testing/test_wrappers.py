@@ -1,0 +1,101 @@
+"""What an author of wrapper subclasses writes on ``tt.WrapperTensor``: optional parts, bases of bases, constructors."""
+
+import copy
+
+import pytest
+import torch
+
+import torchtether as tt
+from torchtether.testing import check_tensor_subclass
+
+
+class Affinely(tt.WrapperTensor):
+    """int8 codes, a scale per row, perhaps a zero point per row, and the range of codes."""
+
+    inner_names, metadata_names = ("codes", "scale", "zero_point"), ("lowest",)
+
+    def decode(self):
+        codes = self.codes.to(self.dtype)
+        return (codes if self.zero_point is None else codes - self.zero_point) * self.scale.to(self.dtype)
+
+    def encode(self, values):
+        low, high = values.float().aminmax(dim=1, keepdim=True)
+        if self.zero_point is None:
+            scale = torch.maximum(-low, high).clamp_min(1e-9) / 127
+            return {"codes": (values / scale).round().clamp(self.lowest, 127).to(torch.int8), "scale": scale}
+        scale = (high - low).clamp_min(1e-9) / 255
+        zero_point = self.lowest - (low / scale).round()
+        codes = ((values / scale).round() + zero_point).clamp(self.lowest, 127)
+        return {"codes": codes.to(torch.int8), "scale": scale, "zero_point": zero_point}
+
+
+class Named(Affinely):
+    """A subclass of that subclass, with a constant of its own."""
+
+    metadata_names = ("lowest", "origin")
+
+
+class FromValues(Affinely):
+    """Its constructor takes values, by keyword only."""
+
+    def __new__(cls, *, values, symmetric=False):
+        zero_point = None if symmetric else torch.zeros(values.shape[0], 1)
+        room = {"codes": torch.zeros(values.shape, dtype=torch.int8), "scale": torch.ones(values.shape[0], 1)}
+        made = super().__new__(cls, **room, zero_point=zero_point, lowest=-128, dtype=values.dtype)
+        made.copy_(values)
+        return made
+
+
+def _parts(symmetric):
+    made = FromValues(values=torch.randn(8, 16), symmetric=symmetric)
+    return {"codes": made.codes, "scale": made.scale, "zero_point": made.zero_point, "lowest": -128}
+
+
+MAKERS = {
+    "both": lambda: Affinely(**_parts(False), dtype=torch.float32),
+    "one": lambda: Affinely(**_parts(True), dtype=torch.float32),
+    "of a subclass": lambda: Named(**_parts(True), origin="a", dtype=torch.float32),
+    "constructor": lambda: FromValues(values=torch.randn(8, 16)),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_it_keeps_every_law(make):
+    assert not check_tensor_subclass(make).check().skipped
+
+
+def test_a_part_that_is_none_stays_so():
+    plain, shifted = MAKERS["one"](), MAKERS["both"]()
+    assert plain.__tensor_flatten__()[0] == ["codes", "scale"]
+    assert copy.deepcopy(plain).clone().zero_point is None
+    values = shifted.dequantize()
+    plain.copy_(shifted)  # of other parts: encoded anew, not copied
+    assert plain.zero_point is None
+    assert (plain.dequantize() - values).abs().max() <= values.abs().max() / 127
+    assert (values - FromValues(values=values).dequantize()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"codes": None}, r"^Affinely: codes is None, not an inner tensor\. Give a tensor\.$"),
+        ({"scale": 0.1}, r"^Affinely: scale is a float, not an inner tensor\. Give a tensor, or None\.$"),
+        ({"lowest": torch.tensor(1)}, r"^Affinely: lowest is a tensor, not metadata\. Name it in inner_names\.$"),
+        ({"extra": 1}, r"^Affinely: needs \['codes', .*\], got \['codes', 'extra'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_fields_that_are_wrong_are_named(fields, said):
+    with pytest.raises(tt.TetherError, match=said):
+        Affinely(**{**_parts(False), **fields}, dtype=torch.float32)
+
+
+def test_names_are_a_tuple():
+    with pytest.raises(tt.TetherError, match=r"^Wrong: 'codes' is no tuple of names\."):
+        type("Wrong", (tt.WrapperTensor,), {"inner_names": "codes"})
+
+
+def test_what_is_not_written_yet_is_said():
+    made = type("Bare", (tt.WrapperTensor,), {"inner_names": ("codes",)})(codes=torch.ones(2), dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match=r"^Bare: it has no decode\(\)"):
+        made + 1
