@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import TracebackType
 
@@ -57,6 +58,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 store.header.tensors, store.header.metadata, store.record, store.beside(), self._read_small
             )
             format, found, entries = recognise(contents)
+            _check_owners(store.record.ties, entries.keys() | found.faults.keys(), str(store.path))
         except BaseException:
             self.store.close()
             raise
@@ -64,9 +66,14 @@ class Checkpoint(Mapping[str, Tensor]):
         self._fitting = format if isinstance(format, Fitting) else None
         self.path: Path = self.store.path
         self.format: str = format.name if format else PLAIN
-        self.faults: Mapping[str, str] = found.faults
-        """What is wrong with quantized weights that cannot be read, by name."""
-        self.ties: tuple[Tie, ...] = self.store.record.ties
+        self.ties: tuple[Tie, ...] = tuple(tie for tie in self.store.record.ties if tie.owner not in found.faults)
+        self.faults: Mapping[str, str] = found.faults | {
+            alias: f"it is {tie.owner}, of which {found.faults[tie.owner]}"
+            for tie in self.store.record.ties
+            for alias in tie.aliases
+            if tie.owner in found.faults and alias not in entries
+        }
+        """What is wrong with quantized weights that cannot be read, by name, aliases included."""
         self._alias: dict[str, tuple[str, View | None]] = {
             alias: (tie.owner, view)
             for tie in self.ties
@@ -76,6 +83,8 @@ class Checkpoint(Mapping[str, Tensor]):
         """What is stored, by name: owners, and what is not tied."""
         self.copies: Mapping[str, Entry] = {name: e for name, e in entries.items() if name in self._alias}
         """Aliases that are stored too."""
+        self.flat: Mapping[str, str] = {a: owner for a, owner in store.flat.items() if owner in self.entries}
+        """``alias: owner`` as other writers note it; there to be found, never listed."""
         self._tied = {tie.owner: tie for tie in self.ties}
         self._kept: dict[str, Tensor] = {}
 
@@ -89,14 +98,14 @@ class Checkpoint(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and (name in self.entries or name in self._alias or name in self.store.flat)
+        return isinstance(name, str) and (name in self.entries or name in self._alias or name in self.flat)
 
     def __getitem__(self, name: str) -> Tensor:
         owner, view = self.find(name)
         whole = self._kept.get(owner)
         if whole is None:
             whole = self.read(owner)
-            if owner in self._tied or owner in self.store.flat.values():
+            if owner in self._tied or owner in self.flat.values():
                 self._kept[owner] = whole
         made = whole if view is None else view_of(whole, view)
         return made.detach()
@@ -130,16 +139,11 @@ class Checkpoint(Mapping[str, Tensor]):
             return name, None
         if name in self._alias:
             return self._alias[name]
-        if name in self.store.flat:
-            return self.store.flat[name], None
+        if name in self.flat:
+            return self.flat[name], None
         if name in self.faults:
             raise CheckpointError(self.faults[name], name=f"{self.path}: {name}")
         raise KeyError(name)
-
-    @property
-    def flat(self) -> Mapping[str, str]:
-        """``alias: owner`` as other writers note it; there to be found, never listed."""
-        return self.store.flat
 
     def spec(self, name: str) -> WeightSpec:
         """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
@@ -381,6 +385,13 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     ['bias', 'weight'] torch.Size([3, 2])
     """
     return Checkpoint(path)
+
+
+def _check_owners(ties: tuple[Tie, ...], names: AbstractSet[str], path: str) -> None:
+    """Raises CheckpointError for an owner that no format made of the stored keys."""
+    for tie in ties:
+        if tie.owner not in names:
+            raise CheckpointError("the record ties names to it, and it is not stored", name=f"{path}: {tie.owner}")
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:

@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads our output has seen enough
         sys.stderr.close()
         return 1
+    except OSError as error:  # a path that the system takes for none, such as one of too long a name
+        print(f"torchtether: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("torchtether: interrupted", file=sys.stderr)
         return 130

@@ -17,6 +17,7 @@ from .files import (
     GGUF_SUFFIX,
     INDEX_SUFFIX,
     KEY,
+    PICKLED,
     SUFFIX,
     Pairs,
     Record,
@@ -174,6 +175,12 @@ def check_target(
     if path.suffix == GGUF_SUFFIX:
         raise CheckpointError(
             f"{format.name} does not write GGUF files", name=str(path), fix="Give format='gguf', or another name."
+        )
+    if path.suffix in PICKLED and not path.is_dir():  # a new folder of such a name is nobody's wish
+        raise CheckpointError(
+            f"{path.suffix} files are for torch.save to write",
+            name=str(path),
+            fix="Give a name that ends in .safetensors, or a folder.",
         )
     if metadata is not None:
         raise CheckpointError(f"{format.name} has no place for it", name="metadata", fix="Leave it out.")

@@ -152,6 +152,21 @@ def test_errors_are_one_line_and_exit_1(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "absent")]) == 1
 
 
+@pytest.mark.parametrize("suffix", ["", ".safetensors"])
+def test_a_name_that_the_system_refuses_is_one_line_and_exit_1(tmp_path, capsys, suffix):
+    tt.save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    name = "n" * 300 + suffix
+    for command in (
+        ["inspect", str(tmp_path / name)],
+        ["convert", str(tmp_path / "x.safetensors"), str(tmp_path / name)],
+    ):
+        assert main(command) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "too long" in said
+        assert name in said
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], ["no-such-verb"], ["inspect"], ["quantize", "a", "b"], ["convert", "a", "b", "--dtype", "int8"]],

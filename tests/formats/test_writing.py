@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import torchtether as tt
 from tests.formats.files import random, write
 from torchtether.cli import main
+from torchtether.files import KEY
 from torchtether.formats import WRITABLE, bitsandbytes, native
 
 FOREIGN = [format.name for format in WRITABLE if format is not native]
@@ -60,6 +63,77 @@ def test_bitsandbytes_by_save(tmp_path):
         assert torch.equal(parameter, again)
 
 
+@pytest.mark.parametrize("aliases", ["drop", "copy"])
+@pytest.mark.parametrize("shards", [None, 2000])
+@pytest.mark.parametrize(
+    ("format", "scheme"),
+    [
+        ("compressed-tensors", tt.int8()),
+        ("compressed-tensors", tt.int4(32)),
+        ("compressed-tensors", tt.fp8()),
+        ("compressed-tensors", tt.mxfp4()),
+        ("bitsandbytes", tt.nf4()),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_tied_head_stays_tied_whatever_its_keys_are_called(tmp_path, format, scheme, shards, aliases):
+    model = _model()
+    tt.quantize(model, {"head.weight": scheme})
+    tt.save(model, tmp_path, format=format, max_shard_size=shards, aliases=aliases)
+    with tt.open(tmp_path) as checkpoint:
+        assert [tie.names for tie in checkpoint.ties] == [("emb.weight", "head.weight")]
+        assert checkpoint["head.weight"].parts["qdata"].data_ptr() == checkpoint["emb.weight"].parts["qdata"].data_ptr()
+    with tt.on_meta():
+        back = Tied()
+    tt.load(back, tmp_path)
+    assert back.head.weight is back.emb.weight
+    assert torch.equal(back.head.weight.dequantize(), model.head.weight.dequantize())
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize(
+    ("format", "scheme", "lost"),
+    [
+        ("compressed-tensors", "int8", "weight_scale"),
+        ("compressed-tensors", "fp8", "weight_scale"),
+        ("bitsandbytes", "nf4", "weight.absmax"),
+    ],
+)
+def test_a_fault_of_an_owner_is_one_of_its_aliases(tmp_path, capsys, format, scheme, lost, noted):
+    """Also where another writer noted the tie as ``alias: owner`` alone."""
+    model = _model()
+    tt.quantize(model, {"head.weight": scheme})
+    tt.save(model, tmp_path, format=format)
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    left = load_file(path)
+    del left[f"emb.{lost}"]
+    record = {**json.loads(metadata[KEY]), "crc32": {}}
+    save_file(left, path, {"head.weight": "emb.weight"} if noted else {**metadata, KEY: json.dumps(record)})
+    with tt.on_meta():
+        back = Tied()
+    plan = tt.plan_load(back, tmp_path)
+    assert any(fault.startswith("emb.weight: it") for fault in plan.faults)
+    with tt.open(tmp_path) as checkpoint:
+        assert set(checkpoint) == {"mid.bias", "mid.weight"}
+        with pytest.raises((tt.CheckpointError, KeyError)):
+            checkpoint["head.weight"]
+    for verb in ("inspect", "ties", "map"):
+        assert main([verb, str(tmp_path)]) == 0
+    for command in (["verify"], ["convert", str(tmp_path / "two")]):
+        assert main([command[0], str(tmp_path), *command[1:]]) == 1
+    assert "emb.weight" in capsys.readouterr().err
+
+
+def test_an_owner_that_no_format_makes_of_its_keys_is_not_stored(tmp_path):
+    tie = json.dumps({"v": 1, "ties": [tt.Tie(("a.weight", "b.weight")).to_json()]})
+    path = tmp_path / "x.safetensors"
+    save_file({"a.weight_x": torch.ones(2)}, path, metadata={KEY: tie})
+    with pytest.raises(tt.CheckpointError, match=r"a\.weight: the record ties names to it, and it is not stored"):
+        tt.open(path)
+
+
 def test_a_native_save_takes_back_what_another_format_said(tmp_path):
     write(tmp_path, {}, {"quant_method": "gptq", "bits": 4}, config={"model_type": "mine", "text_config": {"a": 1}})
     tt.save(_model(), tmp_path)
@@ -106,6 +180,19 @@ def test_unknown_formats(tmp_path):
         tt.save(_model(), tmp_path, format="x")
     with pytest.raises(tt.CheckpointError, match="'fp8' is read and not written"):
         tt.save(_model(), tmp_path, format="fp8")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_no_folder_is_made_of_the_name_of_a_pickle(tmp_path, capsys, suffix):
+    target = tmp_path / f"x{suffix}"
+    with pytest.raises(tt.CheckpointError, match="for torch.save to write"):
+        tt.save(_model(), target)
+    tt.save(_model(), tmp_path / "one.safetensors")
+    assert main(["convert", str(tmp_path / "one.safetensors"), str(target)]) == 1
+    assert not target.exists()
+    target.mkdir()
+    tt.save(_model(), target)  # whoever made it so wants it so
+    assert len(tt.open(target)) == 4
 
 
 def test_convert_between_formats(tmp_path, capsys):

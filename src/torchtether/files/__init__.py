@@ -9,7 +9,7 @@ from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Header, Stored
-from .index import GGUF_SUFFIX, INDEX_SUFFIX, SUFFIX, format_index
+from .index import GGUF_SUFFIX, INDEX_SUFFIX, PICKLED, SUFFIX, format_index
 from .memory import on_huge_pages, scratch
 from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
@@ -27,6 +27,7 @@ __all__ = [
     "OPTIMIZER",
     "PACKINGS",
     "PAIRS",
+    "PICKLED",
     "PLAIN",
     "GGUF_SUFFIX",
     "Packing",

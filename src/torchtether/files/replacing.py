@@ -60,7 +60,11 @@ def beside(*paths: Path) -> Iterator[Beside]:
         for target in targets:
             if target.is_dir():
                 raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
-            temporary, file = _beside(target)
+            try:
+                temporary, file = _beside(target)
+            except OSError as error:  # it would name the file beside, which nobody knows
+                what = f"cannot be written: {error.strerror or error}"
+                raise CheckpointError(what, name=str(target)) from error
             made.temporary.append(temporary)
             made.files.append(file)
         yield made
