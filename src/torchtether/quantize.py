@@ -23,7 +23,10 @@ from .weight import Weight
 Atomic = Literal["checked", "full"]
 
 _CHUNK = 2**20
-"""Elements looked at in one go by the check for values that are not finite."""
+"""Elements looked at in one go by the check for values that no scheme holds."""
+
+_LARGE = 200.0
+"""No scale of smaller values is too large for a dtype of scales, the least of which ends at 448; others are tried."""
 
 
 def quantize(
@@ -60,7 +63,7 @@ def quantize(
         tie = ties[id(component)]
         scheme = schemes.get(component.names[0] if tie is None else tie.owner)
         if scheme is not None and not _is_held_in(component, scheme):
-            _check_finite(component, scheme)
+            _check_values(component, tie, scheme)
             plan.append((component, tie, scheme))
     native.expect(sum(c.members[0].tensor.numel() for c, _, scheme in plan if not scheme.transparent))
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange:
@@ -129,7 +132,7 @@ def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weig
     """One Weight per member, all over the same parts."""
     if scheme.transparent:
         return [Weight.encode(_wrapped(member.tensor), scheme, tie=tie) for member in component.members]
-    owner = next(m for m in component.members if tie is None or tie.owner in m.names)
+    owner = _owner(component, tie)
     weight = Weight.encode(owner.tensor, scheme, tie=tie)
     made: list[Weight] = []
     for member in component.members:
@@ -139,28 +142,39 @@ def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weig
     return made
 
 
+def _owner(component: Component, tie: Tie | None) -> Member:
+    return next(m for m in component.members if tie is None or tie.owner in m.names)
+
+
 def _wrapped(tensor: Tensor) -> Tensor:
     """The memory itself, where a transparent Weight wraps it, so that views stay views."""
     return (tensor.values_of() if isinstance(tensor, Weight) else tensor).detach()
 
 
-def _check_finite(component: Component, scheme: Scheme) -> None:
+def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None:
     """Raises before anything changes. Encoding would find it too, but after the tensors before this one."""
-    tensor = component.members[0].tensor.detach()
+    tensor = _owner(component, tie).tensor.detach()
     if scheme.transparent or tensor.is_meta:
         return
     values = tensor.values_of() if isinstance(tensor, Weight) else tensor
     rows = values.view(1) if values.dim() == 0 else values
     step = max(_CHUNK // max(rows[:1].numel(), 1), 1)
+    is_large = False
     for chunk in rows.split(step) if rows.numel() else ():
-        good = torch.isfinite(chunk.float())
-        if not good.all():
-            bad = int((~good).sum())
+        largest = chunk.float().abs().max()
+        if not torch.isfinite(largest):
+            bad = int((~torch.isfinite(chunk.float())).sum())
             raise SchemeError(
                 f"{bad} or more of its {values.numel()} values are not finite in float32, so {scheme} cannot hold it",
                 name=component.names[0],
                 fix="Repair the values, or exclude it with a rule of None.",
             )
+        is_large = is_large or bool(largest > _LARGE)
+    if is_large:
+        try:
+            scheme.encode(values)
+        except SchemeError as error:
+            raise error.named(component.names[0]) from None
 
 
 # -- stock load_state_dict afterwards ---------------------------------------------------------------------------------

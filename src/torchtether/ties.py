@@ -561,8 +561,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
         raise TieError(f"is a parameter, {owner} is a buffer", name=alias, fix=_tie(alias, owner))
     made = given
     if transpose or rows is not None:
-        view = given.detach()[rows if rows is not None else slice(None)]
-        view = view.t() if transpose else view
+        view = _view_for(owner, given.detach(), transpose, rows)
         made = nn.Parameter(view, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else view
     for what in ("shape", "dtype", "device"):
         old, new = getattr(held, what), getattr(made, what)
@@ -574,6 +573,17 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
     before = _component_names(model, alias)
     _register(model, alias, made)
     record_ties(model, {*before, owner, alias})
+
+
+def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) -> Tensor:
+    """The rows of ``given``, turned if wanted. Raises TieError where it has none, or is no matrix to turn."""
+    if rows is not None and (given.dim() == 0 or (rows.step is not None and rows.step < 1)):
+        what = f"has shape {tuple(given.shape)}, of which rows={rows} is no view"
+        raise TieError(what, name=owner, fix="Give a slice with a positive step, of a tensor that has rows.")
+    view = given if rows is None else given[rows]
+    if transpose and view.dim() > 2:
+        raise TieError(f"has {view.dim()} dimensions, transpose= turns two", name=owner, fix="Tie it as it is.")
+    return view.t() if transpose else view
 
 
 def untie(model: nn.Module, name: str) -> None:

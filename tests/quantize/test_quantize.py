@@ -236,6 +236,26 @@ def test_doubles_that_float32_cannot_hold_change_nothing():
     assert type(model.weight) is nn.Parameter
 
 
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        tt.Affine(scale_dtype=torch.float16),
+        tt.Affine(bits=1, block=(1, 8), scale_dtype=torch.float16),
+        tt.ScaledFloat(element="e4m3", block=(1, 16), scale_dtype=torch.float8_e4m3fn),
+        tt.int8(),
+    ],
+    ids=str,
+)
+def test_values_whose_scale_does_not_fit_change_nothing(scheme):
+    """They are finite, and only their encoding tells."""
+    model = nn.Sequential(nn.Linear(16, 4), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[1].weight[2, 3] = 3.3e38
+    with pytest.raises(tt.SchemeError, match=r"^1\.weight: "):
+        tt.quantize(model, scheme)
+    assert not any(isinstance(t, tt.Weight) for t in named_tensors(model).values())
+
+
 @pytest.mark.parametrize("verb", ["quantize", "dequantize"])
 def test_a_live_graph_is_refused_and_nothing_changes(verb):
     model = _model()

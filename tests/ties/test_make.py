@@ -232,3 +232,25 @@ def test_disagreeing_records_are_named():
     model["other"].weight = nn.Parameter(tt.Weight.encode(torch.ones(2, 2), tt.Plain(), tie=wrong))
     with pytest.raises(tt.TieError, match=r"^head\.weight: two records disagree"):
         check_ties(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "text"),
+    [
+        ((), {"rows": slice(0, 1)}, r"^a: has shape \(\), of which"),
+        ((4, 2), {"rows": slice(None, None, -1)}, r"^a: has shape \(4, 2\), of which rows=slice"),
+        ((2, 2, 2), {"transpose": True}, r"^a: has 3 dimensions, transpose= turns two"),
+    ],
+)
+def test_what_no_view_can_be_taken_of(shape, options, text):
+    model = nn.ParameterDict({"a": torch.zeros(shape), "b": torch.zeros(shape)})
+    with pytest.raises(tt.TieError, match=text):
+        tt.tie(model, "a", "b", **options)
+    assert model["a"] is not model["b"]
+    assert tt.find_ties(model) == ()
+
+
+def test_a_tensor_of_no_dimension_is_its_own_transpose():
+    model = nn.ParameterDict({"a": torch.zeros(()), "b": torch.ones(())})
+    tt.tie(model, "a", "b", transpose=True)
+    assert len(tt.find_ties(model)) == 1

@@ -40,7 +40,8 @@ READS = """
     binary_cross_entropy _foreach_norm _foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_neg
     _foreach_abs _foreach_sqrt _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_maximum _foreach_minimum
     _foreach_clamp_min _foreach_clamp_max _foreach_pow _foreach_max _foreach_reciprocal _foreach_exp
-    _foreach_sign
+    _foreach_sign allclose count_nonzero nansum nanmedian floor_divide logical_and logical_or logical_xor isin
+    cummax cummin logcumsumexp xlogy
 """.split()
 
 BACKWARDS = """
@@ -85,6 +86,13 @@ def product(op: Any, *args: Any, **kwargs: Any) -> Any:
     if made is not None:
         return made
     args, kwargs = tree_map_only(Weight, Weight.values_of, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+@rule(torch.einsum, kind="decoded")
+def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The sum over the decoded values, with gradients: torch would turn and split a Weight on the way to ``bmm``."""
+    args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
 
 
