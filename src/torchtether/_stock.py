@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ._caches import Caches
 from ._storage import blocks_of
-from ._torch import impl_id, seat_hooks, swap_impl
+from ._torch import can_reset, impl_id, seat_hooks, swap_impl
 from .errors import TetherError, TieError
 from .optimizer import Change, Optimizers, follow
 from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
-from .ties import Component, find_components, member_view
+from .ties import Component, member_view, parted
 from .weight import Weight
 
 _OPEN = 8
@@ -46,16 +46,17 @@ class StockCall:
         self.handles: list[RemovableHandle] = []
         self._optimizer, self._loads, self._metadata = optimizer, loads, metadata
         self._root, self._modules = root, list(root.modules())
-        self._names = names_of(root)
         self._buffers = [
             (module, key, buffer)
             for module in self._modules
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
-        components = find_components(root)
+        lone, components = parted(root, self._modules)
         self._components = [component for component in components if len(component.members) > 1]
-        self._tensors = {id(m.tensor): m.tensor for component in components for m in component.members}
+        shared = (member.tensor for component in components for member in component.members)
+        self._tensors = {id(tensor): tensor for tensor in (*lone, *shared)}
+        self._converted: set[int] = set()
         self._caches = Caches(self._modules)
         self._open: dict[int, _Touched] = {}
         self._changes: dict[int, Change] = {}
@@ -75,8 +76,50 @@ class StockCall:
             self.error = error
             raise
         for tensor in held:
-            if not is_lazy(tensor) and tensor._base is not None and id(tensor._base) in self._tensors:
+            if tensor._base is not None and not is_lazy(tensor) and id(tensor._base) in self._tensors:
                 swap_impl(tensor, tensor.detach())  # torch refuses a tensor with views, also those that follow it
+
+    def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+        """The parameters and buffers of ``module`` itself are what ``function`` makes of them, as ``_apply`` says.
+
+        Parameters are exchanged as they come, once each; buffers have new objects, as torch gives them, until the end.
+        False, and nothing is done, if torch should convert a parameter itself: one of another class, or one that was
+        not there when the call began.
+        """
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for parameter in parameters:
+            if type(parameter) is not nn.Parameter or id(parameter) not in self._tensors:
+                return False
+        with torch.no_grad():
+            for parameter in parameters:
+                if id(parameter) not in self._converted:
+                    self._convert(parameter, function)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = function(buffer)
+        return True
+
+    def _convert(self, held: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
+        change = Change(held, held.dtype, held.device)
+        new, grad = function(held), held.grad
+        if grad is None:
+            if can_reset(held, new):
+                held.data = new
+            elif new is not held:
+                self._replace(held, new, None)
+        else:
+            new_grad = function(grad)
+            if new is not held or new_grad is not grad:
+                del grad
+                self._replace(held, new, None)
+        self._converted.add(id(held))
+        self._changes.setdefault(id(held), change)
+
+    def _replace(self, held: Tensor, new: Tensor, new_grad: Tensor | None) -> None:
+        try:
+            Replacement(held, new, new_grad).apply()
+        except TetherError as error:
+            raise error.named(said(names_of(self._root)[id(held)])) from None
 
     def touch(self, tensor: Any) -> None:
         """Remembers ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
@@ -127,7 +170,7 @@ class StockCall:
         if before is not None and not same_values(before, given):
             raise TieError(
                 "the state dict gives these tied names different values",
-                name=said(self._names[id(held)]),
+                name=said(names_of(self._root)[id(held)]),
                 fix="Make them equal, drop all but one, or call tt.untie.",
             )
         self._given[id(held)] = given

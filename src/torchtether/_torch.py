@@ -6,12 +6,12 @@ A leaf: the other rooms import from here.  ``check_torch`` names what an unknown
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.nn.utils import parametrize
 
 from .errors import ConversionError
@@ -186,6 +186,41 @@ def seat_hooks(tensor: Tensor) -> None:
 
 GRAD_SWITCH = torch._C._set_grad_enabled
 """What ``no_grad`` calls on its way out; function modes see it, and an error there would leave gradients off."""
+
+
+# -- what stock conversions go through ---------------------------------------------------------------------------------
+
+Apply = Callable[..., nn.Module]
+
+
+def stock_apply() -> Apply | None:
+    """``nn.Module._apply`` as torch has it, through which every stock conversion goes; ``None`` if it was replaced."""
+    found = nn.Module._apply
+    is_torchs = (found.__module__, found.__qualname__) == ("torch.nn.modules.module", "Module._apply")
+    return found if is_torchs else None
+
+
+def replace_apply(function: Apply, expected: Apply) -> None:
+    """``nn.Module._apply`` is ``function`` in this process, if it was ``expected``.
+
+    Nothing else is told that a conversion begins, and which module it converts, without a mode that sees every tensor
+    function; such a mode, even one that does nothing, doubles the time of a conversion.
+    """
+    if nn.Module._apply is expected:
+        nn.Module._apply = function  # type: ignore[method-assign]
+
+
+def function_modes() -> list[Any]:
+    """The function modes of this thread, the innermost last."""
+    return overrides._get_current_function_mode_stack()  # type: ignore[no-any-return]
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """The function modes of this thread are ``modes``; a mode can be left only when it is the innermost."""
+    for _ in overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

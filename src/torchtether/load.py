@@ -19,7 +19,7 @@ from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import ArgumentError, LoadError, SchemeError
-from .files import Batch, Tick, no_tick, on_huge_pages
+from .files import THREADS, Batch, Tick, no_tick, on_huge_pages
 from .module_load import encoded_as
 from .ops.rows import part_rows
 from .optimizer import optimizers_of
@@ -140,11 +140,13 @@ class LoadPlan:
         ]
         _check_unchanged(tensors, steps)
         nbytes = sum(step.nbytes for step in steps)
-        encoder = _encoder(steps)
+        encoded = sum(step.held.numel() for step in steps if _is_encoded(step))
+        encoder = _encoder(encoded)
         with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
             mapped = self._stream(steps, tick)
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
+        native.expect(encoded)  # for the next load, where this one left no core for a compiler
         return LoadReport(
             self.missing_keys,
             self.unexpected_keys,
@@ -599,12 +601,11 @@ def _with_tie(new: Tensor, step: Step) -> Tensor:
     return new.map(Tensor.detach, new.spec.replace(tie=step.tie))
 
 
-def _encoder(steps: Sequence[Step]) -> str:
-    """What encodes now; empty if nothing is encoded. For much work the compiled loops are asked for, not waited for."""
-    count = sum(step.held.numel() for step in steps if _is_encoded(step))
+def _encoder(count: int) -> str:
+    """What encodes ``count`` elements now; empty if there are none. The compiled loops are not waited for."""
     if not count:
         return ""
-    native.expect(count)
+    native.expect(count, threads=THREADS)
     return "compiled" if native.compiled.library() is not None else "torch ops"
 
 

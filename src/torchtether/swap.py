@@ -213,13 +213,18 @@ def _is_simple(held: Tensor, new: Tensor) -> bool:
 class Replacement:
     """One tensor and its next contents: everything that needs memory is made first, then steps that can be undone."""
 
-    def __init__(self, held: Tensor, new: Tensor) -> None:
+    def __init__(self, held: Tensor, new: Tensor, new_grad: Tensor | None = None) -> None:
+        """``new_grad`` is what the grad becomes, if its dtype and device alone do not tell."""
         self.held, self.grad = held, held.grad if held.is_leaf else None
         if held.requires_grad and not (new.is_floating_point() or new.is_complex()):
             raise ConversionError(f"requires grad, its new contents are {new.dtype}", fix="Freeze it first.")
         with torch.no_grad():
             self.shell = _shell(held, new)
-            self.new_grad = None if self.grad is None else grad_shell(self.grad, new)
+            self.new_grad: Tensor | None = None
+            if self.grad is not None and new_grad is None:
+                self.new_grad = grad_shell(self.grad, new)
+            elif self.grad is not None and new_grad is not None:
+                self.new_grad = new_grad.detach().requires_grad_(self.grad.requires_grad)
         if self.grad is not None:
             try:
                 self.shell.grad = self.grad if self.new_grad is None else self.new_grad  # comes along with the contents

@@ -5,16 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ._stock import StockCall
-from ._torch import GRAD_SWITCH, check_torch
+from ._torch import (
+    GRAD_SWITCH,
+    Apply,
+    check_torch,
+    function_modes,
+    replace_apply,
+    set_function_modes,
+    stock_apply,
+)
 from .arguments import check_module
+from .errors import TetherError
 from .optimizer import Optimizers, check_belongs, optimizers_of
 from .swap import LOCK, check_place
 from .ties import find_components, named_tensors, tie_of
@@ -38,7 +49,8 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 
     The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
     and puts it back; it takes the lock of all converters, so a second thread waits.  Other threads that call stock
-    conversions meanwhile get torch's own swapping, without this care.
+    conversions meanwhile get torch's own swapping, without this care: ``nn.Module._apply``, which the scope replaces
+    until its end, is torch's own for them.
 
     Args:
         model: checked on entry. Needed for state dicts that lack aliases; the rest works for any model in the scope.
@@ -65,11 +77,11 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
             check_place(model.modules(), "convert")
             check_belongs(model, optimizers)
             handles.append(model.register_load_state_dict_pre_hook(_fill_aliases))
-        scope = _Scope(optimizers)
+        scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers))
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            with scope:
+            with scope, _converting(scope):
                 yield
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
@@ -81,13 +93,16 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 class _Scope(TorchFunctionMode):
     """Sees every tensor function of this thread, and so each stock conversion just before its first change."""
 
-    def __init__(self, optimizer: Optimizers) -> None:
+    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        self.optimizers = optimizers
+        """Those of the scopes around it too, because only the innermost scope sees all that changes."""
         self._call: StockCall | None = None
         self._frame: FrameType | None = None
         self._near: FrameType | None = None
         """A frame inside ``_frame``, or it: what is called from there belongs to the same stock call."""
+        self._modes: list[Any] | None = None
+        """The function modes to come back to, while a conversion runs without those of the scopes."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,11 +129,53 @@ class _Scope(TorchFunctionMode):
         local = frame.f_locals
         root: nn.Module = local["self"]
         loads = frame.f_code.co_name == "load_state_dict"
-        self._call = StockCall(root, self._optimizer, loads=loads, metadata=local.get("metadata") if loads else None)
+        self._call = StockCall(root, self.optimizers, loads=loads, metadata=local.get("metadata") if loads else None)
         self._frame = frame
         if loads:
             self._call.handles.append(root.register_load_state_dict_post_hook(lambda module, keys: self._end_load()))
         self._call.begin()
+
+    def _apply(self, module: nn.Module, function: Any, recurse: bool, stock: Apply) -> nn.Module:
+        """``nn.Module._apply`` without a look at every tensor function; frames tell it by its name."""
+        if self._modes is None:
+            with self._stock_call(_outermost(sys._getframe(1)), module):
+                return self._apply(module, function, recurse, stock)
+        if recurse:
+            for child in module.children():
+                child._apply(function)
+        call = self._call
+        assert call is not None
+        if call.convert(module, function):
+            return module
+        modes = function_modes()
+        try:
+            set_function_modes([mode for mode in self._modes if mode is self or mode not in _scopes])
+            return stock(module, function, recurse=False)
+        finally:
+            set_function_modes(modes)
+            call.settle()
+
+    @contextmanager
+    def _stock_call(self, frame: FrameType, module: nn.Module) -> Iterator[None]:
+        """Inside, a stock call converts, and no function mode of ours looks on; that alone would double its time."""
+        self._modes = function_modes()
+        try:
+            set_function_modes([mode for mode in self._modes if mode not in _scopes])
+            if frame is not self._frame:
+                self.end_call()
+                self._begin(frame)
+            yield
+            if frame.f_locals.get("self") is module:
+                self.end_call()  # else something around it goes on, and the next function outside ends it
+        except BaseException as error:
+            try:
+                self.end_call()
+            except TetherError as late:
+                error.add_note(str(late))
+            raise
+        finally:
+            set_function_modes(self._modes)
+            self._modes = None
 
     def _end_load(self) -> None:
         error = self._call and self._call.error
@@ -131,6 +188,42 @@ class _Scope(TorchFunctionMode):
         call, self._call, self._frame, self._near = self._call, None, None, None
         if call is not None:
             call.end()
+
+
+_scopes: list[_Scope] = []
+"""Those that are open, the innermost last. All are of one thread, which has the lock."""
+
+
+@contextmanager
+def _converting(scope: _Scope) -> Iterator[None]:
+    """Inside, ``nn.Module._apply`` is that of ``scope`` for this thread, and torch's own for all others.
+
+    A mode could do all of it, and does where somebody else has replaced ``_apply``; but modes cost several times more
+    than the conversion.
+    """
+    thread, stock = get_ident(), stock_apply()
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if get_ident() != thread or not _scopes:
+            return stock(self, fn, recurse)  # type: ignore[misc]
+        return _scopes[-1]._apply(self, fn, recurse, stock)  # type: ignore[arg-type]
+
+    _scopes.append(scope)
+    if stock is not None:
+        replace_apply(_apply, stock)
+    try:
+        yield
+    finally:
+        if stock is not None:
+            replace_apply(stock, _apply)
+        _scopes.pop()
+
+
+def _outermost(frame: FrameType) -> FrameType:
+    """The first of the ``_apply`` that have called each other down to ``frame``."""
+    while frame.f_back is not None and frame.f_back.f_code.co_name == "_apply":
+        frame = frame.f_back
+    return frame
 
 
 def _callers() -> list[FrameType]:
@@ -158,9 +251,7 @@ def _conversion_frame(current: FrameType | None, *, loads: bool) -> FrameType | 
             return frame
         name = frame.f_code.co_name
         if name == "_apply" and not loads and steps <= _NEAR and _is_of_module(frame):
-            while frame.f_back is not None and frame.f_back.f_code.co_name == "_apply":
-                frame = frame.f_back
-            return frame
+            return _outermost(frame)
         if name == "load_state_dict" and loads and _is_of_module(frame):
             return frame
         steps += 1

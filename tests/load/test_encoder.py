@@ -65,7 +65,7 @@ def test_much_work_asks_for_the_loops_and_does_not_wait(checkpoint, away, monkey
     monkeypatch.setattr(away, "warm", lambda: asked.append(True))
     away.state = "being compiled"
     _, report = loaded(checkpoint, "int8")
-    assert asked == [True]
+    assert asked
     assert report.encoder == "torch ops (being compiled)"
 
 
@@ -90,3 +90,19 @@ def test_quantizing_a_model_asks_too(away, monkeypatch):
     monkeypatch.setattr("torchtether.native.loops._WORTHWHILE", 64 * 64)
     tt.quantize(tt.dequantize(model), "int4")
     assert asked == [True]
+
+
+@pytest.mark.parametrize(("more_cores", "long", "at_once"), [(0, False, False), (1, False, True), (0, True, True)])
+def test_a_compiler_has_a_core_of_its_own_or_waits_for_the_end(
+    checkpoint, away, monkeypatch, more_cores, long, at_once
+):
+    """On the cores of a load that it shares it would make it longer than torch ops alone."""
+    monkeypatch.setattr("torchtether.native.loops._WORTHWHILE", 1)
+    monkeypatch.setattr("torchtether.native.loops._LONG", 1 if long else 2**32)
+    monkeypatch.setattr("torchtether.native.loops._cores", lambda: load_room.THREADS + more_cores)
+    happened, run = [], load_room.Batch.run
+    monkeypatch.setattr(away, "warm", lambda: happened.append("compiler"))
+    monkeypatch.setattr(load_room.Batch, "run", lambda *given: happened.append("encoded") or run(*given))
+    loaded(checkpoint, "int8")
+    assert happened[0] == ("compiler" if at_once else "encoded")
+    assert happened[-1] == "compiler"

@@ -15,6 +15,7 @@ from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import beside, put_in_place, replacing
 from .store import Store
+from .together import THREADS
 from .writer import check_writable, write_made, write_tensors
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Record",
     "Store",
     "Stored",
+    "THREADS",
     "TensorFile",
     "Tick",
     "carry_over",

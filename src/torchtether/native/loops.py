@@ -7,6 +7,7 @@ have one entry per ``width`` columns; ``codes`` (R, bytes) may be the first colu
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 from torch import Tensor
@@ -24,10 +25,22 @@ _WORTHWHILE = 2**24
 """Elements to encode from which on a compiler is asked for help; torch ops encode fewer in about the time it takes."""
 
 
-def expect(count: int) -> None:
-    """``count`` elements will be encoded: if that is much, the loops are asked for. Nobody waits for them."""
-    if count >= _WORTHWHILE:
+_LONG = 2**32
+"""Elements that take so long to encode that the loops gain more than their compiler takes away meanwhile."""
+
+
+def expect(count: int, *, threads: int = 0) -> None:
+    """``count`` elements will be encoded: if that is much, the loops are asked for. Nobody waits for them.
+
+    ``threads`` are about to work on it. Unless a core is left for the compiler, they would share theirs with it and end
+    later than without; then only very much work asks. Ask again without ``threads`` when they are done.
+    """
+    if count >= _WORTHWHILE and (count >= _LONG or _cores() > threads):
         compiled.warm()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def can_read(values: Tensor) -> bool:
