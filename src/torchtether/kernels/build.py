@@ -1,6 +1,6 @@
 """The compiled kernels: built once per machine and kind of codes by the C++ compiler that is there, kept in a folder.
 
-Nothing is built before a product asks for it (``load(kind)``), which then waits, about three seconds; later processes
+Nothing is built before a product asks for it (``load(kind)``), which then waits, up to seven seconds; later processes
 find it in ``$XDG_CACHE_HOME/torchtether`` (``~/.cache/torchtether``). It waits, and does not go on with torch, because
 sums that are added in another order are rounded otherwise: the same call would change its result once the build is
 done. Without a compiler, or with ``TORCHTETHER_COMPILE=0`` in the environment, torch computes everything.
