@@ -111,7 +111,7 @@ class StockCall:
             new_grad = function(grad)
             if new is not held or new_grad is not grad:
                 del grad
-                self._replace(held, new, None)
+                self._replace(held, new, new_grad)
         self._converted.add(id(held))
         self._changes.setdefault(id(held), change)
 

@@ -72,6 +72,18 @@ def test_the_quick_way_is_the_way_of_the_mode(kind, has_grads, convert, monkeypa
     assert found[0] == found[1]
 
 
+def test_a_grad_is_what_the_function_makes_of_it():
+    """Its dtype and device do not tell all: a grad takes the memory format of its parameter, as torch has it."""
+    model = nn.Conv2d(3, 4, 3)
+    model(torch.randn(1, 3, 5, 5)).sum().backward()
+    grad, values = model.weight.grad, model.weight.grad.clone()
+    with swapping(model):
+        model.to(memory_format=torch.channels_last)
+    assert model.weight.grad is grad
+    assert torch.equal(grad, values)
+    assert grad.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_function_runs_once_for_each_parameter():
     made = rig(KINDS["tied_3"])
     value = made.model.l0.weight.detach().clone()
