@@ -74,6 +74,7 @@ class Checkpoint(Mapping[str, Tensor]):
             if tie.owner in found.faults and alias not in entries
         }
         """What is wrong with quantized weights that cannot be read, by name, aliases included."""
+        self._padding = found.padding
         self._alias: dict[str, tuple[str, View | None]] = {
             alias: (tie.owner, view)
             for tie in self.ties
@@ -159,6 +160,10 @@ class Checkpoint(Mapping[str, Tensor]):
         if view is None and self._fitting is not None:
             self.entries[owner] = self._fitting.fit(self.entries[owner], shape) or self.entries[owner]
         return self.spec(name).shape
+
+    def is_padding(self, name: str) -> bool:
+        """Whether ``name`` is one that its format also stores where a model has none, and all of it is 0."""
+        return name in self._padding and not bool(self.read_briefly(name).any())
 
     def nbytes(self, name: str) -> int:
         """The bytes that are read for ``name``."""

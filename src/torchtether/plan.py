@@ -502,6 +502,7 @@ class _Drafter:
         """What is missing and what nobody takes: reported, and if strict a fault each."""
         given, unused = self.given, self.transient - {*self.draft.used}
         left = [name for name in given if name in given.listed and (name not in self.known or name in unused)]
+        left = [name for name in left if not all(given.checkpoint.is_padding(key) for key in given.keys_of(name))]
         keys = [given.keys_of(name) for name in left] + [made.keys for made in given.broken.values()]
         self.draft.unexpected = list(dict.fromkeys(key for some in keys for key in some))
         broken = []

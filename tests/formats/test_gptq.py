@@ -173,6 +173,24 @@ def test_loads_into_modules_and_keeps_biases(tmp_path):
     torch.testing.assert_close(model(x), wanted)
 
 
+def test_zeros_that_autogptq_stores_as_biases_are_no_tensors_of_a_model_without_them(tmp_path):
+    """They load where the model has biases, are left out where it has none, and are said where they are not zeros."""
+    tensors = gptq(*drawn(64, 256, 2))
+    for last, is_left_out in ((0.0, True), (1e-6, False)):
+        bias = torch.tensor([0.0] * 63 + [last]).half()
+        path = write(tmp_path, {**tensors, "m.bias": bias}, SAID)
+        for has_bias in (True, False):
+            with tt.on_meta():
+                model = torch.nn.ModuleDict({"m": torch.nn.Linear(256, 64, bias=has_bias)})
+            if not has_bias and not is_left_out:
+                with pytest.raises(tt.LoadError, match=r"m\.bias"):
+                    tt.load(model, path)
+                assert tt.plan_load(model, path, strict=False).unexpected_keys == ("m.bias",)
+                continue
+            assert tt.load(model, path).unexpected_keys == ()
+            assert not has_bias or torch.equal(model["m"].bias, bias)
+
+
 def test_a_module_without_a_name(tmp_path):
     drawing = drawn(32, 256, 2)
     tensors = {key.removeprefix("m."): tensor for key, tensor in gptq(*drawing).items()}

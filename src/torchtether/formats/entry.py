@@ -124,11 +124,13 @@ class Found:
     weights  the quantized weights by name
     faults   what is wrong, by the name of the weight concerned
     spare    keys that belong to the format and make no tensor of the model
+    padding  names of plain tensors that the format also stores where the model has none, and which are all 0 then
     """
 
     weights: dict[str, Entry] = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
     spare: set[str] = field(default_factory=set)
+    padding: set[str] = field(default_factory=set)
 
     def fault(self, name: str, what: str, keys: Mapping[str, str] | None = None) -> None:
         """``name`` cannot be read because of ``what``; its stored ``keys`` are no tensors of the model either."""

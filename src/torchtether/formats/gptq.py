@@ -4,6 +4,7 @@
     m.qzeros   int32 (G, ceil(N * bits / 32))   along each row the dense stream of zero points
     m.scales   float (G, N)
     m.g_idx    int32 (K,)                       the group of each column; absent or all zero: groups of neighbours
+    m.bias     float (N,)                       AutoGPTQ stored one for every module: zeros where the model has none
 
 ``m.weight`` (N, K) is ``scales[g_idx[k], n] * (q[k, n] - zero[g_idx[k], n])``.
 
@@ -80,7 +81,10 @@ def read(contents: Contents, settings: Settings, version: int) -> Found:
     def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
         return _entry(contents, keys, options, version)
 
-    return read_modules(contents, settings, understand)
+    found = read_modules(contents, settings, understand)
+    biases = {f"{name.removesuffix('weight')}bias" for name in found.weights}
+    found.padding = biases & contents.tensors.keys()
+    return found
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
