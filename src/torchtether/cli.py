@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint, open_checkpoint
+from .drawing import clean
 from .errors import CheckpointError, TetherError
 from .formats import WRITABLE
 from .mapping import storage_map
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         verb(parsed)
     except TetherError as error:
-        print(f"torchtether: {error}", file=sys.stderr)
+        print("\n".join(clean(line) for line in f"torchtether: {error}".split("\n")), file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever reads our output has seen enough
         sys.stderr.close()
@@ -183,7 +184,7 @@ def _show(checkpoint: Checkpoint) -> None:
     for scheme, (count, size) in _totals(checkpoint).items():
         print(f"{scheme}: {count} tensors, {said_bytes(size)}")
     for name, what in checkpoint.faults.items():
-        print(f"fault: {name}: {what}")
+        print(clean(f"fault: {name}: {what}"))
     files = len(checkpoint.store.files)
     total = sum(checkpoint.nbytes(name) for name in checkpoint.entries)
     print(
@@ -200,9 +201,9 @@ def _ties(arguments: argparse.Namespace) -> None:
 
 def _show_ties(checkpoint: Checkpoint) -> None:
     for owner, tie in ties_of(checkpoint).items():
-        print(owner)
+        print(clean(owner))
         for i, (alias, view) in enumerate(zip(tie.aliases, tie.views[1:], strict=True), 1):
-            print(f"{'└──' if i == len(tie.aliases) else '├──'} {alias}{_geometry(view)}")
+            print(f"{'└──' if i == len(tie.aliases) else '├──'} {clean(alias)}{_geometry(view)}")
 
 
 def _geometry(view: View | None) -> str:
@@ -339,7 +340,8 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns side by side; nothing is cut, because names go into other programs."""
+    """Columns side by side; nothing is cut, because names go into other programs, but none moves the cursor."""
+    rows = [tuple(map(clean, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

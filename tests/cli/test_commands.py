@@ -43,6 +43,18 @@ def test_inspect_shows_tensors_ties_and_schemes(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("words", [["inspect"], ["ties"], ["map"], ["verify", "--against"]])
+def test_names_turn_no_lines_and_move_no_cursors(tmp_path, capsys, words):
+    model = torch.nn.ParameterDict({"a\x1b[2J\nb": torch.ones(2), "[red]": torch.ones(1)})
+    model["c\rd"] = model["a\x1b[2J\nb"]
+    tt.save(model, tmp_path / "x.safetensors")
+    against = [str(tmp_path / "x.safetensors")] if "--against" in words else []
+    assert main([words[0], str(tmp_path / "x.safetensors"), *words[1:], *against]) == 0
+    found = capsys.readouterr().out
+    assert r"a\x1b[2J\nb" in found
+    assert all(line.isprintable() for line in found.split("\n"))
+
+
 def test_inspect_gives_json_with_stable_keys(tmp_path, capsys):
     model = build(Turned)
     tt.quantize(model, {"mid.weight": "int8"})
