@@ -31,7 +31,7 @@ def test_the_core_benchmark_runs(tmp_path, capsys, groups, names):
 
 @pytest.mark.slow
 def test_the_load_benchmark_runs(tmp_path, capsys):
-    groups = ("shards", "small", "save")
+    groups = ("shards", "small", "plan", "save")
     files = ["--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
     bench_load.main(["--size", "small", "--rounds", "1", "--groups", *groups, *files])
     found = json.loads((tmp_path / "figures.json").read_text())

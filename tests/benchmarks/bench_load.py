@@ -51,6 +51,8 @@ SIZES = {
     "tiny": {"hidden": 128, "inner": 128, "layers": 1, "heads": 4, "kv_heads": 2, "vocab": 128},
 }
 SMALL_TENSORS = {"full": 20_000, "small": 200, "tiny": 2}
+PLANNED_SHARDS = {"full": 1000, "small": 8, "tiny": 4}
+PER_SHARD = 200
 
 
 # -- models and checkpoints -------------------------------------------------------------------------------------------
@@ -145,6 +147,27 @@ def write_checkpoint(folder, model, shards):
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_headers(folder, shards):
+    """A checkpoint of ``Many`` in ``shards`` files of ``PER_SHARD`` tensors: headers are written, values are holes."""
+    folder.mkdir(parents=True)
+    with torch.device("meta"):
+        names = [name for name, _ in Many(shards * PER_SHARD).named_parameters()]
+    weight_map = {}
+    for i in range(shards):
+        file, some = f"model-{i + 1:05d}-of-{shards:05d}.safetensors", names[i * PER_SHARD :][:PER_SHARD]
+        header = {
+            name: {"dtype": "BF16", "shape": [64], "data_offsets": [at * 128, at * 128 + 128]}
+            for at, name in enumerate(some)
+        }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / file, "wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + 128 * len(some))
+        weight_map |= dict.fromkeys(some, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_config(folder, size, dtype):
@@ -312,6 +335,25 @@ def torchtether(folder, options, map=False):
     return run
 
 
+def plan(folder, options, part=""):
+    folder = folder / part
+    model = on_meta(options["size"], many=PER_SHARD * len(files_of(folder)))
+    return lambda: tt.plan_load(model, folder)
+
+
+def safetensors_headers(folder, options):
+    """What anybody does to know dtypes and shapes: every file opened, every tensor asked for both."""
+
+    def run():
+        for path in files_of(folder):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    part = file.get_slice(name)
+                    part.get_dtype(), part.get_shape()
+
+    return run
+
+
 def safetensors_assign(folder, options, own=True):
     """load_file and assign; ``own``: and a clone (a conversion, if one is asked for), so that no map is kept."""
     model, dtype = on_meta(options["size"], many=options.get("many", 0)), options.get("dtype")
@@ -421,6 +463,9 @@ CONTENDERS = {
     "safetensors mapped": lambda folder, options: safetensors_assign(folder, options, own=False),
     "safetensors own": safetensors_assign,
     "safetensors loop": safetensors_loop,
+    "safetensors headers": safetensors_headers,
+    "torchtether plan": plan,
+    "torchtether plan, a quarter": lambda folder, options: plan(folder, options, "quarter"),
     "transformers": transformers_load,
     "accelerate": accelerate_load,
     "write, synced": plain_write,
@@ -537,6 +582,15 @@ def groups_of(size, folder):
                 128,
             )
         ],
+        "plan": [
+            (
+                f"{PLANNED_SHARDS[size]} shards, {PLANNED_SHARDS[size] * PER_SHARD} tensors",
+                "headers",
+                {"size": size},
+                ["safetensors headers", "torchtether plan", "torchtether plan, a quarter"],
+                128,
+            )
+        ],
         "save": [
             (
                 "save",
@@ -557,7 +611,10 @@ def write_for(folder, size):
     kind, _, shards = folder.name.partition("-")
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     for path, at in ((folder, size), (folder.parent / "tiny" / kind, "tiny")):
-        if not path.exists():
+        if not path.exists() and kind == "headers":
+            write_headers(path, PLANNED_SHARDS[at])
+            write_headers(path / "quarter", PLANNED_SHARDS[at] // 4)
+        elif not path.exists():
             many = {"many": SMALL_TENSORS[at]} if kind == "many" else {}
             write_checkpoint(path, on_meta(at, dtype, **many), int(shards or (1 if many else 4)))
             write_config(path, at, str(dtype).removeprefix("torch."))
@@ -576,6 +633,9 @@ def bars(group, title, runs, largest):
         return
     if group == "mapped":
         yield "mapped against safetensors mapped", ratio("torchtether mapped", "safetensors mapped"), 1.2
+        return
+    if group == "plan":
+        yield "against four times a quarter of it", ratio("torchtether plan", "torchtether plan, a quarter") / 4, 1.3
         return
     if group == "quantize":
         yield from quantize_bars(title, runs, largest, ratio)
