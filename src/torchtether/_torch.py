@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn, overrides
@@ -407,6 +407,20 @@ _forward_ad = torch.autograd.forward_ad
 _count_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level
 _is_autocasting = torch._C._is_any_autocast_enabled
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """``function``, which the compiler does not translate as a frame of its own, nor what it calls.
+
+    As ``torch.compiler.disable``, but without importing the compiler; and a graph that it follows goes through it.
+    """
+    frames = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` looks on, which sees torch's own ops only."""

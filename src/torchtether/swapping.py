@@ -20,6 +20,7 @@ from ._torch import (
     Apply,
     check_torch,
     function_modes,
+    never_compiled,
     replace_apply,
     set_function_modes,
     stock_apply,
@@ -104,10 +105,11 @@ class _Scope(TorchFunctionMode):
         self._modes: list[Any] | None = None
         """The function modes to come back to, while a conversion runs without those of the scopes."""
 
+    @never_compiled
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is GRAD_SWITCH:
+        if func is GRAD_SWITCH or torch.compiler.is_compiling():  # the compiler follows this, and nothing is converted
             return func(*args, **(kwargs or {}))
         if self._near is None or self._near not in _callers():
             frame = _conversion_frame(self._frame, loads=func is Tensor.module_load)
@@ -126,8 +128,8 @@ class _Scope(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _begin(self, frame: FrameType) -> None:
-        local = frame.f_locals
-        root: nn.Module = local["self"]
+        local, root = frame.f_locals, _module_of(frame)
+        assert root is not None
         loads = frame.f_code.co_name == "load_state_dict"
         self._call = StockCall(root, self.optimizers, loads=loads, metadata=local.get("metadata") if loads else None)
         self._frame = frame
@@ -165,7 +167,7 @@ class _Scope(TorchFunctionMode):
                 self.end_call()
                 self._begin(frame)
             yield
-            if frame.f_locals.get("self") is module:
+            if _module_of(frame) is module:
                 self.end_call()  # else something around it goes on, and the next function outside ends it
         except BaseException as error:
             try:
@@ -221,8 +223,8 @@ def _converting(scope: _Scope) -> Iterator[None]:
 
 def _outermost(frame: FrameType) -> FrameType:
     """The first of the ``_apply`` that have called each other down to ``frame``."""
-    while frame.f_back is not None and frame.f_back.f_code.co_name == "_apply":
-        frame = frame.f_back
+    while (back := frame.f_back) is not None and back.f_code.co_name == "_apply" and _module_of(back) is not None:
+        frame = back
     return frame
 
 
@@ -250,9 +252,9 @@ def _conversion_frame(current: FrameType | None, *, loads: bool) -> FrameType | 
         if frame is current:
             return frame
         name = frame.f_code.co_name
-        if name == "_apply" and not loads and steps <= _NEAR and _is_of_module(frame):
+        if name == "_apply" and not loads and steps <= _NEAR and _module_of(frame) is not None:
             return _outermost(frame)
-        if name == "load_state_dict" and loads and _is_of_module(frame):
+        if name == "load_state_dict" and loads and _module_of(frame) is not None:
             return frame
         steps += 1
         if steps > _NEAR and not loads and current is None:
@@ -261,8 +263,11 @@ def _conversion_frame(current: FrameType | None, *, loads: bool) -> FrameType | 
     return None
 
 
-def _is_of_module(frame: FrameType) -> bool:
-    return isinstance(frame.f_locals.get("self"), nn.Module)
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """The module whose method ``frame`` runs: its first argument, whatever that is called."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return first if isinstance(first, nn.Module) else None
 
 
 def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -264,3 +264,57 @@ def test_torch_converts_what_the_quick_way_does_not_know(what):
     assert not call.convert(model.a, torch.Tensor.double)
     assert snapshot(model) == before
     call.end()
+
+
+class Counting(nn.Module):
+    """Has a walk of its own, and calls itself something else than most."""
+
+    def __init__(this):
+        super().__init__()
+        this.inner, this.count = nn.Linear(2, 2), 0
+
+    def _apply(this, fn, recurse=True):
+        this.count += 1
+        return super()._apply(fn, recurse)
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_walks_of_modules_may_call_the_module_what_they_like(monkeypatch, is_quick):
+    monkeypatch.setattr(room, "stock_apply", room.stock_apply if is_quick else lambda: None)
+
+    def _apply(model):
+        return model._apply(lambda t: t.double())
+
+    model = nn.Sequential(Counting(), nn.Linear(2, 2))
+    model[1].weight = model[0].inner.weight
+    with swapping(model):
+        _apply(model)
+        model[0].half()
+    assert model[0].count == 2
+    assert model[1].weight is model[0].inner.weight
+    assert model[1].weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("middle", [nn.Identity, lambda: nn.LSTM(3, 3)], ids=["whole", "in pieces"])
+def test_a_model_compiles_inside_the_scope(middle):
+    """Before and after a conversion; as a whole, or around modules that the compiler leaves to Python, as RNNs."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb, self.middle, self.head = nn.Embedding(7, 3), middle(), nn.Linear(3, 7, bias=False)
+            self.head.weight = self.emb.weight
+
+        def forward(self, x):
+            h = self.middle(self.emb(x))
+            return self.head(h[0] if isinstance(h, tuple) else h)
+
+    model, x = Model(), torch.arange(4)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager", fullgraph=middle is nn.Identity)
+    with swapping(rig(KINDS["plain"]).model), swapping(model):
+        assert torch.equal(run(x), model(x))
+        model.double()
+        assert run(x).dtype == torch.float64
+        assert torch.equal(run(x), model(x))
+    assert model.head.weight is model.emb.weight
