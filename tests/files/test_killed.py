@@ -34,6 +34,7 @@ _FORKS = """
 import json, os, signal, sys, time
 import torchtether.transform, torchtether.verify
 from torchtether.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 for line in sys.stdin:
     words, number, after, errors = json.loads(line)
     start = time.monotonic()
