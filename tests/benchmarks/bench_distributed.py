@@ -79,7 +79,7 @@ def read_so_far():
 
 
 def warm(folder):
-    """The files in ``folder`` are in the page cache, out of which some systems take what was idle for seconds."""
+    """The files in ``folder`` have been read just now, so that the page cache has them if it has room."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb", buffering=0) as file:
