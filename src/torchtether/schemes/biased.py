@@ -23,7 +23,7 @@ from .blocks import (
     source,
     store_scale,
 )
-from .decoding import Blocked
+from .decoding import Blocked, unmoved
 from .scheme import Part, Parts, Shape, dtype_name
 from .search import FITS, SMALLEST, half_quadratic, least_squares
 
@@ -111,15 +111,11 @@ class Biased(Blocked):
         grid = grid_over(tuple(values.shape), self.block)
         fresh = self._fit(grid, values)
         again = self.encode(values, like=held)
-        moved = torch.empty((grid.rows, grid.columns), dtype=torch.bool, device=values.device)
-        for start, stop in grid.chunks():
-            decoded = self._rows(grid, again, start, stop)
-            moved[start:stop] = decoded.to(values.dtype) != rows(values, start, stop)
         ends = [grid.reduce(values, op) for op in (torch.amin, torch.amax)]
         first, last = (self._position(end, held["scale"].float(), held["bias"].float()) for end in ends)
         low, high = torch.minimum(first, last), torch.maximum(first, last)
         suits = (low >= -0.5) & (high <= self._steps + 0.5) & (high - low >= self._steps - 0.51)
-        keep = suits | (grid.reduce(moved.view(grid.shape), torch.amax) == 0)
+        keep = suits | unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
         if bool(keep.all()):
             return again
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
