@@ -82,6 +82,12 @@ def test_a_grad_is_what_the_function_makes_of_it():
     assert model.weight.grad is grad
     assert torch.equal(grad, values)
     assert grad.is_contiguous(memory_format=torch.channels_last)
+    model.weight.grad = values.clone()  # the parameter stays as it is, the grad does not
+    with swapping(model):
+        model.to(memory_format=torch.channels_last)
+    assert torch.equal(model.weight.grad, values)
+    assert model.weight.grad.is_contiguous(memory_format=torch.channels_last)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_function_runs_once_for_each_parameter():
