@@ -156,7 +156,8 @@ def test_copy_in_every_direction(row):
 
 
 COMPILED = """
-    plain int8 int4 int3-group8 int8-block fp8 fp8-block mxfp4 nvfp4 nf4 nf4-double nf4-rows
+    plain int8 int4 int3-group8 int8-block fp8 fp8-block mxfp4 nvfp4 nf4 nf4-double nf4-rows codebook-uneven
+    super-blocks-table
 """.split()
 
 
@@ -175,6 +176,7 @@ def _tokens(batch):
     return torch.arange(batch * 3).view(batch, 3) % 12
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its tree specs
 @pytest.mark.parametrize("row", [row for row in SCHEMES if row.id in COMPILED], ids=lambda row: row.id)
 def test_a_tied_module_compiles_and_exports_whole(row):
     module = _Tied(_weight(row))
@@ -190,6 +192,8 @@ def test_a_tied_module_compiles_and_exports_whole(row):
     torch.testing.assert_close(grad, module.gain.grad)
     exported = torch.export.export(module, (_tokens(3),))
     torch.testing.assert_close(exported.module()(_tokens(3)), module(_tokens(3)))
+    decomposed = exported.run_decompositions().module()
+    torch.testing.assert_close(decomposed(_tokens(3)), module(_tokens(3)), rtol=1e-5, atol=1e-5)  # other sums
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ compressed-tensors, GPTQ and MLX store this stream in 32-bit words.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,19 @@ def _spread(packed: Tensor, bits: int) -> Tensor:
         wide = (wide | (wide << 14)) & 0x0003000300030003
         wide = (wide | (wide << 7)) & 0x0101010101010101
     return wide.reshape(-1).view(torch.uint8).view(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
+
+
+def table_of(values: Sequence[float], device: torch.device) -> Tensor:
+    """``values`` as a float32 tensor, (len(values),).
+
+    Of single numbers where torch exports: its decompositions lose constants that are made inside a subclass.
+
+    >>> table_of((0.5, 1.0), torch.device("cpu"))
+    tensor([0.5000, 1.0000])
+    """
+    if torch.compiler.is_exporting():
+        return torch.cat([torch.full((1,), value, dtype=torch.float32, device=device) for value in values])
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from .. import native
 from .._torch import is_direct
 from ..errors import SchemeError
 from . import blocks
-from .bits import lookup, pack
+from .bits import lookup, pack, table_of
 from .blocks import (
     SIXTEEN,
     TINY,
@@ -302,7 +302,7 @@ class Codebook(Scheme):
         return native.decode_table(codes, width, absmax, table, out, bits=self.bits)
 
     def _table(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.table, dtype=torch.float32, device=device)
+        return table_of(self.table, device)
 
     def _blocks(self, start: int, stop: int, device: torch.device) -> Tensor:
         """The numbers of the blocks that lie over the elements from ``start``, which begins one, to ``stop``."""
@@ -442,8 +442,7 @@ _EXTREME = 16.0  # Gaussian weights stay below 3, and weights with 20-fold outli
 
 
 def _dynamic(codes: Tensor) -> Tensor:
-    table = torch.tensor(DYNAMIC, dtype=torch.float32, device=codes.device)
-    return table.index_select(0, codes.int())
+    return table_of(DYNAMIC, codes.device).index_select(0, codes.int())
 
 
 def _reciprocal(absmax: Tensor) -> Tensor:

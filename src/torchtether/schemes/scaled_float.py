@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import native
 from .._torch import is_direct
 from ..errors import SchemeError
-from .bits import lookup, pack
+from .bits import lookup, pack, table_of
 from .blocks import (
     TINY,
     Block,
@@ -254,7 +254,7 @@ class ScaledFloat(Blocked):
             if is_direct() and codes.device.type == "cpu" and codes.numel() >= _MANY:  # in a graph sizes are guards
                 return _table(self.element).index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
             return codes.float()
-        return lookup(codes, torch.tensor(self._element.table, device=codes.device), self._element.bits, columns)
+        return lookup(codes, table_of(self._element.table, codes.device), self._element.bits, columns)
 
     def _fit(self, amax: Tensor, parts: Parts, unit: Tensor | None = None) -> None:
         """Writes the scales that fit ``amax``, under the global scale ``unit`` where one is given."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
-from .bits import lookup, pack, unpack
+from .bits import lookup, pack, table_of, unpack
 from .blocks import TINY, Grid, check_finite, code_part, fold, grid_over, rows, source
 from .decoding import decode_rows, reshapable, take_rows, unmoved
 from .nearest import count_above, nearest_codes
@@ -202,7 +202,7 @@ class SuperBlocks(Scheme):
         blocks, _ = self._grids(grid.shape)
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         if self.table is not None:
-            x = lookup(codes, torch.tensor(self.table, device=codes.device), self.bits, grid.columns)
+            x = lookup(codes, table_of(self.table, codes.device), self.bits, grid.columns)
         else:
             x = unpack(codes, self.bits, grid.columns).float().sub_(self.offset)
         scale, low = self._scales(parts, grid, start, stop)
