@@ -9,6 +9,7 @@ import math
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -147,6 +148,35 @@ def _layout(subject: _Subject) -> None:
         count = sum(part.nbytes for part in parts.values())
         counted = subject.scheme.nbytes(case.shape, values.dtype)
         require(counted == count, f"nbytes says {counted}, the parts have {count}, for {case}")
+
+
+@law(
+    LAWS,
+    "repeats",
+    "encode gives the same bits again, whatever memory held before",
+    "files of the same values differ, and pieces of what else the process worked with get into them",
+)
+def _repeats(subject: _Subject) -> None:
+    for case, values, parts in subject.each(_CALM):
+        with _filled_memory():
+            again = subject.scheme.encode(values)
+        for name, part in parts.items():
+            require(same_bits(part, again[name]), f"{name} has elements that encode leaves as they were, for {case}")
+
+
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Inside, new memory is full of NaN, and of the largest integers."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 @law(
