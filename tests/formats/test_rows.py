@@ -31,7 +31,7 @@ def test_rows_are_those_of_the_whole(sample):
             base, whole = entry.spec.base, checkpoint.read(name)
             layout, count = entry.spec.scheme.layout(base), 0
             middle = base[0] // 2
-            for start, stop in [(0, middle), (middle, base[0]), (0, 0), *_ranges(draw, base[0])]:
+            for start, stop in [(0, middle), (middle, base[0]), (0, 0), (base[0], base[0]), *_ranges(draw, base[0])]:
                 try:
                     cuts = part_rows(layout, base, start, stop)
                 except UnsupportedOpError:
