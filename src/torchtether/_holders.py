@@ -40,9 +40,11 @@ def find_holders(tensors: Sequence[Tensor], allowed: AbstractSet[int] = frozense
         refs = [ref for ref in weakref.getweakrefs(tensor) if id(ref) not in allowed]
         if refs:
             found[id(tensor)] = _weak_holder(refs) if len(found) < _DESCRIBED else "a weak reference to it"
+    shared = [tensor for tensor, count in zip(tensors, use_counts(tensors), strict=True) if count > 1]
+    if not shared:
+        return found
     with as_plain():
         inner = Counter(id(base) for tensor in tensors if (base := tensor._base) is not None)
-    shared = [tensor for tensor, count in zip(tensors, use_counts(tensors), strict=True) if count > 1]
     counted = [t for t in shared if id(t) not in found and use_count(t) - inner[id(t)] > 1]
     if counted:
         survey = _Survey({id(tensor) for tensor in counted}, {id(tensor) for tensor in tensors}, inner)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ._caches import Caches
 from ._storage import blocks_of
-from ._torch import can_reset, impl_id, seat_hooks, swap_impl
+from ._torch import impl_id, reset, seat_hooks, swap_impl
 from .errors import TetherError, TieError
 from .optimizer import Change, Optimizers, follow
 from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
@@ -100,12 +100,10 @@ class StockCall:
         return True
 
     def _convert(self, held: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
-        change = Change(held, held.dtype, held.device)
+        self._changes.setdefault(id(held), Change(held, held.dtype, held.device))  # first: an interrupt may come
         new, grad = function(held), held.grad
         if grad is None:
-            if can_reset(held, new):
-                held.data = new
-            elif new is not held:
+            if not reset(held, new) and new is not held:
                 self._replace(held, new, None)
         else:
             new_grad = function(grad)
@@ -113,7 +111,6 @@ class StockCall:
                 del grad
                 self._replace(held, new, new_grad)
         self._converted.add(id(held))
-        self._changes.setdefault(id(held), change)
 
     def _replace(self, held: Tensor, new: Tensor, new_grad: Tensor | None) -> None:
         try:

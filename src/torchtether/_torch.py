@@ -109,27 +109,23 @@ def find_cpp_weakly_held(tensors: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def can_reset(held: Tensor, new: Tensor) -> bool:
-    """Whether ``held.data = new`` does all that an exchange of a leaf would do; so it is for nearly all parameters.
+def reset(held: Tensor, new: Tensor) -> bool:
+    """The leaf ``held`` has the contents of ``new``, if ``held.data = new`` does all that an exchange would do.
 
-    It keeps the implementation with its hooks, as stock conversions do.  A grad would have to follow, a view would stay
-    a view of what it was cut from, a buffer would share its version with what it was detached from, and between some
-    kinds of memory torch cannot do it at all.
+    So it is for nearly all parameters; for all others nothing happens, and the answer is no.  It keeps the
+    implementation with its hooks, as stock conversions do.  A grad would have to follow, a view would stay a view of
+    what it was cut from, and a buffer would share its version with what it was detached from.  Torch refuses, before
+    it does anything, another kind of memory and whole numbers that would require grad.
     """
-    return (
-        type(held) is nn.Parameter
-        and type(new) is Tensor
-        and held.grad is None
-        and held._base is None
-        and (new.is_floating_point() or not held.requires_grad)
-        and held.shape == new.shape
-        and _is_compatible(held, new)
-    )
-
-
-_is_compatible: Callable[[Tensor, Tensor], bool] = getattr(
-    torch, "_has_compatible_shallow_copy_type", lambda held, new: False
-)
+    if type(held) is not nn.Parameter or type(new) is not Tensor or held.size() != new.size():
+        return False
+    if held.grad is not None or held._base is not None:
+        return False
+    try:
+        held.data = new
+    except RuntimeError:
+        return False
+    return True
 
 
 def use_counts(tensors: Iterable[Tensor]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import methodcaller
 from typing import TypeVar
 
 import torch
@@ -62,11 +63,14 @@ def convert(
         work = [c for c in components if any(_differs(m.tensor, dtype, place) for m in c.members)]
         tensors = [*lone, *(member.tensor for component in work for member in component.members)]
         for tensor in tensors:
-            if tensor.is_complex() or tensor.is_meta or type(tensor) not in STOCK:
+            if type(tensor) not in STOCK or tensor.dtype.is_complex or (place is not None and tensor.is_meta):
                 _check(tensor, dtype, place, exchange)
         _check_shared(work, dtype)
         exchange.check(tensors)
-        exchange.put_each(lone, lambda tensor: converted(tensor, dtype, place))
+        if place is None:
+            exchange.put_each(lone, methodcaller("to", dtype))  # each of them is to have it: nothing else differs
+        else:
+            exchange.put_each(lone, lambda tensor: converted(tensor, dtype, place))
         for component in work:
             if len(component.members) == 1:
                 (member,) = component.members
@@ -82,17 +86,13 @@ def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | 
     """``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``. Runs once per piece of memory."""
     if torch.is_grad_enabled():
         tensor = tensor.detach()
-    if dtype is None or not _follows(tensor):
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.to(device=device)
     return tensor.to(dtype) if device is None else tensor.to(device, dtype)
 
 
-def _follows(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _differs(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> bool:
-    if dtype is not None and tensor.dtype != dtype and _follows(tensor):
+    if dtype is not None and (held := tensor.dtype) is not dtype and (held.is_floating_point or held.is_complex):
         return True
     if device is not None and tensor.device != device:
         return True

@@ -23,13 +23,13 @@ from ._holders import find_holders
 from ._storage import STOCK
 from ._torch import (
     as_class,
-    can_reset,
     check_torch,
     fsdp2_state,
     impl_id,
     is_forwarded,
     is_parametrization_cached,
     renew_shards,
+    reset,
     seat_hooks,
     swap_impl,
 )
@@ -107,13 +107,15 @@ class Exchange:
         checked, changes, is_streamed = self._checked, self._changes, self._journal is None
         with torch.no_grad():
             for tensor in held:
-                new = make(tensor)
-                if is_streamed and id(tensor) in checked and can_reset(tensor, new):
+                new, key = make(tensor), id(tensor)
+                if is_streamed and key in checked:
                     change = Change(tensor, tensor.dtype, tensor.device)
-                    tensor.data = new
-                    changes.setdefault(id(tensor), change)
-                else:
-                    self.put(tensor, new)
+                    noted = changes.setdefault(key, change)  # first: state follows, whenever an interrupt comes
+                    if reset(tensor, new):
+                        continue
+                    if noted is change:
+                        del changes[key]
+                self.put(tensor, new)
 
     def put(self, held: Tensor, new: Tensor) -> None:
         """``held`` is the same object with the contents of ``new``: values, dtype, device, layout, and being a Weight.
@@ -135,10 +137,13 @@ class Exchange:
         change = Change(held, held.dtype, held.device)
         if self._journal is None and _is_simple(held, new):
             shell = as_class(type(held), new, held.requires_grad)
-            swap_impl(held, shell)  # the one step that can refuse, and the only one but for hooks
-            if held._backward_hooks is not None or held._post_accumulate_grad_hooks is not None:
-                seat_hooks(held)
-            self._changes.setdefault(id(held), change)
+            noted = self._changes.setdefault(id(held), change)  # first: state follows, whenever an interrupt comes
+            try:
+                swap_impl(held, shell)  # the one step
+            except RuntimeError:
+                if noted is change:
+                    del self._changes[id(held)]
+                raise
             return
         try:
             replacement = Replacement(held, new)
@@ -146,12 +151,14 @@ class Exchange:
             raise error.named(self.name(held)) from None
         if self._journal is not None:
             self._journal.append(replacement.undo)  # before the first step, so that any of them can be taken back
+        noted = self._changes.setdefault(id(held), change)
         try:
             replacement.apply()
         except BaseException:
             replacement.undo()  # in either mode no object is left half exchanged
+            if noted is change:
+                del self._changes[id(held)]
             raise
-        self._changes.setdefault(id(held), change)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -204,8 +211,10 @@ class Exchange:
 
 
 def _is_simple(held: Tensor, new: Tensor) -> bool:
-    """Whether a plain tensor or Parameter gets plain contents and has no grad that would have to follow."""
+    """Whether a plain tensor or Parameter gets plain contents and has no grad or hooks that would have to follow."""
     if type(held) not in STOCK or type(new) is not Tensor or new.requires_grad or not held.is_leaf:
+        return False
+    if held._backward_hooks is not None or held._post_accumulate_grad_hooks is not None:
         return False
     return held.grad is None and (not held.requires_grad or new.is_floating_point() or new.is_complex())
 

@@ -1,8 +1,10 @@
 """Small models of every kind that a conversion must not damage, and a picture of all that it must not change."""
 
+import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -279,3 +281,11 @@ def kept(model):
         )
         for name, tensor in tensors_of(model).items()
     }
+
+
+def watch(monkeypatch, wrap):
+    """Whatever ``convert`` converts, it converts by ``wrap(call)``, where ``call(function, tensor, ...)`` does it."""
+    room = importlib.import_module("torchtether.convert")  # the package has a function of this name
+    call, quick = wrap(lambda function, *arguments: function(*arguments)), room.methodcaller
+    monkeypatch.setattr(room, "converted", partial(call, room.converted))
+    monkeypatch.setattr(room, "methodcaller", lambda *asked: partial(call, quick(*asked)))

@@ -1,16 +1,12 @@
 """``convert`` keeps what it converts attached: kinds of models x optimizers x before and after the first step."""
 
-import importlib
-
 import pytest
 import torch
 
-from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
+from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of, watch
 from torchtether.convert import convert
 from torchtether.swap import Exchange
 from torchtether.ties import find_components, find_ties
-
-room = importlib.import_module("torchtether.convert")  # the package has a function of this name
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -102,8 +98,7 @@ def test_values_are_converted_once_per_piece_of_memory(kind, monkeypatch):
     """As many conversions as pieces of memory, not as names or objects."""
     made = rig(kind)
     calls = []
-    once = room.converted
-    monkeypatch.setattr(room, "converted", lambda tensor, *to: calls.append(tensor) or once(tensor, *to))
+    watch(monkeypatch, lambda call: lambda *arguments: calls.append(arguments[1]) or call(*arguments))
     pieces = [c for c in find_components(made.model) if any(m.tensor.is_floating_point() for m in c.members)]
     convert(made.model, dtype=torch.float64)
     assert len(calls) == len(pieces)

@@ -6,12 +6,11 @@ import itertools
 import pytest
 import torch
 
-from tests.convert.models import KINDS, rig, snapshot
+from tests.convert.models import KINDS, rig, snapshot, watch
 from torchtether import ConversionError, swap
 from torchtether.convert import convert
 from torchtether.ties import find_ties
 
-room = importlib.import_module("torchtether.convert")  # the package has a function of this name
 optimizers = importlib.import_module("torchtether.optimizer")
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -47,7 +46,7 @@ def attempt(made, to, patch):
 @kinds
 def test_a_failing_conversion_function_changes_nothing(kind):
     made = rig(kind)
-    points = attempt(made, torch.float64, lambda mp, at: mp.setattr(room, "converted", failing(room.converted, at)))
+    points = attempt(made, torch.float64, lambda mp, at: watch(mp, lambda call: failing(call, at)))
     assert points >= 2
     made.step()
 
@@ -87,7 +86,7 @@ def test_a_failure_while_state_follows_changes_nothing(optimizer):
 def test_a_rolled_back_model_trains_as_if_nothing_had_happened():
     made, other = rig(KINDS["view_transposed"]), rig(KINDS["view_transposed"])
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(room, "converted", failing(room.converted, 2))
+        watch(monkeypatch, lambda call: failing(call, 2))
         with pytest.raises(MemoryError):
             convert(made.model, dtype=torch.bfloat16, optimizer=made.optimizer, atomic="full")
     made.seen.clear()
@@ -97,7 +96,7 @@ def test_a_rolled_back_model_trains_as_if_nothing_had_happened():
 
 def test_without_full_the_error_says_what_was_done(monkeypatch):
     made = rig(KINDS["plain"])
-    monkeypatch.setattr(room, "converted", failing(room.converted, 2))
+    watch(monkeypatch, lambda call: failing(call, 2))
     text = r"convert stopped after 2 of 4 tensors, the last a\.bias: MemoryError: injected\. .*atomic='full'"
     with pytest.raises(ConversionError, match=text) as caught:
         convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
@@ -109,7 +108,7 @@ def test_without_full_the_error_says_what_was_done(monkeypatch):
 def test_without_full_a_failure_before_the_first_change_stays_itself(monkeypatch):
     made = rig(KINDS["plain"])
     before = snapshot(made.model, made.optimizer)
-    monkeypatch.setattr(room, "converted", failing(room.converted, 0))
+    watch(monkeypatch, lambda call: failing(call, 0))
     with pytest.raises(MemoryError):
         convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
     assert snapshot(made.model, made.optimizer) == before
@@ -134,14 +133,39 @@ def test_an_interrupt_is_not_hidden(monkeypatch):
     made = rig(KINDS["plain"])
     calls = itertools.count()
 
-    def interrupted(tensor, *to):
+    def interrupted(*arguments):
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return tensor.detach().double()
+        return arguments[0](*arguments[1:])
 
-    monkeypatch.setattr(room, "converted", interrupted)
+    watch(monkeypatch, lambda call: interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(made.model, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied_3", "view_slice"])
+@pytest.mark.parametrize("has_grads", [True, False], ids=["grads", "no grads"])
+def test_state_follows_up_to_an_interrupt_right_after_a_change(kind, has_grads, monkeypatch):
+    made = rig(KINDS[kind])
+    if not has_grads:
+        made.optimizer.zero_grad()
+    done = []
+    for step in ("reset", "swap_impl"):
+        original = getattr(swap, step)
+
+        def interrupted(*arguments, original=original):
+            if original(*arguments) is False:
+                return False
+            done.append(arguments)
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            return True
+
+        monkeypatch.setattr(swap, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    dtypes = [(p.dtype, made.optimizer.state[p]["exp_avg"].dtype) for p in made.model.parameters() if p.requires_grad]
+    assert all(one == other for one, other in dtypes)
 
 
 def test_atomic_has_two_values():
