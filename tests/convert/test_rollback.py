@@ -171,3 +171,27 @@ def test_state_follows_up_to_an_interrupt_right_after_a_change(kind, has_grads, 
 def test_atomic_has_two_values():
     with pytest.raises(ConversionError, match="neither 'checked' nor 'full'"):
         convert(torch.nn.Linear(2, 2), dtype=torch.float64, atomic="maybe")
+
+
+def test_state_follows_up_to_an_interrupt_where_there_are_neither_hooks_nor_grads(monkeypatch):
+    model = torch.nn.Module()
+    model.whole = torch.nn.Parameter(torch.randn(4, 3))
+    model.part = torch.nn.Parameter(model.whole.data[:2])
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    original, done = swap.swap_impl, []
+
+    def interrupted(*arguments):
+        original(*arguments)
+        done.append(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(swap, "swap_impl", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(model, dtype=torch.float64, optimizer=optimizer)
+    assert len(done) == 1
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["momentum_buffer"].dtype == parameter.dtype
