@@ -12,7 +12,7 @@ from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench
     ("groups", "names"),
     [
         (("conversions", "ties", "dispatch"), {"stock .to", "tt.convert", "tt.find_ties", "int8"}),
-        pytest.param(("memory",), {"tt.convert", "above the final model"}, marks=pytest.mark.slow),
+        pytest.param(("memory", "large"), {"tt.convert", "above the final model"}, marks=pytest.mark.slow),
     ],
     ids=["time", "memory"],
 )
