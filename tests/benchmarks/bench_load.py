@@ -4,16 +4,21 @@
                                           [--json FILE]
 
 The full checkpoint is a tied 1.24 B-parameter Llama with random values, bf16, 2.5 GB; it is written to a temporary
-folder (in DIR, or where TMPDIR says; 5 GB must fit) and removed afterwards. Every run is a process of its own on a
-warm page cache. Contenders take turns, figures are medians with the lowest and highest, and ratios are medians of the
-ratios within a round. Machines are noisy: compare ratios, and only within a run. Time begins when a tiny checkpoint
-has been loaded in the same way, so that imports are done, and the model is on meta; transformers builds its model
-within its time, because it offers nothing else.
+folder (in DIR, or where TMPDIR says; 5 GB must fit) and removed afterwards. Every run is a process of its own on a warm
+page cache: before its time begins every byte of the files has been read, and twice as much memory has been touched and
+freed. Virtual machines hand free memory back to their host (virtio-balloon with free page reporting), and the first
+touch of a page that the host must find again takes 20 times as long as of any other: whoever ran first, or after a
+pause, would pay for it. Contenders take turns, figures are medians with the lowest and highest, and ratios are medians
+of the ratios within a round. Machines are noisy: compare ratios, and only within a run. Time begins when a tiny
+checkpoint has been loaded in the same way, so that imports are done, and the model is on meta; transformers builds its
+model within its time, because it offers nothing else.
 
     read      a plain read of the same bytes: two threads, positioned reads, into fresh memory (4 KB or huge pages)
     anon      anonymous memory at its peak, above what there was before, and above the final model
               a peer that stays far below the final model has left the bytes in the file, to be read at first use
     mapped    resident pages of mapped files afterwards, above what there was before
+    cold      the group of that name has dropped the files from the page cache before each run, and says how much of
+              them stayed there; what the host of a virtual machine keeps of its disk is out of reach
 """
 
 import argparse
@@ -211,6 +216,19 @@ def plain_read(folder, options, huge=True):
             kept.append((memory, descriptor))
         _two_threads(iter(jobs), lambda job: os.preadv(job[0], [job[1]], job[2]))
         return kept
+
+    return run
+
+
+def sequential_read(folder, options):
+    """Every byte of one file after the other, as the system reads ahead, by one thread into one piece of memory."""
+
+    def run():
+        piece = bytearray(PIECE)
+        for path in files_of(folder):
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(piece):
+                    pass
 
     return run
 
@@ -448,9 +466,11 @@ def plain_write(folder, options, sync=True):
 
 
 READ, READ_4K = "read, huge pages", "read, 4 KB pages"
+SEQUENTIAL = "read, one thread"
 CONTENDERS = {
     READ: plain_read,
     READ_4K: lambda folder, options: plain_read(folder, options, huge=False),
+    SEQUENTIAL: sequential_read,
     "encode alone": encode_alone,
     "torchtether": torchtether,
     "torchtether compiled": torchtether_compiled,
@@ -498,6 +518,51 @@ def mapped_pages():
     return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssFile:")), 0)
 
 
+def warm(folder):
+    """The files are in the page cache, and the system has touched memory at hand, twice as much as they are long."""
+    piece, total = bytearray(PIECE), 0
+    for path in folder.rglob("*.safetensors"):
+        total += path.stat().st_size
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+    nbytes = min(2 * total, free_memory() // 2) // MIB * MIB
+    if nbytes:
+        with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                room.madvise(mmap.MADV_HUGEPAGE)
+            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(room)), 1, nbytes)
+
+
+def free_memory():
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable:")), 0)
+
+
+def chill(folder):
+    """The files have been dropped from the page cache, where the system takes that advice; the share that stayed."""
+    paths = files_of(folder)
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # what is not written yet cannot be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return sum(resident(path) for path in paths) / max(1, sum(path.stat().st_size for path in paths))
+
+
+def resident(path):
+    """Bytes of the file that are in the page cache."""
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
+        flags = ctypes.create_string_buffer(-(-len(pages) // mmap.PAGESIZE))
+        if mincore(ctypes.addressof(ctypes.c_char.from_buffer(pages)), len(pages), flags):
+            return 0
+        return sum(flag & 1 for flag in flags.raw) * mmap.PAGESIZE
+
+
 def measure(name, folder, options):
     """The figures of one run; call it in a process of its own."""
     tiny = {**options, "size": "tiny"} | ({"many": SMALL_TENSORS["tiny"]} if "many" in options else {})
@@ -505,6 +570,8 @@ def measure(name, folder, options):
     remove_saved(folder.parent / "tiny")
     run = CONTENDERS[name](folder, options)
     gc.collect()
+    warm(folder)
+    stayed = chill(folder) if options.get("cold") else 1.0
     mapped, cpu = mapped_pages(), time.process_time()
     with Meter() as meter:
         kept = run()
@@ -518,6 +585,7 @@ def measure(name, folder, options):
         "anon": meter.peak or 0,
         "final": final,
         "mapped": mapped_pages() - mapped,
+        "stayed": stayed,
     }
     remove_saved(folder.parent)
     return found
@@ -552,6 +620,16 @@ def groups_of(size, folder):
         "shards": [
             (f"bf16, {count} shards", f"bf16-{count}", bf16, [READ, "torchtether", "safetensors own"], largest)
             for count in (1, 32)
+        ],
+        "cold": [
+            ("bf16, cold cache", "bf16-4", bf16 | {"cold": True}, [SEQUENTIAL, READ, "torchtether"], largest),
+            (
+                "int8, cold cache",
+                "bf16-4",
+                bf16 | {"cold": True, "quantize": "int8"},
+                [SEQUENTIAL, READ, "torchtether"],
+                largest,
+            ),
         ],
         "convert": [
             (
@@ -636,6 +714,9 @@ def bars(group, title, runs, largest):
         return
     if group == "plan":
         yield "against four times a quarter of it", ratio("torchtether plan", "torchtether plan, a quarter") / 4, 1.3
+        return
+    if group == "cold":
+        yield "against a plain sequential read", ratio("torchtether", SEQUENTIAL), 1.1
         return
     if group == "quantize":
         yield from quantize_bars(title, runs, largest, ratio)
@@ -722,7 +803,8 @@ def main(arguments=None):
                     print(
                         f"{title:20} {name:20} {said(runs[name])} cpu {row['cpu']:7.3f} s {ratio:7.2f} x "
                         f"anon {row['anon'] / MIB:7.0f} MiB, above {(row['anon'] - row['final']) / MIB:6.0f}, "
-                        f"mapped {row['mapped'] / MIB:6.0f} MiB",
+                        f"mapped {row['mapped'] / MIB:6.0f} MiB"
+                        + (f", {row['stayed']:.0%} of the files were in the page cache" if wanted.get("cold") else ""),
                         flush=True,
                     )
                 for what, figure, limit in bars(group, title, runs, largest):
