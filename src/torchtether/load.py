@@ -19,7 +19,7 @@ from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import ArgumentError, LoadError, SchemeError
-from .files import THREADS, Batch, Tick, no_tick, on_huge_pages
+from .files import THREADS, Batch, Room, Tick, no_tick, on_huge_pages
 from .module_load import encoded_as
 from .ops.rows import part_rows
 from .optimizer import optimizers_of
@@ -37,6 +37,9 @@ _SHOWN = 12
 
 _ENCODED = 2**21
 """Elements that are read and then encoded at once. Fewer would have threads wait for each other more often."""
+
+_READ = 2**18
+"""Bytes that are read at once where the loops read for themselves: they stay in the cache of one core."""
 
 _LARGEST_ENCODED = 2**22
 """Elements beyond which rows that share a block are not worth taking apart."""
@@ -543,10 +546,23 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
             _encoded(step, given, no_tick)  # raises it for the whole tensor, with the whole tensor's counts
             raise error.named(step.name) from None
 
+    file = given.checkpoint.store.file_of(key)
+    recipes = {n: scheme.recipe((n, *shape[1:]), stored.dtype) for n in (size, shape[0] % size) if n}
+
+    def straight(
+        descriptor: int, at: int, room: Room, recipe: native.Recipe, rows: int, cuts: Mapping[str, slice | None]
+    ) -> bool:
+        scratch = room.take((max(_READ, recipe.row),), torch.uint8)
+        return native.encode_file(recipe, descriptor, at, rows, scratch, {n: parts[n][cuts[n]] for n in recipe.parts})
+
     for start in range(0, shape[0], size):
         stop = min(start + size, shape[0])
-        cuts = part_rows(layout, shape, start, stop)
-        batch.rows(given.checkpoint.store.file_of(key), key, first + start, first + stop, partial(encode, cuts=cuts))
+        cuts, recipe = part_rows(layout, shape, start, stop), recipes[stop - start]
+        done = None
+        if recipe is not None:
+            count = (stop - start) * row * stored.dtype.itemsize // recipe.row
+            done = partial(straight, recipe=recipe, rows=count, cuts=cuts)
+        batch.rows(file, key, first + start, first + stop, partial(encode, cuts=cuts), done)
     return Weight(parts, WeightSpec.of(shape, step.dtype, scheme))
 
 

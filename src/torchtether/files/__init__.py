@@ -15,7 +15,7 @@ from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import beside, put_in_place, replacing
 from .store import Store
-from .together import THREADS
+from .together import THREADS, Room
 from .writer import check_writable, write_made, write_tensors
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "beside",
     "Header",
     "Record",
+    "Room",
     "Store",
     "Stored",
     "THREADS",

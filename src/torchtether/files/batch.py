@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..schemes import Shape
@@ -26,6 +26,9 @@ _WORTHWHILE = 2 * SLICE
 
 Buffer = tuple[str, memoryview]
 """A key, and memory that some of its bytes are for."""
+
+Straight = Callable[[int, int, Room], bool]
+"""Reads and uses some bytes itself, from an open file and a place in it, with scratch; says whether it did."""
 
 _Part = tuple[str, Tensor, int, int]
 """A key, the tensor that it is for, and which of its bytes."""
@@ -60,24 +63,47 @@ class Batch:
             self._through(file, key, at, tuple(piece.shape), piece.copy_)
             at += piece.numel() * stored.dtype.itemsize
 
-    def rows(self, file: TensorFile, key: str, start: int, stop: int, use: Callable[[Tensor], object]) -> None:
-        """``use`` is to be called, on some thread, with those rows of ``key``, which it must not keep."""
+    def rows(
+        self,
+        file: TensorFile,
+        key: str,
+        start: int,
+        stop: int,
+        use: Callable[[Tensor], object],
+        straight: Straight | None = None,
+    ) -> None:
+        """``use`` is to be called, on some thread, with those rows of ``key``, which it must not keep.
+
+        ``straight`` may do it all itself: it is given the open file, where in it the rows begin, and the scratch of its
+        thread, and says whether it has. If not, the rows are read.
+        """
         shape = file.stored(key).shape
         row = file.stored(key).nbytes // shape[0]
-        self._through(file, key, start * row, (stop - start, *shape[1:]), use)
+        self._through(file, key, start * row, (stop - start, *shape[1:]), use, straight)
 
-    def _through(self, file: TensorFile, key: str, at: int, shape: Shape, use: Callable[[Tensor], object]) -> None:
+    def _through(
+        self,
+        file: TensorFile,
+        key: str,
+        at: int,
+        shape: Shape,
+        use: Callable[[Tensor], object],
+        straight: Straight | None = None,
+    ) -> None:
         stored = file.stored(key)
         at += stored.start
+        nbytes = math.prod(shape) * stored.dtype.itemsize
 
         def job(room: Room) -> int:
-            given = room.take(shape, stored.dtype)
-            file.read_bytes([(key, memory_of(given))], at)
-            use(given)
-            return given.nbytes
+            descriptor = file.descriptor
+            if straight is None or descriptor is None or not straight(descriptor, at, room):
+                given = room.take(shape, stored.dtype)
+                file.read_bytes([(key, memory_of(given))], at)
+                use(given)
+            return nbytes
 
         self._jobs.append((id(file), at, job))
-        self._nbytes += torch.empty(shape, dtype=stored.dtype, device="meta").nbytes
+        self._nbytes += nbytes
 
     def run(self, tick: Tick) -> None:
         """Everything is read, and used. Raises CheckpointError, naming the file and the key."""

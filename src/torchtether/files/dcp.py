@@ -211,6 +211,10 @@ class DcpFile(TensorFile):
     def is_mappable(self, key: str) -> bool:
         return False
 
+    @property
+    def descriptor(self) -> int | None:
+        return None
+
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
         """Fills the buffers, one after the other, from a file that held all tensors, one behind the other by key."""
         for key, memory in buffers:

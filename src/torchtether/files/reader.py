@@ -200,6 +200,11 @@ class TensorFile:
             self.read_bytes([(key, part)], at + place)
             tick(len(part))
 
+    @property
+    def descriptor(self) -> int | None:
+        """The open file in which tensors lie whole, each where ``stored`` says; ``None`` if they are in several."""
+        return self._descriptor
+
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
         """Fills the buffers, one after the other, with what the file holds from byte ``at``."""
         rest = list(buffers)

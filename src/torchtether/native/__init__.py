@@ -17,17 +17,25 @@ from .loops import (
     is_at_hand,
     magnitudes,
 )
+from .recipe import AFFINE, FLOAT8, NEAREST, Recipe, encode_file, encode_rows, recipe
 
 __all__ = [
+    "AFFINE",
+    "FLOAT8",
+    "NEAREST",
+    "Recipe",
     "compiled",
     "can_read",
     "decode_affine",
     "decode_table",
     "encode_affine",
+    "encode_file",
     "encode_float8",
     "encode_nearest",
+    "encode_rows",
     "expect",
     "extremes",
     "is_at_hand",
     "magnitudes",
+    "recipe",
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from .toolchain import find_compiler, is_switched_off, own_folder, said_compiler, said_processor
 
 _SOURCE = Path(__file__).with_name("loops.c")
+_INCLUDED = tuple(Path(__file__).with_name(name) for name in ("encode.h", "encode_avx2.h"))
 _FLAGS = (
     *(("-march=native",) if platform.machine().lower() in ("x86_64", "amd64") else ()),
     # -O3 vectorises; no contraction, so that a product and a sum are rounded one after the other, as torch does it.
@@ -117,7 +118,8 @@ class Build:
             if folder is None:
                 return self._settle("no folder to keep it in")
             name = hashlib.sha256()
-            for word in (_SOURCE.read_bytes(), repr(_FLAGS).encode(), said_compiler(compiler[0]), said_processor()):
+            sources = [path.read_bytes() for path in (_SOURCE, *_INCLUDED)]
+            for word in (*sources, repr(_FLAGS).encode(), said_compiler(compiler[0]), said_processor()):
                 name.update(hashlib.sha256(word).digest())
         except OSError as error:
             return self._settle(f"no place for it: {error}")
@@ -138,7 +140,8 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
     for name, letters in _FUNCTIONS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = [kinds[letter] for letter in letters], None
+        function.argtypes = [kinds[letter] for letter in letters]
+        function.restype = ctypes.c_int if name in _ANSWERING else None
     return library
 
 
@@ -148,6 +151,9 @@ _FUNCTIONS = {
     "tt_encode_affine": "pinnnppniiiiipn",
     "tt_encode_float8": "pinnnpnifiip",
     "tt_encode_nearest": "pinnnpniipippn",
+    "tt_encode": "ppnppp",
+    "tt_encode_file": "pinnpnppp",
     "tt_decode_affine": "pinnnnppnffpin",
     "tt_decode_table": "pinnnnpnppin",
 }
+_ANSWERING = ("tt_encode", "tt_encode_file")

@@ -7,8 +7,12 @@
  * A row is taken in stretches that stay in the first-level cache.  Nothing is allocated and nothing is kept.
  */
 
+#define _XOPEN_SOURCE 700 /* pread */
+#define _FILE_OFFSET_BITS 64
+
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #define STRETCH 1024 /* elements; even, so that a stretch of 4-bit codes begins with a byte */
 #define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, halves to even, which is then the low bits */
@@ -101,61 +105,62 @@ static inline void unpack4(const uint8_t *restrict packed, count n, uint8_t *res
 /* ---- extremes -------------------------------------------------------------------------------------------------- */
 
 /* Bits of numbers without their sign are ordered as the numbers, infinity and then NaN last. */
-void tt_magnitudes(const void *x, int dtype, count rows, count columns, count width, float *out) {
-    for (count row = 0; row < rows; row++) {
-        for (count start = 0; start < columns; start += width) {
-            count n = least(width, columns - start), at = row * columns + start;
-            if (dtype == FLOAT32) {
-                const uint32_t *restrict from = (const uint32_t *)x + at;
-                int32_t most = 0;
-                for (count i = 0; i < n; i++) {
-                    int32_t bits = (int32_t)(from[i] & 0x7fffffff);
-                    most = bits > most ? bits : most;
-                }
-                *out++ = float_of((uint32_t)most);
-            } else {
-                const uint16_t *restrict from = (const uint16_t *)x + at;
-                int16_t most = 0;
-                for (count i = 0; i < n; i++) {
-                    int16_t bits = (int16_t)(from[i] & 0x7fff);
-                    most = bits > most ? bits : most;
-                }
-                *out++ = dtype == BFLOAT16 ? float_of((uint32_t)most << 16) : from_half((uint16_t)most);
-            }
+static inline float magnitude(const void *x, int dtype, count at, count n) {
+    if (dtype == FLOAT32) {
+        const uint32_t *restrict from = (const uint32_t *)x + at;
+        int32_t most = 0;
+        for (count i = 0; i < n; i++) {
+            int32_t bits = (int32_t)(from[i] & 0x7fffffff);
+            most = bits > most ? bits : most;
         }
+        return float_of((uint32_t)most);
     }
+    const uint16_t *restrict from = (const uint16_t *)x + at;
+    int16_t most = 0;
+    for (count i = 0; i < n; i++) {
+        int16_t bits = (int16_t)(from[i] & 0x7fff);
+        most = bits > most ? bits : most;
+    }
+    return dtype == BFLOAT16 ? float_of((uint32_t)most << 16) : from_half((uint16_t)most);
 }
 
 /* Negative numbers with all other bits turned are ordered as integers: NaN lies beyond infinity, on either side. */
-void tt_extremes(const void *x, int dtype, count rows, count columns, count width, float *low, float *high) {
-    for (count row = 0; row < rows; row++) {
-        for (count start = 0; start < columns; start += width) {
-            count n = least(width, columns - start), at = row * columns + start;
-            if (dtype == FLOAT32) {
-                const int32_t *restrict from = (const int32_t *)x + at;
-                int32_t lowest = INT32_MAX, highest = INT32_MIN;
-                for (count i = 0; i < n; i++) {
-                    int32_t key = from[i] ^ (from[i] >> 31 & 0x7fffffff);
-                    lowest = key < lowest ? key : lowest;
-                    highest = key > highest ? key : highest;
-                }
-                *low++ = float_of((uint32_t)(lowest ^ (lowest >> 31 & 0x7fffffff)));
-                *high++ = float_of((uint32_t)(highest ^ (highest >> 31 & 0x7fffffff)));
-            } else {
-                const int16_t *restrict from = (const int16_t *)x + at;
-                int16_t lowest = INT16_MAX, highest = INT16_MIN;
-                for (count i = 0; i < n; i++) {
-                    int16_t key = (int16_t)(from[i] ^ (from[i] >> 15 & 0x7fff));
-                    lowest = key < lowest ? key : lowest;
-                    highest = key > highest ? key : highest;
-                }
-                uint16_t first = (uint16_t)(lowest ^ (lowest >> 15 & 0x7fff));
-                uint16_t last = (uint16_t)(highest ^ (highest >> 15 & 0x7fff));
-                *low++ = dtype == BFLOAT16 ? float_of((uint32_t)first << 16) : from_half(first);
-                *high++ = dtype == BFLOAT16 ? float_of((uint32_t)last << 16) : from_half(last);
-            }
+static inline void extremes(const void *x, int dtype, count at, count n, float *low, float *high) {
+    if (dtype == FLOAT32) {
+        const int32_t *restrict from = (const int32_t *)x + at;
+        int32_t lowest = INT32_MAX, highest = INT32_MIN;
+        for (count i = 0; i < n; i++) {
+            int32_t key = from[i] ^ (from[i] >> 31 & 0x7fffffff);
+            lowest = key < lowest ? key : lowest;
+            highest = key > highest ? key : highest;
         }
+        *low = float_of((uint32_t)(lowest ^ (lowest >> 31 & 0x7fffffff)));
+        *high = float_of((uint32_t)(highest ^ (highest >> 31 & 0x7fffffff)));
+        return;
     }
+    const int16_t *restrict from = (const int16_t *)x + at;
+    int16_t lowest = INT16_MAX, highest = INT16_MIN;
+    for (count i = 0; i < n; i++) {
+        int16_t key = (int16_t)(from[i] ^ (from[i] >> 15 & 0x7fff));
+        lowest = key < lowest ? key : lowest;
+        highest = key > highest ? key : highest;
+    }
+    uint16_t first = (uint16_t)(lowest ^ (lowest >> 15 & 0x7fff));
+    uint16_t last = (uint16_t)(highest ^ (highest >> 15 & 0x7fff));
+    *low = dtype == BFLOAT16 ? float_of((uint32_t)first << 16) : from_half(first);
+    *high = dtype == BFLOAT16 ? float_of((uint32_t)last << 16) : from_half(last);
+}
+
+void tt_magnitudes(const void *x, int dtype, count rows, count columns, count width, float *out) {
+    for (count row = 0; row < rows; row++)
+        for (count start = 0; start < columns; start += width)
+            *out++ = magnitude(x, dtype, row * columns + start, least(width, columns - start));
+}
+
+void tt_extremes(const void *x, int dtype, count rows, count columns, count width, float *low, float *high) {
+    for (count row = 0; row < rows; row++)
+        for (count start = 0; start < columns; start += width)
+            extremes(x, dtype, row * columns + start, least(width, columns - start), low++, high++);
 }
 
 /* ---- numbers to codes ------------------------------------------------------------------------------------------ */
@@ -268,6 +273,8 @@ void tt_encode_nearest(const void *x, int dtype, count rows, count columns, coun
         }
     }
 }
+
+#include "encode.h"
 
 /* ---- codes to numbers ------------------------------------------------------------------------------------------ */
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from .._torch import is_direct
 from .build import Build
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What the loops call them."""
 
 compiled = Build()
 """The one of this process."""
@@ -45,17 +46,18 @@ def _cores() -> int:
 
 def can_read(values: Tensor) -> bool:
     """Whether the loops are at hand and can walk ``values`` where they lie."""
-    if _library(values) is None or values.dtype not in _DTYPES or not values.is_contiguous():
+    if library_for(values) is None or values.dtype not in DTYPES or not values.is_contiguous():
         return False
     return values.numel() > 0 and values.data_ptr() % values.itemsize == 0
 
 
 def is_at_hand(*tensors: Tensor) -> bool:
     """Whether the loops are at hand, and ops would run at once on these tensors, which lie on the CPU."""
-    return _library(*tensors) is not None
+    return library_for(*tensors) is not None
 
 
-def _library(*tensors: Tensor) -> ctypes.CDLL | None:
+def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The loops, if they are at hand and may walk these tensors."""
     if not is_direct():
         return None
     library = compiled.library()
@@ -68,23 +70,23 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
 
 def magnitudes(x: Tensor, width: int) -> Tensor | None:
     """The largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN where there is one."""
-    library = _library(x)
+    library = library_for(x)
     if library is None or not can_read(x):
         return None
     rows, columns = x.shape
     out = torch.empty((rows, -(-columns // width)), dtype=torch.float32)
-    library.tt_magnitudes(x.data_ptr(), _DTYPES[x.dtype], rows, columns, width, out.data_ptr())
+    library.tt_magnitudes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, out.data_ptr())
     return out
 
 
 def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
     """The smallest and the largest value of each run of ``width`` columns, (R, groups) float32; NaN in one of them."""
-    library = _library(x)
+    library = library_for(x)
     if library is None or not can_read(x):
         return None
     rows, columns = x.shape
     low, high = (torch.empty((rows, -(-columns // width)), dtype=torch.float32) for _ in range(2))
-    library.tt_extremes(x.data_ptr(), _DTYPES[x.dtype], rows, columns, width, low.data_ptr(), high.data_ptr())
+    library.tt_extremes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, low.data_ptr(), high.data_ptr())
     return low, high
 
 
@@ -101,12 +103,12 @@ def encode_affine(
     bits: int,
 ) -> bool:
     """``codes`` holds round(x / scale + zero), within ``limits``, and ``offset`` above that; 4 or 8 bits."""
-    library = _library(x, scale, codes)
+    library = library_for(x, scale, codes)
     if library is None or bits not in (4, 8) or not can_read(x) or codes.stride(-1) != 1:
         return False
     (scale, stride), zero = _one_per_run(scale), None if zero is None else _one_per_run(zero)[0]
     library.tt_encode_affine(
-        *(x.data_ptr(), _DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), None if zero is None else zero.data_ptr()),
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), None if zero is None else zero.data_ptr()),
         *(stride, divides, *limits, offset, bits, codes.data_ptr(), codes.stride(0)),
     )
     return True
@@ -114,12 +116,12 @@ def encode_affine(
 
 def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
     """``codes`` (R, K), float8_e4m3fn or float8_e5m2, holds x / scale (or times), within ``largest``."""
-    library = _library(x, scale, codes)
+    library = library_for(x, scale, codes)
     if library is None or codes.dtype not in _FLOAT8 or not can_read(x) or not codes.is_contiguous():
         return False
     scale, stride = _one_per_run(scale)
     library.tt_encode_float8(
-        *(x.data_ptr(), _DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, largest),
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, largest),
         *(*_FLOAT8[codes.dtype], codes.data_ptr()),
     )
     return True
@@ -142,14 +144,14 @@ def encode_nearest(
 
     With ``order`` they are those of a table; without, they count for magnitudes, and 8 is added for the sign.
     """
-    library = _library(x, scale, codes)
+    library = library_for(x, scale, codes)
     if library is None or not can_read(x) or codes.stride(-1) != 1 or len(thresholds) > (7 if order is None else 15):
         return False
     scale, stride = _one_per_run(scale)
     edges = (ctypes.c_float * 15)(*thresholds)
     names = bytes(order or range(16)).ljust(16, b"\0")
     library.tt_encode_nearest(
-        *(x.data_ptr(), _DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, order is None),
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, order is None),
         *(edges, len(thresholds), names, codes.data_ptr(), codes.stride(0)),
     )
     return True
@@ -166,36 +168,36 @@ def decode_affine(
     unit: float,
 ) -> bool:
     """``out`` (R, K), of a float dtype, holds ((codes - zero) * scale) * unit."""
-    library = _library(codes, scale, out)
+    library = library_for(codes, scale, out)
     if library is None or bits not in (4, 8) or not _can_write(out) or codes.stride(-1) != 1:
         return False
     (scale, stride), lows = _one_per_run(scale), _one_per_run(zero)[0] if isinstance(zero, Tensor) else None
     library.tt_decode_affine(
         *(codes.data_ptr(), -8 if codes.dtype == torch.int8 else bits, *out.shape, width, codes.stride(0)),
         *(scale.data_ptr(), None if lows is None else lows.data_ptr(), stride, 0.0 if lows is not None else zero),
-        *(unit, out.data_ptr(), _DTYPES[out.dtype], out.stride(0)),
+        *(unit, out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
     )
-    _is_written(out)
+    said_written(out)
     return True
 
 
 def decode_table(codes: Tensor, width: int, scale: Tensor, table: Tensor, out: Tensor, *, bits: int) -> bool:
     """``out`` (R, K), of a float dtype, holds table[codes] * scale; ``table``, float32, has a value for every code."""
-    library = _library(codes, scale, table, out)
+    library = library_for(codes, scale, table, out)
     if library is None or bits not in (4, 8) or not _can_write(out) or codes.stride(-1) != 1:
         return False
     assert table.shape == (1 << bits,)
     scale, stride = _one_per_run(scale)
     library.tt_decode_table(
         *(codes.data_ptr(), bits, *out.shape, width, codes.stride(0), scale.data_ptr(), stride, table.data_ptr()),
-        *(out.data_ptr(), _DTYPES[out.dtype], out.stride(0)),
+        *(out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
     )
-    _is_written(out)
+    said_written(out)
     return True
 
 
 def _can_write(out: Tensor) -> bool:
-    return out.dtype in _DTYPES and out.stride(-1) == 1 and out.numel() > 0 and out.data_ptr() % out.itemsize == 0
+    return out.dtype in DTYPES and out.stride(-1) == 1 and out.numel() > 0 and out.data_ptr() % out.itemsize == 0
 
 
 def _one_per_run(scale: Tensor) -> tuple[Tensor, int]:
@@ -204,7 +206,7 @@ def _one_per_run(scale: Tensor) -> tuple[Tensor, int]:
     return scale, scale.shape[1] if scale.shape[0] > 1 else 0
 
 
-def _is_written(out: Tensor) -> None:
+def said_written(out: Tensor) -> None:
     """Autograd knows of it, as of any in-place op."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)

@@ -163,10 +163,32 @@ class Affine(Blocked):
         if values.is_meta or self.act_order:
             super().encode_into(values, parts)
             return
+        if native.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts):
+            return
         grid = grid_over(tuple(values.shape), self.block)
         for name, part in self._fit(grid, values, None).items():
             parts[name].copy_(part)
         self._quantize(grid, values, parts)
+
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> native.Recipe | None:
+        grid = grid_over(shape, self.block)
+        is_plain = self.fit == "range" and self.scale_dtype == torch.float32 and not (self.act_order or self.reciprocal)
+        if not is_plain or not (grid.height == 1 or grid.rows == 1) or 0 in shape:
+            return None
+        return native.recipe(
+            native.AFFINE,
+            dtype,
+            grid.columns,
+            grid.run,
+            parts=("qdata", "scale") if self.symmetric else ("qdata", "scale", "zero_point"),
+            bits=self.bits,
+            span=(self._steps / 2 if self.symmetric else self._steps) * self.unit,
+            unit=self.unit,
+            lowest=self._lowest,
+            highest=self._highest,
+            offset=self._offset,
+            zero_offset=self._zero_offset,
+        )
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held scale and zero point in blocks that they suit or give back exactly.

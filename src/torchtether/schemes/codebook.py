@@ -127,7 +127,27 @@ class Codebook(Scheme):
         if not values.is_meta:
             self._encode(values, parts, None)
 
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> native.Recipe | None:
+        if self.nested or self.fit != "range" or self.bits != 4 or 0 in shape:
+            return None
+        columns, (thresholds, order) = shape[-1], self._nearest
+        if self.flat:  # blocks follow each other, whatever the shape: those that are whole as rows of their own
+            count = math.prod(shape)
+            columns = self.block_size if count % self.block_size == 0 and self.block_size % 2 == 0 else count
+        return native.recipe(
+            native.NEAREST,
+            dtype,
+            columns,
+            min(self.block_size, columns),
+            parts=("qdata", "absmax"),
+            bits=4,
+            thresholds=thresholds,
+            order=order,
+        )
+
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        if like is None and native.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts):
+            return
         grid = self._grid(tuple(values.shape))
         amax = self._amax(grid, values)
         check_finite(amax, values)

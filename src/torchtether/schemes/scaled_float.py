@@ -174,7 +174,29 @@ class ScaledFloat(Blocked):
         if not values.is_meta:
             self._encode(values, parts, None)
 
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> native.Recipe | None:
+        grid, element = grid_over(shape, self.block), self._element
+        if element.dtype is None or self.scale_dtype != torch.float32 or 0 in shape:
+            return None
+        if not (grid.height == 1 or grid.rows == 1):
+            return None
+        return native.recipe(
+            native.FLOAT8,
+            dtype,
+            grid.columns,
+            grid.run,
+            parts=("qdata", "scale"),
+            bits=8,
+            span=element.largest,
+            lowest=-element.largest,
+            highest=element.largest,
+            mantissa=element.mantissa,
+            bias=1 - element.low,
+        )
+
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        if like is None and native.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts):
+            return
         grid = grid_over(tuple(values.shape), self.block)
         amax = grid.reduce(values, torch.amax, magnitude=True)
         check_finite(amax, values)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
+from ..native import Recipe
 
 Shape = tuple[int, ...]
 Parts = Mapping[str, Tensor]
@@ -97,6 +98,10 @@ class Scheme:
         """``parts``, which exist already (slices of larger ones, perhaps), hold what ``encode`` gives."""
         for name, part in self.encode(values).items():
             parts[name].copy_(part)
+
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> Recipe | None:
+        """How the compiled loops encode a contiguous tensor of ``shape`` and ``dtype``; ``None`` if they do not."""
+        return None
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
         """``out`` (stop - start, K), of any float dtype, holds the rows from ``start`` to ``stop``, as ``decode`` does.

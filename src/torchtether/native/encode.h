@@ -1,0 +1,287 @@
+/* Rows of numbers to codes in one go, scales and all: each run is read for its extremes while it comes into the
+ * first-level cache, and encoded from there.  Part of loops.c; what it computes, and how it rounds, is what the torch ops
+ * in schemes/ do.
+ */
+
+enum { AFFINE, FLOAT8, NEAREST };
+
+#define LIMIT float_of(254u << 23)  /* 2**127: beyond it a number that is rounded up may leave float32 */
+#define TINY float_of(1u << 23)     /* the smallest normal number */
+
+typedef struct {
+    int32_t kind, dtype;
+    count columns, width; /* of a row; of a run, the last of a row may be shorter */
+    count stride;         /* bytes of codes per row */
+    float span;           /* what the extreme of a run is divided by to give the scale; 0: it is the scale */
+    float unit;           /* a step is scale * unit */
+    float lowest, highest;
+    int32_t is_symmetric, offset, zero_offset, bits;
+    int32_t mantissa, bias; /* of a float8 */
+    float edges[15];        /* ascending thresholds between the codes, infinite where there are fewer */
+    uint8_t order[16];      /* what each number of thresholds is called */
+    int32_t is_ordered;
+} recipe;
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float number(const void *x, int dtype, count i) {
+    if (dtype == FLOAT32) return ((const float *)x)[i];
+    uint16_t bits = ((const uint16_t *)x)[i];
+    return dtype == BFLOAT16 ? float_of((uint32_t)bits << 16) : from_half(bits);
+}
+
+INLINE const void *behind(const void *x, int dtype, count n) {
+    return (const char *)x + n * (dtype == FLOAT32 ? 4 : 2);
+}
+
+#if defined(__AVX2__) && defined(__FMA__)
+#define FAST
+#include "encode_avx2.h"
+#endif
+
+#define SOME 32
+#ifdef FAST
+#define IS_GUESSED is_guessed
+#define IS_DONE(WORK) (m == SOME && (WORK))
+#else
+#define IS_GUESSED 0
+#define IS_DONE(WORK) 0
+#endif
+
+/* Whether its reciprocal is a normal number, and a little more or less still is. */
+INLINE int is_invertible(float by) { return by > float_of(64u << 23) && by < float_of(190u << 23); }
+
+INLINE void encode_affine(const recipe *r, int dtype, const void *restrict x, count n, float by, float zero,
+                          uint8_t *restrict to) {
+    float lowest = r->lowest, highest = r->highest, inverse = 1.0f / by;
+    uint32_t offset = (uint32_t)r->offset;
+    int is_guessed = is_invertible(by);
+    (void)inverse, (void)is_guessed;
+    for (count start = 0, m; start < n; start += m) {
+        const void *from = behind(x, dtype, start);
+        m = IS_GUESSED ? least(SOME, n - start) : n - start;
+        if (IS_DONE(is_guessed && affine_32(r, dtype, from, inverse, zero, to + start))) continue;
+        for (count i = 0; i < m; i++) {
+            float y = number(from, dtype, i) / by + zero;
+            y = y < lowest ? lowest : y;
+            y = y > highest ? highest : y;
+            to[start + i] = (uint8_t)(bits_of(y + MAGIC) + offset);
+        }
+    }
+}
+
+INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, count n, float by, int mantissa, int bias,
+                          uint8_t *restrict to) {
+    float lowest = r->lowest, highest = r->highest, inverse = 1.0f / by;
+    int cut = 23 - mantissa, is_guessed = is_invertible(by);
+    uint32_t smallest = (uint32_t)(128 - bias) << 23, unit = (uint32_t)(128 - bias + cut) << 23;
+    uint32_t rebias = ((uint32_t)(127 - bias) << 23) - ((1u << (cut - 1)) - 1);
+    (void)inverse, (void)is_guessed;
+    for (count start = 0, m; start < n; start += m) {
+        const void *from = behind(x, dtype, start);
+        m = IS_GUESSED ? least(SOME, n - start) : n - start;
+        if (IS_DONE(is_guessed && float8_32(r, dtype, from, inverse, mantissa, bias, to + start))) continue;
+        for (count i = 0; i < m; i++) {
+            float y = number(from, dtype, i) / by;
+            y = y < lowest ? lowest : y;
+            y = y > highest ? highest : y;
+            uint32_t bits = bits_of(y), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
+            uint32_t normal = (rest - rebias + (rest >> cut & 1)) >> cut;
+            uint32_t subnormal = bits_of(float_of(rest) + float_of(unit)) - unit;
+            to[start + i] = (uint8_t)(sign | (rest < smallest ? subnormal : normal));
+        }
+    }
+}
+
+/* How many of the thresholds lie below each number. */
+INLINE void encode_nearest(const recipe *r, int dtype, const void *restrict x, count n, float by, uint8_t *restrict to) {
+    const float *e = r->edges;
+    count i = 0;
+#ifdef FAST
+    const halving h = halved(e);
+    for (; i + SOME <= n; i += SOME) nearest_32(&h, dtype, behind(x, dtype, i), by, to + i);
+#endif
+    for (; i < n; i++) {
+        float y = number(x, dtype, i) * by;
+        int32_t code = 0;
+        for (int j = 0; j < 15; j++) code += y > e[j];
+        to[i] = (uint8_t)code;
+    }
+    if (!r->is_ordered)
+        for (i = 0; i < n; i++) to[i] = r->order[to[i]];
+}
+
+/* As `magnitude` and `extremes`, of a run from its start. */
+INLINE float run_magnitude(const void *x, int dtype, count n) {
+#ifdef FAST
+    if (dtype != FLOAT32 && n % 16 == 0) {
+        int most = magnitude_16((const uint16_t *)x, n);
+        return dtype == BFLOAT16 ? float_of((uint32_t)most << 16) : from_half((uint16_t)most);
+    }
+#endif
+    return magnitude(x, dtype, 0, n);
+}
+
+INLINE void run_extremes(const void *x, int dtype, count n, float *low, float *high) {
+#ifdef FAST
+    if (dtype != FLOAT32 && n % 16 == 0) {
+        int lowest, highest;
+        extremes_16((const uint16_t *)x, n, &lowest, &highest);
+        uint16_t first = (uint16_t)(lowest ^ (lowest >> 15 & 0x7fff)), last = (uint16_t)(highest ^ (highest >> 15 & 0x7fff));
+        *low = dtype == BFLOAT16 ? float_of((uint32_t)first << 16) : from_half(first);
+        *high = dtype == BFLOAT16 ? float_of((uint32_t)last << 16) : from_half(last);
+        return;
+    }
+#endif
+    extremes(x, dtype, 0, n, low, high);
+}
+
+INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict out) {
+    count i = 0;
+#ifdef FAST
+    for (; i + SOME <= n; i += SOME) pack4_32(codes + i, out + i / 2);
+#endif
+    if (i < n) pack4(codes + i, n - i, out + i / 2);
+}
+
+/* Each for numbers as they are in memory: bfloat16 and float32; float16 becomes float32 first. */
+#define ENCODERS(NAME, DTYPE)                                                                                            \
+    static void affine_##NAME(const recipe *r, const void *x, count n, float by, float zero, uint8_t *to) {              \
+        encode_affine(r, DTYPE, x, n, by, zero, to);                                                                     \
+    }                                                                                                                    \
+    static void e4m3_##NAME(const recipe *r, const void *x, count n, float by, uint8_t *to) {                            \
+        encode_float8(r, DTYPE, x, n, by, 3, 7, to);                                                                     \
+    }                                                                                                                    \
+    static void e5m2_##NAME(const recipe *r, const void *x, count n, float by, uint8_t *to) {                            \
+        encode_float8(r, DTYPE, x, n, by, 2, 15, to);                                                                    \
+    }                                                                                                                    \
+    static void nearest_##NAME(const recipe *r, const void *x, count n, float by, uint8_t *to) {                         \
+        encode_nearest(r, DTYPE, x, n, by, to);                                                                          \
+    }                                                                                                                    \
+    static void codes_##NAME(const recipe *r, const void *x, count n, float by, float zero, uint8_t *to) {               \
+        if (r->kind == AFFINE) affine_##NAME(r, x, n, by, zero, to);                                                     \
+        else if (r->kind == NEAREST) nearest_##NAME(r, x, n, by, to);                                                    \
+        else if (r->mantissa == 3) e4m3_##NAME(r, x, n, by, to);                                                         \
+        else e5m2_##NAME(r, x, n, by, to);                                                                               \
+    }
+ENCODERS(float32, FLOAT32)
+ENCODERS(bfloat16, BFLOAT16)
+
+#define RUNS 64    /* at most that many at once: their scales are computed together */
+#define BAND 8192  /* numbers of several runs, which stay in the first-level cache */
+
+/* From extremes to what goes to `scale` and `zero`, what numbers are divided by (or, to the nearest, multiplied with) and
+ * shifted; whether they are all finite, and small enough. */
+static int fit(const recipe *r, count runs, const float *restrict low, const float *restrict high, float *restrict scale,
+               uint8_t *restrict zero, float *restrict by, float *restrict shift) {
+    int bad = 0;
+    if (r->kind == NEAREST) {
+        for (count i = 0; i < runs; i++) {
+            float most = high[i];
+            bad |= !(most < LIMIT);
+            most = most > 0 ? (most < TINY ? TINY : most) : 0;
+            scale[i] = most;
+            by[i] = 1.0f / (most < TINY ? 1.0f : most);
+        }
+        return !bad;
+    }
+    for (count i = 0; i < runs; i++) {
+        float range = high[i] - low[i], found = range / r->span;
+        bad |= !(range < LIMIT) | !(found < LIMIT);
+        found = range > 0 ? (found < TINY ? TINY : found) : 1.0f;
+        scale[i] = found;
+        by[i] = found * r->unit;
+        bad |= by[i] == 0;
+    }
+    if (r->is_symmetric) return !bad;
+    float lowest = r->lowest, highest = r->highest;
+    for (count i = 0; i < runs; i++) {
+        float at = lowest - low[i] / by[i];
+        at = at < lowest ? lowest : at;
+        at = at > highest ? highest : at;
+        shift[i] = (at + MAGIC) - MAGIC;
+        zero[i] = (uint8_t)(bits_of(at + MAGIC) + (uint32_t)r->zero_offset);
+    }
+    return !bad;
+}
+
+/* The codes of one run. */
+static void encode_run(const recipe *r, const void *x, count n, float by, float shift, uint8_t *to) {
+    float numbers[STRETCH];
+    uint8_t some[STRETCH];
+    for (count at = 0; at < n; at += STRETCH) {
+        count m = least(STRETCH, n - at);
+        uint8_t *codes = r->bits == 8 ? to + at : some;
+        if (r->dtype == BFLOAT16) {
+            codes_bfloat16(r, (const uint16_t *)x + at, m, by, shift, codes);
+        } else if (r->dtype == FLOAT32) {
+            codes_float32(r, (const float *)x + at, m, by, shift, codes);
+        } else {
+            fetch(x, FLOAT16, at, m, numbers);
+            codes_float32(r, numbers, m, by, shift, codes);
+        }
+        if (r->bits == 4) run_pack4(codes, m, to + at / 2);
+    }
+}
+
+/* Rows to codes, scales and zero points; 0 where a number is not finite or too large, and nothing is to be believed. */
+int tt_encode(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes) {
+    count width = r->width, columns = r->columns, most = width * RUNS;
+    if (most > BAND) most = width > BAND ? width : BAND / width * width;
+    if (columns % width == 0 && r->stride * 8 == columns * r->bits) { /* row follows row without a gap: one long row */
+        columns *= rows;
+        rows = 1;
+    }
+    float low[RUNS] = {0}, high[RUNS], by[RUNS], shift[RUNS] = {0};
+    for (count row = 0; row < rows; row++, codes += r->stride) {
+        for (count start = 0; start < columns; start += most) {
+            count n = least(most, columns - start), runs = 0;
+            for (count at = 0; at < n; at += width, runs++) {
+                const void *from = behind(x, r->dtype, at);
+                count m = least(width, n - at);
+                if (r->is_symmetric) {
+                    high[runs] = run_magnitude(from, r->dtype, m);
+                } else {
+                    float least_one, largest_one;
+                    run_extremes(from, r->dtype, m, &least_one, &largest_one);
+                    low[runs] = least_one > 0 ? 0 : least_one; /* a NaN stays one */
+                    high[runs] = largest_one < 0 ? 0 : largest_one;
+                }
+            }
+            if (!fit(r, runs, low, high, scale, zero, by, shift)) return 0;
+            for (count i = 0; i < runs; i++) {
+                count at = i * width;
+                uint8_t *to = r->bits == 8 ? codes + start + at : codes + (start + at) / 2;
+                encode_run(r, behind(x, r->dtype, at), least(width, n - at), by[i], shift[i], to);
+            }
+            x = behind(x, r->dtype, n);
+            scale += runs;
+            zero += r->is_symmetric ? 0 : runs;
+        }
+    }
+    return 1;
+}
+
+/* The same with rows of a file, from the byte `at` on: a piece of at most `nbytes` is read into `room`, and encoded while
+ * it is in the cache.  0 also where the file cannot be read or ends: whoever reads it again will say so. */
+int tt_encode_file(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale, uint8_t *zero,
+                   uint8_t *codes) {
+    count row = r->columns * (r->dtype == FLOAT32 ? 4 : 2), groups = (r->columns + r->width - 1) / r->width;
+    count most = nbytes / row;
+    if (most < 1) return 0;
+    for (count done = 0; done < rows;) {
+        count some = least(most, rows - done), size = some * row;
+        for (count filled = 0; filled < size;) {
+            ssize_t got = pread(file, (char *)room + filled, (size_t)(size - filled), (off_t)(at + filled));
+            if (got <= 0) return 0;
+            filled += got;
+        }
+        if (!tt_encode(r, room, some, scale, zero, codes)) return 0;
+        at += size;
+        done += some;
+        scale += some * groups;
+        zero += r->is_symmetric ? 0 : some * groups;
+        codes += some * r->stride;
+    }
+    return 1;
+}
