@@ -14,7 +14,7 @@ from torch import Tensor
 from ._garbage import uncollected
 from .arguments import check_path
 from .errors import CheckpointError, TetherError
-from .files import HIDDEN, Store, Tick, no_tick, on_huge_pages, scratch
+from .files import HIDDEN, Store, Tick, fresh, no_tick, scratch
 from .formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from .ops.rows import part_rows, view_parts
 from .schemes import Shape, same_bits
@@ -187,13 +187,13 @@ class Checkpoint(Mapping[str, Tensor]):
         self, entry: Entry, *, device: torch.device | str = "cpu", tick: Tick = no_tick, tie: Tie | None = None
     ) -> Tensor:
         if entry.spec is None:
-            made = on_huge_pages(torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device=device))
+            made = fresh(entry.shape, entry.dtype, device, entry.stride)
             self.store.read_into(entry.keys["tensor"], made, tick)
             return made
         tensors: dict[str, Tensor] = {}
         for role, key in entry.keys.items():
             stored = self.store.stored(key)
-            tensors[role] = on_huge_pages(torch.empty(stored.shape, dtype=stored.dtype, device=device))
+            tensors[role] = fresh(stored.shape, stored.dtype, device)
             self.store.read_into(key, tensors[role], tick)
         assert self._format is not None
         try:

@@ -19,7 +19,7 @@ from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import ArgumentError, LoadError, SchemeError
-from .files import THREADS, Batch, Room, Tick, no_tick, on_huge_pages
+from .files import THREADS, Batch, Room, Tick, fresh, no_tick
 from .module_load import encoded_as
 from .ops.rows import part_rows
 from .optimizer import optimizers_of
@@ -439,7 +439,7 @@ def _as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
         return None
     if not held.stride() == entry.stride == contiguous_stride(entry.shape):
         return None
-    made = on_huge_pages(torch.empty(entry.shape, dtype=step.dtype, device=step.device))
+    made = fresh(entry.shape, step.dtype, step.device)
     given.checkpoint.store.read_later(entry.keys["tensor"], made, batch)
     return made
 
@@ -537,7 +537,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     size = max(_ENCODED // row // unit, 1) * unit
     if size * row > _LARGEST_ENCODED:
         return None
-    parts = {name: on_huge_pages(part) for name, part in scheme.empty(shape, stored.dtype, step.device).items()}
+    parts = {name: fresh(part.shape, part.dtype or stored.dtype, step.device) for name, part in layout.items()}
 
     def encode(values: Tensor, cuts: Mapping[str, slice | None]) -> None:
         try:
@@ -599,7 +599,7 @@ def _empty(step: Step, member: Member, given: Arranged, dtype: torch.dtype) -> T
         stride = torch.empty_like(torch.empty_strided(held.shape, stride, device="meta")).stride()
     if not spec.is_contiguous and given.find(step.sources[0].name)[1] is None:
         stride = spec.stride
-    made = on_huge_pages(torch.empty_strided(held.shape, stride, dtype=dtype, device=step.device))
+    made = fresh(tuple(held.shape), dtype, step.device, stride)
     return held.around(made) if isinstance(held, Weight) else made
 
 

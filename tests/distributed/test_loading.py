@@ -236,7 +236,7 @@ def run_out_of_memory(where):
     def refuse(*_, **__):
         raise MemoryError(where)
 
-    sys.modules["torchtether.load"].on_huge_pages = refuse
+    sys.modules["torchtether.load"].fresh = refuse
 
 
 @pytest.mark.parametrize("damage", [break_planning, break_reading, run_out_of_memory])

@@ -10,7 +10,7 @@ from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, INDEX_SUFFIX, PICKLED, SUFFIX, format_index
-from .memory import on_huge_pages, scratch
+from .memory import fresh, scratch
 from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import beside, put_in_place, replacing
@@ -51,9 +51,9 @@ __all__ = [
     "check_writable",
     "folder_for",
     "format_index",
+    "fresh",
     "new_folder",
     "no_tick",
-    "on_huge_pages",
     "part_key",
     "put_in_place",
     "read_beside",

@@ -34,14 +34,27 @@ def _anonymous(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes)
 
 
-def on_huge_pages(tensor: Tensor) -> Tensor:
-    """``tensor``, whose memory the system may back with huge pages where it has none yet; the values are the same.
+def fresh(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", stride: Shape | None = None) -> Tensor:
+    """An uninitialised tensor, contiguous unless its strides are given; a large one on the CPU lies on huge pages.
 
-    Half of the time of a load goes into the first touch of 4 KB pages. Small tensors and other systems are left alone.
+    Half of the time of a load can go into the first touch of 4 KB pages. Memory of ``torch.empty`` begins somewhere
+    within a huge page, so a part of every tensor would still lie on small ones: this begins on one, in a mapping of its
+    own. Its storage cannot be resized.
     """
-    if tensor.nbytes >= HUGE_PAGE and tensor.device.type == "cpu":
-        ask_for_huge_pages(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-    return tensor
+    made = torch.empty(shape, dtype=dtype, device="meta") if stride is None else _strided(shape, stride, dtype)
+    nbytes = made.untyped_storage().nbytes()
+    if nbytes < HUGE_PAGE or torch.device(device).type != "cpu":
+        return torch.empty_strided(shape, made.stride(), dtype=dtype, device=device)
+    room = _anonymous(nbytes + HUGE_PAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % HUGE_PAGE
+    bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start)
+    ask_for_huge_pages(bare.data_ptr(), nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
+    with torch.no_grad():
+        return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, made.stride())
+
+
+def _strided(shape: Shape, stride: Shape, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def private_map(descriptor: int) -> mmap.mmap:

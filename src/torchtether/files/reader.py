@@ -18,7 +18,7 @@ from ..schemes import Shape
 from ..spec import View
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, parse_header
-from .memory import PIECE, memory_of, on_huge_pages, private_map, scratch
+from .memory import PIECE, fresh, memory_of, private_map, scratch
 
 Tick = Callable[[int], None]
 """Told how many bytes have just been read or written."""
@@ -111,7 +111,7 @@ class TensorFile:
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
         """The tensor ``key`` as stored, contiguous, in memory of its own."""
         stored = self.stored(key)
-        made = on_huge_pages(torch.empty(stored.shape, dtype=stored.dtype, device="cpu"))
+        made = fresh(stored.shape, stored.dtype)
         self.read_into(key, made, tick)
         return made
 
