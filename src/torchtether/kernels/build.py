@@ -20,10 +20,12 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-INCLUDED = (SOURCE.with_name("avx2.h"),)
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("avx2.h", "tensors.h"))
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
@@ -113,14 +115,20 @@ def _compile(command: tuple[str, ...], kind: str, path: Path) -> bool:
     return True
 
 
+_ASKED = ("dim", "sizes", "strides", "dtype", "device_type", "layout", "storage_size", "storage_offset", "data_ptr")
+
+
 def _open(path: Path) -> ctypes.CDLL | None:
+    """The library, which knows how to ask torch about tensors; ``None`` where that is not as it is known here."""
     try:
-        library = ctypes.CDLL(str(path))
-    except OSError:  # built with an OpenMP that this torch does not bring
+        library, torch_ = ctypes.CDLL(str(path)), ctypes.CDLL("libtorch_cpu.so")  # loaded, so its name is enough
+        functions = [ctypes.cast(getattr(torch_, f"aoti_torch_get_{name}"), ctypes.c_void_p) for name in _ASKED]
+    except (OSError, AttributeError):  # built with an OpenMP that this torch does not bring, or another torch
         return None
-    address, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    parts = [address] * 6  # the layout, then codes, scale, zero, extra, nested offset
-    library.tether_decode.argtypes = [*parts, address, number, number, small, address]
-    library.tether_linear.argtypes = [*parts, address, number, number, small, address, address]
-    library.tether_linear.restype = None
+    known = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
+    table = (ctypes.c_void_p * len(functions))(*(function.value for function in functions))
+    library.tether_bind.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    if not library.tether_bind(table, known._cdata, known.data_ptr()):
+        return None
+    library.tether_decode.argtypes = library.tether_linear.argtypes = [ctypes.c_char_p]
     return library

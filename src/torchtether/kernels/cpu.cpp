@@ -1,8 +1,9 @@
 // Products and decoding of quantized weights as their parts lie: nothing is packed again, nothing is kept.
 //
 // build.py compiles this once per machine and kind of codes (-DCODES=), with nothing but the C++ library; native.py
-// calls it and has checked every size, stride and dtype before. Vectors are the extension of GCC and clang, so it compiles
-// for any processor; AVX-512 and AVX2 get the few instructions that the extension cannot say, and AVX2 the rows of avx2.h.
+// calls it, and its entries, at the end, check every size, stride, dtype and address. Vectors are the extension of GCC and
+// clang, so it compiles for any processor; AVX-512 and AVX2 get the few instructions that the extension cannot say, and
+// AVX2 the rows of avx2.h.
 //
 // decode: value = (code + zero) * scale * unit, each step rounded to float32 as schemes/ does it: the same bits.
 // linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.
@@ -60,6 +61,8 @@ extern "C" struct Layout {
     float offset, unit;                // added to zero points; multiplies last
     float table[16];                   // of 4-bit codes
     const float* dynamic;              // 256 values, of nested absmax
+    int64_t counts[5];                 // elements of each part: codes, scale, zero, extra, offset
+    int32_t types[5];                  // their ScalarType, -1 where there is no such part
 };
 
 
@@ -433,8 +436,18 @@ template <int C, int D, bool Z, bool U> void decode_row(const Layout& L, const u
     }
 }
 
-template <int C, int D> void decode(const Layout& L, const Parts& P, const int64_t* index, int64_t start,
-                                    int64_t count, void* out) {
+struct Rows {  // `count` rows, from `start`, or those that `index` names
+    const void* index;
+    bool is_short;  // int32
+    int64_t start, count;
+
+    int64_t operator[](int64_t i) const {
+        return !index ? start + i : is_short ? ((const int32_t*)index)[i] : ((const int64_t*)index)[i];
+    }
+};
+
+template <int C, int D> void decode(const Layout& L, const Parts& P, const Rows& rows, void* out) {
+    const int64_t count = rows.count;
     const bool zero = L.zero >= 0 || L.offset != 0;
     (void)zero;
 #pragma omp parallel if (count > 1 && count * L.columns > 32768)
@@ -442,7 +455,7 @@ template <int C, int D> void decode(const Layout& L, const Parts& P, const int64
         std::vector<float> s(room(L)), z(room(L));
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < count; i++) {
-            const int64_t n = index ? index[i] : start + i;
+            const int64_t n = rows[i];
             row_scales(L, P, n, s.data(), z.data());
             const uint8_t* row = (const uint8_t*)P.codes + n * L.row_bytes;
             if constexpr (C == INT8 || C == UINT8 || C == INT4) {
@@ -721,11 +734,10 @@ template <int C> bool try_fast(const Layout& L, const Parts& P, const void* x, i
 }
 #endif
 
-template <int C> void decode_as(const Layout& L, const Parts& P, const int64_t* index, int64_t start, int64_t count,
-                                int dtype, void* out) {
-    if (dtype == FLOAT32) decode<C, FLOAT32>(L, P, index, start, count, out);
-    else if (dtype == BFLOAT16) decode<C, BFLOAT16>(L, P, index, start, count, out);
-    else decode<C, FLOAT16>(L, P, index, start, count, out);
+template <int C> void decode_as(const Layout& L, const Parts& P, const Rows& rows, int dtype, void* out) {
+    if (dtype == FLOAT32) decode<C, FLOAT32>(L, P, rows, out);
+    else if (dtype == BFLOAT16) decode<C, BFLOAT16>(L, P, rows, out);
+    else decode<C, FLOAT16>(L, P, rows, out);
 }
 
 template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
@@ -747,28 +759,68 @@ template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, 
     } else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
 }
 
+#include "tensors.h"
+
 }  // namespace
 
-// `extra` is the global scale or the nested absmax, `nested_offset` the offset of the latter; null where there is none.
+// Calls are one piece of memory, 64 bits for each argument, which costs Python a third of a call with as many arguments.
+// Tensors are given by `_cdata`, 0 for none, the parts as codes, scale, zero, extra (the global scale, or the nested
+// absmax), offset (of the nested absmax). All give an Answer, and have written nothing where it is not DONE.
 
-// out (count, columns) of `dtype`: the rows from `start`, or those that `index` names.
-// Returns 1, with nothing written, where an index names no row.
-extern "C" int tether_decode(const Layout* L, const void* codes, const void* scale, const void* zero, const void* extra,
-                             const void* nested_offset, const int64_t* index, int64_t start, int64_t count, int dtype,
-                             void* out) {
-    const Parts P = {codes, scale, zero, extra, nested_offset};
-    if (index)
-        for (int64_t i = 0; i < count; i++)
-            if (index[i] < 0 || index[i] >= L->rows) return 1;
-    decode_as<CODES>(*L, P, index, start, count, dtype, out);
-    return 0;
+// Layout, 5 parts, index, start, count, out: out (count, columns) becomes the rows from `start`, or those that `index`
+// (int64 or int32) names. `out` may be larger.
+extern "C" int tether_decode(const int64_t* call) {
+    const Layout& L = *(const Layout*)call[0];
+    Parts parts;
+    Seen index, out;
+    if (!look_at_parts(L, call + 1, parts) || !out.look(call[9]) || !out.is_contiguous) return UNFIT;
+    const int64_t start = call[7];
+    int64_t count = call[8];
+    if (call[6]) {
+        if (!index.look(call[6]) || (index.dtype != 4 && index.dtype != 3)) return UNFIT;
+        if (!index.is_contiguous) return APART;
+        count = index.count;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t n = index.dtype == 4 ? ((const int64_t*)index.at)[i] : ((const int32_t*)index.at)[i];
+            if (n < 0 || n >= L.rows) return WILD;
+        }
+    } else if (start < 0 || count < 0 || count > L.rows - start) return UNFIT;
+    const int dtype = dtype_of(out.dtype);
+    if (dtype < 0 || out.count < count * L.columns) return UNFIT;
+    const Rows rows = {call[6] ? index.at : nullptr, call[6] && index.dtype == 3, start, count};
+    decode_as<CODES>(L, parts, rows, dtype, out.at);
+    return DONE;
 }
 
-// out (rows, L->rows) = x (rows, L->columns; rows `stride` elements apart) times the transposed weight, plus bias;
-// x, bias and out are of `dtype`.
-extern "C" void tether_linear(const Layout* L, const void* codes, const void* scale, const void* zero, const void* extra,
-                              const void* nested_offset, const void* x, int64_t rows, int64_t stride, int dtype,
-                              const void* bias, void* out) {
-    const Parts P = {codes, scale, zero, extra, nested_offset};
-    linear_of<CODES>(*L, P, x, rows, stride, dtype, bias, out);
+// Layout, 5 parts, x, bias, out: out (rows, L.rows) = x (rows, L.columns) times the transposed weight, plus bias;
+// x (of any rank), bias and out are of one dtype.
+extern "C" int tether_linear(const int64_t* call) {
+    const Layout& L = *(const Layout*)call[0];
+    Parts parts;
+    Seen x, bias, out;
+    if (!look_at_parts(L, call + 1, parts) || !x.look(call[6])) return UNFIT;
+    const int dtype = dtype_of(x.dtype);
+    if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return UNFIT;
+    const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
+    if (!in_rows && !x.is_contiguous) return APART;
+    const int64_t rows = x.count / L.columns, stride = in_rows ? x.strides[0] : L.columns;
+    if (call[7]) {
+        if (!bias.look(call[7]) || bias.dtype != x.dtype || bias.dim != 1 || bias.count != L.rows) return UNFIT;
+        if (!bias.is_contiguous) return UNFIT;
+    }
+    if (!out.look(call[8]) || !out.is_contiguous || out.dtype != x.dtype || out.count != rows * L.rows) return UNFIT;
+    linear_of<CODES>(L, parts, x.at, rows, stride, dtype, call[7] ? bias.at : nullptr, out.at);
+    return DONE;
+}
+
+// Whether torch's functions say of a tensor, given by `_cdata`, what is known of it: (2, 3) float32, contiguous, at `at`
+// and there 4 bytes into its storage.
+extern "C" int tether_bind(void* const* functions, int64_t cdata, const void* at) {
+    memcpy(&torch_says, functions, sizeof torch_says);
+    Seen seen;
+    const void* handle = &cdata;
+    int64_t offset = 0, bytes = 0;
+    if (!seen.look(cdata) || torch_says.offset(handle, &offset) || torch_says.bytes(handle, &bytes)) return 0;
+    const bool shape = seen.dim == 2 && seen.sizes[0] == 2 && seen.sizes[1] == 3 && seen.strides[0] == 3;
+    return shape && seen.strides[1] == 1 && seen.dtype == 6 && seen.at == at && offset == 1 && bytes == 28;
 }

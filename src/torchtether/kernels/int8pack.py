@@ -12,7 +12,7 @@ from .layout import Layout
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def linear(layout: Layout, parts: Sequence[Tensor | None], x: Tensor, bias: Tensor | None) -> Tensor | None:
+def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where that would crash, or would be wrong.
 
     It reads beyond the end where K is not a multiple of 16, crashes where a storage does not begin at a multiple of 16
@@ -22,7 +22,7 @@ def linear(layout: Layout, parts: Sequence[Tensor | None], x: Tensor, bias: Tens
     codes, scale = parts[0], parts[1]
     struct = layout.struct
     is_plain = struct.groups == 1 and struct.height == 1 and struct.zero < 0 and struct.unit == 1
-    if codes is None or scale is None or not is_plain or codes.shape != (layout.rows, layout.columns):
+    if not is_plain or codes.shape != (layout.rows, layout.columns):
         return None
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,)):
         return None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from operator import itemgetter
+from struct import Struct as Packed
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,18 @@ from ..schemes.tables import DYNAMIC
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels take as inputs and give as outputs, by their number in ``cpu.cpp``."""
 
+_NUMBERS = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.bfloat16: 15,
+    torch.float8_e5m2: 23,
+    torch.float8_e4m3fn: 24,
+    torch.float8_e8m0fnu: 44,
+}
+"""torch's own numbers of the dtypes of parts."""
+
 PREFIX = "_part_"
 """Parts are attributes of a Weight under their names with this in front, which keeps them clear of Tensor's own."""
 
@@ -26,6 +40,10 @@ _ZEROS = {torch.int8: 5, torch.uint8: 6}
 _NESTED = 7
 _TYPES = {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "TABLE4"}
 _DYNAMIC = (ctypes.c_float * 256)(*DYNAMIC)
+
+
+SLOTS = 5
+"""How many parts the kernels take at most: codes, scale, zero points, and two more."""
 
 
 class Struct(ctypes.Structure):
@@ -38,34 +56,41 @@ class Struct(ctypes.Structure):
         ("unit", ctypes.c_float),
         ("table", ctypes.c_float * 16),
         ("dynamic", ctypes.POINTER(ctypes.c_float)),
+        ("counts", ctypes.c_int64 * SLOTS),
+        ("types", ctypes.c_int32 * SLOTS),
     )
 
 
 class Layout(NamedTuple):
     """How the kernels see the parts of a two-dimensional Weight.
 
-    ``parts`` are the parts in the order in which the kernels take them, ``None`` where there is none, each with the
-    dtype and the number of elements that it must have; ``can_multiply`` is false where only decoding is possible.
-    ``choices`` is what ``table.py`` has answered about it, by dtype.
+    ``parts`` names the parts in the order in which the kernels take them; which dtype and how many elements each must
+    have stands in ``struct``. ``can_multiply`` is false where only decoding is possible. ``choices`` is what ``table.py``
+    has answered about it, by dtype.
+
+    A call of a kernel is one piece of memory: ``pack_linear(address, *parts, x, bias, out)`` and
+    ``pack_decode(address, *parts, index, start, count, out)``, where tensors are named by their ``_cdata``.
     """
 
     kind: str
     rows: int
     columns: int
-    parts: tuple[tuple[str, torch.dtype, int] | None, ...]
+    parts: tuple[str, ...]
     can_multiply: bool
-    attributes: tuple[str | None, ...]
+    values_of: Callable[[Any], tuple[Tensor, ...]]
     choices: dict[torch.dtype, tuple[tuple[str, int], ...]]
     struct: Struct
     address: int
+    pack_linear: Callable[..., bytes]
+    pack_decode: Callable[..., bytes]
 
-    def pick(self, parts: Mapping[str, Tensor]) -> list[Tensor | None]:
+    def pick(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The parts, by name, in the order in which the kernels take them."""
-        return [None if expected is None else parts[expected[0]] for expected in self.parts]
+        return tuple(parts[name] for name in self.parts)
 
-    def pick_from(self, weight: Any) -> list[Tensor | None]:
+    def pick_from(self, weight: Any) -> tuple[Tensor, ...]:
         """The same from a Weight, without the mapping in between."""
-        return [*map(weight.__dict__.get, self.attributes)]  # None is the name of no attribute
+        return self.values_of(weight.__dict__)
 
 
 @lru_cache(maxsize=4096)
@@ -142,13 +167,24 @@ def _made(
     struct.table[: len(table)] = table
     struct.dynamic = _DYNAMIC
     layout = scheme.layout(shape)
-    parts: list[tuple[str, torch.dtype, int] | None] = []
-    for name in (*names, *(None,) * (5 - len(names))):
+    parts, slots = [], ""  # "8x": eight bytes of zero
+    for i, name in enumerate((*names, *(None,) * (SLOTS - len(names)))):
         part = layout.get(name or "")
         if name is None or part is None or part.dtype is None:
-            parts.append(None)
+            struct.types[i], slots = -1, slots + "8x"
         else:
-            parts.append((name, part.dtype, math.prod(part.shape)))
-    can_multiply = group >= columns or group % 128 == 0 or group in ((8, 16, 32, 64) if nibbled else (32, 64))
-    attributes = tuple(None if part is None else PREFIX + part[0] for part in parts)
-    return Layout(kind, rows, columns, tuple(parts), can_multiply, attributes, {}, struct, ctypes.addressof(struct))  # type: ignore[arg-type]
+            struct.types[i], struct.counts[i], slots = _NUMBERS[part.dtype], math.prod(part.shape), slots + "q"
+            parts.append(name)
+    return Layout(
+        kind,
+        rows,
+        columns,
+        tuple(parts),
+        group >= columns or group % 128 == 0 or group in ((8, 16, 32, 64) if nibbled else (32, 64)),
+        itemgetter(*(PREFIX + name for name in parts)),
+        {},
+        struct,
+        ctypes.addressof(struct),
+        Packed(f"=q{slots}qqq").pack,
+        Packed(f"=q{slots}qqqq").pack,
+    )

@@ -1,25 +1,34 @@
-"""Calls of the compiled kernels: every size, stride, dtype and device is checked here, because they check nothing.
+"""Calls of the compiled kernels, which check every size, stride, dtype, device and address themselves.
 
 Each answers ``None``, with nothing computed, where the kernel is missing or does not suit: the general path is right.
+What costs a microsecond here is a fifth of a product with a small weight, so a call is one piece of packed memory, in
+which tensors are named by the address of what torch knows of them, and the kernel asks torch (``tensors.h``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from .._torch import empty_on_cpu
 from .build import load
 from .layout import DTYPES, Layout
 
-Ordered = Sequence[Tensor | None]
-_PLAIN = (Tensor, torch.nn.Parameter)
-_LIKE = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES}
-"""``new_empty`` of these takes half as long as with a dtype, and does not ask for the default device as ``empty``."""
+DONE, UNFIT, APART, WILD = range(4)  # Answer of tensors.h
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_are_plain = _PLAIN.issuperset  # subclasses know better than their memory what they are
+_named = attrgetter("_cdata")
+
+Call = Callable[[bytes], int]
+_LINEAR: dict[str, Call] = {}
+_DECODE: dict[str, Call] = {}
 
 
-def linear(layout: Layout, parts: Ordered, x: Tensor, bias: Tensor | None) -> Tensor | None:
+def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x @ weight.T + bias``, by the kernel that reads the parts as they lie, without a graph.
 
         x (..., K) float32, bfloat16 or float16, any strides; bias (N,) of the same dtype    result (..., N)
@@ -30,85 +39,95 @@ def linear(layout: Layout, parts: Ordered, x: Tensor, bias: Tensor | None) -> Te
     """
     if not layout.can_multiply:
         return None
-    library = load(layout.kind)
-    if library is None or (held := _addresses(layout, parts)) is None:
+    call = _LINEAR.get(layout.kind) or _find_linear(layout.kind)
+    if call is None or type(x) not in _PLAIN or not _are_plain(map(type, parts)) or x.is_neg():
+        return None  # is_neg: it reads otherwise than it lies
+    dtype, shape, rows = x.dtype, x.shape, layout.rows
+    if dtype not in DTYPES or not x.is_cpu:
         return None
-    dtype, columns = x.dtype, layout.columns
-    number = DTYPES.get(dtype)
-    if number is None or type(x) not in _PLAIN or x.dim() == 0 or x.shape[-1] != columns or not x.is_cpu:
-        return None
-    if not (x.dim() == 2 and x.stride(1) == 1) and not x.is_contiguous():
-        x = x.contiguous()
-    rows = x.numel() // columns
-    address = x.data_ptr()
-    if address == 0 or x.is_neg():  # nothing to read, or something that reads otherwise
-        return None
-    shift = None
-    if bias is not None:
-        fits = bias.dtype is dtype and bias.dim() == 1 and bias.shape[0] == layout.rows and type(bias) in _PLAIN
-        if not fits or not bias.is_cpu or not bias.is_contiguous() or bias.is_neg():
-            return None
-        shift = bias.data_ptr()
-    if x.dim() == 2:
-        stride, out = x.stride(0), x.new_empty(rows, layout.rows)  # torch.empty would ask for the default device
+    if bias is None:
+        shift = 0
+    elif type(bias) in _PLAIN and not bias.is_neg():
+        shift = bias._cdata  # type: ignore[attr-defined]
     else:
-        stride, out = columns, x.new_empty(*x.shape[:-1], layout.rows)
-    library.tether_linear(layout.address, *held, address, rows, stride, number, shift, out.data_ptr())
-    return out
+        return None
+    if len(shape) == 2:
+        out = empty_on_cpu((shape[0], rows), (rows, 1), dtype)
+    else:
+        out = x.new_empty(*shape[:-1], rows)
+    named = layout.address, *map(_named, parts)
+    answer = call(layout.pack_linear(*named, x._cdata, shift, out._cdata))  # type: ignore[attr-defined]
+    if answer == APART:
+        x = x.contiguous()
+        answer = call(layout.pack_linear(*named, x._cdata, shift, out._cdata))  # type: ignore[attr-defined]
+    return out if answer == DONE else None
 
 
 def decode(
     layout: Layout,
-    parts: Ordered,
+    parts: Sequence[Tensor],
     dtype: torch.dtype,
     *,
     start: int = 0,
     stop: int | None = None,
-    index: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """The rows ``start`` to ``stop``, or those that the int64 ``index`` names, with the bits of ``Scheme.decode``.
+    """The rows ``start`` to ``stop``, with the bits of ``Scheme.decode``.
 
-        (stop - start, K) or (*index.shape, K) of ``dtype``, which is float32, bfloat16 or float16
+        (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
 
-    Written into the beginning of ``out`` where that is given. Raises IndexError where an index names no row.
+    Written into the beginning of ``out`` where that is given.
     """
-    number, library = DTYPES.get(dtype), load(layout.kind, build=False)
-    if number is None or library is None or (held := _addresses(layout, parts)) is None:
+    call = _DECODE.get(layout.kind) or _find_decode(layout.kind)
+    if call is None or dtype not in DTYPES or not _are_plain(map(type, parts)):
         return None
-    where, stop = None, layout.rows if stop is None else stop
-    count = stop - start
-    if index is not None:
-        if index.dtype is not torch.int64 or type(index) not in _PLAIN or not (index.is_cpu and index.is_contiguous()):
-            return None
-        where, count = index.data_ptr(), index.numel()
-        if count == 0:
-            return None
+    count = (layout.rows if stop is None else stop) - start
     if out is None:
-        shape = (count,) if index is None else index.shape
-        out = _LIKE[dtype].new_empty(*shape, layout.columns)
+        out = empty_on_cpu((count, layout.columns), (layout.columns, 1), dtype)
     else:
         out = out[:count]
-    if library.tether_decode(layout.address, *held, where, start, count, number, out.data_ptr()):
+        if out.dtype is not dtype or type(out) is not Tensor:
+            return None
+    named = layout.address, *map(_named, parts)
+    done = call(layout.pack_decode(*named, 0, start, count, out._cdata)) == DONE  # type: ignore[attr-defined]
+    return out if done else None
+
+
+def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
+    """The rows that ``index`` (int64 or int32, any shape and strides) names, with the bits of ``Scheme.decode``.
+
+        (*index.shape, K) of ``dtype``, which is float32, bfloat16 or float16
+
+    Raises IndexError where an index names no row.
+    """
+    call = _DECODE.get(layout.kind) or _find_decode(layout.kind)
+    if call is None or dtype not in DTYPES or type(index) not in _PLAIN or not _are_plain(map(type, parts)):
+        return None
+    shape, columns = index.shape, layout.columns
+    if len(shape) == 1:
+        out = empty_on_cpu((shape[0], columns), (columns, 1), dtype)
+    else:
+        count = index.numel()
+        out = empty_on_cpu((count, columns), (columns, 1), dtype).view(*shape, columns)
+    named = layout.address, *map(_named, parts)
+    answer = call(layout.pack_decode(*named, index._cdata, 0, 0, out._cdata))  # type: ignore[attr-defined]
+    if answer == APART:
+        index = index.contiguous()
+        answer = call(layout.pack_decode(*named, index._cdata, 0, 0, out._cdata))  # type: ignore[attr-defined]
+    if answer == WILD:
         raise IndexError("index out of range in self")
-    return out
+    return out if answer == DONE else None
 
 
-def _addresses(layout: Layout, parts: Ordered) -> list[int | None] | None:
-    """Where the parts lie; ``None`` if one is not the whole, plain, contiguous tensor that the layout means."""
-    found: list[int | None] = []
-    for expected, part in zip(layout.parts, parts, strict=True):
-        if part is None:
-            if expected is not None:
-                return None
-            found.append(None)
-            continue
-        if expected is None or part.dtype is not expected[1] or part.numel() != expected[2]:
-            return None
-        if type(part) not in _PLAIN or not (part.is_cpu and part.is_contiguous()):
-            return None
-        address = part.data_ptr()
-        if address == 0:  # freed, as FSDP does between uses
-            return None
-        found.append(address)
-    return found
+def _find_linear(kind: str) -> Call | None:
+    library = load(kind)
+    if library is None:
+        return None
+    return _LINEAR.setdefault(kind, library.tether_linear)
+
+
+def _find_decode(kind: str) -> Call | None:
+    library = load(kind, build=False)
+    if library is None:
+        return None
+    return _DECODE.setdefault(kind, library.tether_decode)

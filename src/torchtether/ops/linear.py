@@ -32,7 +32,7 @@ SCRATCH = 32 * 2**20
 CACHED = 8 * 2**20
 """The same for dtypes of 16 bits, so that chunks stay in the cache. In float32 the bits of one product count more."""
 
-KERNELS: dict[str, Callable[[Layout, Sequence[Tensor | None], Tensor, Tensor | None], Tensor | None]] = {
+KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
     "compiled": native.linear,
     "int8pack": int8pack.linear,
 }
@@ -81,7 +81,7 @@ def _plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _by_kernel(
-    layout: Layout, parts: Sequence[Tensor | None], x: Tensor, bias: Tensor | None, dtype: torch.dtype
+    layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
     """The product by the first kernel of the table that takes it, ``None`` if none does."""
     if x.dtype is not dtype:
@@ -285,8 +285,7 @@ def gather(weight: Weight, indices: Tensor) -> Tensor:
     """The decoded rows that ``indices`` (any shape, integer) name: shape ``(*indices.shape, *weight.shape[1:])``."""
     layout = None if _is_compiling() else weight.kernel_layout  # none where strides are turned
     if layout is not None and not is_observed():
-        wide = indices if indices.dtype is not torch.int32 else indices.to(torch.int64)
-        made = native.decode(layout, layout.pick_from(weight), weight._spec.dtype, index=wide.contiguous())
+        made = native.gather(layout, layout.pick_from(weight), weight._spec.dtype, indices)
         if made is not None:
             return made
     if not weight.spec.is_contiguous or weight.scheme.transparent:
