@@ -160,6 +160,62 @@ def test_decoded_rows_have_the_bits_of_the_scheme(row, shape):
             assert (room[-1] == 7).all()
 
 
+EXTREME = (
+    1.0,
+    1 + 2.0**-8,
+    257 / 256 / 3,
+    2.0**-130,
+    1e-38,
+    2.0**-101,
+    2.0**101,
+    3e38,
+    float("inf"),
+    float("nan"),
+    0.0,
+)
+"""Scales: of products halfway between two bfloat16, of subnormal ones, of infinite ones, and of none."""
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        tt.int8(),
+        tt.int8(128),
+        tt.Affine(unit=1 / 3),
+        tt.Affine(signed=False, symmetric=False, block=(1, None)),
+        tt.int4(),
+    ]
+    + [tt.int4(64, symmetric=True), tt.int4(2048), tt.fp8(), tt.fp8("block"), tt.ScaledFloat("e4m3", block=(1, 128))]
+    + [tt.ScaledFloat("e2m1", block=(1, 64)), tt.nf4(), tt.Codebook(tt.nf4().table, block_size=128)],
+    ids=str,
+)
+def test_wide_rows_have_the_bits_of_the_scheme_under_any_scale(scheme):
+    """Also the sign of zero, and every code under every scale: many columns at once take other ways than few."""
+    weight = weight_of(scheme, 4 * len(EXTREME), 1200, dtype=torch.float32)
+    if weight.kernel_layout is None:
+        weight = weight_of(scheme, 4 * len(EXTREME), 1280, dtype=torch.float32)
+    codes = weight.parts["qdata"].view(torch.uint8)
+    codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2)))
+    rows, columns = weight.shape
+    wild = torch.tensor(EXTREME).repeat_interleave(2) * torch.tensor([1.0, -1.0]).repeat(len(EXTREME))
+    for name in ("scale", "absmax"):
+        if name in weight.parts and weight.parts[name].itemsize > 1:
+            part = weight.parts[name]
+            part.view(-1)[::2] = wild.repeat(part.numel())[: part.view(-1)[::2].numel()].to(part.dtype)
+    if scheme == tt.fp8():
+        weight.parts["qdata"].view(torch.uint8)[::2].clamp_(max=0x7E)  # rows without a code that is no number
+    layout = weight.kernel_layout
+    assert build.load(layout.kind) is not None
+    index = torch.cat([torch.arange(rows - 1, -1, -1), torch.arange(rows)])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        expected = scheme.decode(weight.parts, (rows, columns), dtype)[index]
+        got = native.gather(layout, layout.pick_from(weight), dtype, index)
+        bits = torch.int32 if dtype is torch.float32 else torch.int16
+        same = (got.view(bits) == expected.view(bits)) | (got.isnan() & expected.isnan())
+        assert same.all(), (dtype, got[~same][:5], expected[~same][:5])
+
+
 @needs_compiler
 @pytest.mark.parametrize("index", [[24], [-1], [0, 2**40]])
 def test_rows_that_do_not_exist_are_refused_before_one_is_written(index):

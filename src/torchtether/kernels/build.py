@@ -25,7 +25,7 @@ import torch
 from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("avx2.h", "tensors.h"))
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("avx2.h", "decode_avx2.h", "tensors.h"))
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"

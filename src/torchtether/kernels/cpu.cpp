@@ -359,11 +359,12 @@ void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) 
             }
             break;
         default: {
-            const float offset = *(const float*)P.offset;
-            for (int64_t g = 0; g < G; g++) {
-                const float product = L.dynamic[codes[g]] * ((const float*)P.extra)[(at + g) / L.nested];
-                s[g] = product + offset;
-            }
+            const float offset = *(const float*)P.offset, *absmax = (const float*)P.extra + at / L.nested;
+            for (int64_t g = 0, left = L.nested - at % L.nested; g < G; absmax++, left = L.nested)
+                for (; g < G && left; g++, left--) {
+                    const float product = L.dynamic[codes[g]] * *absmax;
+                    s[g] = product + offset;
+                }
         }
     }
     if (L.global) {
@@ -379,6 +380,24 @@ void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) 
 
 // Room for the scales of a row: Table reads 16 of them from any of its first entries.
 int64_t room(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }
+
+typedef std::vector<float> Room;
+
+// item(room, i) for every i below count, by several threads if there is much to do, each in a room of its own. One thread
+// is not asked through OpenMP, which would take a tenth of what a small product does.
+template <class Make, class Item> inline void over(int64_t count, bool is_much, Make make, Item item) {
+    if (!is_much || count < 2) {
+        auto room = make();
+        for (int64_t i = 0; i < count; i++) item(room, i);
+        return;
+    }
+#pragma omp parallel
+    {
+        auto room = make();
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < count; i++) item(room, i);
+    }
+}
 
 // -- decode -----------------------------------------------------------------------------------------------------------
 
@@ -411,29 +430,55 @@ template <int C, bool Z> inline F scaled(const uint8_t* row, int64_t k, const Ta
     return (Z ? value + zero : value) * scale;
 }
 
-// Z: there are zero points. A unit of 1 multiplies nothing, so `U` says whether there is another.
-template <int C, int D, bool Z, bool U> void decode_row(const Layout& L, const uint8_t* row, const float* s,
-                                                        const float* z, void* out, int64_t at) {
+#if FAST_ROWS
+constexpr float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#include "decode_avx2.h"
+#endif
+
+// Z: there are zero points. A unit of 1 multiplies nothing, so `U` says whether there is another. False where the row has
+// to be decoded again, `by_step`.
+template <int C, int D, bool Z, bool U> bool decode_row(const Layout& L, const uint8_t* row, const float* s,
+                                                        const float* z, void* out, int64_t at, bool by_step = false) {
     constexpr bool nibbled = C == TABLE4 || C == INT4;
     const Table table(L.table);
     const F unit = all(L.unit);
+    out = (char*)out + at * (D == FLOAT32 ? 4 : 2);
+#if FAST_ROWS
+    __m256i largest = _mm256_setzero_si256();
+    Sixteen meant = {};
+    if constexpr (nibbled) meant = sixteen(C == TABLE4 ? L.table : INTEGERS);
+#endif
     for (int64_t g = 0; g < L.groups; g++) {
         const int64_t end = (g + 1) * L.group < L.columns ? (g + 1) * L.group : L.columns;
         const F scale = all(s[g]), zero = all(z[g]);
         int64_t k = g * L.group;
+#if FAST_ROWS
+        if (!by_step) {
+            if constexpr (nibbled && D != FLOAT32) k = decode_nibbles<D, Z, U>(L, meant, row, s[g], z[g], k, end, out);
+            else if constexpr ((C == INT8 || C == UINT8) && D == BFLOAT16) {
+                if (!Z && !U && end - k >= 1024 && !has_ties(s[g]))
+                    k = decode_integers<C, Z, U, false>(L, row, s[g], z[g], k, end, out);
+                else k = decode_integers<C, Z, U, true>(L, row, s[g], z[g], k, end, out);
+            } else if constexpr (C == E4M3 && D == BFLOAT16) k = decode_e4m3(row, s[g], k, end, out, largest);
+        }
+#endif
         for (; k + 2 * LANES <= end; k += 2 * LANES) {
             F x = scaled<C, Z>(row, k, table, zero, scale), y = scaled<C, Z>(row, k + LANES, table, zero, scale);
             if (U) x = x * unit, y = y * unit;
-            put_two<D>(x, y, out, at + k);
+            put_two<D>(x, y, out, k);
         }
         for (; k < end; k += LANES) {
             const int64_t count = end - k < LANES ? end - k : LANES;
             uint8_t rest[LANES] = {};
             memcpy(rest, row + (nibbled ? k / 2 : k), nibbled ? (count + 1) / 2 : count);
             const F x = scaled<C, Z>(rest, 0, table, zero, scale);
-            put<D>(U ? x * unit : x, out, at + k, count);
+            put<D>(U ? x * unit : x, out, k, count);
         }
     }
+#if FAST_ROWS
+    if (C == E4M3 && D == BFLOAT16 && has_nan(largest)) return by_step;
+#endif
+    return true;
 }
 
 struct Rows {  // `count` rows, from `start`, or those that `index` names
@@ -446,25 +491,30 @@ struct Rows {  // `count` rows, from `start`, or those that `index` names
     }
 };
 
+template <int C, int D, bool Z, bool U> void decode_one(const Layout& L, const uint8_t* row, const float* s,
+                                                        const float* z, void* out, int64_t at) {
+    if (!decode_row<C, D, Z, U>(L, row, s, z, out, at)) decode_row<C, D, Z, U>(L, row, s, z, out, at, true);
+}
+
 template <int C, int D> void decode(const Layout& L, const Parts& P, const Rows& rows, void* out) {
-    const int64_t count = rows.count;
     const bool zero = L.zero >= 0 || L.offset != 0;
     (void)zero;
-#pragma omp parallel if (count > 1 && count * L.columns > 32768)
-    {
-        std::vector<float> s(room(L)), z(room(L));
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t n = rows[i];
-            row_scales(L, P, n, s.data(), z.data());
-            const uint8_t* row = (const uint8_t*)P.codes + n * L.row_bytes;
-            if constexpr (C == INT8 || C == UINT8 || C == INT4) {
-                if (L.unit != 1) decode_row<C, D, true, true>(L, row, s.data(), z.data(), out, i * L.columns);
-                else if (zero) decode_row<C, D, true, false>(L, row, s.data(), z.data(), out, i * L.columns);
-                else decode_row<C, D, false, false>(L, row, s.data(), z.data(), out, i * L.columns);
-            } else decode_row<C, D, false, false>(L, row, s.data(), z.data(), out, i * L.columns);
+    const int64_t each = room(L);
+    over(rows.count, rows.count * L.columns > 32768, [&] { return Room(2 * each); }, [&](Room& room, int64_t i) {
+        const int64_t n = rows[i];
+        if (rows.index && i + 1 < rows.count) {  // no processor guesses where an index leads
+            const char* next = (const char*)P.codes + rows[i + 1] * L.row_bytes;
+            for (int64_t b = 0; b < L.row_bytes && b < 8192; b += 64) __builtin_prefetch(next + b);
         }
-    }
+        float *s = room.data(), *z = s + each;
+        row_scales(L, P, n, s, z);
+        const uint8_t* row = (const uint8_t*)P.codes + n * L.row_bytes;
+        if constexpr (C == INT8 || C == UINT8 || C == INT4) {
+            if (L.unit != 1) decode_one<C, D, true, true>(L, row, s, z, out, i * L.columns);
+            else if (zero) decode_one<C, D, true, false>(L, row, s, z, out, i * L.columns);
+            else decode_one<C, D, false, false>(L, row, s, z, out, i * L.columns);
+        } else decode_one<C, D, false, false>(L, row, s, z, out, i * L.columns);
+    });
 }
 
 // -- linear -----------------------------------------------------------------------------------------------------------
