@@ -38,7 +38,7 @@ _SHOWN = 12
 _ENCODED = 2**21
 """Elements that are read and then encoded at once. Fewer would have threads wait for each other more often."""
 
-_READ = 2**18
+_READ = 2**19
 """Bytes that are read at once where the loops read for themselves: they stay in the cache of one core."""
 
 _LARGEST_ENCODED = 2**22

@@ -40,56 +40,50 @@ INLINE const void *behind(const void *x, int dtype, count n) {
 #endif
 
 #define SOME 32
-#ifdef FAST
-#define IS_GUESSED is_guessed
-#define IS_DONE(WORK) (m == SOME && (WORK))
-#else
-#define IS_GUESSED 0
-#define IS_DONE(WORK) 0
-#endif
 
 /* Whether its reciprocal is a normal number, and a little more or less still is. */
 INLINE int is_invertible(float by) { return by > float_of(64u << 23) && by < float_of(190u << 23); }
 
 INLINE void encode_affine(const recipe *r, int dtype, const void *restrict x, count n, float by, float zero,
                           uint8_t *restrict to) {
-    float lowest = r->lowest, highest = r->highest, inverse = 1.0f / by;
+    float lowest = r->lowest, highest = r->highest;
     uint32_t offset = (uint32_t)r->offset;
+    count i = 0;
+#ifdef FAST
     int is_guessed = is_invertible(by);
-    (void)inverse, (void)is_guessed;
-    for (count start = 0, m; start < n; start += m) {
-        const void *from = behind(x, dtype, start);
-        m = IS_GUESSED ? least(SOME, n - start) : n - start;
-        if (IS_DONE(is_guessed && affine_32(r, dtype, from, inverse, zero, to + start))) continue;
-        for (count i = 0; i < m; i++) {
-            float y = number(from, dtype, i) / by + zero;
-            y = y < lowest ? lowest : y;
-            y = y > highest ? highest : y;
-            to[start + i] = (uint8_t)(bits_of(y + MAGIC) + offset);
-        }
+    float inverse = 1.0f / by;
+    for (; i + SOME <= n; i += SOME)
+        affine_32(r, dtype, behind(x, dtype, i), is_guessed, by, inverse, zero, to + i);
+#endif
+    for (; i < n; i++) {
+        float y = number(x, dtype, i) / by + zero;
+        y = y < lowest ? lowest : y;
+        y = y > highest ? highest : y;
+        to[i] = (uint8_t)(bits_of(y + MAGIC) + offset);
     }
 }
 
 INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, count n, float by, int mantissa, int bias,
                           uint8_t *restrict to) {
-    float lowest = r->lowest, highest = r->highest, inverse = 1.0f / by;
-    int cut = 23 - mantissa, is_guessed = is_invertible(by);
+    float lowest = r->lowest, highest = r->highest;
+    int cut = 23 - mantissa;
     uint32_t smallest = (uint32_t)(128 - bias) << 23, unit = (uint32_t)(128 - bias + cut) << 23;
     uint32_t rebias = ((uint32_t)(127 - bias) << 23) - ((1u << (cut - 1)) - 1);
-    (void)inverse, (void)is_guessed;
-    for (count start = 0, m; start < n; start += m) {
-        const void *from = behind(x, dtype, start);
-        m = IS_GUESSED ? least(SOME, n - start) : n - start;
-        if (IS_DONE(is_guessed && float8_32(r, dtype, from, inverse, mantissa, bias, to + start))) continue;
-        for (count i = 0; i < m; i++) {
-            float y = number(from, dtype, i) / by;
-            y = y < lowest ? lowest : y;
-            y = y > highest ? highest : y;
-            uint32_t bits = bits_of(y), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
-            uint32_t normal = (rest - rebias + (rest >> cut & 1)) >> cut;
-            uint32_t subnormal = bits_of(float_of(rest) + float_of(unit)) - unit;
-            to[start + i] = (uint8_t)(sign | (rest < smallest ? subnormal : normal));
-        }
+    count i = 0;
+#ifdef FAST
+    int is_guessed = is_invertible(by);
+    float inverse = 1.0f / by;
+    for (; i + SOME <= n; i += SOME)
+        float8_32(r, dtype, behind(x, dtype, i), is_guessed, by, inverse, mantissa, bias, to + i);
+#endif
+    for (; i < n; i++) {
+        float y = number(x, dtype, i) / by;
+        y = y < lowest ? lowest : y;
+        y = y > highest ? highest : y;
+        uint32_t bits = bits_of(y), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
+        uint32_t normal = (rest - rebias + (rest >> cut & 1)) >> cut;
+        uint32_t subnormal = bits_of(float_of(rest) + float_of(unit)) - unit;
+        to[i] = (uint8_t)(sign | (rest < smallest ? subnormal : normal));
     }
 }
 
@@ -144,31 +138,42 @@ INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict 
     if (i < n) pack4(codes + i, n - i, out + i / 2);
 }
 
-/* Each for numbers as they are in memory: bfloat16 and float32; float16 becomes float32 first. */
-#define ENCODERS(NAME, DTYPE)                                                                                            \
-    static void affine_##NAME(const recipe *r, const void *x, count n, float by, float zero, uint8_t *to) {              \
-        encode_affine(r, DTYPE, x, n, by, zero, to);                                                                     \
-    }                                                                                                                    \
-    static void e4m3_##NAME(const recipe *r, const void *x, count n, float by, uint8_t *to) {                            \
-        encode_float8(r, DTYPE, x, n, by, 3, 7, to);                                                                     \
-    }                                                                                                                    \
-    static void e5m2_##NAME(const recipe *r, const void *x, count n, float by, uint8_t *to) {                            \
-        encode_float8(r, DTYPE, x, n, by, 2, 15, to);                                                                    \
-    }                                                                                                                    \
-    static void nearest_##NAME(const recipe *r, const void *x, count n, float by, uint8_t *to) {                         \
-        encode_nearest(r, DTYPE, x, n, by, to);                                                                          \
-    }                                                                                                                    \
-    static void codes_##NAME(const recipe *r, const void *x, count n, float by, float zero, uint8_t *to) {               \
-        if (r->kind == AFFINE) affine_##NAME(r, x, n, by, zero, to);                                                     \
-        else if (r->kind == NEAREST) nearest_##NAME(r, x, n, by, to);                                                    \
-        else if (r->mantissa == 3) e4m3_##NAME(r, x, n, by, to);                                                         \
-        else e5m2_##NAME(r, x, n, by, to);                                                                               \
+/* The codes of n numbers in runs of `width`, each with its own entry of `by` and `shift`; each for numbers as they are in
+ * memory: bfloat16 and float32.  float16 becomes float32 first. */
+#define EACH_RUN(WORK)                            \
+    for (count i = 0; i < n; i += width, x += width, to += width, by++, shift++) { \
+        count m = least(width, n - i);            \
+        WORK;                                     \
     }
-ENCODERS(float32, FLOAT32)
-ENCODERS(bfloat16, BFLOAT16)
+#define ENCODERS(NAME, TYPE, DTYPE)                                                                                      \
+    static void affine_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift, \
+                              uint8_t *to) {                                                                             \
+        EACH_RUN(encode_affine(r, DTYPE, x, m, *by, *shift, to))                                                         \
+    }                                                                                                                    \
+    static void e4m3_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,   \
+                            uint8_t *to) {                                                                               \
+        EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 3, 7, to))                                                           \
+    }                                                                                                                    \
+    static void e5m2_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,   \
+                            uint8_t *to) {                                                                               \
+        EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 2, 15, to))                                                          \
+    }                                                                                                                    \
+    static void nearest_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by,                    \
+                               const float *shift, uint8_t *to) {                                                        \
+        EACH_RUN(encode_nearest(r, DTYPE, x, m, *by, to))                                                                \
+    }                                                                                                                    \
+    static void codes_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,  \
+                             uint8_t *to) {                                                                              \
+        if (r->kind == AFFINE) affine_##NAME(r, x, n, width, by, shift, to);                                             \
+        else if (r->kind == NEAREST) nearest_##NAME(r, x, n, width, by, shift, to);                                      \
+        else if (r->mantissa == 3) e4m3_##NAME(r, x, n, width, by, shift, to);                                           \
+        else e5m2_##NAME(r, x, n, width, by, shift, to);                                                                 \
+    }
+ENCODERS(float32, float, FLOAT32)
+ENCODERS(bfloat16, uint16_t, BFLOAT16)
 
 #define RUNS 64    /* at most that many at once: their scales are computed together */
-#define BAND 8192  /* numbers of several runs, which stay in the first-level cache */
+#define BAND 4096  /* numbers that are encoded at once: they stay in the first-level cache; even */
 
 /* From extremes to what goes to `scale` and `zero`, what numbers are divided by (or, to the nearest, multiplied with) and
  * shifted; whether they are all finite, and small enough. */
@@ -205,23 +210,20 @@ static int fit(const recipe *r, count runs, const float *restrict low, const flo
     return !bad;
 }
 
-/* The codes of one run. */
-static void encode_run(const recipe *r, const void *x, count n, float by, float shift, uint8_t *to) {
-    float numbers[STRETCH];
-    uint8_t some[STRETCH];
-    for (count at = 0; at < n; at += STRETCH) {
-        count m = least(STRETCH, n - at);
-        uint8_t *codes = r->bits == 8 ? to + at : some;
-        if (r->dtype == BFLOAT16) {
-            codes_bfloat16(r, (const uint16_t *)x + at, m, by, shift, codes);
-        } else if (r->dtype == FLOAT32) {
-            codes_float32(r, (const float *)x + at, m, by, shift, codes);
-        } else {
-            fetch(x, FLOAT16, at, m, numbers);
-            codes_float32(r, numbers, m, by, shift, codes);
-        }
-        if (r->bits == 4) run_pack4(codes, m, to + at / 2);
+/* The codes of at most BAND numbers that follow each other in memory, as their codes do. */
+static void encode_band(const recipe *r, const void *x, count n, count width, const float *by, const float *shift,
+                        uint8_t *to) {
+    float numbers[BAND];
+    uint8_t some[BAND], *codes = r->bits == 8 ? to : some;
+    if (r->dtype == BFLOAT16) {
+        codes_bfloat16(r, x, n, width, by, shift, codes);
+    } else if (r->dtype == FLOAT32) {
+        codes_float32(r, x, n, width, by, shift, codes);
+    } else {
+        fetch(x, FLOAT16, 0, n, numbers);
+        codes_float32(r, numbers, n, width, by, shift, codes);
     }
+    if (r->bits == 4) run_pack4(some, n, to);
 }
 
 /* Rows to codes, scales and zero points; 0 where a number is not finite or too large, and nothing is to be believed. */
@@ -249,10 +251,9 @@ int tt_encode(const recipe *r, const void *x, count rows, float *scale, uint8_t 
                 }
             }
             if (!fit(r, runs, low, high, scale, zero, by, shift)) return 0;
-            for (count i = 0; i < runs; i++) {
-                count at = i * width;
+            for (count at = 0; at < n; at += BAND) { /* one, unless a run is longer */
                 uint8_t *to = r->bits == 8 ? codes + start + at : codes + (start + at) / 2;
-                encode_run(r, behind(x, r->dtype, at), least(width, n - at), by[i], shift[i], to);
+                encode_band(r, behind(x, r->dtype, at), least(BAND, n - at), runs > 1 ? width : BAND, by, shift, to);
             }
             x = behind(x, r->dtype, n);
             scale += runs;

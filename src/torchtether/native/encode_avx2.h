@@ -2,7 +2,7 @@
  *
  * A division takes longer than all the rest, so numbers are multiplied by the reciprocal of their scale: once made a
  * little smaller, once a little larger, so that the true quotient lies between the two products.  Rounding keeps order,
- * also of a sum: where both give the same code, the quotient gives it too.  Where they differ nothing is claimed, and the caller divides.
+ * also of a sum: where both give the same code, the quotient gives it too.  Where they differ, it is divided.
  */
 
 #include <immintrin.h>
@@ -25,48 +25,71 @@ INLINE __m256i signed_bytes(const __m256i *v) {
 
 INLINE int is_same(__m256i a, __m256i b) { return _mm256_movemask_epi8(_mm256_cmpeq_epi8(a, b)) == -1; }
 
-INLINE __m256i affine_codes(const void *x, int dtype, __m256 by, __m256 zero, __m256i lowest, __m256i highest) {
+enum { TIMES, OVER };
+
+INLINE __m256i affine_codes(const recipe *r, int dtype, const void *x, int how, float by, float zero) {
+    __m256 number = _mm256_set1_ps(by), shift = _mm256_set1_ps(zero);
     __m256i codes[4];
-    for (int j = 0; j < 4; j++)
-        codes[j] = _mm256_cvtps_epi32(_mm256_fmadd_ps(eight(x, dtype, 8 * j), by, zero));
-    return _mm256_min_epi8(_mm256_max_epi8(signed_bytes(codes), lowest), highest);
-}
-
-/* Whether the codes of 32 numbers are known, and written. */
-INLINE int affine_32(const recipe *r, int dtype, const void *x, float inverse, float zero, uint8_t *to) {
-    __m256 shift = _mm256_set1_ps(zero);
-    __m256i lowest = _mm256_set1_epi8((char)r->lowest), highest = _mm256_set1_epi8((char)r->highest);
-    __m256i codes = affine_codes(x, dtype, _mm256_set1_ps(inverse * LESS), shift, lowest, highest);
-    __m256i other = affine_codes(x, dtype, _mm256_set1_ps(inverse * MORE), shift, lowest, highest);
-    if (!is_same(codes, other)) return 0;
-    _mm256_storeu_si256((__m256i *)to, _mm256_add_epi8(codes, _mm256_set1_epi8((char)r->offset)));
-    return 1;
-}
-
-/* The same for float8, if none of them is subnormal; zero is. */
-INLINE int float8_32(const recipe *r, int dtype, const void *x, float inverse, int mantissa, int bias, uint8_t *to) {
-    int cut = 23 - mantissa;
-    __m256 less = _mm256_set1_ps(inverse * LESS), more = _mm256_set1_ps(inverse * MORE);
-    __m256 highest = _mm256_set1_ps(r->highest), magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256i half = _mm256_set1_epi32((1 << (cut - 1)) - ((127 - bias) << 23));
-    __m256 least = highest;
-    __m256i codes[4], other[4], signs[4];
     for (int j = 0; j < 4; j++) {
-        __m256 y = eight(x, dtype, 8 * j), size = _mm256_and_ps(y, magnitude);
-        __m256 low = _mm256_min_ps(_mm256_mul_ps(size, less), highest);
-        __m256 high = _mm256_min_ps(_mm256_mul_ps(size, more), highest);
-        least = _mm256_min_ps(least, low);
-        codes[j] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(low), half), cut);
-        other[j] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(high), half), cut);
-        signs[j] = _mm256_srai_epi32(_mm256_castps_si256(y), 31);
+        __m256 y = eight(x, dtype, 8 * j);
+        y = how == OVER ? _mm256_add_ps(_mm256_div_ps(y, number), shift) : _mm256_fmadd_ps(y, number, shift);
+        codes[j] = _mm256_cvtps_epi32(y);
     }
-    __m256i made = signed_bytes(codes);
-    float smallest = float_of((uint32_t)(128 - bias) << 23);
-    if (_mm256_movemask_ps(_mm256_cmp_ps(least, _mm256_set1_ps(smallest), _CMP_LT_OQ))) return 0;
-    if (!is_same(made, signed_bytes(other))) return 0;
+    __m256i bytes = signed_bytes(codes);
+    if (r->lowest == -128.0f && r->highest == 127.0f) return bytes;
+    bytes = _mm256_max_epi8(bytes, _mm256_set1_epi8((char)r->lowest));
+    return _mm256_min_epi8(bytes, _mm256_set1_epi8((char)r->highest));
+}
+
+/* The codes of 32 numbers. Quotients are as large as codes are, so they fit integers. */
+INLINE void affine_32(const recipe *r, int dtype, const void *x, int is_guessed, float by, float inverse, float zero,
+                      uint8_t *to) {
+    __m256i codes = affine_codes(r, dtype, x, TIMES, inverse * LESS, zero);
+    if (!is_guessed || !is_same(codes, affine_codes(r, dtype, x, TIMES, inverse * MORE, zero)))
+        codes = affine_codes(r, dtype, x, OVER, by, zero);
+    _mm256_storeu_si256((__m256i *)to, _mm256_add_epi8(codes, _mm256_set1_epi8((char)r->offset)));
+}
+
+/* The codes of 32 magnitudes as float8, without signs; `least` is the smallest of them. */
+INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, float by, int mantissa, int bias,
+                            __m256 *least) {
+    int cut = 23 - mantissa;
+    uint32_t smallest = (uint32_t)(128 - bias) << 23, unit = (uint32_t)(128 - bias + cut) << 23;
+    __m256 number = _mm256_set1_ps(by), highest = _mm256_set1_ps(r->highest);
+    __m256 bare = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256i half = _mm256_set1_epi32((1 << (cut - 1)) - ((127 - bias) << 23)), codes[4];
+    *least = highest;
+    for (int j = 0; j < 4; j++) {
+        __m256 y = _mm256_and_ps(eight(x, dtype, 8 * j), bare);
+        y = _mm256_min_ps(how == OVER ? _mm256_div_ps(y, number) : _mm256_mul_ps(y, number), highest);
+        *least = _mm256_min_ps(*least, y);
+        __m256i bits = _mm256_castps_si256(y), code;
+        if (how == OVER) { /* halves to even, and what is subnormal by adding the number whose last bit is its own */
+            __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, cut), _mm256_set1_epi32(1));
+            code = _mm256_add_epi32(_mm256_add_epi32(bits, half), _mm256_sub_epi32(odd, _mm256_set1_epi32(1)));
+            __m256 sum = _mm256_add_ps(y, _mm256_set1_ps(float_of(unit)));
+            __m256i low = _mm256_sub_epi32(_mm256_castps_si256(sum), _mm256_set1_epi32((int)unit));
+            __m256i is_low = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)smallest), bits);
+            code = _mm256_blendv_epi8(_mm256_srli_epi32(code, cut), low, is_low);
+        } else {
+            code = _mm256_srli_epi32(_mm256_add_epi32(bits, half), cut);
+        }
+        codes[j] = code;
+    }
+    return signed_bytes(codes);
+}
+
+/* The same for float8; where one of them is subnormal they are divided, too. */
+INLINE void float8_32(const recipe *r, int dtype, const void *x, int is_guessed, float by, float inverse, int mantissa,
+                      int bias, uint8_t *to) {
+    __m256 least, more, smallest = _mm256_set1_ps(float_of((uint32_t)(128 - bias) << 23));
+    __m256i codes = float8_codes(r, dtype, x, TIMES, inverse * LESS, mantissa, bias, &least), signs[4];
+    if (!is_guessed || _mm256_movemask_ps(_mm256_cmp_ps(least, smallest, _CMP_LT_OQ)) ||
+        !is_same(codes, float8_codes(r, dtype, x, TIMES, inverse * MORE, mantissa, bias, &more)))
+        codes = float8_codes(r, dtype, x, OVER, by, mantissa, bias, &least);
+    for (int j = 0; j < 4; j++) signs[j] = _mm256_srai_epi32(_mm256_castps_si256(eight(x, dtype, 8 * j)), 31);
     __m256i sign = _mm256_and_si256(signed_bytes(signs), _mm256_set1_epi8((char)0x80));
-    _mm256_storeu_si256((__m256i *)to, _mm256_or_si256(made, sign));
-    return 1;
+    _mm256_storeu_si256((__m256i *)to, _mm256_or_si256(codes, sign));
 }
 
 /* The thresholds in the order in which halving asks for them. */
@@ -74,30 +97,28 @@ typedef struct {
     __m256 half, first, third, quarters, eighths;
 } halving;
 
+/* The number of thresholds found so far is negative, and 8 less that number is where a register holds the next one. */
 INLINE halving halved(const float *e) {
     return (halving){_mm256_set1_ps(e[7]), _mm256_set1_ps(e[3]), _mm256_set1_ps(e[11]),
-                     _mm256_setr_ps(e[1], e[5], e[9], e[13], 0, 0, 0, 0),
-                     _mm256_setr_ps(e[0], e[2], e[4], e[6], e[8], e[10], e[12], e[14])};
+                     _mm256_setr_ps(e[1], 0, 0, 0, 0, e[13], e[9], e[5]),
+                     _mm256_setr_ps(e[0], e[14], e[12], e[10], e[8], e[6], e[4], e[2])};
 }
 
 /* How many of 15 thresholds lie below each of 32 products. */
 INLINE void nearest_32(const halving *h, int dtype, const void *x, float by, uint8_t *to) {
-    const __m256i none = _mm256_setzero_si256();
     __m256i codes[4];
     for (int j = 0; j < 4; j++) {
         __m256 y = _mm256_mul_ps(eight(x, dtype, 8 * j), _mm256_set1_ps(by));
         __m256 above = _mm256_cmp_ps(y, h->half, _CMP_GT_OQ);
-        __m256i code = _mm256_castps_si256(above); /* minus the number of them */
+        __m256i code = _mm256_castps_si256(above);
         above = _mm256_cmp_ps(y, _mm256_blendv_ps(h->first, h->third, above), _CMP_GT_OQ);
         code = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
-        __m256 edge = _mm256_permutevar8x32_ps(h->quarters, _mm256_sub_epi32(none, code));
-        above = _mm256_cmp_ps(y, edge, _CMP_GT_OQ);
+        above = _mm256_cmp_ps(y, _mm256_permutevar8x32_ps(h->quarters, code), _CMP_GT_OQ);
         code = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
-        edge = _mm256_permutevar8x32_ps(h->eighths, _mm256_sub_epi32(none, code));
-        above = _mm256_cmp_ps(y, edge, _CMP_GT_OQ);
+        above = _mm256_cmp_ps(y, _mm256_permutevar8x32_ps(h->eighths, code), _CMP_GT_OQ);
         codes[j] = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
     }
-    _mm256_storeu_si256((__m256i *)to, _mm256_sub_epi8(none, signed_bytes(codes)));
+    _mm256_storeu_si256((__m256i *)to, _mm256_sub_epi8(_mm256_setzero_si256(), signed_bytes(codes)));
 }
 
 /* 32 codes of 4 bits, two to a byte. */
