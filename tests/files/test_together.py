@@ -25,6 +25,7 @@ def threads(monkeypatch):
     monkeypatch.setattr(batch_module, "_WORTHWHILE", 0)
     monkeypatch.setattr(batch_module, "SLICE", 64)
     monkeypatch.setattr(batch_module, "_NEIGHBOURS", 3)
+    monkeypatch.setattr(together_module, "_TOLD", 0)
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "torchtether"]
 

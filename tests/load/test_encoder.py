@@ -1,9 +1,11 @@
 """Which encoder runs during a load: compiled loops if they are at hand, torch ops otherwise; the bits are the same."""
 
 import importlib
+import os
 
 import pytest
 import torch
+from torch import nn
 
 import torchtether as tt
 from torchtether import native
@@ -106,3 +108,62 @@ def test_a_compiler_has_a_core_of_its_own_or_waits_for_the_end(
     loaded(checkpoint, "int8")
     assert happened[0] == ("compiler" if at_once else "encoded")
     assert happened[-1] == "compiler"
+
+
+AWKWARD = {
+    "int8": (37, 96),
+    "int8 long rows": (3, 9000),
+    "int4": (21, 200),
+    "int4 odd": (5, 129),
+    "fp8": (19, 70),
+    "nf4": (13, 130),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", AWKWARD)
+def test_rows_are_encoded_straight_from_the_file(tmp_path, name, dtype, monkeypatch):
+    if not native.compiled.wait():
+        pytest.skip(native.compiled.state)
+    monkeypatch.setattr(load_room, "_ENCODED", 700)  # several jobs for each
+    monkeypatch.setattr(load_room, "_READ", 512)  # and several reads for each job
+    model = nn.Linear(AWKWARD[name][1], AWKWARD[name][0], dtype=dtype)
+    nn.init.normal_(model.weight)
+    tt.save(model, tmp_path / "a")
+    calls, stock = [], native.encode_file
+    monkeypatch.setattr(native, "encode_file", lambda *args: calls.append(stock(*args)) or calls[-1])
+    with torch.device("meta"):
+        made = nn.Linear(AWKWARD[name][1], AWKWARD[name][0], dtype=dtype)
+    tt.load(made, tmp_path / "a", quantize=name.split()[0])
+    assert calls
+    assert all(calls)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native.compiled, "_library", None)
+        wanted = tt.Weight.encode(model.weight.detach(), made.weight.scheme)
+    for part, one in wanted.parts.items():
+        assert torch.equal(made.weight.parts[part].view(torch.uint8), one.view(torch.uint8)), part
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_in_a_file_is_an_error_with_its_name(tmp_path, value):
+    model = nn.Linear(64, 40)
+    with torch.no_grad():
+        model.weight[39, 63] = value
+    tt.save(model, tmp_path / "a")
+    with torch.device("meta"):
+        made = nn.Linear(64, 40)
+    with pytest.raises(tt.SchemeError, match=r"^weight: 1 of 2560 values are not finite"):
+        tt.load(made, tmp_path / "a", quantize="int8")
+    assert made.weight.is_meta
+
+
+def test_a_file_that_shrinks_while_it_is_encoded_is_an_error_with_its_name(tmp_path):
+    tt.save(nn.Linear(64, 4000, bias=False), tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        made = nn.Linear(64, 4000, bias=False)
+    plan = tt.plan_load(made, tmp_path / "a.safetensors", quantize="int8")
+    os.truncate(tmp_path / "a.safetensors", 100_000)
+    with pytest.raises(tt.CheckpointError, match="weight: the file ended at byte 100000"):
+        plan.apply()
+    plan.close()
+    assert made.weight.is_meta

@@ -37,8 +37,12 @@ Job = Callable[[Room], int]
 """Does its work and says how many bytes that was."""
 
 
+_TOLD = 16 * 2**20
+"""Bytes after which a thread says what it did: the calling thread wakes then, and takes a core from the others."""
+
+
 def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
-    """Every job is done, by a few threads, begun in the order given; ``tick`` is told of each, on this thread.
+    """Every job is done, by a few threads, begun in the order given; ``tick`` is told how much, on this thread.
 
     After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are waited
     for, and the error is raised. No thread is left in any case.
@@ -55,13 +59,19 @@ def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
         room = Room()
         try:
             one_core()
+            nbytes = 0
             with torch.inference_mode(inference), torch.no_grad():
                 while not stop.is_set():
                     with lock:
                         job = next(todo, None)
                     if job is None:
                         break
-                    done.put(job(room))
+                    nbytes += job(room)
+                    if nbytes >= _TOLD:
+                        done.put(nbytes)
+                        nbytes = 0
+            if nbytes:
+                done.put(nbytes)
         except BaseException as error:
             done.put(error)
         finally:

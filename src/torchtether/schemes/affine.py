@@ -163,7 +163,7 @@ class Affine(Blocked):
         if values.is_meta or self.act_order:
             super().encode_into(values, parts)
             return
-        if native.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts):
+        if self._is_encoded(values, parts):
             return
         grid = grid_over(tuple(values.shape), self.block)
         for name, part in self._fit(grid, values, None).items():

@@ -146,7 +146,7 @@ class Codebook(Scheme):
         )
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
-        if like is None and native.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts):
+        if like is None and self._is_encoded(values, parts):
             return
         grid = self._grid(tuple(values.shape))
         amax = self._amax(grid, values)

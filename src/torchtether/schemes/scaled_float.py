@@ -195,7 +195,7 @@ class ScaledFloat(Blocked):
         )
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
-        if like is None and native.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts):
+        if like is None and self._is_encoded(values, parts):
             return
         grid = grid_over(tuple(values.shape), self.block)
         amax = grid.reduce(values, torch.amax, magnitude=True)
