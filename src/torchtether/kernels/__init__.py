@@ -9,9 +9,10 @@ this room has run on a GPU, and none is chosen there.
 
 from . import chunks, int8pack, native
 from .layout import PREFIX, Layout, layout_of
-from .table import TABLE, choose, kernels_for
+from .table import ANY, TABLE, choose, kernels_for
 
 __all__ = [
+    "ANY",
     "PREFIX",
     "TABLE",
     "Layout",

@@ -17,48 +17,59 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from .._torch import empty_on_cpu
 from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("avx2.h", "decode_avx2.h", "tensors.h"))
+INCLUDED = tuple(SOURCE.with_name(name) for name in ("avx2.h", "decode_avx2.h", "python.h", "tensors.h"))
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
 """No multiplication is fused with an addition unless the source says so: decoded values have the bits of ``decode``."""
 
+
+class Kernels(NamedTuple):
+    """What a library does, as Python functions; ``cpu.cpp`` says what they take and give."""
+
+    linear: Callable[..., Any]
+    decode: Callable[..., Any]
+
+
 _LOCK = threading.Lock()
-_FOUND: dict[str, ctypes.CDLL | None] = {}
+FOUND: dict[str, Kernels | None] = {}
 
 
-def load(kind: str, *, build: bool = True) -> ctypes.CDLL | None:
+def load(kind: str, *, build: bool = True) -> Kernels | None:
     """The kernels for one kind of codes, ``None`` where there are none; without ``build`` only if they are built.
 
     >>> load("INT8", build=False) is None or True
     True
     """
-    if kind in _FOUND:
-        return _FOUND[kind]
+    if kind in FOUND:
+        return FOUND[kind]
     with _LOCK:
-        if kind in _FOUND:
-            return _FOUND[kind]
+        if kind in FOUND:
+            return FOUND[kind]
         command = _command()
         if command is None:
-            _FOUND[kind] = None
+            FOUND[kind] = None
             return None
         path = _folder() / f"{kind.lower()}-{_key(command)}.so"
         if not is_own(path):
             if not build:
                 return None  # another time it may be
             if not _compile(command, kind, path):
-                _FOUND[kind] = None
+                FOUND[kind] = None
                 return None
-        _FOUND[kind] = _open(path)
-        return _FOUND[kind]
+        FOUND[kind] = _open(path)
+        return FOUND[kind]
 
 
 def is_possible() -> bool:
@@ -115,20 +126,41 @@ def _compile(command: tuple[str, ...], kind: str, path: Path) -> bool:
     return True
 
 
-_ASKED = ("dim", "sizes", "strides", "dtype", "device_type", "layout", "storage_size", "storage_offset", "data_ptr")
+_OF_PYTHON = (
+    "PyObject_GetAttr PyObject_CallMethodObjArgs PyObject_CallFunctionObjArgs PyObject_Type Py_IncRef Py_DecRef "
+    "PyLong_AsVoidPtr PyLong_AsLongLong PyLong_FromLongLong PyTuple_New PyTuple_SetItem PyEval_SaveThread "
+    "PyEval_RestoreThread PyErr_Clear PyErr_SetString"
+).split()
+_OF_TORCH = "dim sizes strides dtype device_type layout storage_size storage_offset data_ptr".split()
+_OBJECTS = (
+    *(torch.Tensor, torch.nn.Parameter),
+    *(sys.intern("_cdata"), sys.intern("is_neg")),
+    *(empty_on_cpu, torch.float32, torch.bfloat16, torch.float16),
+    *(None, NotImplemented, False, IndexError),
+)
+"""What the entries know by its address: ``Python`` of ``python.h``, in its order."""
 
 
-def _open(path: Path) -> ctypes.CDLL | None:
+def _addresses(functions: Iterable[Any], objects: Iterable[Any] = ()) -> Any:
+    found = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+    found += [id(known) for known in objects]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
+def _open(path: Path) -> Kernels | None:
     """The library, which knows how to ask torch about tensors; ``None`` where that is not as it is known here."""
     try:
         library, torch_ = ctypes.CDLL(str(path)), ctypes.CDLL("libtorch_cpu.so")  # loaded, so its name is enough
-        functions = [ctypes.cast(getattr(torch_, f"aoti_torch_get_{name}"), ctypes.c_void_p) for name in _ASKED]
+        of_python = _addresses((getattr(ctypes.pythonapi, name) for name in _OF_PYTHON), _OBJECTS)
+        of_torch = _addresses(getattr(torch_, f"aoti_torch_get_{name}") for name in _OF_TORCH)
+        made = ctypes.cast(ctypes.pythonapi.PyCFunction_NewEx, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):  # built with an OpenMP that this torch does not bring, or another torch
         return None
     known = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
-    table = (ctypes.c_void_p * len(functions))(*(function.value for function in functions))
-    library.tether_bind.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    if not library.tether_bind(table, known._cdata, known.data_ptr()):
+    library.tether_bind.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    if not library.tether_bind(of_python, of_torch, known._cdata, known.data_ptr()):  # type: ignore[attr-defined]
         return None
-    library.tether_decode.argtypes = library.tether_linear.argtypes = [ctypes.c_char_p]
-    return library
+    as_function = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    make = as_function(made)
+    methods = [ctypes.addressof(ctypes.c_char.in_dll(library, f"tether_{name}")) for name in Kernels._fields]
+    return Kernels(*(make(method, None, None) for method in methods))

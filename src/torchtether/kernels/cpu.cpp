@@ -809,64 +809,85 @@ template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, 
     } else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
 }
 
+#include "python.h"
 #include "tensors.h"
+
+// Each answers None, with nothing computed, where the call does not suit, and NotImplemented where it would if the input
+// were contiguous.
+
+// (address of the Layout, x, bias or None, *parts): x (..., L.columns) times the transposed weight, plus bias, as a new
+// tensor (..., L.rows); all of one dtype.
+Object* enter_linear(Object*, Object* const* given, intptr_t count) {
+    if (count < 4) return again(python.none);
+    const Layout& L = *(const Layout*)python.address(given[0]);
+    Parts parts;
+    Seen x, bias, seen;
+    int64_t cdata;
+    if (!is_as_it_lies(given[1], &cdata) || !x.look(cdata) || !look_at_parts(L, given + 3, count - 3, parts))
+        return again(python.none);
+    const int dtype = dtype_of(x.dtype);
+    if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return again(python.none);
+    if (given[2] != python.none) {
+        if (!is_as_it_lies(given[2], &cdata) || !bias.look(cdata) || bias.dtype != x.dtype) return again(python.none);
+        if (bias.dim != 1 || bias.count != L.rows || !bias.is_contiguous) return again(python.none);
+    } else bias.at = nullptr;
+    const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
+    if (!in_rows && !x.is_contiguous) return again(python.not_implemented);
+    const int64_t rows = x.count / L.columns, stride = in_rows ? x.strides[0] : L.columns;
+    Held out(new_tensor(x.sizes, x.dim - 1, L.rows, dtype));
+    if (!out.object) return nullptr;
+    if (!seen.look(cdata_of(out.object))) return again(python.none);
+    aside(rows * L.rows * L.columns > 65536, [&] {
+        linear_of<CODES>(L, parts, x.at, rows, stride, dtype, bias.at, seen.at);
+    });
+    return out.release();
+}
+
+// (address of the Layout, dtype as a number, index or None, start, stop, out or None, *parts): the rows from `start` to
+// `stop`, or those that `index` (int64 or int32, of any rank) names. `out` holds the rows, and may be larger.
+Object* enter_decode(Object*, Object* const* given, intptr_t count) {
+    if (count < 7) return again(python.none);
+    const Layout& L = *(const Layout*)python.address(given[0]);
+    Rows rows = {nullptr, false, python.number(given[3]), 0};
+    const int64_t dtype = python.number(given[1]);
+    rows.count = python.number(given[4]) - rows.start;
+    Parts parts;
+    Seen index, seen;
+    int64_t cdata;
+    if (dtype < 0 || dtype > 2 || !look_at_parts(L, given + 6, count - 6, parts)) return again(python.none);
+    if (given[2] != python.none) {
+        if (!is_as_it_lies(given[2], &cdata) || !index.look(cdata)) return again(python.none);
+        if (index.dtype != 4 && index.dtype != 3) return again(python.none);
+        if (!index.is_contiguous) return again(python.not_implemented);
+        rows = {index.at, index.dtype == 3, 0, index.count};
+        for (int64_t i = 0; i < rows.count; i++)
+            if (rows[i] < 0 || rows[i] >= L.rows) {
+                python.raise(python.index_error, "index out of range in self");
+                return nullptr;
+            }
+    } else if (rows.start < 0 || rows.count < 1 || rows.count > L.rows - rows.start) return again(python.none);
+    Held out(given[5] != python.none ? again(given[5])
+             : rows.index ? new_tensor(index.sizes, index.dim, L.columns, dtype)
+                          : new_tensor(&rows.count, 1, L.columns, dtype));
+    if (!out.object) return nullptr;
+    if (!seen.look(cdata_of(out.object)) || !seen.is_contiguous) return again(python.none);
+    if (dtype_of(seen.dtype) != dtype || seen.count < rows.count * L.columns) return again(python.none);
+    aside(rows.count * L.columns > 65536, [&] { decode_as<CODES>(L, parts, rows, dtype, seen.at); });
+    return out.release();
+}
 
 }  // namespace
 
-// Calls are one piece of memory, 64 bits for each argument, which costs Python a third of a call with as many arguments.
-// Tensors are given by `_cdata`, 0 for none, the parts as codes, scale, zero, extra (the global scale, or the nested
-// absmax), offset (of the nested absmax). All give an Answer, and have written nothing where it is not DONE.
-
-// Layout, 5 parts, index, start, count, out: out (count, columns) becomes the rows from `start`, or those that `index`
-// (int64 or int32) names. `out` may be larger.
-extern "C" int tether_decode(const int64_t* call) {
-    const Layout& L = *(const Layout*)call[0];
-    Parts parts;
-    Seen index, out;
-    if (!look_at_parts(L, call + 1, parts) || !out.look(call[9]) || !out.is_contiguous) return UNFIT;
-    const int64_t start = call[7];
-    int64_t count = call[8];
-    if (call[6]) {
-        if (!index.look(call[6]) || (index.dtype != 4 && index.dtype != 3)) return UNFIT;
-        if (!index.is_contiguous) return APART;
-        count = index.count;
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t n = index.dtype == 4 ? ((const int64_t*)index.at)[i] : ((const int32_t*)index.at)[i];
-            if (n < 0 || n >= L.rows) return WILD;
-        }
-    } else if (start < 0 || count < 0 || count > L.rows - start) return UNFIT;
-    const int dtype = dtype_of(out.dtype);
-    if (dtype < 0 || out.count < count * L.columns) return UNFIT;
-    const Rows rows = {call[6] ? index.at : nullptr, call[6] && index.dtype == 3, start, count};
-    decode_as<CODES>(L, parts, rows, dtype, out.at);
-    return DONE;
-}
-
-// Layout, 5 parts, x, bias, out: out (rows, L.rows) = x (rows, L.columns) times the transposed weight, plus bias;
-// x (of any rank), bias and out are of one dtype.
-extern "C" int tether_linear(const int64_t* call) {
-    const Layout& L = *(const Layout*)call[0];
-    Parts parts;
-    Seen x, bias, out;
-    if (!look_at_parts(L, call + 1, parts) || !x.look(call[6])) return UNFIT;
-    const int dtype = dtype_of(x.dtype);
-    if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return UNFIT;
-    const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
-    if (!in_rows && !x.is_contiguous) return APART;
-    const int64_t rows = x.count / L.columns, stride = in_rows ? x.strides[0] : L.columns;
-    if (call[7]) {
-        if (!bias.look(call[7]) || bias.dtype != x.dtype || bias.dim != 1 || bias.count != L.rows) return UNFIT;
-        if (!bias.is_contiguous) return UNFIT;
-    }
-    if (!out.look(call[8]) || !out.is_contiguous || out.dtype != x.dtype || out.count != rows * L.rows) return UNFIT;
-    linear_of<CODES>(L, parts, x.at, rows, stride, dtype, call[7] ? bias.at : nullptr, out.at);
-    return DONE;
+extern "C" {
+Method tether_linear = {"linear", enter_linear, METH_FASTCALL, nullptr};
+Method tether_decode = {"decode", enter_decode, METH_FASTCALL, nullptr};
 }
 
 // Whether torch's functions say of a tensor, given by `_cdata`, what is known of it: (2, 3) float32, contiguous, at `at`
 // and there 4 bytes into its storage.
-extern "C" int tether_bind(void* const* functions, int64_t cdata, const void* at) {
-    memcpy(&torch_says, functions, sizeof torch_says);
+extern "C" int tether_bind(const void* from_python, const void* from_torch, int64_t cdata, const void* at) {
+    memcpy(&python, from_python, sizeof python);
+    memcpy(&torch_says, from_torch, sizeof torch_says);
     Seen seen;
     const void* handle = &cdata;
     int64_t offset = 0, bytes = 0;

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from operator import itemgetter
-from struct import Struct as Packed
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +64,8 @@ class Layout(NamedTuple):
     """How the kernels see the parts of a two-dimensional Weight.
 
     ``parts`` names the parts in the order in which the kernels take them; which dtype and how many elements each must
-    have stands in ``struct``. ``can_multiply`` is false where only decoding is possible. ``choices`` is what ``table.py``
-    has answered about it, by dtype.
-
-    A call of a kernel is one piece of memory: ``pack_linear(address, *parts, x, bias, out)`` and
-    ``pack_decode(address, *parts, index, start, count, out)``, where tensors are named by their ``_cdata``.
+    have stands in ``struct``. ``can_multiply`` is false where only decoding is possible. ``choices`` is what
+    ``table.py`` has answered about it, by dtype.
     """
 
     kind: str
@@ -81,8 +77,6 @@ class Layout(NamedTuple):
     choices: dict[torch.dtype, tuple[tuple[str, int], ...]]
     struct: Struct
     address: int
-    pack_linear: Callable[..., bytes]
-    pack_decode: Callable[..., bytes]
 
     def pick(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The parts, by name, in the order in which the kernels take them."""
@@ -167,13 +161,13 @@ def _made(
     struct.table[: len(table)] = table
     struct.dynamic = _DYNAMIC
     layout = scheme.layout(shape)
-    parts, slots = [], ""  # "8x": eight bytes of zero
+    parts: list[str] = []
     for i, name in enumerate((*names, *(None,) * (SLOTS - len(names)))):
         part = layout.get(name or "")
         if name is None or part is None or part.dtype is None:
-            struct.types[i], slots = -1, slots + "8x"
+            struct.types[i] = -1
         else:
-            struct.types[i], struct.counts[i], slots = _NUMBERS[part.dtype], math.prod(part.shape), slots + "q"
+            struct.types[i], struct.counts[i] = _NUMBERS[part.dtype], math.prod(part.shape)
             parts.append(name)
     return Layout(
         kind,
@@ -185,6 +179,4 @@ def _made(
         {},
         struct,
         ctypes.addressof(struct),
-        Packed(f"=q{slots}qqq").pack,
-        Packed(f"=q{slots}qqqq").pack,
     )

@@ -1,31 +1,18 @@
 """Calls of the compiled kernels, which check every size, stride, dtype, device and address themselves.
 
 Each answers ``None``, with nothing computed, where the kernel is missing or does not suit: the general path is right.
-What costs a microsecond here is a fifth of a product with a small weight, so a call is one piece of packed memory, in
-which tensors are named by the address of what torch knows of them, and the kernel asks torch (``tensors.h``).
+A microsecond here is a fifth of a product with a small weight: hence nothing is asked in Python that they can ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .._torch import empty_on_cpu
-from .build import load
+from .build import FOUND, load
 from .layout import DTYPES, Layout
-
-DONE, UNFIT, APART, WILD = range(4)  # Answer of tensors.h
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_are_plain = _PLAIN.issuperset  # subclasses know better than their memory what they are
-_named = attrgetter("_cdata")
-
-Call = Callable[[bytes], int]
-_LINEAR: dict[str, Call] = {}
-_DECODE: dict[str, Call] = {}
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -39,28 +26,13 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     """
     if not layout.can_multiply:
         return None
-    call = _LINEAR.get(layout.kind) or _find_linear(layout.kind)
-    if call is None or type(x) not in _PLAIN or not _are_plain(map(type, parts)) or x.is_neg():
-        return None  # is_neg: it reads otherwise than it lies
-    dtype, shape, rows = x.dtype, x.shape, layout.rows
-    if dtype not in DTYPES or not x.is_cpu:
+    kernels = FOUND.get(layout.kind) or load(layout.kind)
+    if kernels is None:
         return None
-    if bias is None:
-        shift = 0
-    elif type(bias) in _PLAIN and not bias.is_neg():
-        shift = bias._cdata  # type: ignore[attr-defined]
-    else:
-        return None
-    if len(shape) == 2:
-        out = empty_on_cpu((shape[0], rows), (rows, 1), dtype)
-    else:
-        out = x.new_empty(*shape[:-1], rows)
-    named = layout.address, *map(_named, parts)
-    answer = call(layout.pack_linear(*named, x._cdata, shift, out._cdata))  # type: ignore[attr-defined]
-    if answer == APART:
-        x = x.contiguous()
-        answer = call(layout.pack_linear(*named, x._cdata, shift, out._cdata))  # type: ignore[attr-defined]
-    return out if answer == DONE else None
+    made = kernels.linear(layout.address, x, bias, *parts)
+    if made is NotImplemented:
+        made = kernels.linear(layout.address, x.contiguous(), bias, *parts)
+    return made  # type: ignore[no-any-return]
 
 
 def decode(
@@ -78,19 +50,11 @@ def decode(
 
     Written into the beginning of ``out`` where that is given.
     """
-    call = _DECODE.get(layout.kind) or _find_decode(layout.kind)
-    if call is None or dtype not in DTYPES or not _are_plain(map(type, parts)):
+    kernels, stop = FOUND.get(layout.kind) or load(layout.kind, build=False), layout.rows if stop is None else stop
+    if kernels is None or dtype not in DTYPES:
         return None
-    count = (layout.rows if stop is None else stop) - start
-    if out is None:
-        out = empty_on_cpu((count, layout.columns), (layout.columns, 1), dtype)
-    else:
-        out = out[:count]
-        if out.dtype is not dtype or type(out) is not Tensor:
-            return None
-    named = layout.address, *map(_named, parts)
-    done = call(layout.pack_decode(*named, 0, start, count, out._cdata)) == DONE  # type: ignore[attr-defined]
-    return out if done else None
+    some = None if out is None else out[: stop - start]
+    return kernels.decode(layout.address, DTYPES[dtype], None, start, stop, some, *parts)  # type: ignore[no-any-return]
 
 
 def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
@@ -100,34 +64,10 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
     Raises IndexError where an index names no row.
     """
-    call = _DECODE.get(layout.kind) or _find_decode(layout.kind)
-    if call is None or dtype not in DTYPES or type(index) not in _PLAIN or not _are_plain(map(type, parts)):
+    kernels, number = FOUND.get(layout.kind) or load(layout.kind, build=False), DTYPES.get(dtype)
+    if kernels is None or number is None:
         return None
-    shape, columns = index.shape, layout.columns
-    if len(shape) == 1:
-        out = empty_on_cpu((shape[0], columns), (columns, 1), dtype)
-    else:
-        count = index.numel()
-        out = empty_on_cpu((count, columns), (columns, 1), dtype).view(*shape, columns)
-    named = layout.address, *map(_named, parts)
-    answer = call(layout.pack_decode(*named, index._cdata, 0, 0, out._cdata))  # type: ignore[attr-defined]
-    if answer == APART:
-        index = index.contiguous()
-        answer = call(layout.pack_decode(*named, index._cdata, 0, 0, out._cdata))  # type: ignore[attr-defined]
-    if answer == WILD:
-        raise IndexError("index out of range in self")
-    return out if answer == DONE else None
-
-
-def _find_linear(kind: str) -> Call | None:
-    library = load(kind)
-    if library is None:
-        return None
-    return _LINEAR.setdefault(kind, library.tether_linear)
-
-
-def _find_decode(kind: str) -> Call | None:
-    library = load(kind, build=False)
-    if library is None:
-        return None
-    return _DECODE.setdefault(kind, library.tether_decode)
+    made = kernels.decode(layout.address, number, index, 0, 0, None, *parts)
+    if made is NotImplemented:
+        made = kernels.decode(layout.address, number, index.contiguous(), 0, 0, None, *parts)
+    return made  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 // What torch says of a tensor, by the functions of its C interface (torch/csrc/inductor/aoti_torch/c/shim.h).
 //
-// build.py gives their addresses to tether_bind. Python names a tensor by its `_cdata`: a handle is the address of that.
-// Asked here, all that a kernel must know costs less than one attribute costs in Python; and nobody else checks.
+// build.py gives their addresses to tether_bind. A handle is the address of what Python calls the `_cdata` of a tensor.
+// Asked here, all that a kernel must know of a tensor costs less than one attribute does in Python; nobody else checks.
 
 struct Torch {  // each returns 0 where it could answer
     int32_t (*dim)(const void*, int64_t*);
@@ -15,8 +15,6 @@ struct Torch {  // each returns 0 where it could answer
     int32_t (*data)(const void*, void**);
 };
 Torch torch_says;
-
-enum Answer { DONE, UNFIT, APART, WILD };  // APART: the input has to be made contiguous; WILD: an index names no row
 
 // ScalarType of torch, by the number it has always had
 inline int64_t size_of(int32_t dtype) {
@@ -42,6 +40,7 @@ struct Seen {
     // Whether it is a strided tensor of the CPU that has elements, all of them within memory that is there: FSDP frees
     // storages between uses, and `resize_` and `set_` change them under the tensors that they belong to.
     bool look(int64_t cdata) {
+        if (!cdata) return false;
         const void* handle = &cdata;
         int32_t device = -1, layout = -1;
         int64_t bytes = 0, offset = 0;
@@ -61,16 +60,17 @@ struct Seen {
     }
 };
 
-// The parts of `call`, checked to be those of the layout.
-inline bool look_at_parts(const Layout& L, const int64_t* call, Parts& parts) {
+// The parts, in the order of their slots in the layout, checked to be those of the layout.
+inline bool look_at_parts(const Layout& L, Object* const* given, intptr_t count, Parts& parts) {
     const void* at[5] = {};
+    intptr_t used = 0;
     for (int i = 0; i < 5; i++) {
-        if (!call[i] && L.types[i] < 0) continue;
+        if (L.types[i] < 0) continue;
         Seen part;
-        if (!call[i] || !part.look(call[i])) return false;
+        if (used == count || !part.look(cdata_of(given[used++]))) return false;
         if (part.dtype != L.types[i] || part.count != L.counts[i] || !part.is_contiguous) return false;
         at[i] = part.at;
     }
     parts = {at[0], at[1], at[2], at[3], at[4]};
-    return true;
+    return used == count;
 }

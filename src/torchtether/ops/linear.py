@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch import is_observed, is_tracing, untraced
 from ..dispatch import rule
 from ..errors import UnsupportedOpError
-from ..kernels import Layout, chunks, int8pack, kernels_for, layout_of, native
+from ..kernels import ANY, Layout, chunks, int8pack, kernels_for, layout_of, native
 from ..schemes import Scheme, scheme_from_json
 from ..spec import WeightSpec
 from ..weight import Weight
@@ -25,6 +25,7 @@ from .rows import cut_rows
 
 aten = torch.ops.aten
 _is_compiling = torch.compiler.is_compiling
+_as_plain = torch._C.DisableTorchFunctionSubclass
 
 SCRATCH = 32 * 2**20
 """Bytes of decoded weight above which products decode row chunks instead of the whole."""
@@ -41,8 +42,11 @@ KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], T
 def _records_graph(*tensors: Any) -> bool:
     if not torch.is_grad_enabled():
         return False
-    with torch._C.DisableTorchFunctionSubclass():  # or asking a Weight would take a turn through Python
-        return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    with _as_plain():  # or asking a Weight would take a turn through Python
+        for one in tensors:
+            if isinstance(one, Tensor) and one.requires_grad:
+                return True
+    return False
 
 
 def _traced(weight: Weight) -> Tensor:
@@ -61,12 +65,15 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     Where a graph is recorded, autograd runs on the Weight itself: it saves the Weight, not its values, and lets the
     gradient of ``input`` through whether or not the Weight is frozen.
     """
-    if isinstance(weight, Weight) and is_tracing():
+    if not isinstance(weight, Weight):
+        return _plain_linear(op, input, weight, bias)
+    is_seen = is_observed()
+    if is_seen and is_tracing():
         return _plain_linear(op, input, _traced(weight), bias)
-    if not isinstance(weight, Weight) or (torch.is_grad_enabled() and _records_graph(input, weight, bias)):
+    if torch.is_grad_enabled() and _records_graph(input, weight, bias):
         return _plain_linear(op, input, weight, bias)
     layout = weight.kernel_layout
-    if layout is not None and not is_observed():
+    if layout is not None and not is_seen:
         made = _by_kernel(layout, layout.pick_from(weight), input, bias, weight._spec.dtype)
         if made is not None:
             return made
@@ -86,9 +93,8 @@ def _by_kernel(
     """The product by the first kernel of the table that takes it, ``None`` if none does."""
     if x.dtype is not dtype:
         return None
-    rows = x.numel() // layout.columns
-    for kernel, most in kernels_for(layout, dtype):
-        if 0 < rows <= most:
+    for kernel, most in layout.choices.get(dtype) or kernels_for(layout, dtype):
+        if most == ANY or x.numel() <= most * layout.columns:
             made = KERNELS[kernel](layout, parts, x, bias)
             if made is not None:
                 return made
@@ -262,7 +268,7 @@ def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, _traced(weight), *args, **kwargs)
-    if isinstance(weight, Weight) and max_norm is None and not (torch.is_grad_enabled() and _records_graph(weight)):
+    if isinstance(weight, Weight) and max_norm is None and not _records_graph(weight):
         return gather(weight, input)
     return _plain_embedding(op, input, weight, *args, **kwargs)
 
