@@ -432,6 +432,9 @@ def never_compiled(function: Function) -> Function:
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` looks on, which sees torch's own ops only."""
 
+WATCHED = (_count_modes, _level, _is_autocasting, is_tracing)
+"""What ``is_observed`` asks, for who asks from outside of Python; and the level of forward AD."""
+
 
 @contextmanager
 def untraced() -> Iterator[None]:

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import empty_on_cpu
+from .._torch import WATCHED, empty_on_cpu
 from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
+from .layout import Layout
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 INCLUDED = tuple(SOURCE.with_name(name) for name in ("avx2.h", "decode_avx2.h", "python.h", "tensors.h"))
@@ -40,6 +41,8 @@ class Kernels(NamedTuple):
 
     linear: Callable[..., Any]
     decode: Callable[..., Any]
+    shortcut_linear: Callable[..., Any]
+    shortcut_gather: Callable[..., Any]
 
 
 _LOCK = threading.Lock()
@@ -129,14 +132,23 @@ def _compile(command: tuple[str, ...], kind: str, path: Path) -> bool:
 _OF_PYTHON = (
     "PyObject_GetAttr PyObject_CallMethodObjArgs PyObject_CallFunctionObjArgs PyObject_Type Py_IncRef Py_DecRef "
     "PyLong_AsVoidPtr PyLong_AsLongLong PyLong_FromLongLong PyTuple_New PyTuple_SetItem PyEval_SaveThread "
-    "PyEval_RestoreThread PyErr_Clear PyErr_SetString"
+    "PyEval_RestoreThread PyErr_Clear PyErr_SetString PyObject_GenericGetDict "
+    "PyDict_GetItem PyTuple_GetItem PyTuple_Size"
 ).split()
-_OF_TORCH = "dim sizes strides dtype device_type layout storage_size storage_offset data_ptr".split()
+_OF_TORCH = (
+    *(f"get_{fact}" for fact in ("dim", "sizes", "strides", "dtype", "device_type", "layout")),
+    *("get_storage_size", "get_storage_offset", "get_data_ptr", "grad_mode_is_enabled"),
+)
 _OBJECTS = (
     *(torch.Tensor, torch.nn.Parameter),
     *(sys.intern("_cdata"), sys.intern("is_neg")),
     *(empty_on_cpu, torch.float32, torch.bfloat16, torch.float16),
     *(None, NotImplemented, False, IndexError),
+    Layout,
+    *(sys.intern("_kernel_layout"), sys.intern("_spec"), sys.intern("dtype")),
+    *WATCHED,
+    *(torch.autograd.forward_ad, sys.intern("_current_level")),
+    *(0, -1),
 )
 """What the entries know by its address: ``Python`` of ``python.h``, in its order."""
 
@@ -152,7 +164,7 @@ def _open(path: Path) -> Kernels | None:
     try:
         library, torch_ = ctypes.CDLL(str(path)), ctypes.CDLL("libtorch_cpu.so")  # loaded, so its name is enough
         of_python = _addresses((getattr(ctypes.pythonapi, name) for name in _OF_PYTHON), _OBJECTS)
-        of_torch = _addresses(getattr(torch_, f"aoti_torch_get_{name}") for name in _OF_TORCH)
+        of_torch = _addresses(getattr(torch_, f"aoti_torch_{name}") for name in _OF_TORCH)
         made = ctypes.cast(ctypes.pythonapi.PyCFunction_NewEx, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):  # built with an OpenMP that this torch does not bring, or another torch
         return None

@@ -63,6 +63,8 @@ extern "C" struct Layout {
     const float* dynamic;              // 256 values, of nested absmax
     int64_t counts[5];                 // elements of each part: codes, scale, zero, extra, offset
     int32_t types[5];                  // their ScalarType, -1 where there is no such part
+    int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: unknown yet
+    struct Entries* entries;           // of the library for these codes; null until it has been called
 };
 
 
@@ -815,20 +817,18 @@ template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, 
 // Each answers None, with nothing computed, where the call does not suit, and NotImplemented where it would if the input
 // were contiguous.
 
-// (address of the Layout, x, bias or None, *parts): x (..., L.columns) times the transposed weight, plus bias, as a new
-// tensor (..., L.rows); all of one dtype.
-Object* enter_linear(Object*, Object* const* given, intptr_t count) {
-    if (count < 4) return again(python.none);
-    const Layout& L = *(const Layout*)python.address(given[0]);
+// x (..., L.columns) times the transposed weight, plus bias if that is not None, as a new tensor (..., L.rows); all of one
+// dtype.
+Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* const* given, intptr_t count) {
     Parts parts;
     Seen x, bias, seen;
     int64_t cdata;
-    if (!is_as_it_lies(given[1], &cdata) || !x.look(cdata) || !look_at_parts(L, given + 3, count - 3, parts))
+    if (!is_as_it_lies(given_x, &cdata) || !x.look(cdata) || !look_at_parts(L, given, count, parts))
         return again(python.none);
     const int dtype = dtype_of(x.dtype);
     if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return again(python.none);
-    if (given[2] != python.none) {
-        if (!is_as_it_lies(given[2], &cdata) || !bias.look(cdata) || bias.dtype != x.dtype) return again(python.none);
+    if (given_bias != python.none) {
+        if (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata) || bias.dtype != x.dtype) return again(python.none);
         if (bias.dim != 1 || bias.count != L.rows || !bias.is_contiguous) return again(python.none);
     } else bias.at = nullptr;
     const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
@@ -843,20 +843,17 @@ Object* enter_linear(Object*, Object* const* given, intptr_t count) {
     return out.release();
 }
 
-// (address of the Layout, dtype as a number, index or None, start, stop, out or None, *parts): the rows from `start` to
-// `stop`, or those that `index` (int64 or int32, of any rank) names. `out` holds the rows, and may be larger.
-Object* enter_decode(Object*, Object* const* given, intptr_t count) {
-    if (count < 7) return again(python.none);
-    const Layout& L = *(const Layout*)python.address(given[0]);
-    Rows rows = {nullptr, false, python.number(given[3]), 0};
-    const int64_t dtype = python.number(given[1]);
-    rows.count = python.number(given[4]) - rows.start;
+// The rows from `start` to `stop`, or those that `given_index` (int64 or int32, of any rank) names if that is not None.
+// `given_out`, if that is not None, holds them, and may be larger.
+Object* some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t start, int64_t stop, Object* given_out,
+                  Object* const* given, intptr_t count) {
+    Rows rows = {nullptr, false, start, stop - start};
     Parts parts;
     Seen index, seen;
     int64_t cdata;
-    if (dtype < 0 || dtype > 2 || !look_at_parts(L, given + 6, count - 6, parts)) return again(python.none);
-    if (given[2] != python.none) {
-        if (!is_as_it_lies(given[2], &cdata) || !index.look(cdata)) return again(python.none);
+    if (dtype < 0 || dtype > 2 || !look_at_parts(L, given, count, parts)) return again(python.none);
+    if (given_index != python.none) {
+        if (!is_as_it_lies(given_index, &cdata) || !index.look(cdata)) return again(python.none);
         if (index.dtype != 4 && index.dtype != 3) return again(python.none);
         if (!index.is_contiguous) return again(python.not_implemented);
         rows = {index.at, index.dtype == 3, 0, index.count};
@@ -866,7 +863,7 @@ Object* enter_decode(Object*, Object* const* given, intptr_t count) {
                 return nullptr;
             }
     } else if (rows.start < 0 || rows.count < 1 || rows.count > L.rows - rows.start) return again(python.none);
-    Held out(given[5] != python.none ? again(given[5])
+    Held out(given_out != python.none ? again(given_out)
              : rows.index ? new_tensor(index.sizes, index.dim, L.columns, dtype)
                           : new_tensor(&rows.count, 1, L.columns, dtype));
     if (!out.object) return nullptr;
@@ -878,9 +875,101 @@ Object* enter_decode(Object*, Object* const* given, intptr_t count) {
 
 }  // namespace
 
+struct Entries {
+    decltype(product)* linear;
+    decltype(some_rows)* decode;
+};
+
+namespace {
+
+Entries own = {product, some_rows};
+
+Layout* layout_at(Object* address) {
+    Layout* L = (Layout*)python.address(address);
+    L->entries = &own;
+    return L;
+}
+
+// (address of the Layout, x, bias or None, *parts)
+Object* enter_linear(Object*, Object* const* given, intptr_t count) {
+    if (count < 4) return again(python.none);
+    return product(*layout_at(given[0]), given[1], given[2], given + 3, count - 3);
+}
+
+// (address of the Layout, dtype as a number, index or None, start, stop, out or None, *parts)
+Object* enter_decode(Object*, Object* const* given, intptr_t count) {
+    if (count < 7) return again(python.none);
+    const int64_t start = python.number(given[3]), stop = python.number(given[4]);
+    return some_rows(*layout_at(given[0]), python.number(given[1]), given[2], start, stop, given[5], given + 6, count - 6);
+}
+
+// A Weight whose kernels are known, while no graph is recorded and nothing looks on: what `kernels.shortcut` stands for.
+struct Known {
+    Held dict, spec, dtype;
+    Layout* L = nullptr;
+    Object* parts[5];
+    intptr_t count = 0;
+    int number = -1;  // Dtype of the Weight
+
+    explicit Known(Object* weight) : dict(nullptr), spec(nullptr), dtype(nullptr) {
+        if (torch_says.records_graphs() || is_observed()) return;
+        dict.object = python.dict(weight);
+        if (!dict.object) python.forget();
+        if (!dict.object) return;
+        Object* layout = python.item(dict.object, python.kernel_layout);
+        if (!layout) return;
+        const Held type(python.type(layout));
+        if (type.object != python.layout) return;
+        spec.object = again(python.item(dict.object, python.spec));
+        dtype.object = python.get(spec.object, python.dtype);
+        for (int i = 0; i < 3; i++)
+            if (dtype.object == python.dtypes[i]) number = i;
+        L = (Layout*)python.address(python.field(layout, 0));
+        Object* names = python.field(layout, 1);
+        for (; count < 5; count++) {
+            Object* name = count < python.length(names) ? python.field(names, count) : nullptr;
+            Object* part = name ? python.item(dict.object, name) : nullptr;
+            if (!part) break;
+            parts[count] = again(part);  // another thread may replace it meanwhile
+        }
+        if (number < 0) L = nullptr;
+    }
+    ~Known() { for (intptr_t i = 0; i < count; i++) python.drop(parts[i]); }
+};
+
+Object* or_none(Object* made) {
+    if (made != python.not_implemented) return made;
+    python.drop(made);
+    return again(python.none);
+}
+
+// (x, Weight, bias or None), None where it takes more thought.
+Object* shortcut_linear(Object*, Object* const* given, intptr_t count) {
+    if (count != 3) return again(python.none);
+    const Known known(given[1]);
+    if (!known.L || !known.L->entries || !known.L->most[known.number]) return again(python.none);
+    Seen x;
+    if (!x.look(cdata_of(given[0])) || dtype_of(x.dtype) != known.number) return again(python.none);
+    if (x.count / known.L->columns > known.L->most[known.number]) return again(python.none);
+    return or_none(known.L->entries->linear(*known.L, given[0], given[2], known.parts, known.count));
+}
+
+// (index, Weight), None where it takes more thought.
+Object* shortcut_gather(Object*, Object* const* given, intptr_t count) {
+    if (count != 2) return again(python.none);
+    const Known known(given[1]);
+    if (!known.L || !known.L->entries) return again(python.none);
+    const Layout& L = *known.L;
+    return or_none(L.entries->decode(L, known.number, given[0], 0, 0, python.none, known.parts, known.count));
+}
+
+}  // namespace
+
 extern "C" {
 Method tether_linear = {"linear", enter_linear, METH_FASTCALL, nullptr};
 Method tether_decode = {"decode", enter_decode, METH_FASTCALL, nullptr};
+Method tether_shortcut_linear = {"shortcut_linear", shortcut_linear, METH_FASTCALL, nullptr};
+Method tether_shortcut_gather = {"shortcut_gather", shortcut_gather, METH_FASTCALL, nullptr};
 }
 
 // Whether torch's functions say of a tensor, given by `_cdata`, what is known of it: (2, 3) float32, contiguous, at `at`

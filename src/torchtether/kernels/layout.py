@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from operator import itemgetter
@@ -57,6 +58,8 @@ class Struct(ctypes.Structure):
         ("dynamic", ctypes.POINTER(ctypes.c_float)),
         ("counts", ctypes.c_int64 * SLOTS),
         ("types", ctypes.c_int32 * SLOTS),
+        ("most", ctypes.c_int64 * len(DTYPES)),
+        ("entries", ctypes.c_void_p),
     )
 
 
@@ -68,6 +71,8 @@ class Layout(NamedTuple):
     ``table.py`` has answered about it, by dtype.
     """
 
+    address: int  # of ``struct``; the kernels know that this comes first, and the attributes of the parts second
+    attributes: tuple[str, ...]
     kind: str
     rows: int
     columns: int
@@ -76,7 +81,6 @@ class Layout(NamedTuple):
     values_of: Callable[[Any], tuple[Tensor, ...]]
     choices: dict[torch.dtype, tuple[tuple[str, int], ...]]
     struct: Struct
-    address: int
 
     def pick(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The parts, by name, in the order in which the kernels take them."""
@@ -169,14 +173,16 @@ def _made(
         else:
             struct.types[i], struct.counts[i] = _NUMBERS[part.dtype], math.prod(part.shape)
             parts.append(name)
+    attributes = tuple(sys.intern(PREFIX + name) for name in parts)
     return Layout(
+        ctypes.addressof(struct),
+        attributes,
         kind,
         rows,
         columns,
         tuple(parts),
         group >= columns or group % 128 == 0 or group in ((8, 16, 32, 64) if nibbled else (32, 64)),
-        itemgetter(*(PREFIX + name for name in parts)),
+        itemgetter(*attributes),
         {},
         struct,
-        ctypes.addressof(struct),
     )

@@ -6,13 +6,35 @@ A microsecond here is a fifth of a product with a small weight: hence nothing is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .build import FOUND, load
+from .build import FOUND, Kernels, load
 from .layout import DTYPES, Layout
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+shortcut_linear: Callable[[Any, Any, Any], Tensor | None] = _nothing
+"""Of ``(x, weight, bias)`` what ``linear`` gives for a Weight whose kernel has been called before, without Python.
+
+``None`` for all others, where a graph is recorded, and where something looks on: then the rules find out what to do.
+"""
+shortcut_gather: Callable[[Any, Any], Tensor | None] = _nothing
+"""Of ``(index, weight)`` what ``gather`` gives, likewise."""
+
+
+def _found(kind: str, *, build: bool = True) -> Kernels | None:
+    global shortcut_linear, shortcut_gather
+    kernels = FOUND.get(kind) or load(kind, build=build)
+    if kernels is not None and shortcut_linear is _nothing:  # those of any kind serve all
+        shortcut_linear, shortcut_gather = kernels.shortcut_linear, kernels.shortcut_gather
+    return kernels
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -26,7 +48,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     """
     if not layout.can_multiply:
         return None
-    kernels = FOUND.get(layout.kind) or load(layout.kind)
+    kernels = _found(layout.kind)
     if kernels is None:
         return None
     made = kernels.linear(layout.address, x, bias, *parts)
@@ -50,7 +72,7 @@ def decode(
 
     Written into the beginning of ``out`` where that is given.
     """
-    kernels, stop = FOUND.get(layout.kind) or load(layout.kind, build=False), layout.rows if stop is None else stop
+    kernels, stop = _found(layout.kind, build=False), layout.rows if stop is None else stop
     if kernels is None or dtype not in DTYPES:
         return None
     some = None if out is None else out[: stop - start]
@@ -64,7 +86,7 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
     Raises IndexError where an index names no row.
     """
-    kernels, number = FOUND.get(layout.kind) or load(layout.kind, build=False), DTYPES.get(dtype)
+    kernels, number = _found(layout.kind, build=False), DTYPES.get(dtype)
     if kernels is None or number is None:
         return None
     made = kernels.decode(layout.address, number, index, 0, 0, None, *parts)

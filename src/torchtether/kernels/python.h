@@ -20,11 +20,22 @@ struct Python {
     void (*enter)(void*);                             // PyEval_RestoreThread
     void (*forget)();                                 // PyErr_Clear
     void (*raise)(Object*, const char*);              // PyErr_SetString
+    Object* (*generic_dict)(Object*, void*);          // PyObject_GenericGetDict
+    Object* (*item)(Object*, Object*);                // PyDict_GetItem, not ours
+    Object* (*field)(Object*, intptr_t);              // PyTuple_GetItem, not ours
+    intptr_t (*length)(Object*);                      // PyTuple_Size
     Object *tensor, *parameter;                       // classes
     Object *cdata, *is_neg;                           // names of attributes
     Object* empty;                                    // empty(shape, stride, dtype)
     Object* dtypes[3];                                // by Dtype
     Object *none, *not_implemented, *no, *index_error;
+    Object* layout;                                   // the class
+    Object *kernel_layout, *spec, *dtype;             // names of attributes
+    Object *modes, *level, *casts, *traces;           // functions that say who looks on
+    Object *forward_ad, *current_level;               // a module, and the name of its attribute
+    Object *zero, *minus_one;
+
+    Object* dict(Object* object) const { return generic_dict(object, nullptr); }
 };
 Python python;
 
@@ -71,6 +82,20 @@ inline bool is_as_it_lies(Object* object, int64_t* cdata) {
     const Held answer(python.ask(object, python.is_neg, nullptr));
     if (!answer.object) python.forget();
     return answer.object == python.no;
+}
+
+// `is_observed` of _torch.py.
+inline bool is_observed() {
+    const struct { Object *asked, *answer; } questions[] = {
+        {python.modes, python.zero}, {python.level, python.none}, {python.casts, python.no}, {python.traces, python.no}};
+    for (const auto& question : questions) {
+        const Held answer(python.call(question.asked, nullptr));
+        if (!answer.object) python.forget();
+        if (answer.object != question.answer) return true;
+    }
+    const Held level(python.get(python.forward_ad, python.current_level));
+    if (!level.object) python.forget();
+    return level.object != python.minus_one;
 }
 
 // A new tensor (*sizes, last) of `dtype`; null, with Python's error set, where there is no memory.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from . import build
-from .layout import Layout
+from .layout import DTYPES, Layout
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -79,6 +79,8 @@ def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ..
     found = layout.choices.get(dtype)
     if found is None:
         found = layout.choices[dtype] = tuple(_kernels_for(layout, dtype))
+        if found and found[0][0] == "compiled":
+            layout.struct.most[DTYPES[dtype]] = found[0][1]
     return found
 
 

@@ -13,6 +13,7 @@ struct Torch {  // each returns 0 where it could answer
     int32_t (*bytes)(const void*, int64_t*);  // of its storage
     int32_t (*offset)(const void*, int64_t*);
     int32_t (*data)(const void*, void**);
+    bool (*records_graphs)();
 };
 Torch torch_says;
 

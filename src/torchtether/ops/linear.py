@@ -65,6 +65,9 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     Where a graph is recorded, autograd runs on the Weight itself: it saves the Weight, not its values, and lets the
     gradient of ``input`` through whether or not the Weight is frozen.
     """
+    found = native.shortcut_linear(input, weight, bias)
+    if found is not None:
+        return found
     if not isinstance(weight, Weight):
         return _plain_linear(op, input, weight, bias)
     is_seen = is_observed()
@@ -266,6 +269,10 @@ def _fake_gradient(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]
 def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``weight[input]``: the rows are gathered first and decoded after, so the table is never decoded."""
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
+    if max_norm is None:
+        found = native.shortcut_gather(input, weight)
+        if found is not None:
+            return found
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, _traced(weight), *args, **kwargs)
     if isinstance(weight, Weight) and max_norm is None and not _records_graph(weight):
