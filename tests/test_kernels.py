@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,8 @@ def test_small_float32_weights_give_the_bits_of_their_values():
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(), tt.nf4()], ids=["int8", "int4", "nf4"])
 def test_modes_and_transforms_see_the_product(scheme):
     weight, x = weight_of(scheme), rand(3, 256).bfloat16()
+    with torch.no_grad():
+        F.linear(x, weight)  # so that the kernel is known, and could be called without looking around
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         F.linear(x, weight)
     assert counter.get_total_flops() == 2 * 3 * 24 * 256
@@ -325,13 +328,79 @@ def test_the_kernel_takes_only_parts_as_the_scheme_lays_them_out():
     assert native.linear(layout, [codes, scale, *rest], x, None) is not None
     freed = codes.clone()
     freed.untyped_storage().resize_(0)
-    for bad in (codes[:-1], codes.t().contiguous().t(), codes.to(torch.int32), codes.to("meta"), freed, None):
+    late = torch.cat([codes[:1], codes])[1:]  # not at the beginning of its storage, and freed its address is not null
+    assert native.linear(layout, [late, scale, *rest], x, None) is not None
+    late.untyped_storage().resize_(0)
+    short = codes.clone()
+    short.untyped_storage().resize_(100)
+    for bad in (
+        codes[:-1],
+        codes.t().contiguous().t(),
+        codes.to(torch.int32),
+        codes.to("meta"),
+        freed,
+        late,
+        short,
+        None,
+    ):
         assert native.linear(layout, [bad, scale, *rest], x, None) is None
+        assert native.decode(layout, [bad, scale, *rest], torch.bfloat16) is None
+    assert native.linear(layout, [codes], x, None) is None
+    assert native.linear(layout, [codes, scale, scale], x, None) is None
     for bad in (scale.double(), scale[:3], scale.expand(24, 2)[:, :1].repeat(1, 2)):
         assert native.linear(layout, [codes, bad, *rest], x, None) is None
     negated = torch._neg_view(x)  # reads as -x, and its memory does not say so
     assert native.linear(layout, [codes, scale, *rest], negated, None) is None
     assert native.linear(layout, [codes, scale, *rest], x, torch._neg_view(rand(24).bfloat16())) is None
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward AD imports torch.jit
+def test_the_shortcut_is_taken_only_by_who_may():
+    """A Weight whose kernel is known, a plain input of its dtype, no graph, nobody who looks on."""
+    layout, weight = layout_of(tt.int8(), (23, 256)), weight_of(tt.int8(), 23)
+    x, index = rand(2, 256).bfloat16(), torch.tensor([1, 0])
+    with torch.no_grad():
+        F.linear(x, weight)
+        F.embedding(index, weight)
+        assert torch.equal(
+            native.shortcut_linear(x, weight, None), native.linear(layout, layout.pick_from(weight), x, None)
+        )
+        assert torch.equal(native.shortcut_gather(index, weight), weight.dequantize()[index])
+        for bad in (x.float(), x[:, 1:], x[:0], x.t(), x.to("meta"), weight, [1.0], None, torch._neg_view(x)):
+            assert native.shortcut_linear(bad, weight, None) is None
+        for bad in (weight.t(), weight.to(torch.float32), weight_of(tt.Plain()), x, None, 3):
+            assert native.shortcut_linear(x, bad, None) is None
+        for bad in (index.float(), index[:0], index[[True, False]].bool(), None):
+            assert native.shortcut_gather(bad, weight) is None
+        assert native.shortcut_linear(x, weight, x) is None
+        with pytest.raises(IndexError):
+            native.shortcut_gather(torch.tensor([23]), weight)
+        for look in (FlopCounterMode(display=False), FakeTensorMode(), forward_ad.dual_level(), torch.autocast("cpu")):
+            with look:
+                assert native.shortcut_linear(x, weight, None) is None
+        torch.vmap(lambda one: [native.shortcut_linear(x, weight, None) is None or pytest.fail("vmap"), one][1])(x)
+        freed = weight.map(lambda part: part.clone())
+        assert native.shortcut_linear(x, freed, None) is None  # its layout has not been asked for
+        assert freed.kernel_layout is layout
+        assert native.shortcut_linear(x, freed, None) is not None
+        freed.parts["scale"].untyped_storage().resize_(0)
+        assert native.shortcut_linear(x, freed, None) is None
+    assert native.shortcut_linear(x, weight, None) is None  # a graph might be recorded
+
+
+@needs_compiler
+def test_threads_call_at_once():
+    weight, x = weight_of(tt.int4(), 300, 512), rand(4, 512).bfloat16()
+    with torch.no_grad():
+        expected = F.linear(x, weight)
+
+        def run(_):
+            with torch.no_grad():
+                return all(torch.equal(F.linear(x, weight), expected) for _ in range(200))
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(run, range(4)))
 
 
 def test_int8pack_refuses_what_would_crash():

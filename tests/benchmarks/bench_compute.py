@@ -27,7 +27,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchtether as tt
-from torchtether.kernels import choose, native
+from torchtether._torch import empty_on_cpu, is_observed
+from torchtether.dispatch import RULES
+from torchtether.kernels import build, choose, native
 
 SHAPES = {"full": ((4096, 4096), (11008, 4096), (32000, 2048)), "small": ((64, 256),)}
 """Rows and columns of the weights."""
@@ -170,20 +172,50 @@ def backward(size):
         yield f"{rows}x{columns}, {BATCHES[size]} rows, step", contenders, bars
 
 
+class Hop(torch.Tensor):
+    """A subclass that answers every function at once: what torch's own turn through Python costs."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return None
+
+
+def layers(scheme, weight, x):
+    """Each part of the way from ``F.linear`` to the kernel, from the outside to the inside: the inner lie in the outer."""
+    found, rule = weight.kernel_layout, RULES[F.linear]
+    parts, wrong = found.pick_from(weight), torch.ones(3, dtype=x.dtype)
+    made = {
+        f"{scheme}: rule": lambda: rule(F.linear, x, weight),
+        f"{scheme}: shortcut": lambda: native.shortcut_linear(x, weight, None),
+    }
+    kernels = build.load(found.kind)
+    if kernels is not None:
+        enter, address = kernels.linear, found.address
+        made[f"{scheme}: entry, result, kernel"] = lambda: enter(address, x, None, *parts)
+        made[f"{scheme}: entry, refused at the end"] = lambda: enter(address, x, wrong, *parts)
+    return made
+
+
 def dispatch(size):
     """The layers of the path, on a weight that costs nothing to multiply with."""
     values, x = random_values(64, 256), torch.randn(1, 256).bfloat16()  # quanto hangs on 16x128
-    contenders, bars = {"plain F.linear": applied(values, x)}, []
-    peers = {name: module for name, module in peer_linears(values).items() if "torch " not in name}
-    contenders |= {name: called(module, x) for name, module in peers.items()}
+    contenders, bars, hop = {"plain F.linear": applied(values, x)}, [], values.as_subclass(Hop)
+    contenders |= {name: called(module, x) for name, module in peer_linears(values).items()}
+    contenders["hop: a subclass that does nothing"] = lambda: F.linear(x, hop)
+    contenders["who looks on"] = is_observed
+    contenders["a new result"] = lambda: empty_on_cpu((1, 64), (64, 1), torch.bfloat16)
     for scheme in ("int8", "int4"):
         weight = weight_of(values, scheme)
         layout = weight.kernel_layout
         parts = layout.pick_from(weight)
-        direct = f"kernel {scheme}, plain tensors"
-        contenders[direct] = lambda layout=layout, parts=parts: native.linear(layout, parts, x, None)
+        direct = f"{scheme}: kernel, plain tensors"
         contenders[f"ours {scheme}"] = applied(weight, x)
+        contenders[direct] = lambda layout=layout, parts=parts: native.linear(layout, parts, x, None)
+        with torch.no_grad():
+            F.linear(x, weight)  # from now on its kernel is known
+        contenders |= layers(scheme, weight, x)
         bars.append((f"{scheme}: microseconds above its kernel", f"ours {scheme}", (direct,), 2.0))
+    bars.append(("int8: microseconds above torch's kernel", "ours int8", ("torch int8pack int8",), 2.0))
     yield "dispatch, 64x256", contenders, bars
 
 
@@ -256,7 +288,7 @@ def groups(names=tuple(GROUPS), size="full", rounds=5, show=print):
                     row = {"group": group, "case": title, "name": name, "seconds": statistics.median(values)}
                     rows.append(row | {"low": values[0], "high": values[-1], "ratio": relative})
                     show(
-                        f"{title:26} {name:26} {statistics.median(values) * 1e6:12.2f} us "
+                        f"{title:26} {name:32} {statistics.median(values) * 1e6:12.2f} us "
                         f"[{values[0] * 1e6:.2f} .. {values[-1] * 1e6:.2f}] {relative:7.2f} x"
                     )
                 for what, ours, others, limit in wanted:
