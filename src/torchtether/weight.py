@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from .arguments import check_tensor, said
-from .dispatch import HOOKS, REFUSED, RULES
+from .dispatch import HOOKS, REFUSED, RULES, SHORTCUTS
 from .errors import ArgumentError, SchemeError, UnsupportedOpError
 from .inner import are_shared, from_pickle, share, to_pickle
 from .kernels import PREFIX, Layout, layout_of
@@ -284,10 +284,15 @@ class Weight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        answer = RULES.get(func)
-        # aten ops are answered below autograd, not here; and the compiler sees those, and our rules for them, only
-        if answer is not None and type(func) is not OpOverload and not _is_compiling():
-            return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
+        if not _is_compiling():  # or the compiler sees aten ops, and our rules for them, only
+            short = SHORTCUTS.get(func)
+            if short is not None and not kwargs:
+                found = short(*args)
+                if found is not None:
+                    return found
+            answer = RULES.get(func)
+            if answer is not None and type(func) is not OpOverload:  # those are answered below autograd
+                return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -181,11 +181,11 @@ class Hop(torch.Tensor):
 
 
 def layers(scheme, weight, x):
-    """Each part of the way from ``F.linear`` to the kernel, from the outside to the inside: the inner lie in the outer."""
+    """Parts of the way from ``F.linear`` to the kernel, from the outside to the inside: the inner lie in the outer."""
     found, rule = weight.kernel_layout, RULES[F.linear]
     parts, wrong = found.pick_from(weight), torch.ones(3, dtype=x.dtype)
     made = {
-        f"{scheme}: rule": lambda: rule(F.linear, x, weight),
+        f"{scheme}: rule, without the shortcut": lambda: rule(F.linear, x, weight),
         f"{scheme}: shortcut": lambda: native.shortcut_linear(x, weight, None),
     }
     kernels = build.load(found.kind)

@@ -943,15 +943,16 @@ Object* or_none(Object* made) {
     return again(python.none);
 }
 
-// (x, Weight, bias or None), None where it takes more thought.
+// (x, Weight, bias or None or nothing), None where it takes more thought.
 Object* shortcut_linear(Object*, Object* const* given, intptr_t count) {
-    if (count != 3) return again(python.none);
+    if (count != 2 && count != 3) return again(python.none);
     const Known known(given[1]);
     if (!known.L || !known.L->entries || !known.L->most[known.number]) return again(python.none);
+    Object* bias = count == 3 ? given[2] : python.none;
     Seen x;
     if (!x.look(cdata_of(given[0])) || dtype_of(x.dtype) != known.number) return again(python.none);
     if (x.count / known.L->columns > known.L->most[known.number]) return again(python.none);
-    return or_none(known.L->entries->linear(*known.L, given[0], given[2], known.parts, known.count));
+    return or_none(known.L->entries->linear(*known.L, given[0], bias, known.parts, known.count));
 }
 
 // (index, Weight), None where it takes more thought.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import is_observed, is_tracing, untraced
-from ..dispatch import rule
+from ..dispatch import SHORTCUTS, rule
 from ..errors import UnsupportedOpError
 from ..kernels import ANY, Layout, chunks, int8pack, kernels_for, layout_of, native
 from ..schemes import Scheme, scheme_from_json
@@ -65,9 +65,6 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     Where a graph is recorded, autograd runs on the Weight itself: it saves the Weight, not its values, and lets the
     gradient of ``input`` through whether or not the Weight is frozen.
     """
-    found = native.shortcut_linear(input, weight, bias)
-    if found is not None:
-        return found
     if not isinstance(weight, Weight):
         return _plain_linear(op, input, weight, bias)
     is_seen = is_observed()
@@ -79,6 +76,7 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     if layout is not None and not is_seen:
         made = _by_kernel(layout, layout.pick_from(weight), input, bias, weight._spec.dtype)
         if made is not None:
+            SHORTCUTS[op] = native.shortcut_linear  # next time
             return made
     input, bias = (t.values_of() if isinstance(t, Weight) else t for t in (input, bias))  # type: ignore[assignment]
     return _decoded_linear(op, input, weight, bias)
