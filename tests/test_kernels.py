@@ -104,7 +104,8 @@ def test_every_size_of_groups_and_every_count_of_rows(scheme):
                     .expand(6, codes.numel() // 6).reshape(codes.shape))  # fmt: skip
         for held in (weight, full):
             for count in (1, 7):
-                for x in (rand(count, columns), torch.full((count, columns), -1.0), torch.ones(count, columns)):
+                most = torch.full((count, columns), 2 - 2.0**-7)  # what a signed byte and another hold the least of
+                for x in (rand(count, columns), torch.full((count, columns), -1.0), torch.ones(count, columns), most):
                     for dtype in (torch.bfloat16, torch.float16):
                         inputs, held = x.to(dtype), held.to(dtype)
                         with torch.no_grad():

@@ -3,13 +3,14 @@
 // cpu.cpp includes this in its own namespace, where AVX2 is there and AVX-512 is not. It takes 128 columns at a time, a
 // *span*, and scales over whole rows, over a multiple of 128 columns, or over 64 or 32; all else is left to cpu.cpp.
 // The numbers are those that cpu.cpp describes:
-//     4-bit integers: 16-bit inputs as a high byte (signed) and a low one (unsigned), each multiplied with 32 codes at
-//         once. Sums of 16 bits hold 128 columns: 4 * 2 * 15 * 255 < 2**15.
+//     4-bit integers: 16-bit inputs as a high byte and a low one, both signed, each multiplied with 32 codes at once.
+//         Sums of 16 bits hold 128 columns: 4 * 2 * 15 * 128 < 2**15.
 //     8-bit integers: 16-bit inputs, 16 products at once; sums of 32 bits.
 //     tables: float32. Bytes 0 to 3 of the values are looked up apart, 32 codes at once, and then interleaved.
 //     float8: float32, by way of float16. A code that is no number makes its row nan at the end.
 
 constexpr int64_t SPAN = 128;
+constexpr int64_t AHEAD = 2048;  // bytes of codes asked for before they are read; at 1024 and at 4096 it took as long
 enum Scales { WHOLE, WIDE, G64, G32 };  // columns under one scale: all, a multiple of SPAN, 64, 32
 
 constexpr bool is_integer(int codes) { return codes == INT8 || codes == UINT8 || codes == INT4; }
@@ -19,7 +20,13 @@ constexpr bool is_nibbled(int codes) { return codes == INT4 || codes == TABLE4; 
 template <int C, int S>
 constexpr int64_t piece_of = S == WHOLE || S == WIDE ? SPAN : S == G32 && !is_nibbled(C) ? 32 : 64;
 
+// How many scales a span has.
+template <int S> constexpr int64_t scales_of = S == G64 ? 2 : S == G32 ? 4 : 1;
+
 struct alignas(64) Line { uint8_t bytes[64]; };
+
+inline __m256i line(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); }
 
 // Rows of inputs, a span after the other, in the order in which codes come out of their bytes:
 //     INT4: for each 64 columns the 32 high bytes of the even ones, their low bytes, then the same of the odd ones
@@ -30,10 +37,11 @@ struct alignas(64) Line { uint8_t bytes[64]; };
 struct Spans {
     int64_t spans, lines;      // lines of a span
     std::vector<Line> data;
-    std::vector<float> units;  // what int16 are in units of, by span
+    int64_t stride;            // of a row of units
+    std::vector<float> units;  // what int16 are in units of, for each scale
 
     const uint8_t* at(int64_t m) const { return data[m * spans * lines].bytes; }
-    const float* units_at(int64_t m) const { return units.data() + m * spans; }
+    const float* units_at(int64_t m) const { return units.data() + m * stride; }
 
     template <int C, int S, int D> void fill(const Layout& L, const void* x, int64_t rows, int64_t row_stride) {
         for (int64_t m = 0; m < rows; m++)
@@ -50,8 +58,9 @@ struct Spans {
                 uint8_t* to = data[(m * spans + b) * lines].bytes;
                 if constexpr (is_integer(C)) {
                     alignas(64) int16_t words[SPAN];
-                    units[m * spans + b] = to_words(natural, largest, words);
-                    add_sums<C, S>(words, (int32_t*)(to + 2 * SPAN));
+                    const float unit = to_words(natural, largest, words);
+                    for (int64_t i = 0; i < scales_of<S>; i++) units[m * stride + b * scales_of<S> + i] = unit;
+                    put_sums<C, S>(words, to + 2 * SPAN);
                     if (C == INT4) place_bytes(words, to);
                     else memcpy(to, words, sizeof words);
                 } else if (C == TABLE4) place_floats(natural, (float*)to);
@@ -60,35 +69,68 @@ struct Spans {
     }
 
     // The unit is a power of two, so that multiplying by it is exact. Values that are not finite make it nan, and with
-    // it every result.
+    // it every result. Where 4-bit codes follow, words are at most 32639: 127 of their high byte and 127 of the low one.
     static float to_words(const float* natural, F largest, int16_t* words) {
         float most = 0;
         for (int64_t l = 0; l < LANES; l++)
             if (!(largest[l] <= most)) most = largest[l];
         if (!(most <= 3e38f)) { memset(words, 0, SPAN * 2); return NAN; }
-        int exponent = 0;
-        if (most > 0) frexpf(most, &exponent);
-        exponent = exponent < -100 ? -100 : exponent;  // most < 2**exponent
-        const __m256 per = _mm256_set1_ps(ldexpf(1.0f, 15 - exponent));
-        for (int64_t k = 0; k < SPAN; k += 16) {  // to the nearest, and at most 32767
+        int32_t bits;
+        memcpy(&bits, &most, 4);
+        int32_t exponent = (bits >> 23) - 126;  // most < 2**exponent
+        exponent = exponent < -100 ? -100 : exponent;
+        if (most * power_of_two(15 - exponent) >= 32639.5f) exponent++;
+        const __m256 per = _mm256_set1_ps(power_of_two(15 - exponent));
+        for (int64_t k = 0; k < SPAN; k += 16) {  // to the nearest
             const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(natural + k), per));
             const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(natural + k + 8), per));
-            _mm256_store_si256((__m256i*)(words + k), _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
+            put_line(words + k, _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
         }
-        return ldexpf(1.0f, exponent - 15);
+        return power_of_two(exponent - 15);
     }
 
-    template <int C, int S> static void add_sums(const int16_t* words, int32_t* to) {
-        for (int64_t k = 0; k < SPAN; k++)
-            to[k / piece_of<C, S> * LANES + (C == INT4 ? k % 64 / 8 : k % 16 / 2)] += words[k];
+    static float power_of_two(int32_t exponent) {
+        const int32_t bits = (exponent + 127) << 23;
+        float value;
+        memcpy(&value, &bits, 4);
+        return value;
+    }
+
+    // Four vectors of eight int32 in turn, lane by lane of four, after packing.
+    static __m256i in_order(__m256i v) { return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+
+    template <int C, int S> static void put_sums(const int16_t* words, uint8_t* to) {
+        const __m256i one = _mm256_set1_epi16(1);
+        constexpr int64_t piece = piece_of<C, S>;
+        for (int64_t k = 0; k < SPAN; k += piece, to += WIDTH) {
+            __m256i total = _mm256_setzero_si256();
+            for (int64_t i = k; i < k + piece; i += C == INT4 ? 64 : 16) {
+                __m256i v[4];
+                for (int j = 0; j < (C == INT4 ? 4 : 1); j++) v[j] = _mm256_madd_epi16(line(words + i + 16 * j), one);
+                total = _mm256_add_epi32(total, C != INT4 ? v[0] : in_order(_mm256_hadd_epi32(
+                    _mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]))));
+            }
+            put_line(to, total);
+        }
     }
 
     static void place_bytes(const int16_t* words, uint8_t* to) {
         for (int64_t half = 0; half < 2; half++, words += 64, to += 128)
-            for (int64_t i = 0; i < 32; i++) {
-                to[i] = (uint8_t)(words[2 * i] >> 8), to[32 + i] = (uint8_t)words[2 * i];
-                to[64 + i] = (uint8_t)(words[2 * i + 1] >> 8), to[96 + i] = (uint8_t)words[2 * i + 1];
+            for (int odd = 0; odd < 2; odd++) {
+                __m256i high[4], low[4];
+                for (int j = 0; j < 4; j++) {
+                    __m256i v = line(words + 16 * j);
+                    v = _mm256_srai_epi32(odd ? v : _mm256_slli_epi32(v, 16), 16);
+                    low[j] = _mm256_srai_epi32(_mm256_slli_epi32(v, 24), 24);
+                    high[j] = _mm256_srai_epi32(_mm256_sub_epi32(v, low[j]), 8);
+                }
+                put_line(to + 64 * odd, packed(high));
+                put_line(to + 64 * odd + 32, packed(low));
             }
+    }
+
+    static __m256i packed(const __m256i* v) {
+        return in_order(_mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3])));
     }
 
     static void place_floats(const float* natural, float* to) {
@@ -104,15 +146,14 @@ struct Spans {
         made.spans = (L.columns + SPAN - 1) / SPAN;
         made.lines = is_integer(C) ? (2 * SPAN + SPAN / piece_of<C, S> * WIDTH + 63) / 64 : 4 * SPAN / 64;
         made.data.resize(rows * made.spans * made.lines);
-        if (is_integer(C)) made.units.resize(rows * made.spans);
+        made.stride = (made.spans * scales_of<S> + LANES - 1) / LANES * LANES;
+        if (is_integer(C)) made.units.resize(rows * made.stride);
         if (dtype == FLOAT32) made.fill<C, S, FLOAT32>(L, x, rows, stride);
         else if (dtype == BFLOAT16) made.fill<C, S, BFLOAT16>(L, x, rows, stride);
         else made.fill<C, S, FLOAT16>(L, x, rows, stride);
         return made;
     }
 };
-
-inline __m256i line(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 
 // What decoding needs besides the codes, and what it finds.
 template <int C> struct Decoder {
@@ -165,42 +206,6 @@ template <int C> struct Decoder {
     }
 };
 
-// The sums over N columns from `first` of a span, lane by lane, with `zero` added to every code: exact.
-template <int C, int M, int N, bool Z> inline void integer_dot(const uint8_t* codes, const uint8_t* const* x,
-                                                               int64_t first, __m256i zero, F* out) {
-    __m256i total[M], low[M];
-    for (int m = 0; m < M; m++) total[m] = low[m] = _mm256_setzero_si256();
-    if constexpr (C == INT4) {
-        const __m256i mask = _mm256_set1_epi8(15);
-#pragma GCC unroll 2
-        for (int64_t k = first; k < first + N; k += 64) {
-            const __m256i c = line(codes + k / 2);
-            const __m256i even = _mm256_and_si256(c, mask), odd = _mm256_and_si256(_mm256_srli_epi16(c, 4), mask);
-            for (int m = 0; m < M; m++) {
-                const uint8_t* p = x[m] + 2 * k;
-                const __m256i he = _mm256_maddubs_epi16(even, line(p)), le = _mm256_maddubs_epi16(line(p + 32), even);
-                const __m256i ho = _mm256_maddubs_epi16(odd, line(p + 64)), lo = _mm256_maddubs_epi16(line(p + 96), odd);
-                total[m] = _mm256_add_epi16(total[m], _mm256_add_epi16(he, ho));
-                low[m] = _mm256_add_epi16(low[m], _mm256_add_epi16(le, lo));
-            }
-        }
-        for (int m = 0; m < M; m++)
-            total[m] = _mm256_add_epi32(_mm256_madd_epi16(total[m], _mm256_set1_epi16(256)),
-                                        _mm256_madd_epi16(low[m], _mm256_set1_epi16(1)));
-    } else {
-#pragma GCC unroll 8
-        for (int64_t k = first; k < first + N; k += 16) {
-            const __m256i w = (__m256i)words<C == INT8>(codes + k);
-            for (int m = 0; m < M; m++)
-                total[m] = _mm256_add_epi32(total[m], _mm256_madd_epi16(w, line(x[m] + 2 * k)));
-        }
-    }
-    for (int m = 0; m < M; m++) {
-        if (Z) total[m] = _mm256_add_epi32(total[m], _mm256_mullo_epi32(zero, line(x[m] + 2 * SPAN + first / N * WIDTH)));
-        out[m] = (F)_mm256_cvtepi32_ps(total[m]);
-    }
-}
-
 // As that, in float32, added to A sums.
 template <int C, int M, int A, int N> inline void float_dot(Decoder<C>& decoder, const uint8_t* codes,
                                                             const uint8_t* const* x, int64_t first, F (*out)[A]) {
@@ -222,89 +227,179 @@ template <int M, int A> inline void gather_sums(F (*sums)[A], F* out) {
     }
 }
 
-// to[b] = what span b has of values of which there is one for `each` spans.
+// to[b] = what span b has of values of which there is one for `each` spans. Writes whole vectors.
 inline void spread(const float* values, int64_t each, int64_t spans, float* to) {
     if (each == 1) { memcpy(to, values, spans * 4); return; }
-    for (int64_t b = 0, left = each; b < spans; b++) {
-        to[b] = *values;
-        if (--left == 0) left = each, values++;
+    for (int64_t b = 0, end; b < spans; b = end, values++) {
+        end = b + each < spans ? b + each : spans;
+        const F v = all(*values);
+        for (; b < end; b += LANES) memcpy(to + b, &v, sizeof v);
     }
 }
 
-// The values of the pieces of 64 columns, or of 32, that begin at p.
-template <int C, int S> inline F of_piece(const float* p) {
-    if (S == G32 && is_nibbled(C)) return (F)_mm256_set_m128(_mm_set1_ps(p[1]), _mm_set1_ps(p[0]));
-    return all(*p);
+// -- rows of integers -------------------------------------------------------------------------------------------------
+
+// In a register: else the compiler reads codes from memory twice, and reading is what takes the time.
+inline __m256i kept(__m256i v) {
+    __asm__("" : "+x"(v));
+    return v;
 }
 
-// y[m] = the row of codes, of which `s` are the scales and `z` what is added to codes, times row `from + m` of the
-// inputs. `room` is for (M + 1) * in.spans floats.
-template <int C, int S, int M, bool Z> void fast_row(const Layout& L, const uint8_t* codes, const float* s,
-                                                     const float* z, Decoder<C>& decoder, const Spans& in, int64_t from,
-                                                     float* room, float* y) {
+// What piece i of a span is multiplied with, of values of which there is one for each group.
+template <int C, int S> inline __m256i of_piece(const int32_t* p, int64_t i) {
+    if (S == G32 && is_nibbled(C)) {
+        const __m256i two = (__m256i)_mm256_broadcast_sd((const double*)(p + 2 * i));
+        return _mm256_permutevar8x32_epi32(two, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    }
+    return _mm256_set1_epi32(p[i]);
+}
+
+// Adds a span of codes times M rows of inputs, lane by lane. The products of a piece, with `zero` added to every code, are
+// exact; then `scale` multiplies them. What is read of row m of the scales is `stride` times m further.
+template <int C, int S, int M, bool Z> inline __attribute__((always_inline)) void integer_span(
+    const uint8_t* codes, const uint8_t* const* x, const float* scale, int64_t stride, const int32_t* zero, F* total) {
+    constexpr int64_t piece = piece_of<C, S>, pieces = SPAN / piece;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < pieces; i++) {
+        __m256i sums[M], low[M];
+        if constexpr (C == INT4) {
+            const __m256i mask = _mm256_set1_epi8(15);
+#pragma GCC unroll 2
+            for (int64_t k = i * piece; k < (i + 1) * piece; k += 64) {
+                const __m256i c = kept(line(codes + k / 2));
+                const __m256i even = _mm256_and_si256(c, mask), odd = _mm256_and_si256(_mm256_srli_epi16(c, 4), mask);
+                for (int m = 0; m < M; m++) {
+                    const uint8_t* p = x[m] + 2 * k;
+                    const __m256i h = _mm256_add_epi16(_mm256_maddubs_epi16(even, line(p)),
+                                                       _mm256_maddubs_epi16(odd, line(p + 64)));
+                    const __m256i l = _mm256_add_epi16(_mm256_maddubs_epi16(even, line(p + 32)),
+                                                       _mm256_maddubs_epi16(odd, line(p + 96)));
+                    sums[m] = k == i * piece ? h : _mm256_add_epi16(sums[m], h);
+                    low[m] = k == i * piece ? l : _mm256_add_epi16(low[m], l);
+                }
+            }
+            for (int m = 0; m < M; m++)
+                sums[m] = _mm256_add_epi32(_mm256_madd_epi16(sums[m], _mm256_set1_epi16(256)),
+                                           _mm256_madd_epi16(low[m], _mm256_set1_epi16(1)));
+        } else {
+#pragma GCC unroll 8
+            for (int64_t k = i * piece; k < (i + 1) * piece; k += 16) {
+                const __m256i w = (__m256i)words<C == INT8>(codes + k);
+                for (int m = 0; m < M; m++) {
+                    const __m256i products = _mm256_madd_epi16(w, line(x[m] + 2 * k));
+                    sums[m] = k == i * piece ? products : _mm256_add_epi32(sums[m], products);
+                }
+            }
+        }
+        for (int m = 0; m < M; m++) {
+            if (Z) sums[m] = _mm256_add_epi32(sums[m], _mm256_mullo_epi32(of_piece<C, S>(zero, i),
+                                                                         line(x[m] + 2 * SPAN + i * WIDTH)));
+            const F by = (F)of_piece<C, S>((const int32_t*)scale + m * stride, i);
+            total[m] = fma(by, (F)_mm256_cvtepi32_ps(sums[m]), total[m]);
+        }
+    }
+}
+
+// The scales of row n, and its zero points negated, for each scale of its spans. `s` and `z` have room for a row.
+template <int S> void scales_of_row(const Layout& L, const Parts& P, int64_t n, int64_t count, float* s, float* z,
+                                    float* scale, int32_t* zero) {
+    const int64_t at = (L.height == 1 ? n : n / L.height) * L.groups;
+    const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
+    if (L.global || L.scale > FLOAT16) row_scales(L, P, n, s, z);
+    else {
+        if (L.scale == FLOAT32) copy_scales<FLOAT32>(P.scale, at, L.groups, s);
+        else if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, L.groups, s);
+        else copy_scales<FLOAT16>(P.scale, at, L.groups, s);
+        if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, L.groups, L.offset, z);
+        else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, L.groups, L.offset, z);
+    }
+    spread(s, each, count, scale);
+    if (L.zero < 0) {
+        for (int64_t i = 0; i < count; i++) zero[i] = -(int32_t)L.offset;
+        return;
+    }
+    if (each != 1) spread(z, each, count, (float*)zero), z = (float*)zero;
+    for (int64_t i = 0; i < count; i += LANES)
+        put_line(zero + i, _mm256_cvtps_epi32(_mm256_loadu_ps(z + i)));
+}
+
+// y[m] = a row of codes times row `from + m` of the inputs. `scale` and `zero` are those of its spans; `room` is for M rows
+// of scales.
+template <int C, int S, int M, bool Z> void integer_row(const Layout& L, const uint8_t* codes, const float* scale,
+                                                        const int32_t* zero, const Spans& in, int64_t from, float* room,
+                                                        float* y) {
+    constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
+    const uint8_t* x[M];
+    F total[M];
+    for (int m = 0; m < M; m++) {
+        x[m] = in.at(from + m), total[m] = F{};
+        const float* units = in.units_at(from + m);
+        for (int64_t k = 0; k < in.stride; k += LANES) {
+            const F v = load<F>(scale + k) * load<F>(units + k);
+            memcpy(room + m * in.stride + k, &v, sizeof v);
+        }
+    }
+    const int64_t whole = L.row_bytes / bytes;
+    for (int64_t b = 0; b < whole; b++) {
+        _mm_prefetch((const char*)codes + AHEAD, _MM_HINT_T0);
+        if (bytes > 64) _mm_prefetch((const char*)codes + AHEAD + 64, _MM_HINT_T0);
+        integer_span<C, S, M, Z>(codes, x, room, in.stride, zero, total);
+        codes += bytes, room += scales_of<S>, zero += scales_of<S>;
+        for (int m = 0; m < M; m++) x[m] += in.lines * 64;
+    }
+    if (whole < in.spans) {
+        alignas(32) uint8_t rest[bytes] = {};
+        memcpy(rest, codes, L.row_bytes - whole * bytes);
+        integer_span<C, S, M, Z>(rest, x, room, in.stride, zero, total);
+    }
+    for (int m = 0; m < M; m++) y[m] = sum(total[m]) * L.unit;
+}
+
+// -- rows of floats ---------------------------------------------------------------------------------------------------
+
+// y[m] = the row of codes, of which `s` are the scales, times row `from + m` of the inputs. `room` is for those of spans.
+template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* codes, const float* s, Decoder<C>& decoder,
+                                              const Spans& in, int64_t from, float* room, float* y) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, A = M == 1 ? 4 : M == 2 ? 2 : 1;
-    constexpr int64_t piece = piece_of<C, S>, step = S == G32 && is_nibbled(C) ? 2 : 1;
+    constexpr int64_t piece = piece_of<C, S>;
     constexpr bool narrow = S == G64 || S == G32;
     const uint8_t* x[M];
-    const float* scale[M];
-    for (int m = 0; m < M; m++) {
-        x[m] = in.at(from + m);
-        scale[m] = is_integer(C) ? in.units_at(from + m) : room;
-    }
-    if (S == WIDE) {  // scales times units
-        for (int m = 0; m < (is_integer(C) ? M : 1); m++) {
-            float* to = room + m * in.spans;
-            spread(s, L.group / SPAN, in.spans, to);
-            if (is_integer(C))
-                for (int64_t b = 0; b < in.spans; b++) to[b] *= scale[m][b];
-        }
-        for (int m = 0; m < M; m++) scale[m] = room + (is_integer(C) ? m * in.spans : 0);
-        if (Z) spread(z, L.group / SPAN, in.spans, room + M * in.spans);
-        z = room + M * in.spans;
-    }
     F total[M], part[M], sums[M][A];
     for (int m = 0; m < M; m++) {
-        total[m] = F{};
+        x[m] = in.at(from + m), total[m] = F{};
         for (int a = 0; a < A; a++) sums[m][a] = F{};
     }
+    if (S == WIDE) spread(s, L.group / SPAN, in.spans, room);
+    decoder.largest = _mm256_setzero_si256();
     for (int64_t b = 0; b < in.spans; b++) {
         const uint8_t* at = codes + b * bytes;
         uint8_t rest[bytes];
-        _mm_prefetch((const char*)at + 1024, _MM_HINT_T0);
-        if (bytes > 64) _mm_prefetch((const char*)at + 1088, _MM_HINT_T0);
+        _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
+        if (bytes > 64) _mm_prefetch((const char*)at + AHEAD + 64, _MM_HINT_T0);
         if (L.row_bytes - b * bytes < bytes) {
             memset(rest, 0, bytes);
             memcpy(rest, at, L.row_bytes - b * bytes);
             at = rest;
         }
 #pragma GCC unroll 4
-        for (int64_t k = 0; k < SPAN; k += piece) {
-            if constexpr (is_integer(C)) {
-                __m256i zero = _mm256_setzero_si256();
-                if (Z) zero = _mm256_cvtps_epi32((__m256)(narrow ? of_piece<C, S>(z) : all(S == WIDE ? z[b] : z[0])));
-                integer_dot<C, M, piece, Z>(at, x, k, zero, part);
-            } else {
-                if (S != WHOLE)
-                    for (int m = 0; m < M; m++)
-                        for (int a = 0; a < A; a++) sums[m][a] = F{};
-                float_dot<C, M, A, piece>(decoder, at, x, k, sums);
-                if (S == WHOLE) continue;
-                gather_sums<M, A>(sums, part);
-            }
-            const F of_scale = narrow ? of_piece<C, S>(s) : F{};
+        for (int64_t i = 0; i < SPAN / piece; i++) {
+            float_dot<C, M, A, piece>(decoder, at, x, i * piece, sums);
+            if (S == WHOLE) continue;
+            gather_sums<M, A>(sums, part);
+            const F by = narrow ? (F)of_piece<C, S>((const int32_t*)s, i) : all(room[b]);
             for (int m = 0; m < M; m++) {
-                const F by = !narrow ? all(scale[m][b]) : is_integer(C) ? of_scale * all(scale[m][b]) : of_scale;
                 total[m] = fma(by, part[m], total[m]);
+                for (int a = 0; a < A; a++) sums[m][a] = F{};
             }
-            if (narrow) s += step, z += step;
         }
+        s += narrow ? scales_of<S> : 0;
         for (int m = 0; m < M; m++) x[m] += in.lines * 64;
     }
-    if (S == WHOLE && !is_integer(C)) gather_sums<M, A>(sums, total);
+    if (S == WHOLE) gather_sums<M, A>(sums, total);
     for (int m = 0; m < M; m++) {
         y[m] = sum(total[m]);
         if (S == WHOLE) y[m] *= s[0];
         if (C == E4M3) y[m] *= 256.0f;
-        y[m] *= L.unit;
+        y[m] = decoder.found_nan() ? NAN : y[m] * L.unit;
     }
 }

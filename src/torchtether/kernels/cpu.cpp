@@ -8,7 +8,7 @@
 // decode: value = (code + zero) * scale * unit, each step rounded to float32 as schemes/ does it: the same bits.
 // linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.
 //     Tables, float8 and float32 inputs are multiplied in float32. Integer codes and inputs of 16 bits are multiplied as
-//     integers: x becomes 16-bit fixed point, with a scale per block of columns, so it moves by at most 2**-16 of the
+//     integers: x becomes 16-bit fixed point, with a scale per block of columns, so it moves by at most 2**-15 of the
 //     largest of its block, where its own dtype rounds each to 2**-9 (bfloat16) or 2**-12 (float16).
 
 #include <cmath>
@@ -729,43 +729,44 @@ template <int C, bool X, bool Z> void linear(const Layout& L, const Parts& P, co
 #if FAST_ROWS
 #include "avx2.h"
 
-template <int C, int S, int M> void fast_rows(const Layout& L, const uint8_t* codes, const float* s, const float* z,
-                                              Decoder<C>& decoder, const Spans& in, int64_t m, float* room, float* y) {
-    decoder.largest = _mm256_setzero_si256();
-    if constexpr (is_integer(C)) {
-        if (L.zero >= 0 || L.offset != 0) fast_row<C, S, M, true>(L, codes, s, z, decoder, in, m, room, y);
-        else fast_row<C, S, M, false>(L, codes, s, z, decoder, in, m, room, y);
-    } else fast_row<C, S, M, false>(L, codes, s, z, decoder, in, m, room, y);
-    for (int i = 0; i < M && decoder.found_nan(); i++) y[i] = NAN;
+template <int C, int S, int M> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
+                                             const int32_t* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
+                                             float* scratch, float* y) {
+    if constexpr (!is_integer(C)) float_row<C, S, M>(L, codes, scale, decoder, in, m, scratch, y);
+    else if (L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true>(L, codes, scale, zero, in, m, scratch, y);
+    else integer_row<C, S, M, false>(L, codes, scale, zero, in, m, scratch, y);
 }
 
 template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                          int dtype, const void* bias, void* out) {
     const Spans in = Spans::of<C, S>(L, x, dtype, rows, stride);
-    const int64_t each = room(L), tile = rows > 4 && L.rows >= 256 ? 16 : 1;  // so that inputs are read from the cache
+    const int64_t tile = rows > 4 && L.rows >= 256 ? 16 : 1;  // rows of codes, so that inputs are read from the cache
+    const int64_t each = is_integer(C) ? in.stride : room(L);
 #pragma omp parallel if (L.rows > 1 && rows * L.rows * L.columns > 65536)
     {
-        std::vector<float> s(tile * each), z(tile * each), spread(5 * in.spans);
+        std::vector<float> s(room(L)), z(room(L)), scales(tile * each + LANES), scratch(4 * in.stride + LANES);
+        std::vector<int32_t> zeros(is_integer(C) ? tile * each + LANES : 0);
         Decoder<C> decoder(L);
         float y[4];
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < L.rows; first += tile) {
             const int64_t end = first + tile < L.rows ? first + tile : L.rows;
-            for (int64_t n = first; n < end; n++)
-                row_scales(L, P, n, s.data() + (n - first) * each, z.data() + (n - first) * each);
+            for (int64_t n = first, at = 0; n < end; n++, at += each)
+                if constexpr (is_integer(C))
+                    scales_of_row<S>(L, P, n, in.spans * scales_of<S>, s.data(), z.data(), &scales[at], &zeros[at]);
+                else row_scales(L, P, n, &scales[at], z.data());
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-                for (int64_t n = first; n < end; n++) {
+                for (int64_t n = first, at = 0; n < end; n++, at += each) {
                     const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
-                    const float *sn = s.data() + (n - first) * each, *zn = z.data() + (n - first) * each;
-                    if (some == 4) fast_rows<C, S, 4>(L, codes, sn, zn, decoder, in, m, spread.data(), y);
-                    else if (some == 2) fast_rows<C, S, 2>(L, codes, sn, zn, decoder, in, m, spread.data(), y);
-                    else fast_rows<C, S, 1>(L, codes, sn, zn, decoder, in, m, spread.data(), y);
+                    const int32_t* zero = is_integer(C) ? &zeros[at] : nullptr;
+                    const auto multiply = some == 4 ? fast_row<C, S, 4> : some == 2 ? fast_row<C, S, 2> : fast_row<C, S, 1>;
+                    multiply(L, codes, &scales[at], zero, decoder, in, m, scratch.data(), y);
                     for (int64_t i = 0; i < some; i++) {
-                        const int64_t at = (m + i) * L.rows + n;
-                        if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, at);
-                        else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, at);
-                        else put_one<FLOAT16>(y[i], bias, n, out, at);
+                        const int64_t to = (m + i) * L.rows + n;
+                        if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, to);
+                        else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, to);
+                        else put_one<FLOAT16>(y[i], bias, n, out, to);
                     }
                 }
             }
