@@ -31,7 +31,7 @@ inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); 
 // Rows of inputs, a span after the other, in the order in which codes come out of their bytes:
 //     INT4: for each 64 columns the 32 high bytes of the even ones, their low bytes, then the same of the odd ones
 //     INT8, UINT8: int16
-//     both followed by their sums, lane by lane as products are summed, for each *piece*: columns under one scale
+//     both followed by their sums as float32, lane by lane as products are summed, for each *piece*: columns under one scale
 //     E4M3, E5M2: float32
 //     TABLE4: float32; lane 4 * half + i of vector 4 * odd + v holds column 2 * (16 * half + 4 * v + i) + odd of its 64
 struct Spans {
@@ -110,7 +110,7 @@ struct Spans {
                 total = _mm256_add_epi32(total, C != INT4 ? v[0] : in_order(_mm256_hadd_epi32(
                     _mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]))));
             }
-            put_line(to, total);
+            _mm256_storeu_ps((float*)to, _mm256_cvtepi32_ps(total));
         }
     }
 
@@ -246,18 +246,19 @@ inline __m256i kept(__m256i v) {
 }
 
 // What piece i of a span is multiplied with, of values of which there is one for each group.
-template <int C, int S> inline __m256i of_piece(const int32_t* p, int64_t i) {
+template <int C, int S> inline F of_piece(const float* p, int64_t i) {
     if (S == G32 && is_nibbled(C)) {
-        const __m256i two = (__m256i)_mm256_broadcast_sd((const double*)(p + 2 * i));
-        return _mm256_permutevar8x32_epi32(two, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+        const __m256 two = (__m256)_mm256_broadcast_sd((const double*)(p + 2 * i));
+        return (F)_mm256_permutevar8x32_ps(two, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
     }
-    return _mm256_set1_epi32(p[i]);
+    return all(p[i]);
 }
 
-// Adds a span of codes times M rows of inputs, lane by lane. The products of a piece, with `zero` added to every code, are
-// exact; then `scale` multiplies them. What is read of row m of the scales is `stride` times m further.
+// Adds a span of codes times M rows of inputs, lane by lane. The sums of a piece are exact, also as float32, where codes
+// have 4 bits: below 16 * 15 * 2**15 < 2**24, with `zero` added to every code; then `scale` multiplies them, of which those
+// of row m are `stride` times m further.
 template <int C, int S, int M, bool Z> inline __attribute__((always_inline)) void integer_span(
-    const uint8_t* codes, const uint8_t* const* x, const float* scale, int64_t stride, const int32_t* zero, F* total) {
+    const uint8_t* codes, const uint8_t* const* x, const float* scale, int64_t stride, const float* zero, F* total) {
     constexpr int64_t piece = piece_of<C, S>, pieces = SPAN / piece;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < pieces; i++) {
@@ -292,41 +293,38 @@ template <int C, int S, int M, bool Z> inline __attribute__((always_inline)) voi
             }
         }
         for (int m = 0; m < M; m++) {
-            if (Z) sums[m] = _mm256_add_epi32(sums[m], _mm256_mullo_epi32(of_piece<C, S>(zero, i),
-                                                                         line(x[m] + 2 * SPAN + i * WIDTH)));
-            const F by = (F)of_piece<C, S>((const int32_t*)scale + m * stride, i);
-            total[m] = fma(by, (F)_mm256_cvtepi32_ps(sums[m]), total[m]);
+            F part = (F)_mm256_cvtepi32_ps(sums[m]);
+            if (Z) part = fma(of_piece<C, S>(zero, i), load<F>(x[m] + 2 * SPAN + i * WIDTH), part);
+            total[m] = fma(of_piece<C, S>(scale + m * stride, i), part, total[m]);
         }
     }
 }
 
-// The scales of row n, and its zero points negated, for each scale of its spans. `s` and `z` have room for a row.
-template <int S> void scales_of_row(const Layout& L, const Parts& P, int64_t n, int64_t count, float* s, float* z,
-                                    float* scale, int32_t* zero) {
-    const int64_t at = (L.height == 1 ? n : n / L.height) * L.groups;
+// The scales of `rows` rows from n, and their zero points negated, for each scale of their spans: `count` of them, and
+// those of the next row `stride` further. `s` and `z` have room for a row.
+template <int S> void scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t count,
+                                     int64_t stride, float* s, float* z, float* scale, float* zero) {
     const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
-    if (L.global || L.scale > FLOAT16) row_scales(L, P, n, s, z);
-    else {
-        if (L.scale == FLOAT32) copy_scales<FLOAT32>(P.scale, at, L.groups, s);
-        else if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, L.groups, s);
-        else copy_scales<FLOAT16>(P.scale, at, L.groups, s);
-        if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, L.groups, L.offset, z);
-        else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, L.groups, L.offset, z);
-    }
-    spread(s, each, count, scale);
-    if (L.zero < 0) {
-        for (int64_t i = 0; i < count; i++) zero[i] = -(int32_t)L.offset;
+    if (each == 1 && L.height == 1 && L.groups == stride && !L.global && L.scale <= FLOAT16) {  // as they lie
+        const int64_t at = n * stride;
+        if (L.scale == FLOAT32) copy_scales<FLOAT32>(P.scale, at, rows * stride, scale);
+        else if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * stride, scale);
+        else copy_scales<FLOAT16>(P.scale, at, rows * stride, scale);
+        if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, rows * stride, L.offset, zero);
+        else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, rows * stride, L.offset, zero);
         return;
     }
-    if (each != 1) spread(z, each, count, (float*)zero), z = (float*)zero;
-    for (int64_t i = 0; i < count; i += LANES)
-        put_line(zero + i, _mm256_cvtps_epi32(_mm256_loadu_ps(z + i)));
+    for (int64_t r = 0; r < rows; r++, scale += stride, zero += stride) {
+        row_scales(L, P, n + r, s, z);
+        spread(s, each, count, scale);
+        if (L.zero >= 0) spread(z, each, count, zero);
+    }
 }
 
 // y[m] = a row of codes times row `from + m` of the inputs. `scale` and `zero` are those of its spans; `room` is for M rows
 // of scales.
 template <int C, int S, int M, bool Z> void integer_row(const Layout& L, const uint8_t* codes, const float* scale,
-                                                        const int32_t* zero, const Spans& in, int64_t from, float* room,
+                                                        const float* zero, const Spans& in, int64_t from, float* room,
                                                         float* y) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
     const uint8_t* x[M];
@@ -386,7 +384,7 @@ template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* co
             float_dot<C, M, A, piece>(decoder, at, x, i * piece, sums);
             if (S == WHOLE) continue;
             gather_sums<M, A>(sums, part);
-            const F by = narrow ? (F)of_piece<C, S>((const int32_t*)s, i) : all(room[b]);
+            const F by = narrow ? of_piece<C, S>(s, i) : all(room[b]);
             for (int m = 0; m < M; m++) {
                 total[m] = fma(by, part[m], total[m]);
                 for (int a = 0; a < A; a++) sums[m][a] = F{};

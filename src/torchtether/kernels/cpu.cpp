@@ -730,44 +730,57 @@ template <int C, bool X, bool Z> void linear(const Layout& L, const Parts& P, co
 #include "avx2.h"
 
 template <int C, int S, int M> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
-                                             const int32_t* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
+                                             const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
                                              float* scratch, float* y) {
     if constexpr (!is_integer(C)) float_row<C, S, M>(L, codes, scale, decoder, in, m, scratch, y);
     else if (L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true>(L, codes, scale, zero, in, m, scratch, y);
     else integer_row<C, S, M, false>(L, codes, scale, zero, in, m, scratch, y);
 }
 
+// out[at + i] = y[i] + bias[n + i]
+template <int D> void put_some(const float* y, int64_t count, const void* bias, int64_t n, void* out, int64_t at) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t some = count - i < LANES ? count - i : LANES;
+        const F v = load<F>(y + i);
+        put<D>(bias ? v + get<D>(bias, n + i, some) : v, out, at + i, some);
+    }
+}
+
 template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                          int dtype, const void* bias, void* out) {
+    constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
     const Spans in = Spans::of<C, S>(L, x, dtype, rows, stride);
-    const int64_t tile = rows > 4 && L.rows >= 256 ? 16 : 1;  // rows of codes, so that inputs are read from the cache
-    const int64_t each = is_integer(C) ? in.stride : room(L);
+    const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : room(L);
+    const int64_t tile = L.rows >= 256 ? TILE : 1;  // few rows are shared between threads one by one
 #pragma omp parallel if (L.rows > 1 && rows * L.rows * L.columns > 65536)
     {
-        std::vector<float> s(room(L)), z(room(L)), scales(tile * each + LANES), scratch(4 * in.stride + LANES);
-        std::vector<int32_t> zeros(is_integer(C) ? tile * each + LANES : 0);
+        std::vector<float> s(room(L)), z(room(L)), scratch(4 * in.stride + LANES);
+        std::vector<float> scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
         Decoder<C> decoder(L);
-        float y[4];
+        alignas(64) float y[4][TILE];
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < L.rows; first += tile) {
             const int64_t end = first + tile < L.rows ? first + tile : L.rows;
-            for (int64_t n = first, at = 0; n < end; n++, at += each)
-                if constexpr (is_integer(C))
-                    scales_of_row<S>(L, P, n, in.spans * scales_of<S>, s.data(), z.data(), &scales[at], &zeros[at]);
-                else row_scales(L, P, n, &scales[at], z.data());
+            if constexpr (is_integer(C))
+                scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(), zeros.data());
+            else
+                for (int64_t n = first; n < end; n++) row_scales(L, P, n, &scales[(n - first) * each], z.data());
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-                for (int64_t n = first, at = 0; n < end; n++, at += each) {
+                for (int64_t n = first; n < end; n++) {
                     const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
-                    const int32_t* zero = is_integer(C) ? &zeros[at] : nullptr;
-                    const auto multiply = some == 4 ? fast_row<C, S, 4> : some == 2 ? fast_row<C, S, 2> : fast_row<C, S, 1>;
-                    multiply(L, codes, &scales[at], zero, decoder, in, m, scratch.data(), y);
-                    for (int64_t i = 0; i < some; i++) {
-                        const int64_t to = (m + i) * L.rows + n;
-                        if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, to);
-                        else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, to);
-                        else put_one<FLOAT16>(y[i], bias, n, out, to);
-                    }
+                    const float *scale = &scales[(n - first) * each], *zero = &zeros[(n - first) * each];
+                    float sums[4];
+                    if (some == 4) fast_row<C, S, 4>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else if (some == 2) fast_row<C, S, 2>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else fast_row<C, S, 1>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    for (int64_t i = 0; i < some; i++) y[i][n - first] = sums[i];
+                }
+                for (int64_t i = 0; i < some; i++) {
+                    const int64_t at = (m + i) * L.rows + first;
+                    if (dtype == FLOAT32) put_some<FLOAT32>(y[i], end - first, bias, first, out, at);
+                    else if (dtype == BFLOAT16) put_some<BFLOAT16>(y[i], end - first, bias, first, out, at);
+                    else put_some<FLOAT16>(y[i], end - first, bias, first, out, at);
                 }
             }
         }
