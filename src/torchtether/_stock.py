@@ -15,7 +15,7 @@ from ._caches import Caches
 from ._storage import blocks_of
 from ._torch import impl_id, reset, seat_hooks, swap_impl
 from .errors import TetherError, TieError
-from .optimizer import Change, Optimizers, follow
+from .optimizer import Before, Optimizers, follow
 from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
 from .ties import Component, member_view, parted
 from .weight import Weight
@@ -59,7 +59,7 @@ class StockCall:
         self._converted: set[int] = set()
         self._caches = Caches(self._modules)
         self._open: dict[int, _Touched] = {}
-        self._changes: dict[int, Change] = {}
+        self._changes: dict[int, Before] = {}
         self._given: dict[int, Tensor] = {}
         self.error: TetherError | None = None
 
@@ -100,7 +100,7 @@ class StockCall:
         return True
 
     def _convert(self, held: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
-        self._changes.setdefault(id(held), Change(held, held.dtype, held.device))  # first: an interrupt may come
+        self._changes.setdefault(id(held), (held, held.dtype, held.device))  # first: an interrupt may come
         new, grad = function(held), held.grad
         if grad is None:
             if not reset(held, new) and new is not held:
@@ -128,7 +128,7 @@ class StockCall:
             attributes = user_attributes(tensor, None)
             foreign = is_wrapper(tensor) and not isinstance(tensor, Weight)
             self._open[key] = _Touched(tensor, type(tensor), attributes, impl_id(tensor), grad, foreign)
-            self._changes.setdefault(key, Change(tensor, tensor.dtype, tensor.device))
+            self._changes.setdefault(key, (tensor, tensor.dtype, tensor.device))
 
     def settle(self) -> None:
         """What torch has exchanged since it was touched has its class, attributes, hooks and grad again."""
@@ -226,7 +226,7 @@ class StockCall:
             if made is held or made is None or made.shape != held.shape:
                 continue  # not converted, or replaced on purpose
             if id(held) not in done and not isinstance(held, nn.Parameter):  # a parameter was exchanged as one
-                self._changes.setdefault(id(held), Change(held, held.dtype, held.device))
+                self._changes.setdefault(id(held), (held, held.dtype, held.device))
                 Replacement(held, made).apply()
                 done.add(id(held))
             module._buffers[key] = held

@@ -118,7 +118,7 @@ def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
     """
     spans: list[tuple[int, int] | None] = [None] * len(tensors)
     places: list[tuple[int, int, int]] = []  # start, stop, and which tensor; -1 for what is not plain
-    memories: dict[Hashable, list[int]] = {}  # of those without an address
+    memories: dict[Hashable, int] = {}  # of those without an address the only one, or -1
     for i, tensor in enumerate(tensors):
         address = nbytes = 0
         if type(tensor) in STOCK and tensor.layout is torch.strided and not tensor.is_nested:
@@ -129,16 +129,17 @@ def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
                 nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
             places.append((address, address + nbytes, i))
         elif nbytes and tensor.is_contiguous():
-            memories.setdefault(storage_id(tensor), []).append(i)
+            memory = storage_id(tensor)
+            memories[memory] = -1 if memory in memories else i
         else:
             for block in blocks_of(tensor):
                 if isinstance(block.space, torch.device):
                     places.append((block.start, block.stop, -1))
                 else:
-                    memories.setdefault(block.space, []).append(-1)
-    for first, *more in memories.values():
-        if first >= 0 and not more:
-            spans[first] = int(tensors[first].storage_offset()) * tensors[first].element_size(), tensors[first].nbytes
+                    memories[block.space] = -1
+    for i in memories.values():
+        if i >= 0:
+            spans[i] = int(tensors[i].storage_offset()) * tensors[i].element_size(), tensors[i].nbytes
     places.sort()
     reached = 0
     for at, (start, stop, i) in enumerate(places):

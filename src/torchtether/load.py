@@ -136,11 +136,7 @@ class LoadPlan:
         if self._draft.tie or self._draft.untie:
             self._take_file_ties(wanted)
             tensors = named_tensors(self.model)
-        steps = [
-            step
-            for step in self.steps
-            if not wanted.isdisjoint(step.component.names) and not self._done.issuperset(step.component.names)
-        ]
+        steps = list(self.steps) if only is None and not self._done else self._left_of(wanted)
         _check_unchanged(tensors, steps)
         nbytes = sum(step.nbytes for step in steps)
         encoded = sum(step.held.numel() for step in steps if _is_encoded(step))
@@ -165,6 +161,11 @@ class LoadPlan:
             _said_encoder(encoder),
             meter.timeline,
         )
+
+    def _left_of(self, wanted: set[str]) -> list[Step]:
+        """Those of the steps that have not been done, and whose names are ``wanted``."""
+        every = ((step, step.component.names) for step in self.steps)
+        return [step for step, names in every if not wanted.isdisjoint(names) and not self._done.issuperset(names)]
 
     def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:
         """Those of the model's ``names`` that ``only`` matches, with all that they share memory with."""
@@ -210,11 +211,14 @@ class LoadPlan:
 
         Returns how many bytes have been mapped.
         """
-        mapped = {id(step) for step in steps if self._is_mapped(step)}
-        fresh = [step for step in steps if not step.in_place and step.held.is_meta]
-        other = [step for step in steps if not step.in_place and not step.held.is_meta]
+        mapped = {id(step) for step in steps if self._is_mapped(step)} if self._map else set()
+        fresh: list[Step] = []
+        other: list[Step] = []
+        filled: list[Step] = []
         for step in steps:
-            if not step.held.is_meta:
+            is_meta = step.held.is_meta
+            (filled if step.in_place else fresh if is_meta else other).append(step)
+            if not is_meta:
                 _check_encodes(step, self._draft.given)
         if fresh or other:
             with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
@@ -227,17 +231,16 @@ class LoadPlan:
                     for step in fresh
                 ]
                 batch.run(tick)
-                for step, contents in zip(fresh, made, strict=True):
-                    _put(exchange, step, contents)
+                held = [member.tensor for step in fresh for member in step.component.members]
+                exchange.put_own(held, [new for contents in made for new in contents])
                 for step in other:
                     _put(exchange, step, _contents(step, self._draft.given, tick))
             keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
             self._done.update(name for step in (*fresh, *other) for name in step.component.names)
-        for step in steps:
-            if step.in_place:
-                _fill(step, self._draft.given, tick)
-                self._done.update(step.component.names)
-        return sum(step.nbytes for step in steps if id(step) in mapped)
+        for step in filled:
+            _fill(step, self._draft.given, tick)
+            self._done.update(step.component.names)
+        return sum(step.nbytes for step in steps if id(step) in mapped) if mapped else 0
 
     def _replay(self) -> None:
         """What ``tt.on_meta`` recorded and no file stores is computed again, exactly as the constructors did.
@@ -378,18 +381,24 @@ def load(
     >>> model.weight is weight, weight.device.type, report.missing_keys
     (True, 'cpu', ())
     """
-    plan = plan_load(
-        model,
-        path,
-        quantize=quantize,
-        dtype=dtype,
-        device=device,
-        strict=strict,
-        ties=ties,
-        rename=rename,
-        optimizer=optimizer,
-        map=map,
-    )
+    with uncollected():  # until the plan is gone too: of small tensors, looking through it takes a tenth of the time
+        return _load(
+            model,
+            path,
+            progress,
+            quantize=quantize,
+            dtype=dtype,
+            device=device,
+            strict=strict,
+            ties=ties,
+            rename=rename,
+            optimizer=optimizer,
+            map=map,
+        )
+
+
+def _load(model: nn.Module, path: Path | str, progress: Progress, **options: Any) -> LoadReport:
+    plan = plan_load(model, path, **options)
     try:
         return plan.apply(progress=progress)
     finally:
@@ -639,11 +648,12 @@ def _said_encoder(before: str) -> str:
 
 def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
     for step in steps:
-        for member in step.component.members:
-            if any(now.get(name) is not member.tensor for name in member.names):
-                raise LoadError(
-                    "it is another tensor than when the load was planned", name=member.names[0], fix="Plan again."
-                )
+        for names, tensor, *_ in step.component.members:
+            for name in names:
+                if now.get(name) is not tensor:
+                    raise LoadError(
+                        "it is another tensor than when the load was planned", name=names[0], fix="Plan again."
+                    )
 
 
 def _check_encodes(step: Step, given: Arranged) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,16 +45,14 @@ _KEYS = 6  # names of one tensor in one line
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """One name of the model that the checkpoint, arranged, fills."""
 
     member: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What happens to one component of the model: its memory is filled, or its tensors get new contents.
 
     ``sources`` come in order of precedence; where they overlap they agree, or the first has been chosen.
@@ -426,7 +424,7 @@ class _Drafter:
         nbytes = sum(self.given.nbytes(source.name) for source in sources)
         tie = self.owner_tie.get(id(component))
         step = Step(owner, component, tie, tuple(sources), target, device, scheme, is_given, False, nbytes)
-        return replace(step, in_place=is_filled(step))
+        return step._replace(in_place=is_filled(step))
 
     def _can_share(self, component: Component, owner: str) -> bool:
         tie = self.owner_tie[id(component)]

@@ -11,7 +11,7 @@ from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot
 from torchtether import ConversionError, swap
 from torchtether.convert import convert
 from torchtether.swap import Exchange
-from torchtether.ties import find_components, parted
+from torchtether.ties import distinct_tensors, find_components, parted
 
 
 def facts(shot):
@@ -169,3 +169,86 @@ def test_weights_over_a_part_of_common_memory_are_refused_before_anything_change
     with pytest.raises(tt.errors.TieError, match="shares only a part of its memory"):
         convert(model, dtype=torch.bfloat16)
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("has_grads", [True, False], ids=["grads", "no grads"])
+@pytest.mark.parametrize("atomic", ["checked", "full"])
+def test_contents_of_its_own_are_put_as_any_others(kind, has_grads, atomic):
+    """``put_own``, for every tensor in new memory of its own, views among them cut from something larger."""
+    found = []
+    for is_quick in (True, False):
+        made = rig(kind, "sgd")
+        if not has_grads:
+            made.optimizer.zero_grad()
+        before = kept(made.model)
+        with Exchange(made.model, optimizer=made.optimizer, atomic=atomic) as exchange:
+            held = distinct_tensors(exchange.modules)
+            exchange.check(held)
+            new = [contents(tensor, i) for i, tensor in enumerate(held)]
+            if is_quick:
+                exchange.put_own(held, new)
+            else:
+                for tensor, one in zip(held, new, strict=True):
+                    exchange.put(tensor, one)
+        assert kept(made.model) == before
+        assert all(tensor._base is None for tensor in held)
+        shots = [facts(snapshot(made.model, made.optimizer))]
+        made.seen.clear()
+        loss = made.step()
+        trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+        assert set(made.seen) == {(how, name) for how in ("grad", "post") for name in trained}
+        found.append((shots, loss, facts(snapshot(made.model, made.optimizer))))
+    assert found[0] == found[1]
+
+
+def contents(tensor, number):
+    """What is in ``tensor``, in double precision, every other time as a view."""
+    new = tensor.detach().clone()
+    new = new.double() if new.is_floating_point() else new
+    return new.view(new.shape) if number % 2 and type(new) is torch.Tensor else new
+
+
+def test_own_contents_are_checked_too():
+    model = nn.Linear(2, 2, device="meta")
+    ref = weakref.ref(model.bias)
+    with pytest.raises(ConversionError, match="bias: held by a weak reference"), Exchange(model) as exchange:
+        exchange.put_own([model.bias], [torch.zeros(2)])
+    assert ref().is_meta
+    with pytest.raises(ConversionError, match=r"weight: holds shape \(2, 2\)"), Exchange(model) as exchange:  # noqa: PT012
+        exchange.check([model.weight])
+        exchange.put_own([model.weight], [torch.zeros(2)])
+    assert model.weight.is_meta
+
+
+def test_own_contents_are_taken_back():
+    model = nn.Linear(2, 2, device="meta")
+    before = snapshot(model)
+    with pytest.raises(MemoryError), Exchange(model, atomic="full") as exchange:  # noqa: PT012
+        exchange.check([model.weight])
+        exchange.put_own([model.weight], [torch.zeros(2, 2)])
+        assert not model.weight.is_meta
+        raise MemoryError
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_contents_of_its_own_are_put_as_any_others_without_hooks(kind):
+    found = []
+    for is_quick in (True, False):
+        torch.manual_seed(0)
+        model = kind()
+        before = kept(model)
+        with Exchange(model) as exchange:
+            held = distinct_tensors(exchange.modules)
+            exchange.check(held)
+            new = [contents(tensor, i) for i, tensor in enumerate(held)]
+            if is_quick:
+                exchange.put_own(held, new)
+            else:
+                for tensor, one in zip(held, new, strict=True):
+                    exchange.put(tensor, one)
+        assert kept(model) == before
+        assert all(tensor._base is None and tensor.is_leaf for tensor in held)
+        found.append(facts(snapshot(model)))
+    assert found[0] == found[1]

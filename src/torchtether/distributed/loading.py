@@ -174,7 +174,7 @@ class _Sharded:
                 f"{step.name}: the checkpoint has only {name}, a view of it. "
                 "Load it in one process, or store the owner too: save with tt.save."
             )
-        return dataclasses.replace(step, sources=sources or step.sources)
+        return step._replace(sources=sources or step.sources)
 
     def _cut(self, found: Draft) -> dict[str, tuple[Range, ...]]:
         """The box of this rank, by every name of each sharded tensor that is loaded."""
@@ -201,7 +201,7 @@ class _Sharded:
         for step in found.steps:
             held, name = self._held[step.name], step.sources[0].name
             if not isinstance(held, DTensor):
-                steps.append(dataclasses.replace(step, component=home[step.name], device=self._device(step)))
+                steps.append(step._replace(component=home[step.name], device=self._device(step)))
             elif name in self._boxes:
                 mine = self._local(step, home[step.name], given, found)
                 is_together = not step.is_given and step.scheme is not None and _needs_all(step.scheme, held.shape)
@@ -229,8 +229,8 @@ class _Sharded:
                 f"{step.name}: {error.what}. Use another number of ranks, a scheme with other blocks, or no scheme."
             )
             return step
-        local = dataclasses.replace(step, component=component, device=self._device(step), nbytes=given.nbytes(name))
-        return dataclasses.replace(local, in_place=is_filled(local))
+        local = step._replace(component=component, device=self._device(step), nbytes=given.nbytes(name))
+        return local._replace(in_place=is_filled(local))
 
     def _device(self, step: Step) -> torch.device:
         """Where it goes: as asked, else where it is, else (from ``meta``) where its ranks compute."""

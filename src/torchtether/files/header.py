@@ -63,13 +63,13 @@ def parse_header(text: bytes, size: int, *, name: str) -> Header:
     first = 8 + len(text)
     tensors: dict[str, Stored] = {}
     places: list[tuple[int, int, str]] = []
-    shapes: dict[Shape, Shape] = {}
+    kinds: dict[tuple[str, Shape], _Kind] = {}
     for key in list(entries):  # each entry goes as its tensor comes: there may be a quarter of a million
         try:
-            tensors[key], stop = _stored(entries.pop(key), first, shapes)
+            tensors[key], stop = stored, _ = _stored(entries.pop(key), first, kinds)
         except CheckpointError as error:
             raise CheckpointError(error.what, name=f"{name}: {key}") from None
-        places.append((tensors[key].start, stop, key))
+        places.append((stored.start, stop, key))
     places.sort()
     at = first
     for start, stop, key in places:
@@ -83,14 +83,32 @@ def parse_header(text: bytes, size: int, *, name: str) -> Header:
     return Header(tensors, metadata)
 
 
-def _stored(entry: Any, first: int, shapes: dict[Shape, Shape]) -> tuple[Stored, int]:
+_Kind = tuple[torch.dtype, Shape, int]
+"""The dtype, shape and bytes of a tensor."""
+
+
+def _stored(entry: Any, first: int, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[Stored, int]:
     """What an entry of the header says, and where the tensor stops; raises CheckpointError, for the caller to name.
 
-    ``shapes`` holds one tuple for all tensors of a shape.
+    ``kinds`` holds what the dtypes and shapes come to that there have been so far: most tensors share a few.
     """
     if not isinstance(entry, dict) or not entry.keys() >= _NEEDED:
         raise CheckpointError("the entry needs dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    kind = kinds.get((code, tuple(shape))) if type(code) is str and are_counts(shape) else None
+    if kind is None:
+        kind = kinds[code, tuple(shape)] = _kind(code, shape)
+    dtype, size, nbytes = kind
+    if not are_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"it has the bad data_offsets {said(offsets)}")
+    start, stop = offsets
+    if stop - start != nbytes:
+        raise CheckpointError(f"its data_offsets span {stop - start} bytes, {code} of shape {size} takes {nbytes}")
+    return Stored(dtype, size, first + start), first + stop
+
+
+def _kind(code: Any, shape: Any) -> _Kind:
+    """What a dtype and a shape come to, as a header has them; raises CheckpointError for what they cannot be."""
     if not isinstance(code, str) or code not in DTYPES:
         known = "a dtype that torch does not have" if code in WITHOUT_TORCH else "no dtype of the format"
         raise CheckpointError(f"it has dtype {said(code)}, {known}")
@@ -98,20 +116,12 @@ def _stored(entry: Any, first: int, shapes: dict[Shape, Shape]) -> tuple[Stored,
         raise CheckpointError(f"it has the bad shape {said(shape)}")
     if math.prod(shape if 0 not in shape else [n for n in shape if n]) >= 2**60:  # also beside a 0 torch takes 64 bits
         raise CheckpointError(f"it has the impossible shape {shape}")
-    if not are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"it has the bad data_offsets {said(offsets)}")
     if code == "F4":
         if not shape or shape[-1] % 2:
             raise CheckpointError(f"it is F4 with shape {shape}, whose last size must be even")
         shape = [*shape[:-1], shape[-1] // 2]
-    start, stop = offsets
-    size = tuple(shape)
-    stored = Stored(DTYPES[code], shapes.setdefault(size, size), first + start)
-    if stop - start != stored.nbytes:
-        raise CheckpointError(
-            f"its data_offsets span {stop - start} bytes, {code} of shape {shape} takes {stored.nbytes}"
-        )
-    return stored, first + stop
+    dtype, size = DTYPES[code], tuple(shape)
+    return dtype, size, math.prod(size) * dtype.itemsize
 
 
 def format_header(

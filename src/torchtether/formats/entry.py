@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ _COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that models compute in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor as a checkpoint holds it. ``keys`` maps each of its roles to a stored key.
 
     A plain tensor has one role, ``tensor``; ``stride`` is then how it lay in memory. A quantized one has ``spec``, the
@@ -37,7 +36,7 @@ class Entry:
     stride: Shape
     dtype: torch.dtype
     spec: WeightSpec | None = None
-    options: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    options: Mapping[str, Any] = NOTHING
 
     @staticmethod
     def of(keys: Mapping[str, str], spec: WeightSpec, **options: Any) -> Entry:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..files import Stored
@@ -85,7 +85,7 @@ def cut_rows(entry: Entry, tensors: Mapping[str, Stored], along: Mapping[str, Al
     base = (last - first, *spec.base[1:])
     mine = WeightSpec.of(base, spec.dtype, spec.scheme, spec.tie).permute(spec.order)
     options = {**entry.options, "rows": (first, total)}
-    made = replace(entry, shape=mine.shape, stride=mine.stride, spec=mine, options=options)
+    made = entry._replace(shape=mine.shape, stride=mine.stride, spec=mine, options=options)
     views = {}
     for role, key in entry.keys.items():
         stored = tensors[key]
