@@ -28,7 +28,7 @@ from .quantize import add_load_hook
 from .renaming import Rename
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
 from .rules import Rules, order_of, unmatched
-from .spec import WeightSpec, contiguous_stride
+from .spec import WeightSpec
 from .swap import Exchange
 from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .weight import Weight
@@ -446,9 +446,9 @@ def _as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
     entry, held = given.stored(step.sources[0].name), step.held
     if entry is None or type(held) not in STOCK or len(step.sources) > 1:
         return None
-    if not held.stride() == entry.stride == contiguous_stride(entry.shape):
+    if held.stride() != entry.stride or not held.is_contiguous():
         return None
-    made = fresh(entry.shape, step.dtype, step.device)
+    made = fresh(entry.shape, step.dtype, step.device, entry.stride)
     given.checkpoint.store.read_later(entry.keys["tensor"], made, batch)
     return made
 

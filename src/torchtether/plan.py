@@ -232,7 +232,7 @@ class _Drafter:
         if entry is None or name in self.schemes or name in self.transient or not held.is_contiguous():
             return None
         given, dtype = entry.dtype, held.dtype
-        if entry.shape != tuple(held.shape) or not (given == dtype or (given in FLOATS and dtype in FLOATS)):
+        if entry.shape != held.shape or not (given == dtype or (given in FLOATS and dtype in FLOATS)):
             return None
         target = (self.dtypes.get(name) or (given if held.is_meta else dtype)) if given in FLOATS else given
         device = self.devices.get(name, _CPU if held.is_meta else held.device)
@@ -456,8 +456,11 @@ class _Drafter:
 
     def _check_file_ties(self) -> None:
         """Names that the file ties and the model keeps apart."""
+        tied = list(self.given.tied())
+        if not tied:
+            return
         home = {name: component for component in self.components for name in component.names}
-        for names in self.given.tied():
+        for names in tied:
             present = [name for name in names if name in home]
             for i, name in enumerate(present):
                 for other in present[:i]:
@@ -499,7 +502,8 @@ class _Drafter:
     def _check_leftovers(self, strict: bool) -> None:
         """What is missing and what nobody takes: reported, and if strict a fault each."""
         given, unused = self.given, self.transient - {*self.draft.used}
-        left = [name for name in given if name in given.listed and (name not in self.known or name in unused)]
+        odd = (given.listed - self.known) | (given.listed & unused)
+        left = [name for name in given if name in odd] if odd else []
         left = [name for name in left if not all(given.checkpoint.is_padding(key) for key in given.keys_of(name))]
         keys = [given.keys_of(name) for name in left] + [made.keys for made in given.broken.values()]
         self.draft.unexpected = list(dict.fromkeys(key for some in keys for key in some))
@@ -512,7 +516,8 @@ class _Drafter:
             self._refuse_leftovers([name for name in left if name not in self.known])
 
     def _refuse_leftovers(self, surplus: Iterable[str]) -> None:
-        explained = {n for c in self.components if not self.given.broken.keys().isdisjoint(c.names) for n in c.names}
+        broken = self.given.broken.keys()
+        explained = {n for c in self.components if broken and not broken.isdisjoint(c.names) for n in c.names}
         for i, name in enumerate(name for name in self.draft.missing if name not in explained):
             self._fault(name, f"the checkpoint does not have it{_near(name, self.given) if i < _GUESSES else ''}")
         for name in self.draft.lost:

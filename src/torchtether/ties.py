@@ -155,6 +155,8 @@ def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
         found = list(objects.values())
         spans = lone_spans([tensor for tensor, _ in found])
         near = [i for i, span in enumerate(spans) if span is None]
+        if alone and not near:
+            return tuple(_lone(*one, *span) for one, span in zip(found, spans, strict=True) if span is not None)
         blocks = [blocks_of(found[i][0]) for i in near]
         made = {near[group[0]]: _component([(*found[near[i]], blocks[i]) for i in group]) for group in _groups(blocks)}
         for i, span in enumerate(spans):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -107,7 +108,7 @@ class Batch:
 
     def run(self, tick: Tick) -> None:
         """Everything is read, and used. Raises CheckpointError, naming the file and the key."""
-        jobs = sorted([*self._jobs, *self._joined()], key=lambda job: job[:2])
+        jobs = sorted([*self._jobs, *self._joined()], key=itemgetter(0, 1))
         self._reads, self._jobs = [], []
         if self._nbytes > _WORTHWHILE:
             together([job for _, _, job in jobs], tick)
@@ -122,7 +123,7 @@ class Batch:
         parts: list[_Part] = []
         first = size = 0
         before: TensorFile | None = None
-        for _, at, file, key, out in sorted(self._reads, key=lambda read: read[:2]):
+        for _, at, file, key, out in sorted(self._reads, key=itemgetter(0, 1)):
             nbytes = out.nbytes
             for start in range(0, nbytes, SLICE):
                 stop = min(start + SLICE, nbytes)

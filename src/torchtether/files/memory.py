@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,19 +42,25 @@ def fresh(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", 
     within a huge page, so a part of every tensor would still lie on small ones: this begins on one, in a mapping of its
     own. Its storage cannot be resized.
     """
-    if stride is None:
-        if math.prod(shape) * dtype.itemsize < HUGE_PAGE:  # nearly all tensors: no detours
-            return torch.empty(shape, dtype=dtype, device=device)
-        stride = torch.empty(shape, dtype=dtype, device="meta").stride()
-    nbytes = torch.empty_strided(shape, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
+    laid, nbytes = _layout(shape, stride, dtype)
     if nbytes < HUGE_PAGE or torch.device(device).type != "cpu":
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     room = _anonymous(nbytes + HUGE_PAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % HUGE_PAGE
     bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start)
     ask_for_huge_pages(bare.data_ptr(), nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
     with torch.no_grad():
-        return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, laid)
+
+
+@lru_cache(maxsize=4096)
+def _layout(shape: Shape, stride: Shape | None, dtype: torch.dtype) -> tuple[Shape, int]:
+    """The strides and the bytes of such a tensor. Thousands have a few shapes, and most are small."""
+    if stride is None:
+        made = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return made.stride(), made.untyped_storage().nbytes()
 
 
 def private_map(descriptor: int) -> mmap.mmap:

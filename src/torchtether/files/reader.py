@@ -128,11 +128,11 @@ class TensorFile:
 
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
         """As ``read_into``, when ``batch`` runs; with ``first`` the rows of ``key`` from there on, as many as fit."""
-        stored, shape = self.stored(key), tuple(out.shape)
+        stored, shape = self.stored(key), out.shape
         wanted = stored.shape if first is None else (min(shape[0], stored.shape[0] - first), *stored.shape[1:])
         if shape != wanted:
-            raise CheckpointError(f"it has shape {stored.shape}, not {shape}", name=f"{self.name}: {key}")
-        if out.numel():
+            raise CheckpointError(f"it has shape {stored.shape}, not {tuple(shape)}", name=f"{self.name}: {key}")
+        if 0 not in shape:
             batch.read(self, key, out, first or 0)
 
     def is_mappable(self, key: str) -> bool:

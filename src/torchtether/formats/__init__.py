@@ -75,7 +75,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
                 strides[shape] = contiguous_stride(shape)
             stride = contents.record.strides.get(key) or strides[shape]
             entries[key] = Entry({"tensor": key}, shape, stride, dtype)
-    return format, found, dict(sorted(entries.items()))
+    return format, found, {name: entries[name] for name in sorted(entries)}
 
 
 def writable(name: str) -> Writable:
