@@ -70,3 +70,13 @@ def test_every_pair_of_dtypes(tmp_path, monkeypatch, device):
             without = tt.plan_load(model, tmp_path / "x", **options)
         assert _steps(with_short) == _steps(without)
         assert with_short.faults == without.faults
+
+
+def test_the_strides_of_a_model_are_kept_where_they_say_nothing(tmp_path):
+    """A dimension of size 1 may have any stride; the file has its own idea of it."""
+    tt.save({"weight": torch.ones(1, 5)}, tmp_path / "x")
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty_strided((1, 5), (99, 1), device="meta"))
+    tt.load(model, tmp_path / "x")
+    assert model.weight.stride() == (99, 1)
+    assert model.weight.sum() == 5
