@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from functools import lru_cache
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from .system import HUGE_PAGE, ask_for_huge_pages
 PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside any checkpoint
 
 _OWN_MAPPING = 2**20  # bytes; below it a mapping costs more than it saves
+_MOST_ROOMS = 2**14  # a process may have 65,530 mappings (Linux), and one of which a part is on huge pages takes two
+
+_ROOMS: WeakSet[mmap.mmap] = WeakSet()
+"""The mappings that tensors have for themselves now."""
 
 
 def scratch(shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -40,12 +45,13 @@ def fresh(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", 
 
     Half of the time of a load can go into the first touch of 4 KB pages. Memory of ``torch.empty`` begins somewhere
     within a huge page, so a part of every tensor would still lie on small ones: this begins on one, in a mapping of its
-    own. Its storage cannot be resized.
+    own, of which there are at most 16,384 at a time. Its storage cannot be resized.
     """
     laid, nbytes = _layout(shape, stride, dtype)
-    if nbytes < HUGE_PAGE or torch.device(device).type != "cpu":
+    if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(_ROOMS) >= _MOST_ROOMS:
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     room = _anonymous(nbytes + HUGE_PAGE)
+    _ROOMS.add(room)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % HUGE_PAGE
     bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start)
     ask_for_huge_pages(bare.data_ptr(), nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
