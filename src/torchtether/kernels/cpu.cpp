@@ -751,9 +751,9 @@ template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const 
     constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
     const Spans in = Spans::of<C, S>(L, x, dtype, rows, stride);
     const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : room(L);
-    const int64_t tile = L.rows >= 256 ? TILE : 1;  // few rows are shared between threads one by one
-#pragma omp parallel if (L.rows > 1 && rows * L.rows * L.columns > 65536)
-    {
+    const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
+    const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
+    const auto work = [&] {
         std::vector<float> s(room(L)), z(room(L)), scratch(4 * in.stride + LANES);
         std::vector<float> scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
         Decoder<C> decoder(L);
@@ -784,7 +784,10 @@ template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const 
                 }
             }
         }
-    }
+    };
+    if (!is_much) return work();  // OpenMP would take a tenth of what a small product does
+#pragma omp parallel
+    work();
 }
 
 // Whether it was done.
