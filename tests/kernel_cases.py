@@ -94,7 +94,7 @@ def case(seed):
     what = f"{seed}: {row.id} {rows}x{columns} {place}, {kind} {tuple(x.shape)} {dtype}"
     if got.shape != expected.shape or got.dtype != dtype:
         return float("inf"), f"{what}: {tuple(got.shape)} {got.dtype}"
-    # weights rounded to the dtype, or 16-bit inputs rounded to 2**-16 of the largest; then one rounding of the result
+    # weights rounded to the dtype, or 16-bit inputs rounded to 2**-15 of the largest; then one rounding of the result
     eps, wide = EPS[dtype], x.double().abs()
     allowed = eps * (F.linear(wide, values.abs()) + expected.abs()) + 1e-6
     if dtype.itemsize == 2 and x.numel():
