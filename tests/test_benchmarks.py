@@ -48,6 +48,7 @@ def test_the_distributed_benchmark_runs(tmp_path, capsys):
     found = json.loads((tmp_path / "figures.json").read_text())
     assert {row["name"] for row in found["rows"]} == set(bench_distributed.CONTENDERS)
     assert [bar["state"] for bar in found["bars"]] == ["held"] * 4
+    assert all(bar.keys() >= {"case", "bar", "figure", "limit"} for bar in found["bars"])  # for the table of all
     ours = {row["ranks"]: row["read"] for row in found["rows"] if row["name"] == "torchtether"}
     assert ours[2] < 0.6 * ours[1]
     assert "memory above the shard" in capsys.readouterr().out

@@ -152,7 +152,8 @@ def main(arguments=None):
                 ("bytes read", ours["read"], ours["shard"] + 8 * MIB),
             ):
                 state = "held" if figure <= limit else "missed"
-                held.append({"ranks": world, "what": what, "figure": figure, "limit": limit, "state": state})
+                bar = {"case": f"{world} ranks", "bar": what, "figure": figure, "limit": limit, "state": state}
+                held.append({"ranks": world} | bar)
                 print(f"{world} ranks  {state}: {what} {figure / MIB:.0f} of {limit / MIB:.0f} MiB")
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "bars": held}, indent=1))
