@@ -395,7 +395,15 @@ def test_the_shortcut_is_taken_only_by_who_may():
         assert native.shortcut_linear(x, freed, None) is not None
         freed.parts["scale"].untyped_storage().resize_(0)
         assert native.shortcut_linear(x, freed, None) is None
-    assert native.shortcut_linear(x, weight, None) is None  # a graph might be recorded
+    bias, trained = rand(23).bfloat16(), weight.clone().requires_grad_()
+    assert trained.kernel_layout is layout
+    assert native.shortcut_linear(x, weight, bias) is not None
+    up = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    for given in ((up[0], weight, bias), (x, trained, bias), (x, weight, up[1])):
+        assert native.shortcut_linear(*given) is None
+        assert F.linear(*given).requires_grad
+    assert native.shortcut_gather(index, trained) is None
+    assert F.embedding(index, trained).requires_grad
 
 
 @needs_compiler

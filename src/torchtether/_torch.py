@@ -410,6 +410,15 @@ empty_on_cpu = _find_empty()
 """``torch.empty_strided(shape, stride, dtype=dtype, device="cpu")`` past the dispatcher, where nothing looks on: what
 graphs of the compiler call for their results, at half the price of the public one."""
 
+
+def _ask_each(*tensors: Any) -> bool:
+    with as_plain():
+        return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)
+
+
+any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _ask_each)
+"""Whether one of the tensors (others are not) requires grad; a subclass is not asked through its own Python."""
+
 _forward_ad = torch.autograd.forward_ad
 _count_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import WATCHED, empty_on_cpu
+from .._torch import WATCHED, any_requires_grad, empty_on_cpu
 from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
 from .layout import Layout
 
@@ -148,6 +148,7 @@ _OBJECTS = (
     *(sys.intern("_kernel_layout"), sys.intern("_spec"), sys.intern("dtype")),
     *WATCHED,
     *(torch.autograd.forward_ad, sys.intern("_current_level")),
+    any_requires_grad,
     *(0, -1),
 )
 """What the entries know by its address: ``Python`` of ``python.h``, in its order."""

@@ -920,7 +920,7 @@ Object* enter_decode(Object*, Object* const* given, intptr_t count) {
     return some_rows(*layout_at(given[0]), python.number(given[1]), given[2], start, stop, given[5], given + 6, count - 6);
 }
 
-// A Weight whose kernels are known, while no graph is recorded and nothing looks on: what `kernels.shortcut` stands for.
+// A Weight whose kernels are known, while no graph is recorded of it or of `x` or `bias`, and nothing looks on.
 struct Known {
     Held dict, spec, dtype;
     Layout* L = nullptr;
@@ -928,8 +928,8 @@ struct Known {
     intptr_t count = 0;
     int number = -1;  // Dtype of the Weight
 
-    explicit Known(Object* weight) : dict(nullptr), spec(nullptr), dtype(nullptr) {
-        if (torch_says.records_graphs() || is_observed()) return;
+    Known(Object* weight, Object* x, Object* bias) : dict(nullptr), spec(nullptr), dtype(nullptr) {
+        if ((torch_says.records_graphs() && any_requires_grad(weight, x, bias)) || is_observed()) return;
         dict.object = python.dict(weight);
         if (!dict.object) python.forget();
         if (!dict.object) return;
@@ -963,9 +963,9 @@ Object* or_none(Object* made) {
 // (x, Weight, bias or None or nothing), None where it takes more thought.
 Object* shortcut_linear(Object*, Object* const* given, intptr_t count) {
     if (count != 2 && count != 3) return again(python.none);
-    const Known known(given[1]);
-    if (!known.L || !known.L->entries || !known.L->most[known.number]) return again(python.none);
     Object* bias = count == 3 ? given[2] : python.none;
+    const Known known(given[1], given[0], bias);
+    if (!known.L || !known.L->entries || !known.L->most[known.number]) return again(python.none);
     Seen x;
     if (!x.look(cdata_of(given[0])) || dtype_of(x.dtype) != known.number) return again(python.none);
     if (x.count / known.L->columns > known.L->most[known.number]) return again(python.none);
@@ -975,7 +975,7 @@ Object* shortcut_linear(Object*, Object* const* given, intptr_t count) {
 // (index, Weight), None where it takes more thought.
 Object* shortcut_gather(Object*, Object* const* given, intptr_t count) {
     if (count != 2) return again(python.none);
-    const Known known(given[1]);
+    const Known known(given[1], given[0], python.none);
     if (!known.L || !known.L->entries) return again(python.none);
     const Layout& L = *known.L;
     return or_none(L.entries->decode(L, known.number, given[0], 0, 0, python.none, known.parts, known.count));

@@ -33,6 +33,7 @@ struct Python {
     Object *kernel_layout, *spec, *dtype;             // names of attributes
     Object *modes, *level, *casts, *traces;           // functions that say who looks on
     Object *forward_ad, *current_level;               // a module, and the name of its attribute
+    Object* any_requires_grad;                        // a function of tensors and None
     Object *zero, *minus_one;
 
     Object* dict(Object* object) const { return generic_dict(object, nullptr); }
@@ -96,6 +97,12 @@ inline bool is_observed() {
     const Held level(python.get(python.forward_ad, python.current_level));
     if (!level.object) python.forget();
     return level.object != python.minus_one;
+}
+
+inline bool any_requires_grad(Object* weight, Object* x, Object* bias) {
+    const Held answer(python.call(python.any_requires_grad, weight, x, bias, nullptr));
+    if (!answer.object) python.forget();
+    return answer.object != python.no;
 }
 
 // A new tensor (*sizes, last) of `dtype`; null, with Python's error set, where there is no memory.

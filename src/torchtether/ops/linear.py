@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import is_observed, is_tracing, untraced
+from .._torch import any_requires_grad, is_observed, is_tracing, untraced
 from ..dispatch import SHORTCUTS, rule
 from ..errors import UnsupportedOpError
 from ..kernels import ANY, Layout, chunks, int8pack, kernels_for, layout_of, native
@@ -25,7 +25,6 @@ from .rows import cut_rows
 
 aten = torch.ops.aten
 _is_compiling = torch.compiler.is_compiling
-_as_plain = torch._C.DisableTorchFunctionSubclass
 
 SCRATCH = 32 * 2**20
 """Bytes of decoded weight above which products decode row chunks instead of the whole."""
@@ -40,13 +39,7 @@ KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], T
 
 
 def _records_graph(*tensors: Any) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    with _as_plain():  # or asking a Weight would take a turn through Python
-        for one in tensors:
-            if isinstance(one, Tensor) and one.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any_requires_grad(*tensors)
 
 
 def _traced(weight: Weight) -> Tensor:
@@ -70,7 +63,7 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     is_seen = is_observed()
     if is_seen and is_tracing():
         return _plain_linear(op, input, _traced(weight), bias)
-    if torch.is_grad_enabled() and _records_graph(input, weight, bias):
+    if _records_graph(input, weight, bias):
         return _plain_linear(op, input, weight, bias)
     layout = weight.kernel_layout
     if layout is not None and not is_seen:
