@@ -373,36 +373,49 @@ def test_the_shortcut_is_taken_only_by_who_may():
         F.linear(x, weight)
         F.embedding(index, weight)
         assert torch.equal(
-            native.shortcut_linear(x, weight, None), native.linear(layout, layout.pick_from(weight), x, None)
+            native.shortcut_linear((x, weight, None), None), native.linear(layout, layout.pick_from(weight), x, None)
         )
-        assert torch.equal(native.shortcut_gather(index, weight), weight.dequantize()[index])
+        assert torch.equal(native.shortcut_gather((index, weight), None), weight.dequantize()[index])
         for bad in (x.float(), x[:, 1:], x[:0], x.t(), x.to("meta"), weight, [1.0], None, torch._neg_view(x)):
-            assert native.shortcut_linear(bad, weight, None) is None
+            assert native.shortcut_linear((bad, weight, None), None) is None
         for bad in (weight.t(), weight.to(torch.float32), weight_of(tt.Plain()), x, None, 3):
-            assert native.shortcut_linear(x, bad, None) is None
+            assert native.shortcut_linear((x, bad, None), None) is None
         for bad in (index.float(), index[:0], index[[True, False]].bool(), None):
-            assert native.shortcut_gather(bad, weight) is None
-        assert native.shortcut_linear(x, weight, x) is None
+            assert native.shortcut_gather((bad, weight), None) is None
+        assert native.shortcut_linear((x, weight, x), None) is None
+        assert native.shortcut_linear((x, weight), {}) is not None
+        for args, names in (
+            ((x, weight), {"bias": None}),
+            ([x, weight], None),
+            ((x,), None),
+            ((x, weight, None, 1), None),
+        ):
+            assert native.shortcut_linear(args, names) is None
+        assert native.shortcut_gather((index, weight), {"max_norm": None, "sparse": True}) is not None
+        for args, names in (((index, weight), {"max_norm": 1.0}), ((index, weight, None), None), ((index,), {})):
+            assert native.shortcut_gather(args, names) is None
         with pytest.raises(IndexError):
-            native.shortcut_gather(torch.tensor([23]), weight)
+            native.shortcut_gather((torch.tensor([23]), weight), None)
         for look in (FlopCounterMode(display=False), FakeTensorMode(), forward_ad.dual_level(), torch.autocast("cpu")):
             with look:
-                assert native.shortcut_linear(x, weight, None) is None
-        torch.vmap(lambda one: [native.shortcut_linear(x, weight, None) is None or pytest.fail("vmap"), one][1])(x)
+                assert native.shortcut_linear((x, weight, None), None) is None
+        torch.vmap(
+            lambda one: [native.shortcut_linear((x, weight, None), None) is None or pytest.fail("vmap"), one][1]
+        )(x)
         freed = weight.map(lambda part: part.clone())
-        assert native.shortcut_linear(x, freed, None) is None  # its layout has not been asked for
+        assert native.shortcut_linear((x, freed, None), None) is None  # its layout has not been asked for
         assert freed.kernel_layout is layout
-        assert native.shortcut_linear(x, freed, None) is not None
+        assert native.shortcut_linear((x, freed, None), None) is not None
         freed.parts["scale"].untyped_storage().resize_(0)
-        assert native.shortcut_linear(x, freed, None) is None
+        assert native.shortcut_linear((x, freed, None), None) is None
     bias, trained = rand(23).bfloat16(), weight.clone().requires_grad_()
     assert trained.kernel_layout is layout
-    assert native.shortcut_linear(x, weight, bias) is not None
+    assert native.shortcut_linear((x, weight, bias), None) is not None
     up = x.clone().requires_grad_(), bias.clone().requires_grad_()
     for given in ((up[0], weight, bias), (x, trained, bias), (x, weight, up[1])):
-        assert native.shortcut_linear(*given) is None
+        assert native.shortcut_linear(given, None) is None
         assert F.linear(*given).requires_grad
-    assert native.shortcut_gather(index, trained) is None
+    assert native.shortcut_gather((index, trained), None) is None
     assert F.embedding(index, trained).requires_grad
 
 

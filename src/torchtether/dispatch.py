@@ -22,8 +22,8 @@ KINDS: dict[Any, str] = {}
 REFUSED: dict[Any, str] = {}
 """Why an op that one might expect is refused, and what to do instead."""
 
-SHORTCUTS: dict[Any, Callable[..., Any]] = {}
-"""What is tried before the rule of a function, with positional arguments alone: it answers ``None`` if it cannot."""
+SHORTCUTS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any] | None], Any]] = {}
+"""What is tried before the rule of a function, with its arguments and keywords: it answers ``None`` if it cannot."""
 
 HOOKS: dict[str, Rule] = {}
 """What torch asks of a tensor by the name of a method: FSDP2's two all-gather hooks."""

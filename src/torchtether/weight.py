@@ -284,12 +284,12 @@ class Weight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        short = SHORTCUTS.get(func)
+        if short is not None:
+            found = short(args, kwargs)
+            if found is not None:
+                return found
         if not _is_compiling():  # or the compiler sees aten ops, and our rules for them, only
-            short = SHORTCUTS.get(func)
-            if short is not None and not kwargs:
-                found = short(*args)
-                if found is not None:
-                    return found
             answer = RULES.get(func)
             if answer is not None and type(func) is not OpOverload:  # those are answered below autograd
                 return answer(func, *args, **kwargs) if kwargs else answer(func, *args)

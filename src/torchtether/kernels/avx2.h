@@ -10,7 +10,9 @@
 //     float8: float32, by way of float16. A code that is no number makes its row nan at the end.
 
 constexpr int64_t SPAN = 128;
-constexpr int64_t AHEAD = 2048;  // bytes of codes asked for before they are read; at 1024 and at 4096 it took as long
+// Bytes of codes asked for before they are read, for the second-level cache: the first has too few open requests for
+// memory at that distance. int8 then reads 30 GB/s with two threads, and 23 with 2048 bytes for the first.
+constexpr int64_t AHEAD = 4096;
 enum Scales { WHOLE, WIDE, G64, G32 };  // columns under one scale: all, a multiple of SPAN, 64, 32
 
 constexpr bool is_integer(int codes) { return codes == INT8 || codes == UINT8 || codes == INT4; }
@@ -339,8 +341,8 @@ template <int C, int S, int M, bool Z> void integer_row(const Layout& L, const u
     }
     const int64_t whole = L.row_bytes / bytes;
     for (int64_t b = 0; b < whole; b++) {
-        _mm_prefetch((const char*)codes + AHEAD, _MM_HINT_T0);
-        if (bytes > 64) _mm_prefetch((const char*)codes + AHEAD + 64, _MM_HINT_T0);
+        _mm_prefetch((const char*)codes + AHEAD, _MM_HINT_T1);
+        if (bytes > 64) _mm_prefetch((const char*)codes + AHEAD + 64, _MM_HINT_T1);
         integer_span<C, S, M, Z>(codes, x, room, in.stride, zero, total);
         codes += bytes, room += scales_of<S>, zero += scales_of<S>;
         for (int m = 0; m < M; m++) x[m] += in.lines * 64;
@@ -372,8 +374,8 @@ template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* co
     for (int64_t b = 0; b < in.spans; b++) {
         const uint8_t* at = codes + b * bytes;
         uint8_t rest[bytes];
-        _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
-        if (bytes > 64) _mm_prefetch((const char*)at + AHEAD + 64, _MM_HINT_T0);
+        _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T1);
+        if (bytes > 64) _mm_prefetch((const char*)at + AHEAD + 64, _MM_HINT_T1);
         if (L.row_bytes - b * bytes < bytes) {
             memset(rest, 0, bytes);
             memcpy(rest, at, L.row_bytes - b * bytes);

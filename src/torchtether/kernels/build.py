@@ -133,7 +133,7 @@ _OF_PYTHON = (
     "PyObject_GetAttr PyObject_CallMethodObjArgs PyObject_CallFunctionObjArgs PyObject_Type Py_IncRef Py_DecRef "
     "PyLong_AsVoidPtr PyLong_AsLongLong PyLong_FromLongLong PyTuple_New PyTuple_SetItem PyEval_SaveThread "
     "PyEval_RestoreThread PyErr_Clear PyErr_SetString PyObject_GenericGetDict "
-    "PyDict_GetItem PyTuple_GetItem PyTuple_Size"
+    "PyDict_GetItem PyTuple_GetItem PyTuple_Size PyDict_Size"
 ).split()
 _OF_TORCH = (
     *(f"get_{fact}" for fact in ("dim", "sizes", "strides", "dtype", "device_type", "layout")),
@@ -146,6 +146,7 @@ _OBJECTS = (
     *(None, NotImplemented, False, IndexError),
     Layout,
     *(sys.intern("_kernel_layout"), sys.intern("_spec"), sys.intern("dtype")),
+    sys.intern("max_norm"),
     *WATCHED,
     *(torch.autograd.forward_ad, sys.intern("_current_level")),
     any_requires_grad,

@@ -758,7 +758,7 @@ template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const 
         std::vector<float> scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
         Decoder<C> decoder(L);
         alignas(64) float y[4][TILE];
-#pragma omp for schedule(static)
+#pragma omp for schedule(guided, 2)  // a core that has other work, too, takes fewer rows
         for (int64_t first = 0; first < L.rows; first += tile) {
             const int64_t end = first + tile < L.rows ? first + tile : L.rows;
             if constexpr (is_integer(C))
@@ -960,25 +960,38 @@ Object* or_none(Object* made) {
     return again(python.none);
 }
 
-// (x, Weight, bias or None or nothing), None where it takes more thought.
-Object* shortcut_linear(Object*, Object* const* given, intptr_t count) {
-    if (count != 2 && count != 3) return again(python.none);
-    Object* bias = count == 3 ? given[2] : python.none;
-    const Known known(given[1], given[0], bias);
-    if (!known.L || !known.L->entries || !known.L->most[known.number]) return again(python.none);
-    Seen x;
-    if (!x.look(cdata_of(given[0])) || dtype_of(x.dtype) != known.number) return again(python.none);
-    if (x.count / known.L->columns > known.L->most[known.number]) return again(python.none);
-    return or_none(known.L->entries->linear(*known.L, given[0], bias, known.parts, known.count));
+// Both take what `__torch_function__` is given, the arguments and their names, and give None where it takes more thought.
+
+// How many arguments there are, none of them by name; -1 if that is not so.
+intptr_t positional(Object* args, Object* names) {
+    const intptr_t count = python.length(args), named = names == python.none ? 0 : python.size(names);
+    if (count < 0 || named < 0) python.forget();
+    return named == 0 ? count : -1;
 }
 
-// (index, Weight), None where it takes more thought.
+// ((x, Weight) or (x, Weight, bias or None), {})
+Object* shortcut_linear(Object*, Object* const* given, intptr_t count) {
+    const intptr_t length = count == 2 ? positional(given[0], given[1]) : -1;
+    if (length != 2 && length != 3) return again(python.none);
+    Object *given_x = python.field(given[0], 0), *bias = length == 3 ? python.field(given[0], 2) : python.none;
+    const Known known(python.field(given[0], 1), given_x, bias);
+    if (!known.L || !known.L->entries || !known.L->most[known.number]) return again(python.none);
+    Seen x;
+    if (!x.look(cdata_of(given_x)) || dtype_of(x.dtype) != known.number) return again(python.none);
+    if (x.count / known.L->columns > known.L->most[known.number]) return again(python.none);
+    return or_none(known.L->entries->linear(*known.L, given_x, bias, known.parts, known.count));
+}
+
+// ((index, Weight), options of F.embedding): but for max_norm they say something of gradients only.
 Object* shortcut_gather(Object*, Object* const* given, intptr_t count) {
-    if (count != 2) return again(python.none);
-    const Known known(given[1], given[0], python.none);
+    if (count != 2 || positional(given[0], python.none) != 2) return again(python.none);
+    Object* max_norm = given[1] == python.none ? nullptr : python.item(given[1], python.max_norm);
+    if (max_norm && max_norm != python.none) return again(python.none);
+    Object* index = python.field(given[0], 0);
+    const Known known(python.field(given[0], 1), index, python.none);
     if (!known.L || !known.L->entries) return again(python.none);
     const Layout& L = *known.L;
-    return or_none(L.entries->decode(L, known.number, given[0], 0, 0, python.none, known.parts, known.count));
+    return or_none(L.entries->decode(L, known.number, index, 0, 0, python.none, known.parts, known.count));
 }
 
 }  // namespace

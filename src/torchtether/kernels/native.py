@@ -20,13 +20,16 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-shortcut_linear: Callable[[Any, Any, Any], Tensor | None] = _nothing
-"""Of ``(x, weight, bias)`` what ``linear`` gives for a Weight whose kernel has been called before, without Python.
+Shortcut = Callable[[tuple[Any, ...], dict[str, Any] | None], Tensor | None]
 
-``None`` for all others, where a graph is recorded, and where something looks on: then the rules find out what to do.
+shortcut_linear: Shortcut = _nothing
+"""Of the arguments ``(x, weight, bias)`` what ``linear`` gives for a Weight whose kernel has been called before.
+
+It runs no Python of ours. ``None`` for all others, where a graph is recorded, and where something looks on: then the
+rules find out what to do.
 """
-shortcut_gather: Callable[[Any, Any], Tensor | None] = _nothing
-"""Of ``(index, weight)`` what ``gather`` gives, likewise."""
+shortcut_gather: Shortcut = _nothing
+"""Of the arguments ``(index, weight)`` what ``gather`` gives, likewise."""
 
 
 def _found(kind: str, *, build: bool = True) -> Kernels | None:

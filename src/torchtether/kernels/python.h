@@ -24,6 +24,7 @@ struct Python {
     Object* (*item)(Object*, Object*);                // PyDict_GetItem, not ours
     Object* (*field)(Object*, intptr_t);              // PyTuple_GetItem, not ours
     intptr_t (*length)(Object*);                      // PyTuple_Size
+    intptr_t (*size)(Object*);                        // PyDict_Size
     Object *tensor, *parameter;                       // classes
     Object *cdata, *is_neg;                           // names of attributes
     Object* empty;                                    // empty(shape, stride, dtype)
@@ -31,6 +32,7 @@ struct Python {
     Object *none, *not_implemented, *no, *index_error;
     Object* layout;                                   // the class
     Object *kernel_layout, *spec, *dtype;             // names of attributes
+    Object* max_norm;                                 // the name of an argument
     Object *modes, *level, *casts, *traces;           // functions that say who looks on
     Object *forward_ad, *current_level;               // a module, and the name of its attribute
     Object* any_requires_grad;                        // a function of tensors and None

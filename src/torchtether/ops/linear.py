@@ -260,14 +260,12 @@ def _fake_gradient(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]
 def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``weight[input]``: the rows are gathered first and decoded after, so the table is never decoded."""
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
-    if max_norm is None:
-        found = native.shortcut_gather(input, weight)
-        if found is not None:
-            return found
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, _traced(weight), *args, **kwargs)
     if isinstance(weight, Weight) and max_norm is None and not _records_graph(weight):
-        return gather(weight, input)
+        made = gather(weight, input)
+        SHORTCUTS[op] = native.shortcut_gather  # next time
+        return made
     return _plain_embedding(op, input, weight, *args, **kwargs)
 
 
