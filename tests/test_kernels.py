@@ -363,6 +363,24 @@ def test_the_kernel_takes_only_parts_as_the_scheme_lays_them_out():
     assert native.linear(layout, [codes, scale, *rest], x, torch._neg_view(rand(24).bfloat16())) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("limit", [1 << 30, 1 << 12], ids=["whole", "chunks"])
+def test_a_gradient_without_vectors_for_halves_is_summed_in_float32(limit, dtype, monkeypatch):
+    monkeypatch.setattr(linear_module, "CACHED", limit)
+    monkeypatch.setattr(linear_module, "SCRATCH", limit)
+    weight, up = weight_of(tt.int8(), 1024).to(dtype).requires_grad_(False), rand(5, 1024).to(dtype)
+    exact = up.double() @ weight.dequantize().double()
+    for fast in (False, True):
+        monkeypatch.setattr(chunks, "has_fast_halves", lambda fast=fast: fast)
+        made = chunks.times(up, weight.dequantize())
+        assert made.dtype == (dtype if fast or dtype.itemsize > 2 else torch.float32)
+        x = rand(5, 256).to(dtype).requires_grad_()
+        F.linear(x, weight).backward(up)
+        assert x.grad.dtype == dtype
+        off = (x.grad.double() - exact).abs().max() / exact.abs().max()
+        assert off <= (4 if fast else 1) * max(torch.finfo(dtype).eps, 1e-14) + 1e-6 * (dtype is torch.float32)
+
+
 @needs_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward AD imports torch.jit
 def test_the_shortcut_is_taken_only_by_who_may():

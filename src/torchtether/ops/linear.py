@@ -183,7 +183,7 @@ def _gradient(x: Tensor, base: Weight) -> Tensor:
     """``x @ base``."""
     step = _step(base)
     if step is None:
-        return torch.mm(x, base.values_of())
+        return chunks.times(x, base.values_of()).to(x.dtype)
     return chunks.product(x, base.shape[0], base.shape[1], step, _decoder(base))
 
 
