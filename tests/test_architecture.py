@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,12 @@ def test_import_is_lean():
         "assert not bad, bad; assert torch.__future__.get_swap_module_params_on_conversion() == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_file_of_the_package_is_installed():
+    """``pip install -e`` finds files that a wheel has not: kernels are compiled from sources that lie beside them."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["torchtether"]
+    installed = {path for pattern in patterns for path in SOURCE.glob(pattern)}
+    others = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
+    assert others <= installed, f"not in package-data: {sorted(path.name for path in others - installed)}"
