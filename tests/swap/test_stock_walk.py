@@ -27,11 +27,21 @@ def columns(tensor):
     return torch.empty_strided(tensor.shape, (1, tensor.shape[0]), dtype=tensor.dtype).copy_(tensor)
 
 
+def there_and_back(model):
+    """What nobody has written is the same each time: a Weight keeps scales that give its values exactly, any scales."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        model.to_empty(device="meta").to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return model._apply(lambda t: t.detach().fill_(1))
+
+
 CONVERSIONS = {
     "double": nn.Module.double,
     "clone": lambda m: m._apply(lambda t: t.clone()),
     "share": nn.Module.share_memory,
-    "there and back": lambda m: m.to_empty(device="meta").to_empty(device="cpu")._apply(lambda t: t.detach().fill_(1)),
+    "there and back": there_and_back,
     "columns": lambda m: m._apply(columns),
 }
 
