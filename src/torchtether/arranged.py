@@ -21,7 +21,7 @@ from .schemes import Plain, Shape
 from .spec import View, WeightSpec
 from .weight import Weight
 
-_PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor; malloc gives them back
+_PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor
 
 
 class Arranged(Mapping[str, Composed]):

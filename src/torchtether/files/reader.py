@@ -163,7 +163,7 @@ class TensorFile:
         Nothing before the first or after the last of them is read; what lies between goes through bounded pieces.
         """
         bits = _BITS.get(view.dtype.itemsize, view.dtype)  # some dtypes have no copies of their own
-        made = torch.empty(view.size, dtype=bits, device="cpu")
+        made = fresh(view.size, bits)  # of malloc, pieces of 4 MiB that come and go would each leave a hole
         if made.numel():
             item = view.dtype.itemsize
             if (view.offset + _extent(view.size, view.stride)) * item > self.stored(key).nbytes:
