@@ -363,6 +363,21 @@ def test_the_kernel_takes_only_parts_as_the_scheme_lays_them_out():
     assert native.linear(layout, [codes, scale, *rest], x, torch._neg_view(rand(24).bfloat16())) is None
 
 
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit is old
+def test_a_trace_sees_what_else_takes_the_shortcut():
+    """Behind its back the first result would be that of every input."""
+    weight, x, index = weight_of(tt.int8()), rand(3, 256).bfloat16(), torch.tensor([1, 0])
+    with torch.no_grad():
+        F.linear(x, weight), F.embedding(index, weight)  # from here on it is there
+        assert native.shortcut_linear((x, weight), None) is not None
+        both = lambda one, some: (F.linear(one, weight), F.embedding(some, weight))  # noqa: E731
+        traced = torch.jit.trace(both, (x, index), check_trace=False)  # it multiplies decoded weights
+        product, rows = traced(x * 3, index + 5)
+    assert is_near(product, x * 3, weight)
+    assert torch.equal(rows, weight.dequantize()[index + 5])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("limit", [1 << 30, 1 << 12], ids=["whole", "chunks"])
 def test_a_gradient_without_vectors_for_halves_is_summed_in_float32(limit, dtype, monkeypatch):
