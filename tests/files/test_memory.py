@@ -26,6 +26,15 @@ def test_it_has_the_shape_strides_and_bytes_that_are_asked_for(shape, stride, dt
     assert torch.equal(made.copy_(torch.ones(shape)), torch.ones(shape, dtype=dtype))
 
 
+def test_without_a_mapping_it_is_memory_of_torch(monkeypatch):
+    def refused(nbytes):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(memory, "_anonymous", refused)
+    made = fresh(LARGE, torch.float32)
+    assert made.shape == LARGE and made.untyped_storage().resizable()
+
+
 def test_other_devices_and_modes():
     assert fresh(LARGE, torch.float32, "meta").is_meta
     with torch.device("meta"), torch.inference_mode():

@@ -50,7 +50,10 @@ def fresh(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", 
     laid, nbytes = _layout(shape, stride, dtype)
     if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(_ROOMS) >= _MOST_ROOMS:
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
-    room = _anonymous(nbytes + HUGE_PAGE)
+    try:
+        room = _anonymous(nbytes + HUGE_PAGE)
+    except OSError:  # torch says what is wanting, if it cannot have it either
+        return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     _ROOMS.add(room)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % HUGE_PAGE
     bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start)
