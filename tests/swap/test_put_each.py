@@ -185,12 +185,7 @@ def test_contents_of_its_own_are_put_as_any_others(kind, has_grads, atomic):
         with Exchange(made.model, optimizer=made.optimizer, atomic=atomic) as exchange:
             held = distinct_tensors(exchange.modules)
             exchange.check(held)
-            new = [contents(tensor, i) for i, tensor in enumerate(held)]
-            if is_quick:
-                exchange.put_own(held, new)
-            else:
-                for tensor, one in zip(held, new, strict=True):
-                    exchange.put(tensor, one)
+            put_contents(exchange, held, is_quick)
         assert kept(made.model) == before
         assert all(tensor._base is None for tensor in held)
         shots = [facts(snapshot(made.model, made.optimizer))]
@@ -200,6 +195,16 @@ def test_contents_of_its_own_are_put_as_any_others(kind, has_grads, atomic):
         assert set(made.seen) == {(how, name) for how in ("grad", "post") for name in trained}
         found.append((shots, loss, facts(snapshot(made.model, made.optimizer))))
     assert found[0] == found[1]
+
+
+def put_contents(exchange, held, is_quick):
+    """Every tensor has new contents, by ``put_own`` or one by one."""
+    new = [contents(tensor, i) for i, tensor in enumerate(held)]
+    if is_quick:
+        exchange.put_own(held, new)
+        return
+    for tensor, one in zip(held, new, strict=True):
+        exchange.put(tensor, one)
 
 
 def contents(tensor, number):
@@ -242,12 +247,7 @@ def test_contents_of_its_own_are_put_as_any_others_without_hooks(kind):
         with Exchange(model) as exchange:
             held = distinct_tensors(exchange.modules)
             exchange.check(held)
-            new = [contents(tensor, i) for i, tensor in enumerate(held)]
-            if is_quick:
-                exchange.put_own(held, new)
-            else:
-                for tensor, one in zip(held, new, strict=True):
-                    exchange.put(tensor, one)
+            put_contents(exchange, held, is_quick)
         assert kept(model) == before
         assert all(tensor._base is None and tensor.is_leaf for tensor in held)
         found.append(facts(snapshot(model)))
