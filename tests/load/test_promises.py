@@ -270,6 +270,14 @@ def test_a_plan_for_a_model_that_changed_is_refused(saved):
     with pytest.raises(tt.LoadError, match=r"mid.weight: it is another tensor.*Plan again"):
         plan.apply()
     plan.close()
+    model = build(Tied)
+    plan = tt.plan_load(model, folder)
+    del model.mid._parameters["weight"]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(tt.LoadError, match=r"mid.weight: it is another tensor.*Plan again"):
+        plan.apply()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    plan.close()
 
 
 # -- ties that disagree -----------------------------------------------------------------------------------------------
