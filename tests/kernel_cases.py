@@ -59,6 +59,16 @@ def inputs(generator, count, columns, dtype, kind):
     return moved(draw(count, columns), generator)
 
 
+def rounded(x, activations):
+    """``x`` as float64, each row rounded to 8 bits, or as it is; a step is found in float32 where ``x`` is no wider."""
+    if activations is None or not x.numel():
+        return x.double()
+    x = x.double() if x.dtype == torch.float64 else x.float()
+    step = x.abs().amax(-1, keepdim=True) / {"int8": 127, "float8": 448}[activations]
+    codes = x / step.clamp_min(torch.finfo(torch.float32).tiny)
+    return (codes.round() if activations == "int8" else codes.to(torch.float8_e4m3fn)).double() * step.double()
+
+
 KINDS = ("plain", "vector", "cube", "turned", "every other", "wide rows", "expanded", "turned cube", "outliers")
 
 
@@ -79,6 +89,7 @@ def case(seed):
             place = "whole"
     if place == "turned":
         weight = weight.t()
+    weight.set_activations(pick(generator, (None, None, "int8", "int8", "float8")))
     x = inputs(generator, count, weight.shape[1], dtype, kind)
     bias = pick(generator, (None, "plain", "strided"))
     if bias is not None:
@@ -90,12 +101,14 @@ def case(seed):
     if not torch.equal(got.nan_to_num(), again.nan_to_num()):
         return float("inf"), f"{seed}: not the same again"
     values = weight.to(torch.float32).dequantize().double()
-    expected = F.linear(x.double(), values, None if bias is None else bias.double())
-    what = f"{seed}: {row.id} {rows}x{columns} {place}, {kind} {tuple(x.shape)} {dtype}"
+    meant = rounded(x, weight.spec.activations)
+    expected = F.linear(meant, values, None if bias is None else bias.double())
+    what = f"{seed}: {row.id} {rows}x{columns} {place}, {kind} {tuple(x.shape)} {dtype} {weight.spec.activations}"
     if got.shape != expected.shape or got.dtype != dtype:
         return float("inf"), f"{what}: {tuple(got.shape)} {got.dtype}"
     # weights rounded to the dtype, or 16-bit inputs rounded to 2**-15 of the largest; then one rounding of the result
-    eps, wide = EPS[dtype], x.double().abs()
+    # where torch multiplies rounded inputs, the product, its multiple and the sum with the bias are rounded
+    eps, wide = EPS[dtype] * (1 if weight.spec.activations is None else 2), meant.abs()
     allowed = eps * (F.linear(wide, values.abs()) + expected.abs()) + 1e-6
     if dtype.itemsize == 2 and x.numel():
         allowed = allowed + 2.0**-15 * F.linear(wide.amax(-1, keepdim=True).expand_as(wide), values.abs())
@@ -110,7 +123,8 @@ def main(seed, count):
     def counted(name, kernel):
         def call(layout, parts, x, bias):
             made = kernel(layout, parts, x, bias)
-            ran[f"{name} {layout.kind} {x.dtype}" if made is not None else "refused"] += 1
+            rounds = " rounding" if layout.struct.activations else ""
+            ran[f"{name} {layout.kind} {x.dtype}{rounds}" if made is not None else "refused"] += 1
             return made
 
         return call

@@ -29,7 +29,7 @@ LEVELS = [
     {"swap"},
     {"rules"},
     {"_recording"},
-    {"convert", "quantize", "meta"},
+    {"convert", "quantize", "activations", "meta"},
     {"_stock"},
     {"swapping"},
     {"files"},

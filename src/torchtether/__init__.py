@@ -5,6 +5,7 @@ from typing import Any as _Any
 from . import module_load as _module_load  # noqa: F401 - registers its rule
 from . import ops as _ops  # noqa: F401 - registers the rules
 from . import testing
+from .activations import quantize_activations
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
 from .checkpoint import Checkpoint
 from .checkpoint import open_checkpoint as open
@@ -60,7 +61,7 @@ __all__ = [
     "load", "plan_load", "save", "open", "Checkpoint", "LoadPlan", "LoadReport",
     "Concat", "Split", "Stack", "Transpose", "Rotary", "gguf_names",
     # conversions
-    "convert", "quantize", "dequantize", "swapping", "on_meta", "materialize",
+    "convert", "quantize", "dequantize", "quantize_activations", "swapping", "on_meta", "materialize",
     # ties and optimizers
     "find_ties", "check_ties", "tie", "untie", "check_optimizer",
     # many machines

@@ -18,7 +18,7 @@ from ._storage import STOCK
 from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
-from .errors import ArgumentError, LoadError, SchemeError
+from .errors import LoadError, SchemeError
 from .files import THREADS, Batch, Room, Tick, fresh, no_tick
 from .module_load import encoded_as
 from .ops.rows import part_rows
@@ -27,7 +27,7 @@ from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .quantize import add_load_hook
 from .renaming import Rename
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
-from .rules import Rules, order_of, unmatched
+from .rules import Rules, globs_of, order_of, unmatched
 from .spec import WeightSpec
 from .swap import Exchange
 from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
@@ -171,13 +171,7 @@ class LoadPlan:
         """Those of the model's ``names`` that ``only`` matches, with all that they share memory with."""
         if only is None:
             return set(names)
-        try:
-            globs = [only] if isinstance(only, str) else list(only)
-        except TypeError:
-            globs = [only]  # type: ignore[list-item]
-        if not all(isinstance(glob, str) for glob in globs):
-            fix = "Give text such as 'layers.0.*'."
-            raise ArgumentError(f"{only!r:.40} is no glob, nor several", name="only", fix=fix)
+        globs = globs_of(only)
         for glob, near in unmatched(globs, names).items():
             raise LoadError(f"only= matches no tensor of the model{near}", name=glob, fix="Correct or remove it.")
         wanted = {name for name in names if any(fnmatchcase(name, glob) for glob in globs)}

@@ -29,8 +29,9 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
     plain     plain                  as torch does                                 as torch does
     ========  =====================  ============================================  ==================================
 
-    In every row the Parameter object, its tie record and ``requires_grad`` are the module's: torch keeps the object
-    and ``requires_grad`` by swapping the result into it, and the tie record is carried over here.
+    In every row the Parameter object, its tie record, what it rounds activations to and ``requires_grad`` are the
+    module's: torch keeps the object and ``requires_grad`` by swapping the result into it, and the records are carried
+    over here.
 
     Where other tensors lie over the same parts (a transposed alias), ``assign=True`` writes into the held storage
     too, because only that reaches them.
@@ -49,8 +50,9 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
             held.copy_(given)
         return held.detach()
     if isinstance(given, Weight):
-        tie = held.spec.tie if isinstance(held, Weight) else None
-        return given.map(Tensor.detach, given.spec.replace(tie=tie))
+        if not isinstance(held, Weight):
+            return given.map(Tensor.detach, given.spec.replace(tie=None))
+        return given.map(Tensor.detach, given.spec.replace(tie=held.tie, activations=held.spec.activations))
     if not isinstance(held, Weight):
         return given.detach()
     if not given.is_floating_point():
@@ -74,4 +76,4 @@ def encoded_as(held: Weight, given: Tensor) -> Weight:
     order = held.spec.order
     base = given.permute([order.index(d) for d in range(given.dim())])
     made = Weight.encode(base, held.scheme)
-    return made.map(Tensor.detach, made.spec.permute(order).replace(tie=held.spec.tie))
+    return made.map(Tensor.detach, made.spec.permute(order).replace(tie=held.tie, activations=held.spec.activations))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .errors import RuleError, SchemeError
+from .errors import ArgumentError, RuleError, SchemeError
 from .schemes import Plain, Scheme, resolve
 from .spec import Tie, View, WeightSpec
 from .ties import is_sharded, named_tensors, nearest
@@ -82,6 +82,18 @@ def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> d
         for glob in matching:
             asked.setdefault(name, resolved[glob])  # the first match wins
     return asked
+
+
+def globs_of(only: str | Iterable[str]) -> list[str]:
+    """``only`` as a list. Raises ArgumentError if it is anything but a glob or several."""
+    try:
+        globs = [only] if isinstance(only, str) else list(only)
+    except TypeError:
+        globs = [only]  # type: ignore[list-item]
+    if not all(isinstance(glob, str) for glob in globs):
+        fix = "Give text such as 'layers.0.*'."
+        raise ArgumentError(f"{only!r:.40} is no glob, nor several", name="only", fix=fix)
+    return globs
 
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:

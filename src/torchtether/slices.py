@@ -127,7 +127,7 @@ class TensorSlice:
         except UnsupportedOpError as error:
             raise error.named(self.name) from None
         base = (stop - start, *whole.base[1:])
-        return Weight(parts, WeightSpec.of(base, self.dtype, whole.scheme).permute(self._spec.order))
+        return Weight(parts, whole.shaped(base).replace(dtype=self.dtype).permute(self._spec.order))
 
     def __repr__(self) -> str:
         return f"TensorSlice({self.name!r}, shape={self.shape}, dtype={self.dtype})"

@@ -13,6 +13,9 @@ import torch
 from .errors import SchemeError, TieError
 from .schemes import Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
 
+ACTIVATIONS = ("int8", "float8")
+"""What a Weight can have the inputs of its products rounded to."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -141,6 +144,7 @@ class WeightSpec:
     """Everything that a Weight is, besides its parts.
 
     ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
+    ``activations`` is what inputs of ``F.linear`` are rounded to, ``"int8"`` or ``"float8"``, if they are.
 
     >>> import torch, torchtether as tt
     >>> spec = WeightSpec.of((4, 2), torch.bfloat16, tt.int8())
@@ -153,6 +157,7 @@ class WeightSpec:
     dtype: torch.dtype
     scheme: Scheme
     tie: Tie | None = None
+    activations: str | None = None
 
     @staticmethod
     def of(shape: Shape, dtype: torch.dtype, scheme: Scheme, tie: Tie | None = None) -> WeightSpec:
@@ -162,6 +167,12 @@ class WeightSpec:
     def replace(self, **changes: Any) -> WeightSpec:
         """The spec with other values of the fields that are given."""
         return dataclasses.replace(self, **changes)
+
+    def shaped(self, shape: Shape, *, scheme: Scheme | None = None, tie: Tie | None = None) -> WeightSpec:
+        """The spec of a contiguous Weight of ``shape`` that is else like this one, but for its tie."""
+        return self.replace(
+            shape=tuple(shape), stride=contiguous_stride(tuple(shape)), scheme=scheme or self.scheme, tie=tie
+        )
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -196,6 +207,8 @@ class WeightSpec:
             record["stride"] = list(self.stride)
         if self.tie is not None:
             record["tie"] = self.tie.to_json()
+        if self.activations is not None:
+            record["activations"] = self.activations
         return record
 
     @staticmethod
@@ -208,8 +221,11 @@ class WeightSpec:
         if len(shape) != len(stride):
             raise SchemeError(f"a weight record holds a shape {shape} and a stride {stride} of another rank")
         tie = Tie.from_json(record["tie"]) if "tie" in record else None
+        activations = record.get("activations")
+        if activations not in (None, *ACTIVATIONS):
+            raise SchemeError(f"a weight record holds unknown activations {activations!r:.60}")
         scheme = scheme_from_json(record["scheme"])
-        return WeightSpec(shape, stride, dtype_from_name(record["dtype"]), scheme, tie)
+        return WeightSpec(shape, stride, dtype_from_name(record["dtype"]), scheme, tie, activations)
 
 
 @lru_cache(maxsize=4096)

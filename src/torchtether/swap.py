@@ -131,8 +131,9 @@ class Exchange:
         """``held`` is the same object with the contents of ``new``: values, dtype, device, layout, and being a Weight.
 
         It keeps ``requires_grad``, hooks of both kinds, attributes, and if it is a Parameter its class; its grad is the
-        same object in the new dtype and on the new device.  A Weight keeps its tie record if ``new`` has none.  ``new``
-        is left to the caller, and shares its memory with ``held`` from now on.
+        same object in the new dtype and on the new device.  A Weight keeps its tie record, and what it rounds
+        activations to, if ``new`` has none.  ``new`` is left to the caller, and shares its memory with ``held`` from
+        now on.
         """
         if id(held) not in self._checked:
             self.check([held])
@@ -296,8 +297,10 @@ def _shell(held: Tensor, new: Tensor) -> Tensor:
     """An object of the class that ``held`` will have, over the memory of ``new``."""
     is_parameter = isinstance(held, nn.Parameter)
     if isinstance(new, Weight):
-        tie = new.tie or (held.tie if isinstance(held, Weight) else None)
-        made: Tensor = new.map(Tensor.detach, new.spec.replace(tie=tie))
+        tie, activations = new.tie, new.spec.activations
+        if isinstance(held, Weight):
+            tie, activations = tie or held.tie, activations or held.spec.activations
+        made: Tensor = new.map(Tensor.detach, new.spec.replace(tie=tie, activations=activations))
     elif is_wrapper(new):
         made = new.detach()
     else:

@@ -31,7 +31,7 @@ class Weight(Tensor):
     """A tensor that is stored as the *parts* of a scheme and knows its ties.
 
         weight.parts    the plain tensors that hold it, e.g. qdata (N, K) int8, scale (N, 1) float32
-        weight.spec     WeightSpec(shape, stride, dtype, scheme, tie); ``dtype`` is the compute dtype
+        weight.spec     WeightSpec(shape, stride, dtype, scheme, tie, activations); ``dtype`` is the compute dtype
 
     To the outside it is a float tensor of ``spec.shape``, ``spec.stride`` and ``spec.dtype``.  Ops that move or copy
     it run on each part; ops that read its values run on ``dequantize()``; in-place ops encode the result into the same
@@ -141,10 +141,17 @@ class Weight(Tensor):
     def kernel_layout(self) -> Layout | None:
         """How the compiled kernels see the parts; ``None`` where they cannot, or where its strides are turned."""
         found = self._kernel_layout
-        if found is _UNKNOWN:  # it follows from the spec, which never changes
+        if found is _UNKNOWN:  # it follows from the spec
             spec = self._spec
-            found = self._kernel_layout = layout_of(spec.scheme, spec.shape) if spec.is_contiguous else None
+            found = layout_of(spec.scheme, spec.shape, spec.activations) if spec.is_contiguous else None
+            self._kernel_layout = found
         return found
+
+    def set_activations(self, activations: str | None) -> None:
+        """``F.linear`` with this Weight rounds its inputs to ``activations``, ``"int8"`` or ``"float8"``, or not."""
+        self._kernel_layout = None  # meanwhile no kernel is called from another thread
+        self._spec = self._spec.replace(activations=activations)
+        self._kernel_layout = _UNKNOWN
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -224,6 +231,8 @@ class Weight(Tensor):
             words.append(f"device='{self.device}'")
         if self.requires_grad:
             words.append("requires_grad=True")
+        if spec.activations is not None:
+            words.append(f"activations={spec.activations}")
         if spec.tie is not None:
             words.append(f"tie: {spec.tie}")
         return f"{type(self).__name__}({', '.join(words)})"

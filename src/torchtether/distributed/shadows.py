@@ -17,7 +17,6 @@ from .._storage import STOCK, is_strided, storage_id
 from ..errors import CheckpointError
 from ..pieces import Range
 from ..schemes import Shape
-from ..spec import WeightSpec
 from ..ties import named_tensors
 from ..weight import Weight
 from .views import has_views, put_views, spread, viewed_owners
@@ -100,7 +99,7 @@ def whole_shadow(tensor: Tensor) -> Tensor:
     if isinstance(local, Weight):
         layout = local.scheme.layout(shape)
         parts = {name: _spread(p.shape, p.dtype or local.dtype, local.device) for name, p in layout.items()}
-        made: Tensor = Weight(parts, WeightSpec.of(shape, local.dtype, local.scheme, local.tie))
+        made: Tensor = Weight(parts, local.spec.shaped(shape, tie=local.tie))
     else:
         made = _spread(shape, local.dtype, local.device)
     return _as_held(made, tensor)

@@ -155,7 +155,7 @@ def _weight_to_json(spec: WeightSpec) -> dict[str, Any]:
 def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -> WeightSpec:
     if not isinstance(entry, dict) or not isinstance(entry.get("parts"), list):
         raise CheckpointError("the weight record names no parts", name=where)
-    if not entry.keys() <= {"shape", "dtype", "scheme", "stride", "parts"}:
+    if not entry.keys() <= {"shape", "dtype", "scheme", "stride", "activations", "parts"}:
         raise CheckpointError(f"the weight record holds {', '.join(sorted(entry))[:80]}", name=where)
     if key in stored or key in _RESERVED:
         raise CheckpointError("it is recorded as a weight and stored as a tensor", name=where)

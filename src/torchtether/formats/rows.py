@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ..files import Stored
 from ..schemes import Shape
-from ..spec import View, WeightSpec, contiguous_stride
+from ..spec import View, contiguous_stride
 from .entry import Entry
 
 
@@ -83,7 +83,7 @@ def cut_rows(entry: Entry, tensors: Mapping[str, Stored], along: Mapping[str, Al
     first = min(start, total - 1) // multiple * multiple
     last = min(-(-max(stop, first + 1) // multiple) * multiple, total)
     base = (last - first, *spec.base[1:])
-    mine = WeightSpec.of(base, spec.dtype, spec.scheme, spec.tie).permute(spec.order)
+    mine = spec.shaped(base, tie=spec.tie).permute(spec.order)
     options = {**entry.options, "rows": (first, total)}
     made = entry._replace(shape=mine.shape, stride=mine.stride, spec=mine, options=options)
     views = {}

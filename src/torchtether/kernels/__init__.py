@@ -3,11 +3,12 @@
 ``table.py`` says which kernel is used when, with its measurement. No layout but the scheme's own exists, so nothing is
 derived, kept, or invalidated: moving, saving, ties, in-place writes and rows of embeddings see the same storage.
 
-On CUDA devices (and all others) weights are decoded, a chunk of rows at a time, and multiplied by torch. No kernel of
-this room has run on a GPU, and none is chosen there.
+On CUDA devices (and all others) weights are decoded, a chunk of rows at a time, and multiplied by torch; in a compiled
+graph the compiler fuses the decoding. Where inputs are rounded, too (``rounding.py``), torch's products of 8 bits are
+called on CUDA. No GPU has run any of that: fake tensors say that the calls fit.
 """
 
-from . import chunks, int8pack, native
+from . import chunks, int8pack, native, rounding
 from .layout import PREFIX, Layout, layout_of
 from .table import ANY, TABLE, choose, kernels_for
 
@@ -22,4 +23,5 @@ __all__ = [
     "kernels_for",
     "layout_of",
     "native",
+    "rounding",
 ]

@@ -25,13 +25,17 @@ constexpr int64_t piece_of = S == WHOLE || S == WIDE ? SPAN : S == G32 && !is_ni
 // How many scales a span has.
 template <int S> constexpr int64_t scales_of = S == G64 ? 2 : S == G32 ? 4 : 1;
 
+// How many bytes the inputs of a span of integers have.
+template <bool E> constexpr int64_t bytes_of = E ? SPAN : 2 * SPAN;
+
 struct alignas(64) Line { uint8_t bytes[64]; };
 
 inline __m256i line(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); }
 
 // Rows of inputs, a span after the other, in the order in which codes come out of their bytes:
-//     INT4: for each 64 columns the 32 high bytes of the even ones, their low bytes, then the same of the odd ones
+//     INT4: for each 64 columns the 32 high bytes of the even ones, their low bytes, then the same of the odd ones;
+//         where inputs are rounded to 8 bits, the bytes of the even ones, then of the odd ones
 //     INT8, UINT8: int16
 //     both followed by their sums as float32, lane by lane as products are summed, for each *piece*: columns under one scale
 //     E4M3, E5M2: float32
@@ -41,12 +45,14 @@ struct Spans {
     std::vector<Line> data;
     int64_t stride;            // of a row of units
     std::vector<float> units;  // what int16 are in units of, for each scale
+    std::vector<float> steps;  // of each row, where inputs are rounded: floats are then whole numbers of it
 
     const uint8_t* at(int64_t m) const { return data[m * spans * lines].bytes; }
     const float* units_at(int64_t m) const { return units.data() + m * stride; }
 
-    template <int C, int S, int D> void fill(const Layout& L, const void* x, int64_t rows, int64_t row_stride) {
-        for (int64_t m = 0; m < rows; m++)
+    template <int C, int S, int D, bool E> void fill(const Layout& L, const void* x, int64_t rows, int64_t row_stride) {
+        for (int64_t m = 0; m < rows; m++) {
+            if (L.activations) steps[m] = step_of<D>(x, m * row_stride, L.columns);
             for (int64_t b = 0; b < spans; b++) {
                 alignas(64) float natural[SPAN];
                 F largest{};
@@ -57,38 +63,70 @@ struct Spans {
                     const F size = v < 0 ? -v : v;
                     largest = largest < size || size != size ? size : largest;
                 }
+                if (L.activations) round_to(natural, steps[m]);
                 uint8_t* to = data[(m * spans + b) * lines].bytes;
                 if constexpr (is_integer(C)) {
                     alignas(64) int16_t words[SPAN];
-                    const float unit = to_words(natural, largest, words);
+                    const float unit = L.activations ? steps[m] : unit_of(largest);
+                    to_words(natural, L.activations ? 1 : 1 / unit, words);
                     for (int64_t i = 0; i < scales_of<S>; i++) units[m * stride + b * scales_of<S> + i] = unit;
-                    put_sums<C, S>(words, to + 2 * SPAN);
-                    if (C == INT4) place_bytes(words, to);
+                    put_sums<C, S>(words, to + bytes_of<E>);
+                    if (E) place_small(words, to);
+                    else if (C == INT4) place_bytes(words, to);
                     else memcpy(to, words, sizeof words);
                 } else if (C == TABLE4) place_floats(natural, (float*)to);
                 else memcpy(to, natural, sizeof natural);
             }
+        }
+    }
+
+    // The largest of a row is 127 of these. Values that are not finite make it nan, and with it every result.
+    template <int D> static float step_of(const void* x, int64_t at, int64_t columns) {
+        F largest{};
+        for (int64_t k = 0; k < columns; k += LANES) {
+            const F v = columns - k >= LANES ? get<D>(x, at + k) : get<D>(x, at + k, columns - k);
+            const F size = v < 0 ? -v : v;
+            largest = largest < size || size != size ? size : largest;
+        }
+        const float most = largest_of(largest) / 127;
+        return most <= 3e38f ? most < 0x1p-126f ? 0x1p-126f : most : NAN;
+    }
+
+    static void round_to(float* natural, float step) {  // to the nearest, halves to even
+        const __m256 by = _mm256_set1_ps(step);
+        for (int64_t k = 0; k < SPAN; k += LANES) {
+            const __m256 codes = _mm256_div_ps(_mm256_load_ps(natural + k), by);
+            _mm256_store_ps(natural + k, _mm256_round_ps(codes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        }
+    }
+
+    static float largest_of(F v) {  // nan if one is
+        float most = 0;
+        for (int64_t l = 0; l < LANES; l++)
+            if (!(v[l] <= most)) most = v[l];
+        return most;
     }
 
     // The unit is a power of two, so that multiplying by it is exact. Values that are not finite make it nan, and with
     // it every result. Where 4-bit codes follow, words are at most 32639: 127 of their high byte and 127 of the low one.
-    static float to_words(const float* natural, F largest, int16_t* words) {
-        float most = 0;
-        for (int64_t l = 0; l < LANES; l++)
-            if (!(largest[l] <= most)) most = largest[l];
-        if (!(most <= 3e38f)) { memset(words, 0, SPAN * 2); return NAN; }
+    static float unit_of(F largest) {
+        const float most = largest_of(largest);
+        if (!(most <= 3e38f)) return NAN;
         int32_t bits;
         memcpy(&bits, &most, 4);
         int32_t exponent = (bits >> 23) - 126;  // most < 2**exponent
         exponent = exponent < -100 ? -100 : exponent;
         if (most * power_of_two(15 - exponent) >= 32639.5f) exponent++;
-        const __m256 per = _mm256_set1_ps(power_of_two(15 - exponent));
-        for (int64_t k = 0; k < SPAN; k += 16) {  // to the nearest
+        return power_of_two(exponent - 15);
+    }
+
+    static void to_words(const float* natural, float by, int16_t* words) {  // to the nearest
+        const __m256 per = _mm256_set1_ps(by);
+        for (int64_t k = 0; k < SPAN; k += 16) {
             const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(natural + k), per));
             const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_load_ps(natural + k + 8), per));
             put_line(words + k, _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
         }
-        return power_of_two(exponent - 15);
     }
 
     static float power_of_two(int32_t exponent) {
@@ -131,6 +169,18 @@ struct Spans {
             }
     }
 
+    static void place_small(const int16_t* words, uint8_t* to) {  // of words that fit a byte
+        for (int64_t half = 0; half < 2; half++, words += 64, to += 64)
+            for (int odd = 0; odd < 2; odd++) {
+                __m256i v[4];
+                for (int j = 0; j < 4; j++) {
+                    v[j] = line(words + 16 * j);
+                    v[j] = _mm256_srai_epi32(odd ? v[j] : _mm256_slli_epi32(v[j], 16), 16);
+                }
+                put_line(to + 32 * odd, packed(v));
+            }
+    }
+
     static __m256i packed(const __m256i* v) {
         return in_order(_mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3])));
     }
@@ -143,16 +193,17 @@ struct Spans {
                         for (int64_t i = 0; i < 4; i++) *to++ = natural[2 * (16 * half + 4 * v + i) + odd];
     }
 
-    template <int C, int S> static Spans of(const Layout& L, const void* x, int dtype, int64_t rows, int64_t stride) {
+    template <int C, int S, bool E> static Spans of(const Layout& L, const void* x, int dtype, int64_t rows, int64_t stride) {
         Spans made;
         made.spans = (L.columns + SPAN - 1) / SPAN;
-        made.lines = is_integer(C) ? (2 * SPAN + SPAN / piece_of<C, S> * WIDTH + 63) / 64 : 4 * SPAN / 64;
+        made.lines = is_integer(C) ? (bytes_of<E> + SPAN / piece_of<C, S> * WIDTH + 63) / 64 : 4 * SPAN / 64;
         made.data.resize(rows * made.spans * made.lines);
         made.stride = (made.spans * scales_of<S> + LANES - 1) / LANES * LANES;
         if (is_integer(C)) made.units.resize(rows * made.stride);
-        if (dtype == FLOAT32) made.fill<C, S, FLOAT32>(L, x, rows, stride);
-        else if (dtype == BFLOAT16) made.fill<C, S, BFLOAT16>(L, x, rows, stride);
-        else made.fill<C, S, FLOAT16>(L, x, rows, stride);
+        if (L.activations) made.steps.resize(rows);
+        if (dtype == FLOAT32) made.fill<C, S, FLOAT32, E>(L, x, rows, stride);
+        else if (dtype == BFLOAT16) made.fill<C, S, BFLOAT16, E>(L, x, rows, stride);
+        else made.fill<C, S, FLOAT16, E>(L, x, rows, stride);
         return made;
     }
 };
@@ -259,7 +310,7 @@ template <int C, int S> inline F of_piece(const float* p, int64_t i) {
 // Adds a span of codes times M rows of inputs, lane by lane. The sums of a piece are exact, also as float32, where codes
 // have 4 bits: below 16 * 15 * 2**15 < 2**24, with `zero` added to every code; then `scale` multiplies them, of which those
 // of row m are `stride` times m further.
-template <int C, int S, int M, bool Z> inline __attribute__((always_inline)) void integer_span(
+template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inline)) void integer_span(
     const uint8_t* codes, const uint8_t* const* x, const float* scale, int64_t stride, const float* zero, F* total) {
     constexpr int64_t piece = piece_of<C, S>, pieces = SPAN / piece;
 #pragma GCC unroll 4
@@ -272,6 +323,12 @@ template <int C, int S, int M, bool Z> inline __attribute__((always_inline)) voi
                 const __m256i c = kept(line(codes + k / 2));
                 const __m256i even = _mm256_and_si256(c, mask), odd = _mm256_and_si256(_mm256_srli_epi16(c, 4), mask);
                 for (int m = 0; m < M; m++) {
+                    if constexpr (E) {
+                        const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(even, line(x[m] + k)),
+                                                              _mm256_maddubs_epi16(odd, line(x[m] + k + 32)));
+                        sums[m] = k == i * piece ? both : _mm256_add_epi16(sums[m], both);
+                        continue;
+                    }
                     const uint8_t* p = x[m] + 2 * k;
                     const __m256i h = _mm256_add_epi16(_mm256_maddubs_epi16(even, line(p)),
                                                        _mm256_maddubs_epi16(odd, line(p + 64)));
@@ -281,9 +338,11 @@ template <int C, int S, int M, bool Z> inline __attribute__((always_inline)) voi
                     low[m] = k == i * piece ? l : _mm256_add_epi16(low[m], l);
                 }
             }
-            for (int m = 0; m < M; m++)
-                sums[m] = _mm256_add_epi32(_mm256_madd_epi16(sums[m], _mm256_set1_epi16(256)),
-                                           _mm256_madd_epi16(low[m], _mm256_set1_epi16(1)));
+            for (int m = 0; m < M; m++) {
+                if constexpr (E) sums[m] = _mm256_madd_epi16(sums[m], _mm256_set1_epi16(1));
+                else sums[m] = _mm256_add_epi32(_mm256_madd_epi16(sums[m], _mm256_set1_epi16(256)),
+                                                _mm256_madd_epi16(low[m], _mm256_set1_epi16(1)));
+            }
         } else {
 #pragma GCC unroll 8
             for (int64_t k = i * piece; k < (i + 1) * piece; k += 16) {
@@ -296,7 +355,7 @@ template <int C, int S, int M, bool Z> inline __attribute__((always_inline)) voi
         }
         for (int m = 0; m < M; m++) {
             F part = (F)_mm256_cvtepi32_ps(sums[m]);
-            if (Z) part = fma(of_piece<C, S>(zero, i), load<F>(x[m] + 2 * SPAN + i * WIDTH), part);
+            if (Z) part = fma(of_piece<C, S>(zero, i), load<F>(x[m] + bytes_of<E> + i * WIDTH), part);
             total[m] = fma(of_piece<C, S>(scale + m * stride, i), part, total[m]);
         }
     }
@@ -325,7 +384,7 @@ template <int S> void scales_of_rows(const Layout& L, const Parts& P, int64_t n,
 
 // y[m] = a row of codes times row `from + m` of the inputs. `scale` and `zero` are those of its spans; `room` is for M rows
 // of scales.
-template <int C, int S, int M, bool Z> void integer_row(const Layout& L, const uint8_t* codes, const float* scale,
+template <int C, int S, int M, bool Z, bool E> void integer_row(const Layout& L, const uint8_t* codes, const float* scale,
                                                         const float* zero, const Spans& in, int64_t from, float* room,
                                                         float* y) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
@@ -343,14 +402,14 @@ template <int C, int S, int M, bool Z> void integer_row(const Layout& L, const u
     for (int64_t b = 0; b < whole; b++) {
         _mm_prefetch((const char*)codes + AHEAD, _MM_HINT_T1);
         if (bytes > 64) _mm_prefetch((const char*)codes + AHEAD + 64, _MM_HINT_T1);
-        integer_span<C, S, M, Z>(codes, x, room, in.stride, zero, total);
+        integer_span<C, S, M, Z, E>(codes, x, room, in.stride, zero, total);
         codes += bytes, room += scales_of<S>, zero += scales_of<S>;
         for (int m = 0; m < M; m++) x[m] += in.lines * 64;
     }
     if (whole < in.spans) {
         alignas(32) uint8_t rest[bytes] = {};
         memcpy(rest, codes, L.row_bytes - whole * bytes);
-        integer_span<C, S, M, Z>(rest, x, room, in.stride, zero, total);
+        integer_span<C, S, M, Z, E>(rest, x, room, in.stride, zero, total);
     }
     for (int m = 0; m < M; m++) y[m] = sum(total[m]) * L.unit;
 }
@@ -400,6 +459,7 @@ template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* co
         y[m] = sum(total[m]);
         if (S == WHOLE) y[m] *= s[0];
         if (C == E4M3) y[m] *= 256.0f;
+        if (L.activations) y[m] *= in.steps[from + m];
         y[m] = decoder.found_nan() ? NAN : y[m] * L.unit;
     }
 }

@@ -57,7 +57,7 @@ extern "C" struct Layout {
     int64_t nested;                    // blocks under one nested absmax
     int32_t scale, zero;               // Dtype; Dtype, or -1 for none
     int32_t global;                    // 0: no global scale, 1: it multiplies, 2: it divides
-    int32_t unused;
+    int32_t activations;               // what rows of x are rounded to: 0 nothing, 1 int8, 2 what no kernel knows
     float offset, unit;                // added to zero points; multiplies last
     float table[16];                   // of 4-bit codes
     const float* dynamic;              // 256 values, of nested absmax
@@ -729,12 +729,12 @@ template <int C, bool X, bool Z> void linear(const Layout& L, const Parts& P, co
 #if FAST_ROWS
 #include "avx2.h"
 
-template <int C, int S, int M> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
+template <int C, int S, int M, bool E> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
                                              const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
                                              float* scratch, float* y) {
     if constexpr (!is_integer(C)) float_row<C, S, M>(L, codes, scale, decoder, in, m, scratch, y);
-    else if (L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true>(L, codes, scale, zero, in, m, scratch, y);
-    else integer_row<C, S, M, false>(L, codes, scale, zero, in, m, scratch, y);
+    else if (L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true, E>(L, codes, scale, zero, in, m, scratch, y);
+    else integer_row<C, S, M, false, E>(L, codes, scale, zero, in, m, scratch, y);
 }
 
 // out[at + i] = y[i] + bias[n + i]
@@ -746,10 +746,11 @@ template <int D> void put_some(const float* y, int64_t count, const void* bias, 
     }
 }
 
-template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+// E: inputs are rounded to 8 bits, and 4-bit codes are multiplied with one byte of each instead of two.
+template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                          int dtype, const void* bias, void* out) {
     constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
-    const Spans in = Spans::of<C, S>(L, x, dtype, rows, stride);
+    const Spans in = Spans::of<C, S, E>(L, x, dtype, rows, stride);
     const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : room(L);
     const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
     const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
@@ -771,9 +772,9 @@ template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const 
                     const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
                     const float *scale = &scales[(n - first) * each], *zero = &zeros[(n - first) * each];
                     float sums[4];
-                    if (some == 4) fast_row<C, S, 4>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
-                    else if (some == 2) fast_row<C, S, 2>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
-                    else fast_row<C, S, 1>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    if (some == 4) fast_row<C, S, 4, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else if (some == 2) fast_row<C, S, 2, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else fast_row<C, S, 1, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
                     for (int64_t i = 0; i < some; i++) y[i][n - first] = sums[i];
                 }
                 for (int64_t i = 0; i < some; i++) {
@@ -790,17 +791,29 @@ template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const 
     work();
 }
 
-// Whether it was done.
-template <int C> bool try_fast(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
-                               const void* bias, void* out) {
-    if (is_integer(C) && dtype == FLOAT32) return false;
+template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                         int dtype, const void* bias, void* out) {
+    if constexpr (C == INT4) {
+        if (L.activations) return fast_linear<C, S, true>(L, P, x, rows, stride, dtype, bias, out);
+    }
+    fast_linear<C, S, false>(L, P, x, rows, stride, dtype, bias, out);
+}
+
+// Inputs of float32 are not fixed point unless that is asked for.
+template <int C> bool is_fast(const Layout& L, int dtype) {
+    if (is_integer(C) && dtype == FLOAT32 && !L.activations) return false;
+    return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32;
+}
+
+template <int C> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                                  const void* bias, void* out) {
     if (L.group >= L.columns) fast_linear<C, WHOLE>(L, P, x, rows, stride, dtype, bias, out);
     else if (L.group % SPAN == 0) fast_linear<C, WIDE>(L, P, x, rows, stride, dtype, bias, out);
     else if (L.group == 64) fast_linear<C, G64>(L, P, x, rows, stride, dtype, bias, out);
-    else if (L.group == 32) fast_linear<C, G32>(L, P, x, rows, stride, dtype, bias, out);
-    else return false;
-    return true;
+    else fast_linear<C, G32>(L, P, x, rows, stride, dtype, bias, out);
 }
+#else
+template <int C> bool is_fast(const Layout&, int) { return false; }
 #endif
 
 template <int C> void decode_as(const Layout& L, const Parts& P, const Rows& rows, int dtype, void* out) {
@@ -812,7 +825,7 @@ template <int C> void decode_as(const Layout& L, const Parts& P, const Rows& row
 template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
                                 const void* bias, void* out) {
 #if FAST_ROWS
-    if (try_fast<C>(L, P, x, rows, stride, dtype, bias, out)) return;
+    if (is_fast<C>(L, dtype)) return fast_linear<C>(L, P, x, rows, stride, dtype, bias, out);
 #endif
     if constexpr (C == INT8 || C == UINT8 || C == INT4) {
         const bool zero = L.zero >= 0 || L.offset != 0;
@@ -844,6 +857,7 @@ Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* co
         return again(python.none);
     const int dtype = dtype_of(x.dtype);
     if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return again(python.none);
+    if (L.activations > 1 || (L.activations && !is_fast<CODES>(L, dtype))) return again(python.none);
     if (given_bias != python.none) {
         if (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata) || bias.dtype != x.dtype) return again(python.none);
         if (bias.dim != 1 || bias.count != L.rows || !bias.is_contiguous) return again(python.none);

@@ -51,7 +51,7 @@ class Struct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "columns", "row_bytes", "group", "groups", "height", "nested")),
-        *((name, ctypes.c_int32) for name in ("scale", "zero", "global_", "unused")),
+        *((name, ctypes.c_int32) for name in ("scale", "zero", "global_", "activations")),
         ("offset", ctypes.c_float),
         ("unit", ctypes.c_float),
         ("table", ctypes.c_float * 16),
@@ -91,9 +91,10 @@ class Layout(NamedTuple):
         return self.values_of(weight.__dict__)
 
 
-@lru_cache(maxsize=4096)
-def layout_of(scheme: Scheme, shape: Shape) -> Layout | None:
+def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> Layout | None:
     """The layout of a Weight of ``scheme`` and ``shape``; ``None`` for what the kernels do not know.
+
+    ``activations`` are what products round their inputs to; of those that no kernel knows, all refuse to multiply.
 
     >>> from torchtether.schemes import int4
     >>> found = layout_of(int4(), (8, 256)); found.kind, found.can_multiply
@@ -101,10 +102,18 @@ def layout_of(scheme: Scheme, shape: Shape) -> Layout | None:
     >>> layout_of(int4(), (8, 3, 256)) is None
     True
     """
+    return _found(scheme, shape, activations)
+
+
+@lru_cache(maxsize=4096)
+def _found(scheme: Scheme, shape: Shape, activations: str | None) -> Layout | None:
     if len(shape) != 2 or 0 in shape:
         return None
     describe = {Affine: _affine, ScaledFloat: _scaled_float, Codebook: _codebook}.get(type(scheme))
-    return describe(scheme, shape) if describe is not None else None  # type: ignore[operator]
+    made: Layout | None = describe(scheme, shape) if describe is not None else None  # type: ignore[operator]
+    if made is not None and activations is not None:
+        made.struct.activations = 1 if activations == "int8" else 2
+    return made
 
 
 def _affine(scheme: Affine, shape: Shape) -> Layout | None:

@@ -86,7 +86,9 @@ def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ..
 
 def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]]:
     for row in TABLE:
-        is_there = layout.can_multiply and build.is_possible() if row.kernel == "compiled" else True
+        is_there = not layout.struct.activations
+        if row.kernel == "compiled":
+            is_there = layout.can_multiply and build.is_possible()
         is_processor = row.fast_halves in (None, has_fast_halves())
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         if is_there and is_processor and fits:

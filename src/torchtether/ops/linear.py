@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch import any_requires_grad, is_observed, is_tracing, untraced
 from ..dispatch import SHORTCUTS, rule
 from ..errors import UnsupportedOpError
-from ..kernels import ANY, Layout, chunks, int8pack, kernels_for, layout_of, native
+from ..kernels import ANY, Layout, chunks, int8pack, kernels_for, layout_of, native, rounding
 from ..schemes import Scheme, scheme_from_json
 from ..spec import WeightSpec
 from ..weight import Weight
@@ -62,7 +62,8 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
         return _plain_linear(op, input, weight, bias)
     is_seen = is_observed()
     if is_seen and is_tracing():
-        return _plain_linear(op, input, _traced(weight), bias)
+        kind, values = weight.spec.activations, _traced(weight)
+        return _plain_linear(op, input if kind is None else rounding.rounded(input, kind), values, bias)
     if _records_graph(input, weight, bias):
         return _plain_linear(op, input, weight, bias)
     layout = weight.kernel_layout
@@ -99,11 +100,56 @@ def _by_kernel(
 
 
 def _decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if weight.spec.activations is not None:
+        return _rounded_linear(op, input, weight, bias)
     step = _step(weight)
     if step is None or input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type):
         return _plain_linear(op, input, weight.values_of(), bias)
     with torch._C.DisableTorchFunctionSubclass():
         return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, _decoder(weight))
+
+
+def _rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The same of rounded inputs, where no kernel rounds them itself; no graph is recorded of it."""
+    kind, exact = weight.spec.activations, weight.map(_same, weight.spec.replace(activations=None))
+    assert kind is not None
+    fits = x.dim() > 0 and x.shape[-1] == weight.shape[-1] > 0 and x.is_floating_point()
+    if not fits or x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type):
+        x = rounding.rounded(x, kind) if fits else x  # what it becomes, or why it cannot, is torch's to say
+        return _plain_linear(op, x, exact.values_of(), bias)
+    made = _by_engine(kind, x, exact)
+    if made is None:
+        units, scale = rounding.units_of(x, kind)
+        made = _unrounded(op, units, exact)
+        made = (made.to(scale.dtype) * scale).to(made.dtype)
+    return made if bias is None else made + bias
+
+
+def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _plain_linear(op, x, weight.values_of(), None)
+    layout = None if is_observed() else weight.kernel_layout
+    made = None
+    if layout is not None:
+        made = _by_kernel(layout, layout.pick_from(weight), x, None, weight.dtype)
+    return _decoded_linear(op, x, weight, None) if made is None else made
+
+
+def _by_engine(kind: str, x: Tensor, weight: Weight) -> Tensor | None:
+    """The product of 8-bit codes with 8-bit codes, ``None`` where torch has none for them."""
+    if not x.is_cuda or not weight.is_cuda or not weight.spec.is_contiguous:
+        return None
+    rows = x.numel() // x.shape[-1]
+    engine = rounding.engine_for(kind, weight.scheme, tuple(weight.shape), rows, x.dtype, capability(x.device))
+    if engine is None:
+        return None
+    made = rounding.ENGINES[engine](x.reshape(rows, x.shape[-1]), weight.scheme, weight.parts)
+    return made.view(*x.shape[:-1], made.shape[-1])
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """What the GPU can do, (0, 0) where there is none: fake tensors have devices that are not there."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def _step(weight: Weight) -> int | None:
@@ -165,7 +211,10 @@ def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
     if not base.spec.is_contiguous:
         return None
     if torch.compiler.is_compiling():
-        return _in_graph(x, base, bias, is_gradient)
+        made = _in_graph(x, base, bias, is_gradient)
+        if made is None and base.spec.activations is not None and not is_gradient:
+            return _rounded_linear(torch.nn.functional.linear, x, base, bias)
+        return made
     if is_gradient:
         return _gradient(x, base)
     layout = None if is_observed() else base.kernel_layout
@@ -194,7 +243,9 @@ LIBRARY = torch.library.Library("torchtether", "DEF")
 
 A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
 """
-LIBRARY.define("linear(Tensor x, Tensor? bias, Tensor[] parts, str scheme, int[] shape) -> Tensor")
+LIBRARY.define(
+    "linear(Tensor x, Tensor? bias, Tensor[] parts, str scheme, int[] shape, str? activations=None) -> Tensor"
+)
 LIBRARY.define("gradient(Tensor x, Tensor[] parts, str scheme, int[] shape) -> Tensor")
 
 
@@ -208,7 +259,8 @@ def _in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -
     scheme = json.dumps(base.scheme.to_json(), sort_keys=True)
     if is_gradient:
         return torch.ops.torchtether.gradient.default(x, parts, scheme, shape)  # type: ignore[no-any-return]
-    return torch.ops.torchtether.linear.default(x, bias, parts, scheme, shape)  # type: ignore[no-any-return]
+    rest = (scheme, shape, base.spec.activations)
+    return torch.ops.torchtether.linear.default(x, bias, parts, *rest)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=256)
@@ -217,34 +269,48 @@ def _scheme(text: str) -> Scheme:
 
 
 @lru_cache(maxsize=4096)
-def _known(text: str, shape: tuple[int, ...]) -> tuple[Layout | None, tuple[str, ...]]:
-    return layout_of(_scheme(text), shape), tuple(_scheme(text).layout(shape))
+def _known(
+    text: str, shape: tuple[int, ...], activations: str | None = None
+) -> tuple[Layout | None, tuple[str, ...], tuple[int, ...]]:
+    """The layout, the names of the parts, and which of them the kernels take."""
+    layout, names = layout_of(_scheme(text), shape, activations), tuple(_scheme(text).layout(shape))
+    return layout, names, tuple(names.index(name) for name in layout.parts) if layout is not None else ()
 
 
-def _weight_of(x: Tensor, parts: Sequence[Tensor], scheme: str, shape: Sequence[int], names: Sequence[str]) -> Weight:
-    spec = WeightSpec.of(tuple(shape), x.dtype, _scheme(scheme))
-    return Weight(dict(zip(names, parts, strict=True)), spec)
+def _weight_of(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    scheme: str,
+    shape: Sequence[int],
+    activations: str | None = None,
+) -> Weight:
+    spec = WeightSpec.of(tuple(shape), x.dtype, _scheme(scheme)).replace(activations=activations)
+    return Weight(dict(zip(_known(scheme, tuple(shape))[1], parts, strict=True)), spec)
 
 
 @torch.library.impl(LIBRARY, "linear", "CPU")
-def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
+def linear_in_graph(
+    x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int], activations: str | None = None
+) -> Tensor:
     """``x @ weight.T + bias``, where ``parts`` are those of the contiguous ``weight``, in the order of its scheme."""
-    layout, names = _known(scheme, tuple(shape))
+    layout, _, taken = _known(scheme, tuple(shape), activations)
     if layout is not None:
-        made = _by_kernel(layout, layout.pick(dict(zip(names, parts, strict=True))), x, bias, x.dtype)
+        made = _by_kernel(layout, [parts[i] for i in taken], x, bias, x.dtype)
         if made is not None:
             return made
-    return _decoded_linear(torch.nn.functional.linear, x, _weight_of(x, parts, scheme, shape, names), bias)
+    return _decoded_linear(torch.nn.functional.linear, x, _weight_of(x, parts, scheme, shape, activations), bias)
 
 
 @torch.library.impl(LIBRARY, "gradient", "CPU")
 def gradient_in_graph(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
     """``x @ weight``."""
-    return _gradient(x, _weight_of(x, parts, scheme, shape, _known(scheme, tuple(shape))[1]))
+    return _gradient(x, _weight_of(x, parts, scheme, shape))
 
 
 @torch.library.register_fake("torchtether::linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_linear(x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
+def _fake_linear(
+    x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int], activations: str | None = None
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import SchemeError, UnsupportedOpError
 from ..schemes import Part, Scheme, Shape, same_bits
-from ..spec import WeightSpec
 from ..weight import Weight
 
 
@@ -27,7 +26,7 @@ def first_rows(weight: Tensor, count: int) -> Tensor:
         made = weight.map(torch.ops.aten.alias.default)
     else:
         base = (count, *weight.spec.base[1:])
-        spec = WeightSpec.of(base, weight.dtype, weight.scheme, weight.tie)
+        spec = weight.spec.shaped(base, tie=weight.tie)
         made = weight.with_parts(
             cut_rows(weight, 0, count), spec, cut=() if weight._is_room else shared_by_rows(weight)
         )

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..dispatch import HOOKS, refuse, rule
 from ..errors import UnsupportedOpError
 from ..schemes import Part, Shape
-from ..spec import WeightSpec
 from ..weight import Weight
 from .rows import first_rows
 from .values import read
@@ -127,7 +126,7 @@ def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) 
     for name, part in weight.scheme.layout(base).items():
         held = weight.parts[name]
         parts[name] = gathered[name].view(held.dtype).view(part.shape) if part.span else held.to(device)
-    return weight.with_parts(parts, WeightSpec.of(base, dtype, weight.scheme, weight.tie))
+    return weight.with_parts(parts, weight.spec.shaped(base, tie=weight.tie).replace(dtype=dtype))
 
 
 def _local(tensor: Tensor) -> Weight:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..dispatch import refuse, rule
 from ..errors import UnsupportedOpError
 from ..schemes import Flattened, Shape
-from ..spec import WeightSpec
 from ..weight import Weight
 from .rows import cut_rows, first_rows, join_rows, shared_by_rows, take_rows, view_parts
 from .values import read
@@ -105,15 +104,15 @@ def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
         and spec.scheme.inner.can_view(spec.scheme.shape, shape)
     ):
         inner = spec.scheme.inner
-        made = WeightSpec.of(shape, spec.dtype, inner, spec.tie)
+        made = spec.shaped(shape, scheme=inner, tie=spec.tie)
         return weight.with_parts(view_parts(inner, dict(weight.parts), shape), made, cut=weight._cut)
     if spec.is_contiguous and len(shape) == 1 and not spec.scheme.can_view(spec.base, shape):
-        made = WeightSpec.of(shape, spec.dtype, Flattened(spec.scheme, spec.base), spec.tie)
+        made = spec.shaped(shape, scheme=Flattened(spec.scheme, spec.base), tie=spec.tie)
         return weight.map(aten.alias.default, made)
     if not spec.is_contiguous or not spec.scheme.can_view(spec.base, shape):
         raise _cannot(op, weight, f"as {tuple(shape)} cannot share its storage")
     parts = view_parts(spec.scheme, dict(weight.parts), shape)
-    made = WeightSpec.of(shape, spec.dtype, spec.scheme, spec.tie)
+    made = spec.shaped(shape, tie=spec.tie)
     return weight.with_parts(parts, made, cut=weight._cut)
 
 
@@ -162,7 +161,7 @@ def _rows(op: Any, weight: Weight, dim: int, start: int, stop: int) -> Weight:
     if spec.order[dim] != 0 or (weight.dim() == 1 and any(p.span != 1 for p in _layout(weight) if p.span)):
         raise _cannot(op, weight, f"along dim {dim} cannot share its storage: the scheme works along that dimension")
     base = (stop - start, *spec.base[1:])
-    made = WeightSpec.of(base, spec.dtype, spec.scheme).permute(spec.order)
+    made = spec.shaped(base).permute(spec.order)
     return weight.with_parts(cut_rows(weight, start, stop), made, cut=shared_by_rows(weight))
 
 
@@ -234,7 +233,7 @@ def index_select(op: Any, weight: Weight, dim: int, index: Tensor) -> Any:
     )
     if taken is None:
         return read(op, weight, dim, index)
-    spec = WeightSpec.of((index.numel(), *weight.shape[1:]), weight.dtype, weight.scheme)
+    spec = weight.spec.shaped((index.numel(), *weight.shape[1:]))
     return weight.with_parts(taken, spec)
 
 
@@ -252,7 +251,7 @@ def cat(op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
         joined = join_rows(weights) if first.dim() > 1 else None
         if joined is not None:
             shape = (sum(w.shape[0] for w in weights), *first.shape[1:])
-            return first.with_parts(joined, WeightSpec.of(shape, first.dtype, first.scheme))
+            return first.with_parts(joined, first.spec.shaped(shape))
     return read(op, tensors, dim)
 
 
