@@ -47,7 +47,7 @@ def new_rows(
         if shared:  # rows of this Weight go in there, which need the parts that all of its rows need
             held = {name: weight.parts[name].detach().to(zeros.device, copy=True) for name in shared}
             made = made.with_parts(_zeros_beside(weight.scheme, zeros, {**made.parts, **held}))
-    made._is_room, made._spec = True, made.spec.replace(tie=weight.tie)  # its rows will be those of a tied Weight
+    made._is_room, made._spec = True, made.spec.replace(tie=weight.tie, activations=weight.spec.activations)
     return made
 
 
