@@ -102,21 +102,26 @@ def test_compiled_kernels_round_as_torch_does(scheme, dtype, monkeypatch):
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(), tt.nf4()], ids=str)
-def test_rows_are_rounded_by_themselves(scheme, to):
-    layer, x = layer_of(scheme, to, bias=False), gaussian(4, 256)
+def test_rows_are_rounded_by_themselves(scheme, dtype, to):
+    layer, x = layer_of(scheme, to, bias=False, dtype=dtype), gaussian(5, 256)
     x[1] *= 1e6
     x[2] = 0
+    x[3] *= 2.0**-128
+    x = x.to(dtype)
     whole = layer(x)
     for got, one in zip(whole, x, strict=True):
         torch.testing.assert_close(got, layer(one), rtol=1e-4, atol=1e-4 * float(one.abs().max()))
-    assert torch.equal(whole[2], torch.zeros(48))
+    assert torch.equal(whole[2], torch.zeros(48, dtype=dtype))
+    assert whole[3].isfinite().all()
 
 
 @both
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(), tt.fp8()], ids=str)
-def test_a_row_that_is_not_finite_gives_nan(scheme, to):
-    layer, x = layer_of(scheme, to), gaussian(4, 256)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_not_finite_gives_nan(scheme, dtype, to):
+    layer, x = layer_of(scheme, to, dtype=dtype), gaussian(4, 256).to(dtype)
     x[0, 0], x[1, 3], x[2, 200] = torch.inf, torch.nan, -torch.inf
     out = layer(x)
     assert out[:3].isnan().all()
@@ -143,15 +148,21 @@ def test_gradients_pass_as_if_nothing_were_rounded(to):
 @both
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheme", [tt.int8(), tt.fp8(), tt.Affine(bits=3, block=(1, 32))], ids=str)
-def test_compiled_code_follows(scheme, backend, to):
-    layer, x = layer_of(scheme, None), gaussian(5, 256)
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [(tt.int8(), torch.bfloat16), (tt.int8(), torch.float32), (tt.Affine(bits=3, block=(1, 32)), torch.float32)],
+    ids=["a kernel", "no kernel", "no layout"],
+)
+def test_compiled_code_follows(scheme, dtype, backend, to):
+    layer, x = layer_of(scheme, None, dtype=dtype), gaussian(5, 256).to(dtype)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, backend=graphs)
     torch.testing.assert_close(compiled(x), layer(x))
+    plain = layer(x)
     tt.quantize_activations(layer, to)
     torch.testing.assert_close(compiled(x), layer(x))
+    assert not torch.equal(compiled(x), plain)
     assert graphs.frame_count == 2
     x.requires_grad_()
     compiled(x).sum().backward()
@@ -323,6 +334,8 @@ def test_integers_with_integers(scheme):
     weight, x = tt.Weight.encode(gaussian(48, 64), scheme), gaussian(32, 64, seed=3)
     expected = rounded(x, "int8") @ weight.dequantize().double().T
     assert error(rounding.int_mm(x, scheme, weight.parts), expected) <= 1e-3
+    x[0, 1], x[1, 1] = torch.nan, torch.inf
+    assert rounding.int_mm(x, scheme, weight.parts)[:2].isnan().all()
 
 
 ON_GPU = [(tt.int8(), "int8", "int_mm"), (tt.fp8(), "float8", "scaled_mm")]

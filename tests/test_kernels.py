@@ -136,6 +136,20 @@ def test_many_rows_of_inputs_with_many_rows_of_codes(scheme, columns):
             assert is_near(F.linear(x, weight, bias), x, weight, bias)
 
 
+@needs_compiler
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int8(64), tt.int4(), tt.int4(32), tt.int4(16), tt.nf4()], ids=str)
+def test_an_input_that_is_not_finite_reaches_every_result_wherever_it_stands(scheme, value):
+    weight = weight_of(scheme, 9, 384)
+    x = rand(384, 384).bfloat16()
+    x.fill_diagonal_(value)
+    with torch.no_grad():
+        some = torch.cat([F.linear(x[i : i + 4], weight) for i in range(0, 384, 4)])
+        alone = torch.cat([F.linear(x[i : i + 1], weight) for i in range(384)])
+    assert not some.isfinite().any()
+    assert not alone.isfinite().any()
+
+
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 

@@ -100,13 +100,6 @@ struct Spans {
         }
     }
 
-    static float largest_of(F v) {  // nan if one is
-        float most = 0;
-        for (int64_t l = 0; l < LANES; l++)
-            if (!(v[l] <= most)) most = v[l];
-        return most;
-    }
-
     // The unit is a power of two, so that multiplying by it is exact. Values that are not finite make it nan, and with
     // it every result. Where 4-bit codes follow, words are at most 32639: 127 of their high byte and 127 of the low one.
     static float unit_of(F largest) {

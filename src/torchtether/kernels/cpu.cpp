@@ -194,6 +194,13 @@ inline float sum(F v) {
     return x[0];
 }
 
+inline float largest_of(F v) {  // nan if one is
+    float most = 0;
+    for (int64_t l = 0; l < LANES; l++)
+        if (v[l] > most || v[l] != v[l]) most = v[l];
+    return most;
+}
+
 struct Table {  // values[index & 15], lane by lane
 #if WIDTH == 64
     __m512 t;
@@ -567,9 +574,7 @@ struct Inputs {
     // `natural` in whole units of to[BLOCK / 2]: a power of two, so that multiplying by it is exact. Values that are not
     // finite make the unit so, and with it every result.
     static void fix(float* natural, F largest, float* to) {
-        float most = 0;
-        for (int64_t l = 0; l < LANES; l++)
-            if (!(largest[l] <= most)) most = largest[l];
+        const float most = largest_of(largest);
         int exponent = 0;
         if (!(most <= 3e38f)) { to[BLOCK / 2] = NAN; memset(natural, 0, BLOCK * 4); return; }
         if (most > 0) frexpf(most, &exponent);
