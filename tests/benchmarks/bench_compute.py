@@ -9,6 +9,7 @@ Kernels are compiled before anything is timed.
     decode      one row of bfloat16 inputs               prefill    512 rows
     embedding   512 tokens, and one                      backward   a training step of inputs through a frozen weight
     dispatch    a tiny weight: microseconds by layer     compiled   one row through torch.compile (needs a C++ compiler)
+    activations inputs rounded to 8 bits, 1 and 512 rows, and how far that moves a product
 
 "limit" reads as many bytes as the parts of a weight have, with all threads and a compiled loop: a product cannot take
 less, and where ours takes about as long, memory is what bounds it. torch's own dense product does not read at that rate
@@ -21,6 +22,7 @@ torch's own kernels, called with plain tensors that were packed before.
 import argparse
 import ctypes
 import importlib.util
+import itertools
 import json
 import shutil
 import statistics
@@ -184,6 +186,22 @@ def prefill(size):
     yield from products(size, BATCHES[size], dict.fromkeys(SCHEMES, 1.15), peers=False)
 
 
+def activations(size):
+    """Beside products of inputs as they are; the title says by how much of its norm rounding moves a product."""
+    for (rows, columns), batch in itertools.product(SHAPES[size], (1, BATCHES[size])):
+        values, x = random_values(rows, columns), torch.randn(batch, columns).bfloat16()
+        contenders, bars, moved = {DENSE: applied(values, x)}, [], []
+        for scheme in ("int8", "int4"):
+            weight, rounding = weight_of(values, scheme), weight_of(values, scheme)
+            rounding.set_activations("int8")
+            contenders |= {f"ours {scheme}": applied(weight, x), f"ours {scheme}, rounding": applied(rounding, x)}
+            limit = {"int8": 0.5, "int4": 0.25}[scheme] if batch == 1 else 0.6
+            bars.append((f"{scheme}, rounding, against dense", f"ours {scheme}, rounding", (DENSE,), limit))
+            exact = F.linear(x, weight).float()
+            moved.append(f"{scheme} {float((F.linear(x, rounding).float() - exact).norm() / exact.norm()):.2%}")
+        yield f"{rows}x{columns}, {batch} rows of int8 (moves products by: {', '.join(moved)})", contenders, bars
+
+
 def embedding(size):
     for rows, columns in SHAPES[size][-1:]:
         values = random_values(rows, columns)
@@ -289,6 +307,7 @@ def dense(values):
 GROUPS = {
     "decode": decode,
     "prefill": prefill,
+    "activations": activations,
     "embedding": embedding,
     "backward": backward,
     "dispatch": dispatch,
