@@ -372,6 +372,11 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.einsum: _call("bi,oi->bo", rand(3, COLUMNS), W),
     torch.Tensor.module_load: _call(W, rand(ROWS, COLUMNS)),
     torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),
+    torch.Tensor.untyped_storage: _call(W),
+    torch.Tensor.storage: _call(W),
+    torch.Tensor._typed_storage: _call(W),
+    torch.Tensor.share_memory_: _call(W),
+    torch.Tensor.is_shared: _call(W),
 }
 
 COLLECTIVES = sorted((op for op in KINDS if str(op).startswith(("c10d.", "_c10d_functional."))), key=str)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
 from tests.kernel_cases import EPS
-from torchtether.kernels import TABLE, build, choose, chunks, int8pack, layout_of, native
+from torchtether.kernels import TABLE, build, choose, chunks, int8pack, kernels_for, layout_of, native
 from torchtether.ops import linear as linear_module
 
 needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
@@ -466,6 +466,19 @@ def test_the_shortcut_is_taken_only_by_who_may():
         assert F.linear(*given).requires_grad
     assert native.shortcut_gather((index, trained), None) is None
     assert F.embedding(index, trained).requires_grad
+
+
+@needs_compiler
+def test_the_shortcut_knows_how_many_rows_its_kernel_is_for():
+    weight = weight_of(tt.int8(), 1024, 1024, dtype=torch.float32)
+    (_, most), *_ = kernels_for(weight.kernel_layout, torch.float32)
+    x = rand(3 * most, 1024)
+    with torch.no_grad():
+        F.linear(x[:1], weight)  # from here on the kernel is known
+        assert native.shortcut_linear((x[:most], weight), None) is not None
+        for many in (x[: most + 1], x.view(3, most, 1024)):
+            assert native.shortcut_linear((many, weight), None) is None
+            assert torch.equal(F.linear(many, weight), F.linear(many, weight.dequantize()))
 
 
 @needs_compiler

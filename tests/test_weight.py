@@ -3,11 +3,13 @@
 import copy
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
 import torchtether as tt
 from tests.catalog import SCHEMES, each_scheme, few_schemes, rand
+from torchtether.inner import EmptyStorage
 from torchtether.spec import contiguous_stride
 
 
@@ -47,6 +49,63 @@ def test_sharing_memory_shares_every_part_and_does_not_crash(row):
     assert held.is_shared()
     assert all(part.is_shared() for part in held.parts.values())
     assert torch.equal(module(torch.ones(2, 64)), expected)
+
+
+class Halves(tt.WrapperTensor):
+    inner_names = ("held",)
+
+    def __new__(cls, held):
+        return super().__new__(cls, dtype=torch.float32, shape=held.shape, held=held)
+
+    def decode(self):
+        return self.held.float()
+
+
+STORAGES = {"weight": weight_of, "plain": lambda: weight_of(tt.Plain()), "wrapper": lambda: Halves(torch.ones(16, 64))}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("make", STORAGES.values(), ids=STORAGES)
+def test_the_storage_without_memory_refuses_what_would_end_the_process(make):
+    tensor = make()
+    held = tensor.untyped_storage()
+    assert held is tensor.untyped_storage() is tensor.storage()._untyped_storage
+    assert (held.nbytes(), held.device.type, held._cdata) == (
+        16 * 64 * 4,
+        "cpu",
+        tensor.detach().untyped_storage()._cdata,
+    )
+    room = torch.UntypedStorage(held.nbytes())
+    asks = {
+        "share_memory_": (),
+        "copy_": (room,),
+        "byteswap": (torch.float32,),
+        "float": (),
+        "__setitem__": (0, 1),
+        "_share_fd_cpu_": (),
+        "_share_filename_cpu_": (),
+        "_set_from_file": (None, 0, False, 4),
+    }
+    for name, args in asks.items():
+        with pytest.raises(tt.UnsupportedOpError, match="dequantize"):
+            getattr(tensor.untyped_storage(), name)(*args)
+    with pytest.raises(tt.UnsupportedOpError, match="share_memory_"):
+        tensor.storage().share_memory_()
+    with pytest.raises(tt.UnsupportedOpError):
+        torch.multiprocessing.reductions.reduce_storage(held)
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        held.data_ptr()
+    with pytest.raises(RuntimeError):  # else it would take all of one size for one
+        safetensors.torch.storage_ptr(tensor)
+    assert type(room) is torch.UntypedStorage
+    assert "4096 bytes" in repr(held)
+    if isinstance(tensor, tt.Weight):
+        assert torch.Tensor.share_memory_(tensor) is tensor
+        assert torch.Tensor.is_shared(tensor) is True
+
+
+def test_every_refusal_of_the_storage_is_of_something_that_torch_has():
+    assert {name for name in vars(EmptyStorage) if not name.startswith("__")} <= set(dir(torch.UntypedStorage))
 
 
 def _clear(weight, done):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._torch import as_plain
+from .errors import UnsupportedOpError
 from .schemes import dtype_from_name, dtype_name
 
 
@@ -40,3 +43,55 @@ def from_pickle(tensors: Mapping[str, Tensor], float8: Mapping[str, str]) -> dic
 
 def _is_float8(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize == 1
+
+
+class EmptyStorage(torch.UntypedStorage):
+    """The storage of a wrapper, which has no memory: what torch would do at address 0 raises UnsupportedOpError.
+
+    ``nbytes()`` says what the values would take.  ``data_ptr()`` is torch's to refuse, as RuntimeError: of another
+    class tools take it for an address of 0, and two weights of one size for one.
+    """
+
+    def __repr__(self) -> str:
+        return f"EmptyStorage({self.nbytes()} bytes claimed, device='{self.device}')"
+
+    __str__ = __repr__
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedOpError(
+            f"{name} needs the memory of a storage that has none: it is that of a wrapper around other tensors",
+            fix="Call share_memory_() on the tensor, or dequantize() for its values.",
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+# Each of these would end the process, for torch does not look whether there is memory; conversions such as float() call
+# _to.
+_OF_MEMORY = (
+    *("__setitem__", "__delitem__", "_set_from_file", "_share_fd_cpu_", "_share_filename_cpu_", "_to"),
+    *("byteswap", "copy_", "share_memory_"),
+)
+for _name in _OF_MEMORY:
+    setattr(EmptyStorage, _name, _refusing(_name))
+
+
+def empty_storage(tensor: Tensor, ask: Callable[[Tensor], Any] = Tensor.untyped_storage) -> Any:
+    """What ``ask`` says of the storage of a wrapper, which refuses from now on what would crash.
+
+    >>> from torchtether import Weight, int8
+    >>> storage = Weight.encode(torch.ones(2, 4), int8()).untyped_storage()
+    >>> storage.nbytes()
+    32
+    >>> storage.share_memory_()
+    Traceback (most recent call last):
+    torchtether.errors.UnsupportedOpError: share_memory_ needs the memory of a storage that has none: ...
+    """
+    with as_plain():
+        held = tensor.untyped_storage()
+        if type(held) is torch.UntypedStorage:  # the object is the same each time, so it stays one of that class
+            held.__class__ = EmptyStorage
+        return held if ask is Tensor.untyped_storage else ask(tensor)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ._torch import as_plain
 from .arguments import said
 from .errors import TetherError, UnsupportedOpError
-from .inner import are_shared, from_pickle, share, to_pickle
+from .inner import are_shared, empty_storage, from_pickle, share, to_pickle
 from .schemes import Plain, Shape
 from .spec import WeightSpec, contiguous_stride
 
@@ -204,6 +204,8 @@ class WrapperTensor(Tensor):
     ) -> Any:
         if func is Tensor.module_load:
             return _module_load(*args, **(kwargs or {}))
+        if func in (Tensor.untyped_storage, Tensor.storage):
+            return empty_storage(args[0], func)
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]
             raise UnsupportedOpError(
                 f".data of a {cls.__name__} cannot be set: torch would ignore it silently", fix="Use copy_()."

@@ -1,0 +1,29 @@
+"""The storage that torch gives a Weight, which claims the bytes of the values and has no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..dispatch import rule
+from ..inner import empty_storage
+from ..weight import Weight
+
+
+@rule(Tensor.untyped_storage)
+def untyped_storage(op: Any, weight: Weight) -> Any:
+    """That storage: its size and identity can be asked for, as tools do; what needs its memory raises."""
+    return empty_storage(weight)
+
+
+@rule(Tensor.storage, Tensor._typed_storage)  # type: ignore[attr-defined]
+def storage(op: Any, weight: Weight) -> Any:
+    """The same storage, typed, as deprecated code asks for it."""
+    return empty_storage(weight, op)
+
+
+@rule(Tensor.share_memory_, Tensor.is_shared)
+def shared(op: Any, weight: Weight) -> Any:
+    """What the Weight's own methods say, also to who calls those of ``Tensor``."""
+    return getattr(weight, op.__name__)()
