@@ -150,6 +150,11 @@ class StockCall:
                     swap_impl(touched.grad, shell)
                 held.grad = touched.grad
 
+    def named(self, error: TetherError, tensor: Any = None) -> TetherError:
+        """``error`` about ``tensor`` by its names in the model, if it has some."""
+        names = names_of(self._root).get(id(tensor)) if id(tensor) in self._tensors else None
+        return error.named(said(names)) if names else error
+
     def fresh(self, made: Any) -> Any:
         """``made``, or a plain tensor over it if a conversion with nothing to do gave a Parameter subclass itself.
 

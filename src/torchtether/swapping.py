@@ -124,7 +124,11 @@ class _Scope(TorchFunctionMode):
                 self._call.touch(argument)
             if func is Tensor.module_load:
                 return self._call.load(*args, **(kwargs or {}))
-            return self._call.fresh(func(*args, **(kwargs or {})))
+            try:
+                made = func(*args, **(kwargs or {}))
+            except TetherError as error:
+                raise self._call.named(error, *args[:1]) from None
+            return self._call.fresh(made)
         return func(*args, **(kwargs or {}))
 
     def _begin(self, frame: FrameType) -> None:
@@ -222,10 +226,15 @@ def _converting(scope: _Scope) -> Iterator[None]:
 
 
 def _outermost(frame: FrameType) -> FrameType:
-    """The first of the ``_apply`` that have called each other down to ``frame``."""
-    while (back := frame.f_back) is not None and back.f_code.co_name == "_apply" and _module_of(back) is not None:
+    """The first of the ``_apply`` of modules that have called each other down to ``frame``, some through a scope's."""
+    found = frame
+    while (back := frame.f_back) is not None and back.f_code.co_name == "_apply":
+        if _module_of(back) is not None:
+            found = back
+        elif back.f_code is not _Scope._apply.__code__:
+            break
         frame = back
-    return frame
+    return found
 
 
 def _callers() -> list[FrameType]:

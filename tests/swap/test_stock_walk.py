@@ -334,3 +334,37 @@ def test_a_model_compiles_inside_the_scope(middle):
         assert run(x).dtype == torch.float64
         assert torch.equal(run(x), model(x))
     assert model.head.weight is model.emb.weight
+
+
+class Own(nn.Parameter):
+    """Torch converts these itself, and Weights; so the scope sees each tensor function of that module."""
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: nn.Parameter(tt.Weight.encode(t.detach(), tt.int8())), Own], ids=["weight", "own"]
+)
+def test_modules_that_torch_converts_itself_are_part_of_the_same_call(make):
+    """Memory that others share before and behind them stays shared; buffers and tied parameters, too."""
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+    model[2].weight = nn.Parameter(model[0].weight.detach().t())
+    model[4].register_buffer("row", model[0].weight.detach()[0])
+    model[1].weight = model[3].weight = make(model[1].weight.detach()).requires_grad_(False)
+    ties, before = [tie.names for tie in find_ties(model)], {n: id(t) for n, t in tensors_of(model).items()}
+    assert len(ties) == 2
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(8, 8) if parameter.requires_grad else None
+    optimizer.step()
+    with swapping(model, optimizer=optimizer):
+        model.to(torch.float64)
+    assert [tie.names for tie in find_ties(model)] == ties
+    assert {n: id(t) for n, t in tensors_of(model).items()} == before
+    assert {tensor.dtype for tensor in tensors_of(model).values()} == {torch.float64}
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float64}
+
+
+def test_what_refuses_a_conversion_is_named():
+    model = nn.ModuleDict({"one": nn.Conv2d(4, 4, 3), "two": nn.Conv2d(4, 4, 3)})
+    tt.quantize(model, {"two.weight": "int8"})
+    with swapping(model), pytest.raises(tt.UnsupportedOpError, match=r"^two\.weight: .*\(4, 4, 3, 3\).*channels_last"):
+        model.to(memory_format=torch.channels_last)

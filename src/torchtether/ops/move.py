@@ -58,7 +58,10 @@ def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
     ):  # no compute dtype: the values are asked for
         return op(weight.values_of(), dtype=dtype, memory_format=memory_format, **kwargs)  # type: ignore[no-any-return]
     if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
-        raise UnsupportedOpError(f"a Weight cannot be laid out as {memory_format}", fix="Call .dequantize() first.")
+        raise UnsupportedOpError(
+            f"a Weight of shape {tuple(weight.shape)} cannot be laid out as {memory_format}",
+            fix="Call .dequantize() first.",
+        )
     parts = weight.scheme.convert(weight.map(lambda part: op(part, **kwargs)).parts, dtype)
     return _as_room(weight.with_parts(parts, weight.spec.replace(dtype=dtype)), weight)
 
