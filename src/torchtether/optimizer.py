@@ -134,8 +134,8 @@ Before = tuple[Tensor, torch.dtype, torch.device]
 def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | None = None) -> None:
     """State tensors are on their parameter's device, and in its dtype where they had its old one.
 
-    A state tensor changes dtype if it had the parameter's old float dtype and is no step counter or the like: so
-    moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU, unless the
+    A state tensor changes dtype if it had the parameter's old one, float or complex, and is no step counter or the like:
+    so moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU, unless the
     optimizer is fused or capturable.  State on ``meta`` has no values; it is dropped, and the next step makes it again.
 
     Every entry of ``journal`` restores one state tensor.
@@ -178,9 +178,11 @@ def _followed(value: Any, change: Change, steps_move: bool, is_number: bool) -> 
     if isinstance(value, Tensor):
         dtype, device = value.dtype, value.device
         is_number = is_number and value.dim() == 0
-        both = change.dtype.is_floating_point and change.held.dtype.is_floating_point
+        both = all(one.is_floating_point or one.is_complex for one in (change.dtype, change.held.dtype))
         if both and not is_number and dtype == change.dtype:
             dtype = change.held.dtype
+            if value.is_complex() and not dtype.is_complex:
+                value = value.real  # as of the parameter itself, which torch has said
         if device == change.device and (not is_number or steps_move or device.type != "cpu"):
             device = change.held.device
         return value if (dtype, device) == (value.dtype, value.device) else value.detach().to(device, dtype)

@@ -8,6 +8,7 @@ from tests.convert.models import KINDS, OPTIMIZERS, rig
 from torchtether import OptimizerError
 from torchtether.convert import convert
 from torchtether.optimizer import check_optimizer
+from torchtether.swapping import swapping
 
 
 def test_check_optimizer_accepts_what_belongs():
@@ -128,3 +129,22 @@ def test_a_parameter_that_the_optimizer_has_not_met_gets_no_state():
     made = rig(KINDS["plain"], steps=0)
     convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
     assert not made.optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real", "ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_state_of_complex_parameters_follows(make, dtype):
+    """Stock ``.to()`` drops their imaginary part, and state that kept it would stop the next step."""
+    model = nn.ParameterList([nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))])
+    optimizer = make(model.parameters())
+    for _ in range(2):
+        model[0].abs().sum().backward()
+        optimizer.step()
+        (state,) = optimizer.state.values()
+        before = {name: value.clone() for name, value in state.items() if value.dim()}
+        with swapping(model, optimizer=optimizer):
+            model.to(dtype)
+        assert {state[name].dtype for name in before} == {model[0].dtype} == {dtype}
+        for name, value in before.items():
+            assert torch.equal(state[name], value.to(dtype))
