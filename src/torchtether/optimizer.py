@@ -134,9 +134,10 @@ Before = tuple[Tensor, torch.dtype, torch.device]
 def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | None = None) -> None:
     """State tensors are on their parameter's device, and in its dtype where they had its old one.
 
-    A state tensor changes dtype if it had the parameter's old one, float or complex, and is no step counter or the like:
-    so moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU, unless the
-    optimizer is fused or capturable.  State on ``meta`` has no values; it is dropped, and the next step makes it again.
+    A state tensor changes dtype if it had the parameter's old one, float or complex, and is no step counter or the
+    like: so moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU,
+    unless the optimizer is fused or capturable.  State on ``meta`` has no values; it is dropped, and the next step
+    makes it again.
 
     Every entry of ``journal`` restores one state tensor.
     """
