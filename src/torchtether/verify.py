@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .files import Tick
 from .ops.rows import part_rows, view_parts
 from .report import Progress, ticking
-from .schemes import Parts, Scheme, Shape, same_bits
+from .schemes import Parts, Scheme, Shape, dtype_name, same_bits
 from .schemes.blocks import flat
 from .spec import View, contiguous_stride
 from .weight import Weight
@@ -58,9 +58,9 @@ def verify_checkpoint(
 
     Opening it checks headers, offsets, sizes, the index and the record. Here the bytes of each stored tensor are
     compared with their checksum where the file has one, stored copies of aliases with their owners, and quantized
-    weights must be readable in their format and decode to finite numbers. With ``against`` every name is compared with
-    that checkpoint's: a name on one side only, another shape, values that are not the source's in the dtype at hand,
-    and errors beyond the bound of the scheme are faults.
+    weights must be readable in their format and decode to finite numbers that are so in their dtype, too. With
+    ``against`` every name is compared with that checkpoint's: a name on one side only, another shape, values that are
+    not the source's in the dtype at hand, and errors beyond the bound of the scheme are faults.
 
     Scratch is small beside a large tensor that is plain, and the parts of one that is quantized. A whole tensor is
     taken into memory only where its values cannot be had one after the other: where the other checkpoint has it turned,
@@ -98,12 +98,19 @@ def _wrong_values(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[tuple[s
     """What the bytes say that they cannot mean; of tensors that are ``damaged``, enough is said already."""
     for name, entry in checkpoint.entries.items():
         if entry.spec is not None and damaged.isdisjoint(entry.keys.values()):
-            weight = checkpoint.read_briefly(name).to(torch.float32)
+            held = checkpoint.read_briefly(name)
+            weight = held.to(torch.float32)
             assert isinstance(weight, Weight)
-            scheme = weight.scheme
-            runs = _runs(scheme, weight.parts, weight.spec.base, _PIECE)
-            if not all(bool(scheme.decode(parts, base, torch.float32).isfinite().all()) for parts, base in runs):
-                yield name, f"{name}: it decodes to values that are not finite"
+            scheme, worst = weight.scheme, ""
+            for parts, base in _runs(scheme, weight.parts, weight.spec.base, _PIECE):
+                values = scheme.decode(parts, base, torch.float32)
+                if not values.isfinite().all():
+                    worst = "that are not finite"
+                    break
+                if held.dtype == torch.float16 and not values.to(held.dtype).isfinite().all():
+                    worst = f"that are too large for {dtype_name(held.dtype)}"
+            if worst:
+                yield name, f"{name}: it decodes to values {worst}"
     for alias, entry in checkpoint.copies.items():
         owner = checkpoint.entries[checkpoint.find(alias)[0]]
         if damaged.isdisjoint((*entry.keys.values(), *owner.keys.values())):

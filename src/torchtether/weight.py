@@ -159,7 +159,10 @@ class Weight(Tensor):
         return sum(part.nbytes for part in self.parts.values())
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The values, as a new plain tensor of this shape, stride and dtype; gradients flow through unchanged."""
+        """The values, as a new plain tensor of this shape, stride and dtype; gradients flow through unchanged.
+
+        What is beyond the range of the dtype is infinite, as in any conversion; ``.to(torch.float32)`` has it again.
+        """
         if torch.is_grad_enabled() and self.requires_grad:
             values: Tensor = _Dequantize.apply(self)
             return values

@@ -204,3 +204,16 @@ def test_scratch_is_at_most_the_largest_tensor_and_some(tmp_path, scheme):
         paths += [str(tmp_path / f"{name}-q.safetensors"), str(tmp_path / f"{name}.safetensors")]
     done = subprocess.run([sys.executable, "-c", _PEAK, *paths], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4 * values.new_empty(2, 4096, 2048).numel() + 64 * 2**20
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.mxfp4()], ids=str)
+def test_values_that_the_compute_dtype_cannot_hold_are_a_fault(scheme, tmp_path):
+    """The largest float16 is rounded up by most schemes; in bfloat16 the same parts are right."""
+    values = torch.full((4, 64), -65504.0)
+    for dtype, expected in ((torch.float16, "too large for float16"), (torch.bfloat16, ""), (torch.float32, "")):
+        weight = tt.Weight.encode(values, scheme).to(dtype)
+        assert bool(weight.dequantize().isinf().any()) == bool(expected)
+        tt.save({"w": weight}, path := tmp_path / f"{str(dtype)[6:]}.safetensors")
+        faults = verify_checkpoint(path).faults
+        assert len(faults) == bool(expected)
+        assert all(fault == f"w: it decodes to values that are {expected}" for fault in faults)

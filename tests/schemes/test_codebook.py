@@ -187,3 +187,12 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         resolve("int-4")
     with pytest.raises(RuleError, match="got int"):
         resolve(4)
+
+
+@pytest.mark.parametrize("magnitude", [1e36, 1e38, 1.7e38])
+def test_the_mean_of_huge_absmax_stays_within_float32(magnitude):
+    scheme, w = nf4(double_quant=True), torch.linspace(-1, 1, 128 * 1024).view(128, 1024) * magnitude
+    parts = scheme.encode(w)
+    error = (scheme.decode(parts, w.shape, torch.float32) - w).abs()
+    assert (error <= scheme.bound(parts, w.shape)).all()
+    assert error.max() < 0.2 * magnitude

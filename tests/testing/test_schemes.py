@@ -144,6 +144,11 @@ def _of_a_gain():
     return dataclasses.replace(scheme, gain=2.0)
 
 
+def _clamped(self, parts, shape, dtype):
+    made = Whole.decode(self, parts, shape, torch.float32)
+    return made.clamp(-60000, 60000).to(dtype) if dtype == torch.float16 else made.to(dtype)
+
+
 BROKEN = {
     "json": lambda: _broken("json", to_json=lambda self: {"kind": self.kind, "bits": 7}),
     "layout": lambda: _broken("layout", nbytes=lambda self, shape, dtype: 1),
@@ -151,6 +156,7 @@ BROKEN = {
     "refuses-alike": lambda: _broken("refuses-alike", encode=_scalars_too),
     "bound": lambda: _broken("bound", bound=lambda self, parts, shape: Whole.bound(self, parts, shape) * 0.5),
     "decode": lambda: _broken("decode", decode=_strided),
+    "narrow": lambda: _broken("narrow", decode=_clamped),
     "strides": lambda: _broken("strides", encode=_writing),
     "writes-back": lambda: _broken("writes-back", reencode=_wear),
     "writes": lambda: _broken("writes", reencode=_forget_scale),

@@ -375,6 +375,7 @@ class Codebook(Scheme):
             parts["nested_offset"].zero_()
             return
         mean = amax.mean()
+        mean = torch.where(mean.isfinite(), mean, (amax * 2.0**-64).mean() * 2.0**64)  # a sum that leaves float32
         offset = torch.where(amax.max() > _EXTREME * mean, torch.zeros_like(mean), mean)
         rest = amax - offset
         scale = fold(rest.abs(), self.nested_block_size, 0, torch.amax)

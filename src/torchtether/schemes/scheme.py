@@ -81,7 +81,11 @@ class Scheme:
         raise NotImplementedError(_unwritten(self, "encode"))
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The values of ``parts`` as a new contiguous tensor of ``shape`` and ``dtype``."""
+        """The values of ``parts`` as a new contiguous tensor of ``shape`` and ``dtype``.
+
+        They are float32's, rounded once: as with torch's own conversion, what is beyond the range of ``dtype`` is
+        infinite, also where rounding to a code has moved it there (65504 in float16, for most schemes).
+        """
         raise NotImplementedError(_unwritten(self, "decode"))
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:

@@ -238,6 +238,27 @@ def _decode(subject: _Subject) -> None:
 
 @law(
     LAWS,
+    "narrow",
+    "decode in 16 bits gives what its float32 values round to, infinite only where those are beyond its range",
+    "a compute dtype changes more than the rounding of the values, or hides that it cannot hold them",
+)
+def _narrow(subject: _Subject) -> None:
+    for case, values, _ in subject.each(_CALM):
+        ends = values.float() * (65504 / values.float().abs().max().clamp_min(1e-3)) if values.numel() else values
+        for wanted in (values, ends):  # up to the ends of float16, which an encoded value may overshoot
+            try:
+                parts = subject.scheme.encode(wanted)
+            except SchemeError:
+                continue
+            exact = subject.scheme.decode(parts, case.shape, torch.float32)
+            for dtype in (torch.float16, torch.bfloat16):
+                made, rounded = subject.scheme.decode(parts, case.shape, dtype), exact.to(dtype)
+                what = f"decode in {str(dtype).removeprefix('torch.')} is not float32's rounded, for {case}"
+                require(torch.equal(made, rounded), what)
+
+
+@law(
+    LAWS,
     "strides",
     "encode takes any strides, and leaves its argument as it was",
     "a transposed or sliced weight is encoded wrongly, or the caller's tensor changes",
