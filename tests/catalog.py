@@ -369,6 +369,10 @@ def sample(op) -> Sample:
 FUNCTIONS: dict[Any, Sample] = {
     F.linear: _call(rand(3, COLUMNS), W),
     F.embedding: _call(torch.tensor([[0, 3], [ROWS - 1, 0]]), W),
+    torch.matmul: _call(rand(3, ROWS), W),
+    torch.Tensor.matmul: _call(rand(2, 3, ROWS), W),
+    torch.Tensor.__matmul__: _call(rand(2, 3, ROWS), W),
+    torch.Tensor.__rmatmul__: _call(W, rand(3, ROWS)),
     torch.einsum: _call("bi,oi->bo", rand(3, COLUMNS), W),
     torch.Tensor.module_load: _call(W, rand(ROWS, COLUMNS)),
     torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),

@@ -582,6 +582,54 @@ def test_gradients_through_a_frozen_weight_in_chunks(row, dtype, shape, with_bia
     assert ((x.grad.double() - twin.grad).abs() <= allowed).all()
 
 
+BATCHES = {
+    "transposed": lambda x: x.view(2, 3, 256).transpose(0, 1),
+    "repeated": lambda x: x[:1].expand(4, 5, 256),
+    "every other": lambda x: x.view(3, 2, 256)[::2],
+    "four": lambda x: x.view(1, 2, 3, 256).transpose(1, 2),
+    "none": lambda x: x.view(2, 3, 256).transpose(0, 1)[:, :0],
+}
+PRODUCTS = {
+    "linear": lambda x, weight: F.linear(x, weight, torch.ones(24).requires_grad_()),
+    "matmul": lambda x, weight: torch.matmul(x, weight.t()),
+    "@": lambda x, weight: x @ weight.t(),
+    "weight first": lambda x, weight: weight @ x.transpose(-1, -2),
+    "rmatmul": lambda x, weight: weight.t().__rmatmul__(x),
+}
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.nf4(), tt.Plain()], ids=["int8", "nf4", "plain"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_batches_that_lie_in_any_order(scheme, batch, product):
+    """Torch would repeat the Weight for each matrix of a batch that is not one matrix as it lies."""
+    for frozen in (True, False):
+        weight = weight_of(scheme, dtype=torch.float32).requires_grad_(not frozen)
+        values = weight.detach().dequantize().requires_grad_(not frozen)
+        results = []
+        for held in (weight, values):
+            leaf = rand(6, 256).requires_grad_()
+            out = product(batch(leaf), held)
+            out.square().sum().backward()
+            results.append((out.detach(), leaf.grad, None if frozen else held.grad))
+        for got, expected in zip(*results, strict=True):
+            if expected is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+        with torch.no_grad():
+            torch.testing.assert_close(product(batch(rand(6, 256)), weight), results[1][0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_batches_that_lie_in_any_order_compile(product):
+    torch._dynamo.reset()
+    weight, compiled = weight_of(tt.int8(), dtype=torch.float32), torch.compile(product, backend="aot_eager")
+    for count in (2, 3, 5):
+        x = rand(count, 4, 256).transpose(0, 1).requires_grad_()
+        torch.testing.assert_close(compiled(x, weight), product(x, weight.dequantize()), rtol=1e-4, atol=1e-3)
+
+
 def test_chunks_never_decode_the_whole(monkeypatch):
     monkeypatch.setattr(linear_module, "CACHED", 256)
     monkeypatch.setattr(tt.Affine, "decode", lambda *args: pytest.fail("decoded") if args[2][0] > 256 else None)

@@ -22,6 +22,9 @@ KINDS: dict[Any, str] = {}
 REFUSED: dict[Any, str] = {}
 """Why an op that one might expect is refused, and what to do instead."""
 
+FOLDS: dict[Any, Rule] = {}
+"""Functions that the compiler, too, sees as their rule rewrites them, for want of an op below that could answer."""
+
 SHORTCUTS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any] | None], Any]] = {}
 """What is tried before the rule of a function, with its arguments and keywords: it answers ``None`` if it cannot."""
 

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from .arguments import check_tensor, said
-from .dispatch import HOOKS, REFUSED, RULES, SHORTCUTS
+from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
 from .errors import ArgumentError, SchemeError, UnsupportedOpError
 from .inner import are_shared, from_pickle, share, to_pickle
 from .kernels import PREFIX, Layout, layout_of
@@ -305,6 +305,8 @@ class Weight(Tensor):
             answer = RULES.get(func)
             if answer is not None and type(func) is not OpOverload:  # those are answered below autograd
                 return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
+        elif func in FOLDS:
+            return FOLDS[func](func, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

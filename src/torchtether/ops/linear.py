@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import any_requires_grad, is_observed, is_tracing, untraced
-from ..dispatch import SHORTCUTS, rule
+from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..errors import UnsupportedOpError
 from ..kernels import ANY, Layout, chunks, int8pack, kernels_for, layout_of, native, rounding
 from ..schemes import Scheme, scheme_from_json
@@ -76,10 +76,41 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return _decoded_linear(op, input, weight, bias)
 
 
-def _plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(weight, Weight) and _is_batch(input):
+            folded: Tensor = op(input.flatten(0, -2), weight, bias)
+            return folded.view(*input.shape[:-1], weight.shape[0])
         made: Tensor = op(input, weight, bias)
     return made
+
+
+def _is_batch(x: Any) -> bool:
+    """Whether torch would rather repeat a Weight for each matrix of ``x`` than copy ``x`` to make it one matrix."""
+    return _is_strided(x) and not x.is_contiguous()
+
+
+def _is_strided(x: Any) -> bool:
+    is_plain = isinstance(x, Tensor) and not isinstance(x, Weight) and not x.is_nested
+    return is_plain and x.layout is torch.strided and x.dim() > 2
+
+
+@rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
+def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
+    """The product, where the other factor is a batch of matrices one matrix with all of their rows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if op is Tensor.__rmatmul__:
+            op, first, second = torch.matmul, second, first
+        if not kwargs and _is_matrix(second) and _is_batch(first):
+            return op(first.flatten(0, -2), second).view(*first.shape[:-1], second.shape[1])
+        if not kwargs and _is_matrix(first) and _is_strided(second):
+            turned = second.transpose(-1, -2)  # (A @ B).T is B.T @ A.T, so it is the rows of B.T that are one matrix
+            return op(turned.flatten(0, -2), first.t()).view(*turned.shape[:-1], first.shape[0]).transpose(-1, -2)
+        return op(first, second, **kwargs)
+
+
+def _is_matrix(weight: Any) -> bool:
+    return isinstance(weight, Weight) and weight.dim() == 2
 
 
 def _by_kernel(
@@ -94,6 +125,10 @@ def _by_kernel(
             if made is not None:
                 return made
     return None
+
+
+FOLDS.update(dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__), matmul))
+FOLDS[torch.nn.functional.linear] = _plain_linear
 
 
 # -- products by decoding ---------------------------------------------------------------------------------------------
