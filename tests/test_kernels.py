@@ -344,6 +344,33 @@ def test_what_torch_refuses_is_refused():
         with torch.no_grad():
             assert _is_refused(bad, weight, bias) == _is_refused(bad, values, bias)
     assert _is_refused(x.float(), weight, None)
+    for mixed in (rand(24).bfloat16().to("meta"), rand(24).bfloat16().to("meta").requires_grad_()):
+        assert _is_refused(x, values, mixed)
+        assert _is_refused(x, weight, mixed)
+
+
+@pytest.mark.parametrize("padding", [24, -25, 99])
+def test_a_padding_row_that_is_not_there_is_refused(padding):
+    weight, index = weight_of(tt.int8()), torch.tensor([1, 0])
+    for held in (weight.dequantize(), weight):
+        for _ in range(2):  # the second time by the shortcut
+            assert torch.equal(F.embedding(index, held, padding_idx=-24), held.dequantize()[index])
+            with pytest.raises(AssertionError, match="Padding_idx must be within num_embeddings"):
+                F.embedding(index, held, padding_idx=padding)
+
+
+@pytest.mark.parametrize("index", [[1], None], ids=str)
+def test_what_is_no_index_is_refused_by_torch(index):
+    with pytest.raises(TypeError, match="must be Tensor"):
+        F.embedding(index, weight_of(tt.int8()))
+
+
+def test_zeros_that_take_no_memory_are_inputs():
+    for scheme in (tt.int8(), tt.int4()):
+        weight, zeros = weight_of(scheme), torch._efficientzerotensor((3, 256), dtype=torch.bfloat16)
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(F.linear(zeros, weight, torch.ones(24).bfloat16()), torch.ones(3, 24).bfloat16())
 
 
 @needs_compiler
@@ -441,6 +468,9 @@ def test_the_shortcut_is_taken_only_by_who_may():
         ):
             assert native.shortcut_linear(args, names) is None
         assert native.shortcut_gather((index, weight), {"max_norm": None, "sparse": True}) is not None
+        assert native.shortcut_gather((index, weight), {"padding_idx": 22}) is not None
+        for padding in (23, -1, -24, "a", 1 << 70):
+            assert native.shortcut_gather((index, weight), {"padding_idx": padding}) is None
         for args, names in (((index, weight), {"max_norm": 1.0}), ((index, weight, None), None), ((index,), {})):
             assert native.shortcut_gather(args, names) is None
         with pytest.raises(IndexError):
@@ -506,6 +536,10 @@ def test_int8pack_refuses_what_would_crash():
     odd = room[1:].view(24, 256).copy_(weight.parts["qdata"])
     parts = [odd, *layout.pick(weight.parts)[1:]]
     assert int8pack.linear(layout, parts, rand(1, 256).bfloat16(), None) is None
+    parts, x = layout.pick(weight.parts), rand(1, 256).bfloat16()
+    assert int8pack.linear(layout, parts, x, rand(24).bfloat16()) is not None
+    assert int8pack.linear(layout, parts, x, rand(24).bfloat16().to("meta")) is None
+    assert int8pack.linear(layout, parts, torch._efficientzerotensor((1, 256), dtype=torch.bfloat16), None) is None
     for scheme in (tt.int8(128), tt.Affine(symmetric=False), tt.Affine(block=(None, None)), tt.Affine(unit=0.5)):
         other = weight_of(scheme)
         assert int8pack.linear(other.kernel_layout, other.kernel_layout.pick_from(other), rand(1, 256), None) is None

@@ -146,7 +146,7 @@ _OBJECTS = (
     *(None, NotImplemented, False, IndexError),
     Layout,
     *(sys.intern("_kernel_layout"), sys.intern("_spec"), sys.intern("dtype")),
-    sys.intern("max_norm"),
+    *(sys.intern("max_norm"), sys.intern("padding_idx")),
     *WATCHED,
     *(torch.autograd.forward_ad, sys.intern("_current_level")),
     any_requires_grad,

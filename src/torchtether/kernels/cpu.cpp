@@ -957,6 +957,7 @@ struct Known {
         const Held type(python.type(layout));
         if (type.object != python.layout) return;
         spec.object = again(python.item(dict.object, python.spec));
+        if (!spec.object) return;
         dtype.object = python.get(spec.object, python.dtype);
         for (int i = 0; i < 3; i++)
             if (dtype.object == python.dtypes[i]) number = i;
@@ -1001,7 +1002,8 @@ Object* shortcut_linear(Object*, Object* const* given, intptr_t count) {
     return or_none(known.L->entries->linear(*known.L, given_x, bias, known.parts, known.count));
 }
 
-// ((index, Weight), options of F.embedding): but for max_norm they say something of gradients only.
+// ((index, Weight), options of F.embedding): but for max_norm they say something of gradients only; what they must not say
+// is for torch to refuse.
 Object* shortcut_gather(Object*, Object* const* given, intptr_t count) {
     if (count != 2 || positional(given[0], python.none) != 2) return again(python.none);
     Object* max_norm = given[1] == python.none ? nullptr : python.item(given[1], python.max_norm);
@@ -1010,6 +1012,12 @@ Object* shortcut_gather(Object*, Object* const* given, intptr_t count) {
     const Known known(python.field(given[0], 1), index, python.none);
     if (!known.L || !known.L->entries) return again(python.none);
     const Layout& L = *known.L;
+    Object* padding = given[1] == python.none ? nullptr : python.item(given[1], python.padding_idx);
+    if (padding && padding != python.none) {
+        const int64_t row = python.number(padding);  // -1 where it is no number
+        if (row < 0) python.forget();
+        if (row < 0 || row >= L.rows) return again(python.none);
+    }
     return or_none(L.entries->decode(L, known.number, index, 0, 0, python.none, known.parts, known.count));
 }
 

@@ -24,7 +24,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     is_plain = struct.groups == 1 and struct.height == 1 and struct.zero < 0 and struct.unit == 1
     if not is_plain or codes.shape != (layout.rows, layout.columns):
         return None
-    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,)):
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,) or not bias.is_cpu):
         return None
     if type(x) not in _PLAIN or type(bias) not in (*_PLAIN, type(None)):
         return None
@@ -36,7 +36,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
         or not (codes.is_contiguous() and codes.is_cpu and x.is_cpu)
     ):
         return None
-    if codes.data_ptr() % 16 or x2.data_ptr() % 16 or codes.data_ptr() == 0:
+    if any(address % 16 or not address for address in (codes.data_ptr(), x2.data_ptr())):  # 0: freed, or all zeros
         return None
     out = torch._weight_int8pack_mm(x2, codes, scale.reshape(-1).to(x.dtype))
     if bias is not None:

@@ -32,7 +32,7 @@ struct Python {
     Object *none, *not_implemented, *no, *index_error;
     Object* layout;                                   // the class
     Object *kernel_layout, *spec, *dtype;             // names of attributes
-    Object* max_norm;                                 // the name of an argument
+    Object *max_norm, *padding_idx;                   // names of arguments
     Object *modes, *level, *casts, *traces;           // functions that say who looks on
     Object *forward_ad, *current_level;               // a module, and the name of its attribute
     Object* any_requires_grad;                        // a function of tensors and None

@@ -363,11 +363,16 @@ def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, _traced(weight), *args, **kwargs)
-    if isinstance(weight, Weight) and max_norm is None and not _records_graph(weight):
+    is_plain = isinstance(weight, Weight) and max_norm is None and not _records_graph(weight)
+    if is_plain and isinstance(input, Tensor) and _is_row(weight, kwargs.get("padding_idx", args[0] if args else None)):
         made = gather(weight, input)
         SHORTCUTS[op] = native.shortcut_gather  # next time
         return made
     return _plain_embedding(op, input, weight, *args, **kwargs)
+
+
+def _is_row(weight: Weight, padding_idx: int | None) -> bool:
+    return padding_idx is None or (weight.dim() > 0 and -weight.shape[0] <= padding_idx < weight.shape[0])
 
 
 def _plain_embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
