@@ -363,11 +363,12 @@ def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, _traced(weight), *args, **kwargs)
-    is_plain = isinstance(weight, Weight) and max_norm is None and not _records_graph(weight)
-    if is_plain and isinstance(input, Tensor) and _is_row(weight, kwargs.get("padding_idx", args[0] if args else None)):
-        made = gather(weight, input)
-        SHORTCUTS[op] = native.shortcut_gather  # next time
-        return made
+    if isinstance(weight, Weight) and max_norm is None and not _records_graph(weight):
+        padding = kwargs.get("padding_idx", args[0] if args else None)
+        if isinstance(input, Tensor) and _is_row(weight, padding):  # or torch says what is wrong
+            made = gather(weight, input)
+            SHORTCUTS[op] = native.shortcut_gather  # next time
+            return made
     return _plain_embedding(op, input, weight, *args, **kwargs)
 
 
