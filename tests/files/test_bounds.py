@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import torchtether as tt
@@ -152,15 +152,17 @@ def test_what_is_written_is_read_back_up_to_the_limits(tmp_path):
 
 
 @given(st.lists(st.integers(0, 9), max_size=9), st.integers(1, 9), st.integers(1, 7))
+@example([3, 2], 9, 1)
 def test_the_widest_inner_object_is_counted_over_pieces(sizes, widest, piece):
     """Whatever the pieces in which the text is looked at."""
     text = json.dumps({str(i): {str(j): [[j], {"a": j}] for j in range(size)} for i, size in enumerate(sizes)}).encode()
     stock, strict_json._PIECE = strict_json._PIECE, piece
     try:
-        strict_json.check_extent(text, 10**9, widest, name="f", what="text")
+        pairs = strict_json.check_extent(text, 10**9, widest, name="f", what="text")
     except tt.CheckpointError:
         assert max(sizes) > widest
     else:
         assert max(sizes, default=0) <= widest
+        assert pairs == len(sizes) + 2 * sum(sizes)
     finally:
         strict_json._PIECE = stock

@@ -1,5 +1,6 @@
 """Safetensors files: what is written is read, by us and by others; what lies is refused."""
 
+import itertools
 import json
 import os
 import stat
@@ -220,6 +221,12 @@ LIES = {
     "list": (lambda p: crafted(p, b"[]"), "does not begin"),
     "deep": (lambda p: crafted(p, b'{"a":' * 200_000), "nested too deeply"),
     "twice": (lambda p: crafted(p, b'{"a": 1, "a": 2}'), "'a' twice"),
+    "twice_inside": (lambda p: crafted(p, b'{"a": {"b": 1, "c": 2, "b": 3}}'), "'b' twice"),
+    "twice_in_a_list": (lambda p: crafted(p, b'{"a": [{"b": 1, "b:": 2, "b": 3}]}'), "'b' twice"),
+    "twice_with_objects": (lambda p: crafted(p, b'{"a": {"b": {"c": 1}, "d": 1}, "a": {}}'), "'a' twice"),
+    "twice_escaped": (lambda p: crafted(p, b'{"a\\":": 1, "a\\u0022:": 2}'), "twice"),
+    "long_inner_key": (lambda p: crafted(p, {"a": {"x" * 70_000: 1}}), "has 70000 characters"),
+    "long_key_deep_down": (lambda p: crafted(p, {"a": [{"x" * 70_000: 1}]}), "has 70000 characters"),
     "nan": (lambda p: crafted(p, b'{"a": NaN}'), "number NaN"),
     "fraction": (lambda p: crafted(p, b'{"a": 1.5}'), "number 1.5"),
     "long_number": (lambda p: crafted(p, b'{"a": ' + b"9" * 5000 + b"}"), "not JSON"),
@@ -246,6 +253,14 @@ LIES = {
         lambda p: crafted(p, {"a": entry(shape=(2,), offsets=(0, 8)), "b": entry(offsets=(4, 8))}, b"12345678"),
         "b: it begins at byte .* overlaps",
     ),
+    "gap_before_the_last": (
+        lambda p: crafted(p, {"a": entry(offsets=(8, 12)), "b": entry(offsets=(0, 4))}, b"123456789012"),
+        "a: it begins at byte .* leaves a gap",
+    ),
+    "the_same_place": (
+        lambda p: crafted(p, {"a": entry(), "b": entry(), "c": entry(offsets=(4, 8))}, b"12345678"),
+        "b: it begins at byte .* overlaps",
+    ),
 }
 
 
@@ -257,6 +272,17 @@ def test_a_file_that_lies_is_one_error_with_its_name(tmp_path, lie):
         TensorFile(tmp_path / "bad.safetensors")
     assert "bad.safetensors" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_tensors_may_be_listed_in_any_order(tmp_path):
+    data = struct.pack("<4f", 1, 2, 3, 4)
+    places = {"a": (8, 16), "none": (8, 8), "b": (4, 8), "c": (0, 4)}
+    for order in itertools.permutations(places):
+        listed = {key: entry(shape=((places[key][1] - places[key][0]) // 4,), offsets=places[key]) for key in order}
+        with TensorFile(crafted(tmp_path / "x.safetensors", listed, data)) as file:
+            assert list(file.header.tensors) == list(order)
+            found = {key: file.read(key).tolist() for key in order}
+        assert found == {"a": [3, 4], "none": [], "b": [2], "c": [1]}
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_an_error(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
+from itertools import chain
 from reprlib import Repr
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ _DEPTH = 32
 _NAME_LIMIT = 2**16  # characters of a key; every error about it repeats them
 _PIECE = 2**16
 _COUNT_LIMIT = 2**48
+_UNMARKED = bytes(byte for byte in range(256) if byte not in b'"{}[],:')
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -57,11 +60,12 @@ def parse_object(
         return float(word) if math.isfinite(float(word)) else refuse(word)
 
     try:
-        check_extent(text if isinstance(text, bytes) else text.encode(), values, widest, name=name, what=what)
+        pairs = check_extent(text if isinstance(text, bytes) else text.encode(), values, widest, name=name, what=what)
         words = text.decode("utf-8") if isinstance(text, bytes) else text
-        found = json.loads(
-            words, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite if floats else refuse
-        )
+        read = partial(json.loads, parse_constant=refuse, parse_float=finite if floats else refuse)
+        found = read(words)
+        if not _is_unique(found, pairs):
+            found = read(words, object_pairs_hook=unique)
         if _HALVES.search(words):  # an escape can spell half a character, which nobody can print
             json.dumps(found, ensure_ascii=False).encode()
     except CheckpointError:
@@ -79,23 +83,39 @@ def parse_object(
     return found
 
 
-def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) -> None:
-    """Raises CheckpointError if ``text`` says more than ``parse_object`` reads; writers ask too, of what they write.
+def _is_unique(found: Any, pairs: int) -> bool:
+    """Whether ``found``, made of a text with so many pairs of a key and a value, surely has them all, under short keys.
 
-    Counts values and depth without making any: a list takes two bytes in a file and sixty in memory. What follows a
-    syntax error may be counted wrongly; the parser stops before it.
+    Asking here takes a third of what it takes to look at every object while it is made. What is nested more deeply than
+    the objects of a header is not looked for, and counts as absent.
+    """
+    if type(found) is not dict:
+        return False
+    inner = [value for value in found.values() if type(value) is dict]
+    if len(found) + sum(map(len, inner)) != pairs:
+        return False
+    return max(map(len, chain(found, chain.from_iterable(inner))), default=0) <= _NAME_LIMIT
+
+
+def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) -> int:
+    """The pairs of a key and a value in ``text``; raises CheckpointError if it says more than ``parse_object`` reads.
+
+    Writers ask too, of what they write. Counts without making any value: a list takes two bytes in a file and sixty in
+    memory. What follows a syntax error may be counted wrongly; the parser stops before it.
     """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # so that every quote begins or ends a string
-    values = depth = is_inside = width = 0
+    values = pairs = depth = is_inside = width = 0
     for at in range(0, len(text), _PIECE):
-        piece = np.frombuffer(text, np.uint8, min(_PIECE, len(text) - at), at)
-        inside = np.bitwise_xor.accumulate((piece == ord('"')).view(np.uint8)) ^ is_inside
-        is_inside = int(inside[-1])
-        outside = piece[inside == 0]
+        marks = np.frombuffer(text[at : at + _PIECE].translate(None, _UNMARKED), np.uint8)
+        inside = np.bitwise_xor.accumulate((marks == ord('"')).view(np.uint8)) ^ is_inside
+        is_inside = int(inside[-1]) if len(inside) else is_inside
+        outside = marks[inside == 0]
         opens, commas = (outside == ord("{")) | (outside == ord("[")), outside == ord(",")
-        levels = depth + np.cumsum(opens.astype(np.int32) - ((outside == ord("}")) | (outside == ord("]"))))
-        values += int(opens.sum()) + int(commas.sum())
+        closes = (outside == ord("}")) | (outside == ord("]"))
+        levels = depth + np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int32)
+        values += int(np.count_nonzero(opens)) + int(np.count_nonzero(commas))
+        pairs += int(np.count_nonzero(outside == ord(":")))
         if len(levels):
             depth = int(levels[-1])
             if levels.max() > _DEPTH:
@@ -107,6 +127,7 @@ def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) 
                 raise CheckpointError(f"the {what} holds more than {widest} values in one object or list", name=name)
         if values > limit:
             raise CheckpointError(f"the {what} holds more than {limit} values", name=name)
+    return pairs
 
 
 def check_length(key: str, *, name: str) -> None:
