@@ -58,7 +58,8 @@ class Checkpoint(Mapping[str, Tensor]):
                 store.header.tensors, store.header.metadata, store.record, store.beside(), self._read_small
             )
             format, found, entries = recognise(contents)
-            _check_owners(store.record.ties, entries.keys() | found.faults.keys(), str(store.path))
+            if store.record.ties:
+                _check_owners(store.record.ties, entries.keys() | found.faults.keys(), str(store.path))
         except BaseException:
             self.store.close()
             raise
@@ -93,7 +94,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         names = [*self.entries, *self._alias]
-        return iter(sorted(name for name in names if not name.startswith(HIDDEN)))
+        return iter(sorted([name for name in names if not name.startswith(HIDDEN)]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

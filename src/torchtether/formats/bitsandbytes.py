@@ -57,11 +57,11 @@ def recognise(contents: Contents) -> Found | None:
     """Every weight with a quant_state, and every int8 weight with SCB; ``None`` without any."""
     tensors = contents.tensors
     states = {key.partition(STATE)[0]: key for key in tensors if STATE in key}
-    rows = [key for key in tensors if key.endswith(".SCB")]
-    sides = tuple(f".{role}" for role in _SIDES)
-    sided = [key for key in tensors if key.endswith(sides)]
+    rows = [key for key in tensors if key.endswith(".SCB")] if "SCB" in contents.leaves else []
     if not states and not rows and contents.method != "bitsandbytes":
         return None
+    sides = tuple(f".{role}" for role in _SIDES)
+    sided = [key for key in tensors if key.endswith(sides)]
     found = Found()
     for weight, state in states.items():
         _add_4bit(found, contents, weight, state)

@@ -100,6 +100,16 @@ class Contents:
         return str(self.quantization.get("quant_method") or "").lower()
 
     @cached_property
+    def leaves(self) -> frozenset[str]:
+        """What stands behind the last dot of the keys. Every format looks for some, and few tensors have many."""
+        return frozenset([key.rpartition(".")[2] for key in self.tensors])
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes that are stored."""
+        return frozenset([stored.dtype for stored in self.tensors.values()])
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in, as ``config.json`` has it.
 

@@ -36,7 +36,7 @@ _SPARE = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_scale_
 def recognise(contents: Contents) -> Found | None:
     """Every float8 tensor with its scale; a scale or a code alone is a fault."""
     named = contents.method in METHODS
-    if not named and (contents.method or not any(key.endswith("_scale_inv") for key in contents.tensors)):
+    if not named and (contents.method or not any(leaf.endswith("_scale_inv") for leaf in contents.leaves)):
         return None
     block = _block_size(contents)
     found = Found()

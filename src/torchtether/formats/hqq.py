@@ -38,8 +38,10 @@ _LONGEST = 256  # bytes of a setting
 
 def recognise(contents: Contents) -> Found | None:
     """Every ``W_q`` with its scales and settings; what is packed in another way is a fault, by its name."""
+    if contents.method != name and (contents.method or "W_q" not in contents.leaves):
+        return None
     modules = [key.removesuffix(".W_q") for key in contents.tensors if key.endswith(".W_q")]
-    if contents.method != name and (contents.method or not modules):
+    if not contents.method and not modules:
         return None
     found = Found()
     for module in modules:

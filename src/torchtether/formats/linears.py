@@ -124,6 +124,8 @@ def pattern(text: str, *, file: str) -> re.Pattern[str]:
 def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
     """The keys of every module that has a ``qweight`` or ``qzeros``, by role."""
     modules: dict[str, dict[str, str]] = {}
+    if contents.leaves.isdisjoint(("qweight", "qzeros")):
+        return modules
     for key in contents.tensors:
         module, _, role = key.rpartition(".")
         if role in ("qweight", "qzeros"):

@@ -92,6 +92,8 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 def _refuse_without_config(contents: Contents) -> None:
     """Raises CheckpointError for tensors of MLX whose ``config.json`` is absent: group size and bits are ambiguous."""
+    if torch.uint32 not in contents.dtypes:
+        return
     for key, stored in contents.tensors.items():
         module = key.removesuffix(".weight")
         if stored.dtype == torch.uint32 and {f"{module}.scales", f"{module}.biases"} <= contents.tensors.keys():

@@ -29,6 +29,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 def recognise(contents: Contents) -> Found | None:
     """Every pair of blocks and scales; one alone is a fault. ``None`` without any, unless the config says mxfp4."""
     tensors = contents.tensors
+    if not contents.method and not any(leaf.endswith(BLOCKS) for leaf in contents.leaves):
+        return None
     ends = {key.removesuffix(end) for end in (BLOCKS, SCALES) for key in tensors if key.endswith(end)}
     pairs = {base for base in ends if base + BLOCKS in tensors and base + SCALES in tensors}
     if contents.method not in ("mxfp4", "") or (not contents.method and not pairs):

@@ -37,9 +37,8 @@ DATA, PACKED = "._data", "._data._data"
 def recognise(contents: Contents) -> Found | None:
     """Every ``_data`` with its scale (and shift); components without the others are a fault."""
     qmap = _map(contents)
-    guessed = not contents.method and any(
-        key.endswith((f".weight{DATA}", f".weight{PACKED}")) for key in contents.tensors
-    )
+    ends = (f".weight{DATA}", f".weight{PACKED}")
+    guessed = not contents.method and "_data" in contents.leaves and any(key.endswith(ends) for key in contents.tensors)
     if qmap is None and contents.method != name and not guessed:
         return None
     found = Found()

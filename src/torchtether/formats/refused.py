@@ -62,9 +62,8 @@ _FIX = "Take the model unquantized or in a format that is read, or dequantize it
 def check_refused(contents: Contents) -> None:
     """Raises CheckpointError, naming the format, for a checkpoint that no module of this room recognises and whose
     tensors are not what they seem; all others may be loaded as they are."""
-    leaves = {key.rpartition(".")[2] for key in contents.tensors}
     for kind, suffixes in _SUFFIXES.items():
-        key = _with(contents, suffixes) if suffixes[0] in leaves else None
+        key = _with(contents, suffixes) if suffixes[0] in contents.leaves else None
         if key is not None:
             _refuse(METHODS[kind], f"{key} is there, with {' and '.join(suffixes[1:])}", key)
     codes = find_codes(contents)
@@ -76,6 +75,8 @@ def check_refused(contents: Contents) -> None:
 
 def find_codes(contents: Contents) -> str | None:
     """The first matrix of integers or float8; masks that old models keep as ``bias`` are none."""
+    if contents.dtypes.isdisjoint(_CODES):
+        return None
     for key, stored in contents.tensors.items():
         if stored.dtype in _CODES and len(stored.shape) >= 2 and not key.endswith("bias"):
             return key

@@ -46,9 +46,7 @@ def recognise(contents: Contents) -> Found | None:
     config that says otherwise than the tensors is a fault. Without a config, what the tensors leave open is one.
     """
     settings = _settings(contents)
-    if settings is None and (
-        contents.method or not any(key.rpartition(".")[2] == "weight_packed" for key in contents.tensors)
-    ):
+    if settings is None and (contents.method or "weight_packed" not in contents.leaves):
         return None
     config = None if settings is None else parse(settings)
     found = Found()
