@@ -118,7 +118,7 @@ def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
     """
     spans: list[tuple[int, int] | None] = [None] * len(tensors)
     places: list[tuple[int, int, int]] = []  # start, stop, and which tensor; -1 for what is not plain
-    memories: dict[Hashable, int] = {}  # of those without an address the only one, or -1
+    memories: dict[Hashable, tuple[int, int]] = {}  # of those without an address the only one and its bytes, or -1
     for i, tensor in enumerate(tensors):
         address = nbytes = 0
         if type(tensor) in STOCK and tensor.layout is torch.strided and not tensor.is_nested:
@@ -130,16 +130,17 @@ def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
             places.append((address, address + nbytes, i))
         elif nbytes and tensor.is_contiguous():
             memory = storage_id(tensor)
-            memories[memory] = -1 if memory in memories else i
+            memories[memory] = (-1, 0) if memory in memories else (i, nbytes)
         else:
             for block in blocks_of(tensor):
                 if isinstance(block.space, torch.device):
                     places.append((block.start, block.stop, -1))
                 else:
-                    memories[block.space] = -1
-    for i in memories.values():
+                    memories[block.space] = -1, 0
+    for i, nbytes in memories.values():
         if i >= 0:
-            spans[i] = int(tensors[i].storage_offset()) * tensors[i].element_size(), tensors[i].nbytes
+            offset = int(tensors[i].storage_offset())
+            spans[i] = offset * tensors[i].element_size() if offset else 0, nbytes
     places.sort()
     reached = 0
     for at, (start, stop, i) in enumerate(places):
