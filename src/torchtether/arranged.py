@@ -36,7 +36,7 @@ class Arranged(Mapping[str, Composed]):
     """
 
     def __init__(self, checkpoint: Checkpoint, rename: Rename = None) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self._entries = checkpoint, checkpoint.entries
         listed = list(checkpoint)
         names = set(listed)
         hidden = [key for key in checkpoint.flat if key not in names]
@@ -44,7 +44,7 @@ class Arranged(Mapping[str, Composed]):
         self.broken: dict[str, Composed] = {}
         self._made: dict[str, Composed] = _AsStored(checkpoint)
         self._recipes: dict[str, Recipe] = {}
-        self._keys: dict[str, str | None] = {key: key for some in (listed, hidden) for key in some}
+        self._keys: dict[str, str | None] = {key: key for key in (*listed, *hidden)}
         """The key in the checkpoint that a name is, if it is only called so."""
         self.listed: set[str] = names
         """Names that must not be left over."""
@@ -95,8 +95,7 @@ class Arranged(Mapping[str, Composed]):
 
     def stored(self, name: str) -> Entry | None:
         """The entry of the plain tensor that ``name`` is, as it is stored; ``None`` for anything else."""
-        key = self._keys.get(name)
-        entry = None if key is None else self.checkpoint.entries.get(key)
+        entry = self._entries.get(self._keys.get(name))  # type: ignore[arg-type]  # no entry has the key None
         return entry if entry is not None and entry.spec is None else None
 
     def cut(self, boxes: Mapping[str, Sequence[Range]]) -> Arranged:

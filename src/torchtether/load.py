@@ -28,12 +28,15 @@ from .quantize import add_load_hook
 from .renaming import Rename
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
 from .rules import Rules, globs_of, order_of, unmatched
+from .schemes import Shape
 from .spec import WeightSpec
 from .swap import Exchange
 from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .weight import Weight
 
 _SHOWN = 12
+
+_CPU = torch.device("cpu")
 
 _ENCODED = 2**21
 """Elements that are read and then encoded at once. Fewer would have threads wait for each other more often."""
@@ -205,34 +208,40 @@ class LoadPlan:
 
         Returns how many bytes have been mapped.
         """
+        given = self._draft.given
         mapped = {id(step) for step in steps if self._is_mapped(step)} if self._map else set()
+        plain: list[Step] = []
+        stored: list[tuple[str, Shape]] = []
         fresh: list[Step] = []
         other: list[Step] = []
         filled: list[Step] = []
         for step in steps:
             is_meta = step.held.is_meta
+            entry = given.stored(step.name) if step.as_it_is and is_meta and step.device == _CPU else None
+            if entry is not None and id(step) not in mapped:
+                plain.append(step)
+                stored.append((entry.keys["tensor"], entry.stride))
+                continue
             (filled if step.in_place else fresh if is_meta else other).append(step)
             if not is_meta:
-                _check_encodes(step, self._draft.given)
-        if fresh or other:
+                _check_encodes(step, given)
+        if plain or fresh or other:
             with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
-                exchange.check([member.tensor for step in (*fresh, *other) for member in step.component.members])
+                held = [step.held for step in plain] + [m.tensor for step in fresh for m in step.component.members]
+                exchange.check(held + [member.tensor for step in other for member in step.component.members])
                 batch = Batch()
-                made = [
-                    _mapped(step, self._draft.given, tick)
-                    if id(step) in mapped
-                    else _contents(step, self._draft.given, tick, batch)
-                    for step in fresh
-                ]
+                made = given.checkpoint.store.make_later(stored, batch)
+                for step in fresh:
+                    made += _mapped(step, given, tick) if id(step) in mapped else _contents(step, given, tick, batch)
                 batch.run(tick)
-                held = [member.tensor for step in fresh for member in step.component.members]
-                exchange.put_own(held, [new for contents in made for new in contents])
+                exchange.put_own(held, made)
                 for step in other:
-                    _put(exchange, step, _contents(step, self._draft.given, tick))
+                    _put(exchange, step, _contents(step, given, tick))
             keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
+            self._done.update([step.name for step in plain])
             self._done.update(name for step in (*fresh, *other) for name in step.component.names)
         for step in filled:
-            _fill(step, self._draft.given, tick)
+            _fill(step, given, tick)
             self._done.update(step.component.names)
         return sum(step.nbytes for step in steps if id(step) in mapped) if mapped else 0
 
@@ -642,12 +651,12 @@ def _said_encoder(before: str) -> str:
 
 def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
     for step in steps:
-        for names, tensor, *_ in step.component.members:
-            for name in names:
+        for member in step.component.members:
+            tensor = member.tensor
+            for name in member.names:
                 if now.get(name) is not tensor:
-                    raise LoadError(
-                        "it is another tensor than when the load was planned", name=names[0], fix="Plan again."
-                    )
+                    what = "it is another tensor than when the load was planned"
+                    raise LoadError(what, name=member.names[0], fix="Plan again.")
 
 
 def _check_encodes(step: Step, given: Arranged) -> None:

@@ -4,11 +4,13 @@ import gc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtether.files import memory
-from torchtether.files.memory import fresh
+from torchtether.files.memory import fresh, fresh_each
 from torchtether.files.system import HUGE_PAGE
 
+CPU = torch.device("cpu")
 LARGE = (HUGE_PAGE // 4 + 3, 1)
 
 
@@ -41,6 +43,40 @@ def test_other_devices_and_modes():
     with torch.device("meta"), torch.inference_mode():
         made = fresh(LARGE, torch.float32)
     assert made.device.type == "cpu"
+
+
+KINDS = [
+    (shape, dtype, stride)
+    for shape, stride in [((), ()), ((0, 3), (3, 1)), ((3, 5), (1, 3)), ((1, 7), (99, 1)), ((1024, 2049), (1, 1024))]
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.uint16)
+]
+
+
+class Watching(TorchDispatchMode):
+    """Counts the tensors that torch makes."""
+
+    made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.made += "empty" in str(function) and kwargs["device"].type == "cpu"
+        return function(*args, **(kwargs or {}))
+
+
+def test_many_are_like_each():
+    with torch.device("meta"):
+        many, each = fresh_each(KINDS), [fresh(shape, dtype, "cpu", stride) for shape, dtype, stride in KINDS]
+    for one, other in zip(many, each, strict=True):
+        assert (one.shape, one.dtype, one.stride(), one.device) == (other.shape, other.dtype, other.stride(), CPU)
+        assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        assert is_on_a_huge_page(one) == is_on_a_huge_page(other)
+        assert (one.requires_grad, one._base, one.storage_offset()) == (False, None, 0)
+    assert len({one.untyped_storage()._cdata for one in many}) == len(KINDS)
+
+
+def test_who_looks_on_sees_many():
+    with Watching() as mode:
+        fresh_each([((3,), torch.float32, (1,))] * 5)
+    assert mode.made == 5
 
 
 def test_mappings_are_counted_and_come_to_an_end(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchtether as tt
-from torchtether.files import TensorFile, write_tensors
+from torchtether.files import Store, TensorFile, system, write_tensors
 from torchtether.files import batch as batch_module
 from torchtether.files import together as together_module
 from torchtether.files.batch import Batch
@@ -25,6 +25,7 @@ def threads(monkeypatch):
     monkeypatch.setattr(batch_module, "_WORTHWHILE", 0)
     monkeypatch.setattr(batch_module, "SLICE", 64)
     monkeypatch.setattr(batch_module, "_NEIGHBOURS", 3)
+    monkeypatch.setattr(batch_module, "_FEW", 2)
     monkeypatch.setattr(together_module, "_TOLD", 0)
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "torchtether"]
@@ -92,6 +93,46 @@ def test_a_batch_reads_what_single_reads_do(tmp_path_factory, sizes, random):
         assert torch.equal(made[key], tensor)
         assert torch.equal(wide[key], tensor.double())
     assert sum(told) == 2 * sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("how", ["at once", "refused", "a part of it"])
+@pytest.mark.parametrize("piece", [batch_module.SLICE, 40])
+def test_small_tensors_come_in_whichever_way_the_system_reads(tmp_path, monkeypatch, how, piece):
+    """Also where it reads nothing at once, or ends early and leaves anything behind."""
+    tensors = {f"t{i:02}": torch.randn(i % 7) for i in range(60)}
+    write(tmp_path / "x.safetensors", tensors)
+    honest, asked = batch_module.read_at_once, []
+
+    def read(descriptor, spans, at, nbytes):
+        asked.append(nbytes)
+        if how == "a part of it":
+            assert not honest(descriptor, [*spans[:-1], 1], at, nbytes)
+        return how == "at once" and honest(descriptor, spans, at, nbytes)
+
+    monkeypatch.setattr(batch_module, "read_at_once", read)
+    monkeypatch.setattr(batch_module, "SLICE", piece)
+    with Store(tmp_path / "x.safetensors") as store:
+        batch, told = Batch(), []
+        order = sorted(tensors, key=hash)
+        made = store.make_later([(key, (1,)) for key in order], batch)
+        batch.run(told.append)
+    assert all(torch.equal(new, tensors[key]) for key, new in zip(order, made, strict=True))
+    assert sum(told) == sum(tensor.nbytes for tensor in tensors.values())
+    assert asked
+    assert max(told) <= piece
+
+
+def test_what_the_system_reads_at_once_is_what_is_there(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(range(100)))
+    memory = torch.zeros(3, 50, dtype=torch.uint8)
+    with (tmp_path / "x").open("rb") as file:
+        spans = [number for row in memory[:2] for number in (row.data_ptr(), 30)]
+        if not system.read_at_once(file.fileno(), spans, 7, 60):
+            assert system._preadv is None
+            return
+        assert memory.tolist() == [[*range(7, 37), *[0] * 20], [*range(37, 67), *[0] * 20], [0] * 50]
+        assert not system.read_at_once(file.fileno(), spans, 41, 60)  # the file ends too early
+        assert not system.read_at_once(-1, spans, 7, 60)
 
 
 def test_a_file_that_shrinks_is_named_and_the_model_stays_on_meta(tmp_path):

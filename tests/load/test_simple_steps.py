@@ -9,6 +9,7 @@ from torch import nn
 import torchtether as tt
 from tests.load.models import Tied, Turned, build
 from torchtether.plan import FLOATS, _Drafter
+from torchtether.ties import named_tensors
 
 
 def _steps(plan):
@@ -70,6 +71,54 @@ def test_every_pair_of_dtypes(tmp_path, monkeypatch, device):
             without = tt.plan_load(model, tmp_path / "x", **options)
         assert _steps(with_short) == _steps(without)
         assert with_short.faults == without.faults
+
+
+def _facts(model):
+    found = {}
+    for name, tensor in named_tensors(model).items():
+        is_weight = isinstance(tensor, tt.Weight)
+        parts = tensor.parts.values() if is_weight else [tensor.detach()]
+        bits = [part.reshape(-1).view(torch.uint8).tolist() for part in parts]
+        laid = (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+        found[name] = type(tensor), laid, bits, tensor._base, is_weight or tensor.untyped_storage().nbytes()
+    return found
+
+
+@pytest.mark.parametrize("quantize", [None, {"mid.weight": None, "*": "int8"}], ids=["plain", "some"])
+@pytest.mark.parametrize("options", [{}, {"dtype": {"norm.*": torch.float64}}, {"map": True}], ids=str)
+@pytest.mark.parametrize("make", [Tied, Turned])
+def test_what_comes_of_the_short_way(tmp_path, monkeypatch, make, options, quantize):
+    """Bits, strides, memory: everything that the long way makes, in the same objects."""
+    tt.save(build(make), tmp_path / "x")
+    found = []
+    for is_short in (True, False):
+        if not is_short:
+            monkeypatch.setattr(_Drafter, "_simple", lambda self, component: None)
+        model = build(make, meta=True)
+        model.norm.weight.requires_grad_(False)
+        before = {name: id(tensor) for name, tensor in named_tensors(model).items()}
+        plan = tt.plan_load(model, tmp_path / "x", quantize=quantize, **options)
+        assert any(step.as_it_is for step in plan.steps) == is_short
+        report = plan.apply()
+        plan.close()
+        assert {name: id(tensor) for name, tensor in named_tensors(model).items()} == before
+        said = report.tensors, report.bytes, report.mapped, report.tied, report.quantized, report.on_meta
+        found.append((_facts(model), plan.left, said))
+    assert found[0] == found[1]
+
+
+def test_a_tensor_that_has_become_real_since_is_filled_all_the_same(tmp_path):
+    """What a plan says of memory on meta is looked at again when it is carried out."""
+    source = build(Tied)
+    tt.save(source, tmp_path / "x")
+    model = build(Tied, meta=True)
+    held = model.mid.bias
+    plan = tt.plan_load(model, tmp_path / "x")
+    tt.materialize(model.mid)
+    plan.apply()
+    plan.close()
+    assert model.mid.bias is held
+    assert torch.equal(held, source.mid.bias)
 
 
 def test_the_strides_of_a_model_are_kept_where_they_say_nothing(tmp_path):

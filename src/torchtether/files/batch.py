@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..schemes import Shape
 from .memory import memory_of, pieces
+from .system import read_at_once
 from .together import Job, Room, together
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ SLICE = 4 * 2**20
 _NEIGHBOURS = 512
 """Tensors that one call reads into; systems allow 1024, and old ones fewer."""
 
+_FEW = 4
+"""Tensors below which it does not matter how their memory is named."""
+
 _WORTHWHILE = 2 * SLICE
 """Bytes below which threads cost more than they save."""
 
@@ -30,6 +34,9 @@ Buffer = tuple[str, memoryview]
 
 Straight = Callable[[int, int, Room], bool]
 """Reads and uses some bytes itself, from an open file and a place in it, with scratch; says whether it did."""
+
+_Read = tuple[int, int, int, int, "TensorFile", str, Tensor]
+"""In the order of the files: which file, the place in it, a number of its own, and how many bytes are for whom."""
 
 _Part = tuple[str, Tensor, int, int]
 """A key, the tensor that it is for, and which of its bytes."""
@@ -42,7 +49,7 @@ class Batch:
     """
 
     def __init__(self) -> None:
-        self._reads: list[tuple[int, int, TensorFile, str, Tensor]] = []
+        self._reads: list[_Read] = []
         self._jobs: list[tuple[int, int, Job]] = []
         self._nbytes = 0
 
@@ -55,14 +62,26 @@ class Batch:
         stored = file.stored(key)
         at = first * (stored.nbytes // stored.shape[0]) if first else 0
         if out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous():
-            self._nbytes += out.nbytes
-            self._reads.append((id(file), stored.start + at, file, key, out))
+            self.fill([(file, key, stored.start + at, out)])
             return
         out = out.detach()
         limit = SLICE * out.element_size() // max(stored.dtype.itemsize, out.element_size())
         for piece in pieces(out, limit):
             self._through(file, key, at, tuple(piece.shape), piece.copy_)
             at += piece.numel() * stored.dtype.itemsize
+
+    def fill(self, places: Iterable[tuple[TensorFile, str, int, Tensor]]) -> None:
+        """Each tensor, contiguous and on the CPU, is to have the bytes that the file has from that place on.
+
+        The key is the one that an error names.
+        """
+        reads, number, total = self._reads, len(self._reads), 0
+        for file, key, at, out in places:
+            nbytes = out.nbytes
+            reads.append((id(file), at, number, nbytes, file, key, out))
+            number += 1
+            total += nbytes
+        self._nbytes += total
 
     def rows(
         self,
@@ -123,10 +142,10 @@ class Batch:
         parts: list[_Part] = []
         first = size = 0
         before: TensorFile | None = None
-        for _, at, file, key, out in sorted(self._reads, key=itemgetter(0, 1)):
-            nbytes = out.nbytes
-            for start in range(0, nbytes, SLICE):
-                stop = min(start + SLICE, nbytes)
+        for _, at, _, nbytes, file, key, out in sorted(self._reads):
+            start = 0
+            while start < nbytes:
+                stop = nbytes if nbytes - start <= SLICE else start + SLICE
                 follows = file is before and at + start == first + size
                 if not follows or size + stop - start > SLICE or len(parts) == _NEIGHBOURS:
                     if before is not None:
@@ -134,14 +153,25 @@ class Batch:
                     before, parts, first, size = file, [], at + start, 0
                 parts.append((key, out, start, stop))
                 size += stop - start
+                start = stop
         if before is not None:
             jobs.append((id(before), first, _reading(before, parts, first, size)))
         return jobs
 
 
+def _spans(parts: list[_Part]) -> list[int]:
+    """Address and length of each of the parts."""
+    found: list[int] = []
+    for _, out, start, stop in parts:
+        found += out.data_ptr() + start, stop - start
+    return found
+
+
 def _reading(file: TensorFile, parts: list[_Part], at: int, size: int) -> Job:
     def job(room: Room) -> int:
-        file.read_bytes([(key, memory_of(out)[start:stop]) for key, out, start, stop in parts], at)
+        descriptor = file.descriptor
+        if descriptor is None or len(parts) < _FEW or not read_at_once(descriptor, _spans(parts), at, size):
+            file.read_bytes([(key, memory_of(out)[start:stop]) for key, out, start, stop in parts], at)
         return size
 
     return job

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from .._torch import empty_on_cpu, is_observed
 from ..schemes import Shape
 from .system import HUGE_PAGE, ask_for_huge_pages
 
@@ -60,6 +61,21 @@ def fresh(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", 
     ask_for_huge_pages(bare.data_ptr(), nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
     with torch.no_grad():
         return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, laid)
+
+
+def fresh_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape]]) -> list[Tensor]:
+    """``fresh`` on the CPU for each shape, dtype and strides, in half of the time.
+
+    Small memory comes past torch's dispatcher, if nothing looks on there.
+    """
+    if is_observed():
+        return [fresh(shape, dtype, "cpu", stride) for shape, dtype, stride in kinds]
+    return [
+        empty_on_cpu(shape, stride, dtype)
+        if _layout(shape, stride, dtype)[1] < HUGE_PAGE
+        else fresh(shape, dtype, "cpu", stride)
+        for shape, dtype, stride in kinds
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..schemes import Shape
 from ..spec import View
 from .batch import Batch
 from .beside import read_beside
@@ -17,6 +18,7 @@ from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, PICKLED, SUFFIX, Index, find_files
+from .memory import fresh_each
 from .pickled import PickledFile
 from .reader import TensorFile, Tick, begins_with, no_tick
 from .record import KEY, Record, parse_record
@@ -47,7 +49,7 @@ class Store:
                 self.files.append(_kind(file)(file))
             self._home = _homes(self.files, self.index)
             self.header: Header = Header(
-                {key: file.header.tensors[key] for key, file in sorted(self._home.items())},
+                {key: self._home[key].header.tensors[key] for key in sorted(self._home)},
                 {key: value for file in self.files for key, value in file.header.metadata.items()},
             )
             self.record, self.has_record = _record(self.files, self.index)
@@ -80,6 +82,17 @@ class Store:
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
         """As ``read_into``, from row ``first`` on, when ``batch`` runs."""
         self._home[key].read_later(key, out, batch, first)
+
+    def make_later(self, wanted: Iterable[tuple[str, Shape]], batch: Batch) -> list[Tensor]:
+        """A new CPU tensor for each key, in its dtype and those dense strides; they have its bytes when ``batch`` runs.
+
+        As ``fresh`` and ``read_later`` do, in a third of the time, which counts when there are thousands of them.
+        """
+        homes, tensors = self._home, self.header.tensors
+        places = [(homes[key], key, tensors[key], stride) for key, stride in wanted]
+        made = fresh_each([(stored.shape, stored.dtype, stride) for _, _, stored, stride in places])
+        batch.fill((file, key, stored.start, out) for (file, key, stored, _), out in zip(places, made, strict=True))
+        return made
 
     def is_mappable(self, key: str) -> bool:
         """Whether ``map`` can give ``key``; see ``TensorFile``."""
@@ -136,10 +149,11 @@ def _kind(path: Path) -> type[TensorFile]:
 def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile]:
     homes: dict[str, TensorFile] = {}
     for file in files:
-        for key in file.header.tensors:
-            if key in homes:
-                raise CheckpointError(f"{homes[key].path.name} stores it too", name=f"{file.name}: {key}")
-            homes[key] = file
+        tensors = file.header.tensors
+        if not homes.keys().isdisjoint(tensors):
+            key = next(key for key in tensors if key in homes)
+            raise CheckpointError(f"{homes[key].path.name} stores it too", name=f"{file.name}: {key}")
+        homes.update(dict.fromkeys(tensors, file))
     if index is not None:
         _check_index(files, index)
     return homes
@@ -147,18 +161,20 @@ def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile
 
 def _check_index(files: list[TensorFile], index: Index) -> None:
     """Raises CheckpointError unless the index names what each file stores, and nothing else."""
-    named = {
-        key: file
-        for file in files
-        for key in (file.names if isinstance(file, PickledFile) else file.header.tensors)  # its aliases have keys too
-    }
+    named: dict[str, str] = {}
+    for file in files:
+        keys = file.names if isinstance(file, PickledFile) else file.header.tensors  # its aliases have keys too
+        named.update(dict.fromkeys(keys, file.path.name))
+    if named == index.weight_map:
+        return
     for key, name in index.weight_map.items():
-        if key not in named or named[key].path.name != name:
-            where = f"is in {named[key].path.name}" if key in named else "is in no shard"
+        if named.get(key) != name:
+            where = f"is in {named[key]}" if key in named else "is in no shard"
             raise CheckpointError(f"the index puts it in {name}, it {where}", name=f"{index.path}: {key}")
-    for key, file in named.items():
-        if key not in index.weight_map:
-            raise CheckpointError("the index does not name it", name=f"{file.name}: {key}")
+    for file in files:
+        for key in file.names if isinstance(file, PickledFile) else file.header.tensors:
+            if key not in index.weight_map:
+                raise CheckpointError("the index does not name it", name=f"{file.name}: {key}")
 
 
 def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]:
@@ -169,7 +185,7 @@ def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]
     ]
     where = str(index.path) if index else files[0].name
     record = Record.union(found, name=where)
-    stored = {key for file in files for key in file.header.tensors}
+    stored = {key for file in files for key in file.header.tensors} if record.ties else set()
     for tie in record.ties:
         for alias in tie.aliases:
             if (alias in stored or alias in record.weights) and alias not in record.copies:
