@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.schemes import laws
@@ -94,6 +95,47 @@ def test_every_number_of_sixteen_bits(name, dtype):
     order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
     check(LOOPS[name], w[order].view(16, 4096))
     check(LOOPS[name], torch.where(w.abs() <= 1, w, w / 2.0**99).view(16, 4096)[:, :3001].contiguous())
+
+
+STEPPED = {
+    "int8": (int8(), torch.arange(-127.5, 127)),
+    "int8 narrow": (Affine(narrow_range=True, unit=1 / 127), torch.arange(-126.5, 127)),
+    "uint8": (Affine(signed=False, symmetric=False), torch.arange(0.5, 255)),
+    "int4": (int4(), torch.arange(0.5, 15)),
+    "int4 long": (int4(2048), torch.arange(0.5, 15)),
+    "int4 symmetric": (int4(None, True), torch.arange(-7.5, 7)),
+    "fp8": (fp8(), torch.arange(8.5, 16)),
+    "e5m2": (ScaledFloat("e5m2", block=(1, None)), torch.arange(4.5, 8)),
+}
+"""Schemes, and where quotients step from one code to the next: of float8 within one binade."""
+
+
+@pytest.mark.parametrize("name", STEPPED)
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32), is_plain=st.booleans())
+def test_numbers_next_to_every_step_are_rounded_as_quotients_are(name, seed, is_plain):
+    """Where a product by the reciprocal of the scale is most likely to give another code; ``is_plain``: also ties."""
+    (scheme, steps), draw = STEPPED[name], torch.Generator().manual_seed(seed)
+    shape, is_float8 = (24, 2048), isinstance(scheme, ScaledFloat)
+    top = torch.rand(24, 1, generator=draw) * 4 + 0.25
+    top = (2.0 ** top.round() * steps.abs().max() if is_plain else top).bfloat16()
+    if getattr(scheme, "symmetric", True):
+        low, scale = -top, scheme.encode(top.expand(24, 128).contiguous())["scale"][:, :1].float()
+        zero = 0
+    else:
+        low = (top * -torch.rand(24, 1, generator=draw)).bfloat16()
+        scale = (top.float() - low.float()) / len(steps)
+        zero = (-low / scale).round()
+    x = (steps[torch.randint(len(steps), shape, generator=draw)] - zero).double() * scale
+    if is_float8:
+        x = x * 2.0 ** torch.randint(-9, 9, shape, generator=draw)
+        x[:, 1792:] *= 2.0**-10  # subnormal ones, and not everywhere: what stands beside them is divided, too
+    sign = torch.randint(2, shape, generator=draw) * 2 - 1 if is_float8 else 1
+    x = (x * sign * (1 + torch.randint(-1, 2, shape, generator=draw) / 256)).bfloat16()  # or the number beside it
+    x = torch.minimum(torch.maximum(x, low), top)
+    x[:, ::128], x[:, 1::128] = top, low
+    parts = scheme.encode(x)
+    laws.assert_same_parts(parts, without(lambda: scheme.encode(x)))
 
 
 @pytest.mark.usefixtures("no_ops")

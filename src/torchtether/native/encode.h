@@ -40,6 +40,7 @@ INLINE const void *behind(const void *x, int dtype, count n) {
 #endif
 
 #define SOME 32
+#define LONG 1024 /* a run for which looking at every step between codes is worth it; with a float8 there are few */
 
 /* Whether its reciprocal is a normal number, and a little more or less still is. */
 INLINE int is_invertible(float by) { return by > float_of(64u << 23) && by < float_of(190u << 23); }
@@ -51,7 +52,10 @@ INLINE void encode_affine(const recipe *r, int dtype, const void *restrict x, co
     count i = 0;
 #ifdef FAST
     int is_guessed = is_invertible(by);
-    float inverse = 1.0f / by;
+    float inverse = 1.0f / by, sure = 0;
+    if (dtype == BFLOAT16 && is_guessed && n >= LONG) sure = agreeing(r, by, zero, 0, 0);
+    if (sure != 0)
+        for (; i + SOME <= n; i += SOME) affine_32_times(r, dtype, behind(x, dtype, i), sure, zero, to + i);
     for (; i + SOME <= n; i += SOME)
         affine_32(r, dtype, behind(x, dtype, i), is_guessed, by, inverse, zero, to + i);
 #endif
@@ -72,9 +76,13 @@ INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, co
     count i = 0;
 #ifdef FAST
     int is_guessed = is_invertible(by);
-    float inverse = 1.0f / by;
+    float inverse = 1.0f / by, sure = 0;
+    if (dtype == BFLOAT16 && is_guessed && n >= LONG / 8) sure = agreeing(r, by, 0, mantissa, bias);
+    if (sure != 0)
+        for (; i + SOME <= n; i += SOME)
+            float8_32(r, dtype, behind(x, dtype, i), 1, 1, by, sure, mantissa, bias, to + i);
     for (; i + SOME <= n; i += SOME)
-        float8_32(r, dtype, behind(x, dtype, i), is_guessed, by, inverse, mantissa, bias, to + i);
+        float8_32(r, dtype, behind(x, dtype, i), is_guessed, 0, by, inverse, mantissa, bias, to + i);
 #endif
     for (; i < n; i++) {
         float y = number(x, dtype, i) / by;

@@ -3,6 +3,12 @@
  * A division takes longer than all the rest, so numbers are multiplied by the reciprocal of their scale: once made a
  * little smaller, once a little larger, so that the true quotient lies between the two products.  Rounding keeps order,
  * also of a sum: where both give the same code, the quotient gives it too.  Where they differ, it is divided.
+ *
+ * Of bfloat16 one product is enough, by a reciprocal that `agreeing` finds for a run.  Code by quotient and code by
+ * product are two stairs, both rising.  Each step of one is nearer to the same step of the other than 2**-11 of where it
+ * is, because what is computed of a number up to 256 is off by less than 2**-12; and two numbers of bfloat16 are further
+ * from each other than 2**-9 of either.  So if the stairs differ for any, then for the one next to a step; and there are
+ * few steps.
  */
 
 #include <immintrin.h>
@@ -50,46 +56,116 @@ INLINE void affine_32(const recipe *r, int dtype, const void *x, int is_guessed,
     _mm256_storeu_si256((__m256i *)to, _mm256_add_epi8(codes, _mm256_set1_epi8((char)r->offset)));
 }
 
-/* The codes of 32 magnitudes as float8, without signs; `least` is the smallest of them. */
-INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, float by, int mantissa, int bias,
-                            __m256 *least) {
+/* The same by one product, where that is known to be right. */
+INLINE void affine_32_times(const recipe *r, int dtype, const void *x, float inverse, float zero, uint8_t *to) {
+    __m256i codes = affine_codes(r, dtype, x, TIMES, inverse, zero);
+    _mm256_storeu_si256((__m256i *)to, _mm256_add_epi8(codes, _mm256_set1_epi8((char)r->offset)));
+}
+
+/* The numbers of bfloat16 next to some others, which are normal. */
+INLINE __m256 next_bfloat16(__m256 x) {
+    __m256i bits = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000));
+    return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32((int)0xffff0000)));
+}
+
+/* Where quotients step from one code to the next, as the first of them and how many. Without a zero point those of
+ * negative numbers mirror the others. */
+INLINE int affine_steps(const recipe *r, float zero, float *first) {
+    *first = zero == 0 ? 0.5f : r->lowest + 0.5f - zero;
+    return (int)(zero != 0 ? r->highest - r->lowest : -r->lowest > r->highest ? -r->lowest : r->highest);
+}
+
+/* Whether no number of bfloat16 is so near to a step that it matters how the reciprocal and the product are rounded: by
+ * less than 2**-22 of the number, and with a zero point by less than 2**-23 of the range of codes, twice. */
+INLINE int affine_is_clear(const recipe *r, float by, float zero) {
+    float first;
+    int count = affine_steps(r, zero, &first), near = zero == 0 ? 8 : 8 * (count + 1); /* in units of the last bit */
+    __m256 step = _mm256_add_ps(_mm256_set1_ps(first), _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7));
+    __m256i least = _mm256_set1_epi32(0xffff);
+    for (int i = 0; i < count; i += 8, step = _mm256_add_ps(step, _mm256_set1_ps(8))) {
+        __m256i bits = _mm256_castps_si256(_mm256_mul_ps(step, _mm256_set1_ps(by)));
+        bits = _mm256_and_si256(_mm256_add_epi32(bits, _mm256_set1_epi32(near)), _mm256_set1_epi32(0xffff));
+        least = _mm256_min_epi32(least, bits);
+    }
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(least, _mm256_set1_epi32(2 * near))) == -1;
+}
+
+/* Whether x * inverse + zero and x / by + zero round to the same integer next to every step. */
+INLINE int affine_agrees(const recipe *r, float by, float inverse, float zero) {
+    float first;
+    int count = affine_steps(r, zero, &first);
+    __m256 number = _mm256_set1_ps(by), times = _mm256_set1_ps(inverse), shift = _mm256_set1_ps(zero);
+    __m256 step = _mm256_add_ps(_mm256_set1_ps(first), _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7));
+    __m256i same = _mm256_set1_epi32(-1);
+    for (int i = 0; i < count; i += 8, step = _mm256_add_ps(step, _mm256_set1_ps(8))) {
+        __m256 x = next_bfloat16(_mm256_mul_ps(step, number));
+        __m256i over = _mm256_cvtps_epi32(_mm256_add_ps(_mm256_div_ps(x, number), shift));
+        same = _mm256_and_si256(same, _mm256_cmpeq_epi32(over, _mm256_cvtps_epi32(_mm256_fmadd_ps(x, times, shift))));
+    }
+    return _mm256_movemask_epi8(same) == -1;
+}
+
+/* The codes of 8 magnitudes, scaled and within limits, as float8. Products are rounded in the simplest way. */
+INLINE __m256i float8_code(__m256 y, int how, int mantissa, int bias) {
     int cut = 23 - mantissa;
     uint32_t smallest = (uint32_t)(128 - bias) << 23, unit = (uint32_t)(128 - bias + cut) << 23;
+    __m256i bits = _mm256_castps_si256(y), half = _mm256_set1_epi32((1 << (cut - 1)) - ((127 - bias) << 23));
+    if (how == TIMES) return _mm256_srli_epi32(_mm256_add_epi32(bits, half), cut);
+    /* halves to even, and what is subnormal by adding the number whose last bit is its own */
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, cut), _mm256_set1_epi32(1));
+    __m256i code = _mm256_add_epi32(_mm256_add_epi32(bits, half), _mm256_sub_epi32(odd, _mm256_set1_epi32(1)));
+    __m256 sum = _mm256_add_ps(y, _mm256_set1_ps(float_of(unit)));
+    __m256i low = _mm256_sub_epi32(_mm256_castps_si256(sum), _mm256_set1_epi32((int)unit));
+    __m256i is_low = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)smallest), bits);
+    return _mm256_blendv_epi8(_mm256_srli_epi32(code, cut), low, is_low);
+}
+
+/* The same of 32 numbers that are not scaled yet; `least` is the smallest magnitude of eight each. */
+INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, float by, int mantissa, int bias,
+                            __m256 *least) {
     __m256 number = _mm256_set1_ps(by), highest = _mm256_set1_ps(r->highest);
     __m256 bare = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256i half = _mm256_set1_epi32((1 << (cut - 1)) - ((127 - bias) << 23)), codes[4];
+    __m256i codes[4];
     *least = highest;
     for (int j = 0; j < 4; j++) {
         __m256 y = _mm256_and_ps(eight(x, dtype, 8 * j), bare);
         y = _mm256_min_ps(how == OVER ? _mm256_div_ps(y, number) : _mm256_mul_ps(y, number), highest);
         *least = _mm256_min_ps(*least, y);
-        __m256i bits = _mm256_castps_si256(y), code;
-        if (how == OVER) { /* halves to even, and what is subnormal by adding the number whose last bit is its own */
-            __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, cut), _mm256_set1_epi32(1));
-            code = _mm256_add_epi32(_mm256_add_epi32(bits, half), _mm256_sub_epi32(odd, _mm256_set1_epi32(1)));
-            __m256 sum = _mm256_add_ps(y, _mm256_set1_ps(float_of(unit)));
-            __m256i low = _mm256_sub_epi32(_mm256_castps_si256(sum), _mm256_set1_epi32((int)unit));
-            __m256i is_low = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)smallest), bits);
-            code = _mm256_blendv_epi8(_mm256_srli_epi32(code, cut), low, is_low);
-        } else {
-            code = _mm256_srli_epi32(_mm256_add_epi32(bits, half), cut);
-        }
-        codes[j] = code;
+        codes[j] = float8_code(y, how, mantissa, bias);
     }
     return signed_bytes(codes);
 }
 
-/* The same for float8; where one of them is subnormal they are divided, too. */
-INLINE void float8_32(const recipe *r, int dtype, const void *x, int is_guessed, float by, float inverse, int mantissa,
-                      int bias, uint8_t *to) {
+/* The codes of 32 numbers as float8; `is_sure` where one product is known to be right.  Where one of them is subnormal
+ * they are divided in any case. */
+INLINE void float8_32(const recipe *r, int dtype, const void *x, int is_guessed, int is_sure, float by, float inverse,
+                      int mantissa, int bias, uint8_t *to) {
     __m256 least, more, smallest = _mm256_set1_ps(float_of((uint32_t)(128 - bias) << 23));
-    __m256i codes = float8_codes(r, dtype, x, TIMES, inverse * LESS, mantissa, bias, &least), signs[4];
+    __m256i codes = float8_codes(r, dtype, x, TIMES, is_sure ? inverse : inverse * LESS, mantissa, bias, &least), signs[4];
     if (!is_guessed || _mm256_movemask_ps(_mm256_cmp_ps(least, smallest, _CMP_LT_OQ)) ||
-        !is_same(codes, float8_codes(r, dtype, x, TIMES, inverse * MORE, mantissa, bias, &more)))
+        (!is_sure && !is_same(codes, float8_codes(r, dtype, x, TIMES, inverse * MORE, mantissa, bias, &more))))
         codes = float8_codes(r, dtype, x, OVER, by, mantissa, bias, &least);
     for (int j = 0; j < 4; j++) signs[j] = _mm256_srai_epi32(_mm256_castps_si256(eight(x, dtype, 8 * j)), 31);
     __m256i sign = _mm256_and_si256(signed_bytes(signs), _mm256_set1_epi8((char)0x80));
     _mm256_storeu_si256((__m256i *)to, _mm256_or_si256(codes, sign));
+}
+
+/* Whether products and quotients are the same float8 next to every step from 1 to 2; elsewhere those repeat. */
+INLINE int float8_agrees(float by, float inverse, int mantissa, int bias) {
+    __m256 step = _mm256_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f), number = _mm256_set1_ps(by);
+    step = _mm256_fmadd_ps(step, _mm256_set1_ps(1.0f / (1 << mantissa)), _mm256_set1_ps(1.0f));
+    __m256 x = next_bfloat16(_mm256_mul_ps(step, number));
+    __m256i over = float8_code(_mm256_div_ps(x, number), OVER, mantissa, bias);
+    return is_same(over, float8_code(_mm256_mul_ps(x, _mm256_set1_ps(inverse)), TIMES, mantissa, bias));
+}
+
+/* A reciprocal by which products give the codes of quotients, for every number of bfloat16; 0 if none was found. */
+INLINE float agreeing(const recipe *r, float by, float zero, int mantissa, int bias) {
+    float inverse = 1.0f / by, tried[] = {inverse, inverse * LESS, inverse * MORE};
+    if (!mantissa && affine_is_clear(r, by, zero)) return inverse;
+    for (int i = 0; i < 3; i++)
+        if (mantissa ? float8_agrees(by, tried[i], mantissa, bias) : affine_agrees(r, by, tried[i], zero)) return tried[i];
+    return 0;
 }
 
 /* The thresholds in the order in which halving asks for them. */
