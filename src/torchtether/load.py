@@ -41,6 +41,9 @@ _CPU = torch.device("cpu")
 _ENCODED = 2**21
 """Elements that are read and then encoded at once. Fewer would have threads wait for each other more often."""
 
+_STRAIGHT = 2**23
+"""Bytes of rows for which the compiled loops are called once; they need no scratch of that size."""
+
 _READ = 2**19
 """Bytes that are read at once where the loops read for themselves: they stay in the cache of one core."""
 
@@ -440,7 +443,7 @@ def _contents(step: Step, given: Arranged, tick: Tick, batch: Batch | None = Non
         return _shared(step, cast(Weight, weight.to(step.dtype)))
     if step.scheme is not None and not step.scheme.transparent:
         later = None if batch is None else _encoded_later(step, given, batch)
-        return _shared(step, _encoded(step, given, tick) if later is None else later)
+        return _shared(step, _encoded(step, given, tick)) if later is None else [later]
     return _dressed(_plain(step, given, tick, batch=None if step.scheme else batch), step)
 
 
@@ -531,7 +534,10 @@ def _shared(step: Step, weight: Weight) -> list[Tensor]:
 
 
 def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
-    """A Weight whose parts ``batch`` fills, some rows at a time; ``None`` if its rows cannot be encoded one by one."""
+    """A Weight, with its tie, whose parts ``batch`` fills, some rows at a time.
+
+    ``None`` if its rows cannot be encoded one by one, or if it has several members, which would share it.
+    """
     held, scheme, place = step.held, step.scheme, given.rows_in(step.sources[0].name)
     shape = tuple(held.shape)
     if place is None or isinstance(held, Weight) or len(step.component.members) > 1 or step.device.type != "cpu":
@@ -549,6 +555,8 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     size = max(_ENCODED // row // unit, 1) * unit
     if size * row > _LARGEST_ENCODED:
         return None
+    if native.is_at_hand():
+        size = max(size, _STRAIGHT // (row * stored.dtype.itemsize) // unit * unit)
     parts = {name: fresh(part.shape, part.dtype or stored.dtype, step.device) for name, part in layout.items()}
 
     def encode(values: Tensor, cuts: Mapping[str, slice | None]) -> None:
@@ -575,7 +583,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
             count = (stop - start) * row * stored.dtype.itemsize // recipe.row
             done = partial(straight, recipe=recipe, rows=count, cuts=cuts)
         batch.rows(file, key, first + start, first + stop, partial(encode, cuts=cuts), done)
-    return Weight(parts, WeightSpec.of(shape, step.dtype, scheme))
+    return Weight(parts, WeightSpec.of(shape, step.dtype, scheme, step.tie))
 
 
 def _plain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -140,7 +141,8 @@ class Meter:
         self._samples: list[Sample] = []
         self._stride = 1
         self._looks = 0
-        self._before = resident_memory()
+        self._status = _open_status()
+        self._before = resident_memory(self._status)
         self._highest = self._before
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -155,7 +157,7 @@ class Meter:
 
     def look(self) -> None:
         """Counts what there is now."""
-        now = resident_memory()
+        now = resident_memory(self._status)
         if now is not None and self._highest is not None and self._before is not None:
             self._highest = Resident(*map(max, self._highest, now))
             self._note(time.perf_counter() - self._start, now, self._before)
@@ -189,6 +191,9 @@ class Meter:
             self.look()
             self.peak = self._highest.anonymous - self._before.anonymous
             self.mapped_peak = self._highest.mapped - self._before.mapped
+        if self._status is not None:
+            os.close(self._status)
+            self._status = None
 
 
 def _higher(one: Sample, two: Sample) -> Sample:
@@ -206,10 +211,18 @@ class Resident(NamedTuple):
     mapped: int
 
 
-def resident_memory() -> Resident | None:
-    """What is resident now; ``None`` where the system does not tell."""
+def _open_status() -> int | None:
+    """The open file that ``resident_memory`` reads in a quarter of the time; ``None`` where there is none."""
     try:
-        found = _RESIDENT.search(_STATUS.read_bytes())
+        return os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC) if hasattr(os, "pread") else None
+    except OSError:
+        return None
+
+
+def resident_memory(status: int | None = None) -> Resident | None:
+    """What is resident now; ``None`` where the system does not tell. ``status`` is its file, open already."""
+    try:
+        found = _RESIDENT.search(_STATUS.read_bytes() if status is None else os.pread(status, 2**14, 0))
     except OSError:
         return None
     return None if found is None else Resident(*(int(kilobytes) * 1024 for kilobytes in found.groups()))

@@ -125,7 +125,7 @@ class Exchange:
             if is_fit and _is_simple(tensor, new) and new._base is None:  # with one it would stay a view
                 self._swap(tensor, new.requires_grad_(tensor.requires_grad))
             else:
-                self.put(tensor, new)
+                self._put(tensor, new, is_own=True)
 
     def put(self, held: Tensor, new: Tensor) -> None:
         """``held`` is the same object with the contents of ``new``: values, dtype, device, layout, and being a Weight.
@@ -135,6 +135,10 @@ class Exchange:
         activations to, if ``new`` has none.  ``new`` is left to the caller, and shares its memory with ``held`` from
         now on.
         """
+        self._put(held, new)
+
+    def _put(self, held: Tensor, new: Tensor, is_own: bool = False) -> None:
+        """``put``; with ``is_own`` nobody else has ``new``, and it may become anything."""
         if id(held) not in self._checked:
             self.check([held])
         if new is held:
@@ -149,7 +153,7 @@ class Exchange:
             self._swap(held, as_class(type(held), new, held.requires_grad))
             return
         try:
-            replacement = Replacement(held, new)
+            replacement = Replacement(held, new, is_own=is_own)
         except TetherError as error:
             raise error.named(self.name(held)) from None
         if self._journal is not None:
@@ -237,13 +241,16 @@ def _is_simple(held: Tensor, new: Tensor) -> bool:
 class Replacement:
     """One tensor and its next contents: everything that needs memory is made first, then steps that can be undone."""
 
-    def __init__(self, held: Tensor, new: Tensor, new_grad: Tensor | None = None) -> None:
-        """``new_grad`` is what the grad becomes, if its dtype and device alone do not tell."""
+    def __init__(self, held: Tensor, new: Tensor, new_grad: Tensor | None = None, is_own: bool = False) -> None:
+        """``new_grad`` is what the grad becomes, if its dtype and device alone do not tell.
+
+        With ``is_own`` nobody else has ``new``, and it may become anything.
+        """
         self.held, self.grad = held, held.grad if held.is_leaf else None
         if held.requires_grad and not (new.is_floating_point() or new.is_complex()):
             raise ConversionError(f"requires grad, its new contents are {new.dtype}", fix="Freeze it first.")
         with torch.no_grad():
-            self.shell = _shell(held, new)
+            self.shell = _shell(held, new, is_own)
             self.new_grad: Tensor | None = None
             if self.grad is not None and new_grad is None:
                 self.new_grad = grad_shell(self.grad, new)
@@ -293,14 +300,18 @@ class Replacement:
         seat_hooks(self.held)
 
 
-def _shell(held: Tensor, new: Tensor) -> Tensor:
-    """An object of the class that ``held`` will have, over the memory of ``new``."""
+def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
+    """An object of the class that ``held`` will have, over the memory of ``new``; if ``is_own``, ``new`` itself."""
     is_parameter = isinstance(held, nn.Parameter)
     if isinstance(new, Weight):
         tie, activations = new.tie, new.spec.activations
         if isinstance(held, Weight):
             tie, activations = tie or held.tie, activations or held.spec.activations
-        made: Tensor = new.map(Tensor.detach, new.spec.replace(tie=tie, activations=activations))
+        is_same = tie is new.tie and activations == new.spec.activations
+        if is_own and is_same and new.is_leaf and new._base is None:
+            made: Tensor = new
+        else:
+            made = new.map(Tensor.detach, new.spec.replace(tie=tie, activations=activations))
     elif is_wrapper(new):
         made = new.detach()
     else:
