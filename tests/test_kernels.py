@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -523,6 +524,26 @@ def test_threads_call_at_once():
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(run, range(4)))
+
+
+@needs_compiler
+def test_a_bias_may_be_converted_while_a_product_runs():
+    """Its old memory is free then, and soon holds something else."""
+    weight, x = tt.Weight.encode(torch.ones(2**17, 64), tt.int8()).bfloat16(), torch.ones(8, 64).bfloat16()
+    bias = torch.nn.Parameter(torch.ones(2**17).bfloat16(), requires_grad=False)
+    with torch.no_grad():
+        expected = F.linear(x, weight, bias)
+
+    def run():
+        with torch.no_grad():
+            return all(torch.equal(F.linear(x, weight, bias), expected) for _ in range(30))
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        while not running.done():
+            bias.data = torch.ones(2**17).bfloat16()
+            time.sleep(1e-4)
+        assert running.result()
 
 
 def test_int8pack_refuses_what_would_crash():

@@ -873,9 +873,13 @@ Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* co
     Held out(new_tensor(x.sizes, x.dim - 1, L.rows, dtype));
     if (!out.object) return nullptr;
     if (!seen.look(cdata_of(out.object))) return again(python.none);
-    aside(rows * L.rows * L.columns > 65536, [&] {
-        linear_of<CODES>(L, parts, x.at, rows, stride, dtype, bias.at, seen.at);
-    });
+    const bool is_much = rows * L.rows * L.columns > 65536;
+    std::vector<char> own;  // a bias is a parameter, and another thread may give it other memory meanwhile
+    if (is_much && bias.at) {
+        own.assign((const char*)bias.at, (const char*)bias.at + bias.count * size_of(bias.dtype));
+        bias.at = own.data();
+    }
+    aside(is_much, [&] { linear_of<CODES>(L, parts, x.at, rows, stride, dtype, bias.at, seen.at); });
     return out.release();
 }
 
