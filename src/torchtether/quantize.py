@@ -130,9 +130,10 @@ def _decoded(span: Tensor, members: Sequence[Member]) -> list[Tensor]:
 
 def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weight]:
     """One Weight per member, all over the same parts."""
-    if scheme.transparent:
-        return [Weight.encode(_wrapped(member.tensor), scheme, tie=tie) for member in component.members]
     owner = _owner(component, tie)
+    is_memory = not isinstance(owner.tensor, Weight) or owner.tensor.scheme.transparent  # and not decoded first
+    if scheme.transparent and is_memory:
+        return [Weight.encode(_wrapped(member.tensor), scheme, tie=tie) for member in component.members]
     weight = Weight.encode(owner.tensor, scheme, tie=tie)
     made: list[Weight] = []
     for member in component.members:

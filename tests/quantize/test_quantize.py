@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from tests.catalog import few_schemes
+from tests.catalog import few_schemes, rand
 from torchtether.schemes import SCHEMES
 from torchtether.ties import named_tensors
 
@@ -369,3 +369,21 @@ def test_an_lstm_and_a_custom_module():
     assert isinstance(model.weight_ih_l0, tt.Weight)
     tt.dequantize(model)
     model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("share", [lambda t: t, torch.Tensor.t], ids=["storage", "transposed"])
+@pytest.mark.parametrize("first", [tt.int8(), tt.nf4(), tt.Plain()], ids=str)
+@pytest.mark.parametrize("second", [tt.int8(), tt.int4(32), tt.Plain()], ids=str)
+def test_quantizing_again_keeps_what_shares_memory_together(share, first, second):
+    model = nn.Module()
+    model.weight = nn.Parameter(rand(64, 64), requires_grad=False)
+    model.alias = nn.Parameter(share(model.weight.data), requires_grad=False)
+    ties = [tie.names for tie in tt.find_ties(model)]
+    for scheme in (first, second):
+        tt.quantize(model, {"weight": scheme})
+        assert [tie.names for tie in tt.find_ties(model)] == ties == [("weight", "alias")]
+        assert torch.equal(share(model.weight.dequantize()), model.alias.dequantize())
+        assert model.weight.scheme == model.alias.scheme == scheme
+    with torch.no_grad():
+        model.weight.zero_()
+    assert not model.alias.dequantize().any()
