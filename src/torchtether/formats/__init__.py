@@ -28,7 +28,7 @@ from .entry import NOTHING, Contained, Contents, Entry, Fitting, Format, Found, 
 from .refused import check_refused
 from .rows import ByRows, Cut, cut_rows
 
-FORMATS: tuple[Format, ...] = (
+FORMATS: list[Format] = [
     native,
     gguf,
     torchao,
@@ -43,14 +43,43 @@ FORMATS: tuple[Format, ...] = (
     mlx,
     mxfp4,
     fp8,
-)
+]
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
-WRITABLE: tuple[Writable, ...] = (native, compressed_tensors, bitsandbytes, gguf)
+WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, gguf]
 """Those that can be written."""
 
 PLAIN = "safetensors"
 """The name of the format that stores every tensor as it is."""
+
+
+def register(format: Format) -> None:
+    """``format``, of one's own, is read from now on, before all but our native one, and written if it can be.
+
+    It is a module or object with ``name``, ``recognise`` and ``unpack``, and to be written ``layout``, ``pack`` and
+    ``announce``; ``tt.testing.check_format`` says whether it does as the others do.
+
+    Raises CheckpointError, with nothing changed, if one of those is absent, or the name is that of another.
+
+    >>> from torchtether import formats
+    >>> formats.register(formats.native)
+    Traceback (most recent call last):
+    torchtether.errors.CheckpointError: native: there is a format of this name already. Choose another name.
+    """
+    name = getattr(format, "name", None)
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"this {type(format).__name__} has no name", name="format", fix="Give it one.")
+    absent = [one for one in ("recognise", "unpack") if not callable(getattr(format, one, None))]
+    writes = [one for one in ("layout", "pack", "announce") if callable(getattr(format, one, None))]
+    if writes:
+        absent += [one for one in ("layout", "pack", "announce") if one not in writes]
+    if absent:
+        raise CheckpointError(f"it has no {absent[0]}()", name=name, fix="See torchtether.formats.Format.")
+    if name == PLAIN or any(name == one.name for one in FORMATS):
+        raise CheckpointError("there is a format of this name already", name=name, fix="Choose another name.")
+    FORMATS.insert(1, format)
+    if writes:
+        WRITABLE.append(format)  # type: ignore[arg-type]
 
 
 def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry]]:
@@ -122,6 +151,7 @@ __all__ = [
     "is_in_parts",
     "native",
     "recognise",
+    "register",
     "restated",
     "writable",
 ]
