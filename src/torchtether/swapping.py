@@ -28,8 +28,10 @@ from ._torch import (
 from .arguments import check_module
 from .errors import TetherError
 from .optimizer import Optimizers, check_belongs, optimizers_of
+from .rules import order_of
 from .swap import LOCK, check_place
 from .ties import find_components, named_tensors, tie_of
+from .weight import Weight
 
 _NEAR = 12
 """How many frames above a tensor function a conversion is looked for: ``_apply``, its function, and what that calls."""
@@ -296,6 +298,9 @@ def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *o
                 state_dict[prefix + alias] = state_dict[prefix + twins[0]]
             elif view is not None and tie.owner in present:
                 given, held = state_dict[prefix + tie.owner], tensors[tie.owner]
+                order = order_of(view, held) if isinstance(given, Weight) else None
+                if order is not None and given.stride() == held.stride():
+                    state_dict[prefix + alias] = given.detach().permute(order)
                 plain = type(given) in (Tensor, nn.Parameter) and view.dtype == held.dtype
                 if plain and given.stride() == held.stride():
                     state_dict[prefix + alias] = given.detach().as_strided(

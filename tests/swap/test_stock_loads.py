@@ -206,3 +206,21 @@ def test_the_child_of_a_larger_model():
     with swapping(inner.model, optimizer=inner.optimizer):
         outer.load_state_dict(state, assign=True)
     assert kept(outer) == before
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Plain()], ids=str)
+def test_a_state_dict_may_lack_a_turned_alias_of_a_weight(assign, scheme):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(16, 64), requires_grad=False)
+    model.alias = nn.Parameter(model.weight.data.t(), requires_grad=False)
+    tt.quantize(model, {"weight": scheme})
+    given = {"weight": tt.Weight.encode(torch.randn(16, 64), scheme)}
+    held, expected = (model.weight, model.alias), given["weight"].dequantize()
+    with tt.swapping(model):
+        model.load_state_dict(given, assign=assign)
+    assert model.weight is held[0]
+    assert model.alias is held[1]
+    assert torch.equal(model.weight.dequantize(), expected)
+    assert torch.equal(model.alias.dequantize(), expected.t())
+    assert [tie.names for tie in tt.find_ties(model)] == [("weight", "alias")]
