@@ -653,7 +653,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("scheme", [tt.int8(), tt.nf4(), tt.Plain()], ids=["int8", "nf4", "plain"])
+@pytest.mark.parametrize("scheme", [tt.nf4(), tt.Plain()], ids=["nf4", "plain"])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 def test_batches_that_lie_in_any_order(scheme, batch, product):
