@@ -167,3 +167,25 @@ def test_a_file_that_shrinks_while_it_is_encoded_is_an_error_with_its_name(tmp_p
         plan.apply()
     plan.close()
     assert made.weight.is_meta
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(48, 64), nn.Linear(64, 48, bias=False)
+        self.head.weight = self.emb.weight
+
+
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized before"])
+def test_a_tied_weight_that_is_encoded_as_it_is_read_knows_its_tie(tmp_path, is_quantized):
+    tt.save(Tied(), tmp_path / "a")
+    with torch.device("meta"):
+        made = Tied()
+    if is_quantized:
+        tt.quantize(made, "int8")
+    held = made.emb.weight
+    tt.load(made, tmp_path / "a", quantize="int8")
+    assert made.emb.weight is made.head.weight is held
+    assert made.emb.weight.tie.names == ("emb.weight", "head.weight")
+    assert made.emb.weight.requires_grad
+    assert all(part.is_leaf and part._base is None for part in made.emb.weight.parts.values())

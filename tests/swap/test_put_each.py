@@ -252,3 +252,32 @@ def test_contents_of_its_own_are_put_as_any_others_without_hooks(kind):
         assert all(tensor._base is None and tensor.is_leaf for tensor in held)
         found.append(facts(snapshot(model)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize("is_held", [False, True], ids=["plain before", "Weight before"])
+def test_a_weight_of_its_own_is_put_as_any_other(is_view, is_held):
+    found = []
+    for is_quick in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        tie = tt.Tie(("weight", "elsewhere"))
+        if is_held:
+            tt.quantize(model, "int8")
+            model.weight._spec = model.weight.spec.replace(tie=tie)
+        held = model.weight
+        new = tt.Weight.encode(torch.arange(16.0).view(4, 4), tt.int8())
+        new = new.t().t() if is_view else new
+        with Exchange(model) as exchange:
+            exchange.check([held])
+            if is_quick:
+                exchange.put_own([held], [new])
+            else:
+                exchange.put(held, new)
+        assert model.weight is held
+        assert held.requires_grad
+        assert held._base is None
+        assert held.is_leaf
+        assert held.tie == (tie if is_held else None)
+        found.append((facts(snapshot(model)), held.dequantize().tolist()))
+    assert found[0] == found[1]
