@@ -520,7 +520,9 @@ def _encoded(step: Step, given: Arranged, tick: Tick) -> Weight:
 
 
 def _shared(step: Step, weight: Weight) -> list[Tensor]:
-    """One Weight per member, all over the same parts."""
+    """One Weight per member, all over the same parts; ``weight`` is nobody else's."""
+    if step.tie is None and weight.tie is None and len(step.component.members) == 1:
+        return [weight]
     owner, tied, made = step.held, step.tie, []
     weight = weight.map(Tensor.detach, weight.spec.replace(tie=tied))
     for member in step.component.members:
