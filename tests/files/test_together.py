@@ -122,6 +122,23 @@ def test_small_tensors_come_in_whichever_way_the_system_reads(tmp_path, monkeypa
     assert max(told) <= piece
 
 
+@pytest.mark.parametrize("later", ["read", "make"])
+def test_much_is_read_by_threads_and_little_is_not(tmp_path, monkeypatch, later):
+    write(tmp_path / "x.safetensors", {f"t{i}": torch.randn(100) for i in range(4)})
+    asked = []
+    monkeypatch.setattr(batch_module, "together", lambda jobs, tick: asked.append(len(jobs)) or together(jobs, tick))
+    monkeypatch.setattr(batch_module, "_WORTHWHILE", 1000)
+    for count in (2, 4):
+        with Store(tmp_path / "x.safetensors") as store:
+            batch, keys = Batch(), list(store.header.tensors)[:count]
+            if later == "make":
+                store.make_later([(key, (1,)) for key in keys], batch)
+            for key in keys if later == "read" else ():
+                store.read_later(key, torch.empty(100), batch)
+            batch.run(lambda nbytes: None)
+    assert len(asked) == 1
+
+
 def test_what_the_system_reads_at_once_is_what_is_there(tmp_path):
     (tmp_path / "x").write_bytes(bytes(range(100)))
     memory = torch.zeros(3, 50, dtype=torch.uint8)
