@@ -301,8 +301,9 @@ def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *o
                 order = order_of(view, held) if isinstance(given, Weight) else None
                 if order is not None and given.stride() == held.stride():
                     state_dict[prefix + alias] = given.detach().permute(order)
-                plain = type(given) in (Tensor, nn.Parameter) and view.dtype == held.dtype
-                if plain and given.stride() == held.stride():
-                    state_dict[prefix + alias] = given.detach().as_strided(
-                        view.size, view.stride, given.storage_offset() + view.offset
-                    )
+                is_wrapped = isinstance(given, Weight) and given.scheme.transparent
+                inner = given.values_of() if is_wrapped else given
+                plain = type(inner) in (Tensor, nn.Parameter) and view.dtype == held.dtype
+                if plain and inner.stride() == held.stride():
+                    made = inner.detach().as_strided(view.size, view.stride, inner.storage_offset() + view.offset)
+                    state_dict[prefix + alias] = given.around(made) if is_wrapped else made

@@ -89,6 +89,20 @@ def test_dropped_aliases_are_filled_in(kind, assign):
 
 
 @assigns
+def test_a_dropped_slice_of_a_plain_weight_is_filled_in(assign):
+    model = torch.nn.Module()
+    model.whole = torch.nn.Linear(8, 6, bias=False)
+    model.part = torch.nn.Linear(8, 3, bias=False)
+    model.part.weight = torch.nn.Parameter(model.whole.weight.detach()[1:4])
+    tt.quantize(model, {"*": tt.Plain()})
+    given = torch.randn(6, 8)
+    with swapping(model):
+        model.load_state_dict({"whole.weight": tt.Weight.encode(given, tt.Plain())}, assign=assign)
+    assert torch.equal(model.part.weight.dequantize(), given[1:4])
+    assert len(find_ties(model)) == 1
+
+
+@assigns
 def test_a_key_that_is_no_alias_is_still_missing(assign):
     made = rig(KINDS["tied_3"])
     _, state = checkpoint(KINDS["tied_3"])
