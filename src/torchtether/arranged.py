@@ -36,7 +36,8 @@ class Arranged(Mapping[str, Composed]):
     """
 
     def __init__(self, checkpoint: Checkpoint, rename: Rename = None) -> None:
-        self.checkpoint, self._entries = checkpoint, checkpoint.entries
+        self.checkpoint = checkpoint
+        self._entries: Mapping[str, Entry] = checkpoint.entries
         listed = list(checkpoint)
         names = set(listed)
         hidden = [key for key in checkpoint.flat if key not in names]
