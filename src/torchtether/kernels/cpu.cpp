@@ -738,8 +738,8 @@ template <int C, int S, int M, bool E> void fast_row(const Layout& L, const uint
                                              const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
                                              float* scratch, float* y) {
     if constexpr (!is_integer(C)) float_row<C, S, M>(L, codes, scale, decoder, in, m, scratch, y);
-    else if (L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true, E>(L, codes, scale, zero, in, m, scratch, y);
-    else integer_row<C, S, M, false, E>(L, codes, scale, zero, in, m, scratch, y);
+    else if (E || L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true, E>(L, codes, scale, zero, in, m, scratch, y);
+    else integer_row<C, S, M, E, E>(L, codes, scale, zero, in, m, scratch, y);  // with E, zero points always
 }
 
 // out[at + i] = y[i] + bias[n + i]
