@@ -172,7 +172,7 @@ def test_decoded_rows_have_the_bits_of_the_scheme(row, shape):
             part = wild.parts[name].view(torch.uint8)
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
     for held in (weight, wild):
-        parts = layout.pick(held.parts)
+        parts = layout.pick_from(held)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             expected = row.scheme.decode(held.parts, shape, dtype)
             same = {"rtol": 0, "atol": 0, "equal_nan": True}
@@ -377,7 +377,7 @@ def test_zeros_that_take_no_memory_are_inputs():
 @needs_compiler
 def test_the_kernel_takes_only_parts_as_the_scheme_lays_them_out():
     layout, weight, x = layout_of(tt.int8(), (24, 256)), weight_of(tt.int8()), rand(1, 256).bfloat16()
-    codes, scale, *rest = layout.pick(weight.parts)
+    codes, scale, *rest = layout.pick_from(weight)
     assert native.linear(layout, [codes, scale, *rest], x, None) is not None
     freed = codes.clone()
     freed.untyped_storage().resize_(0)
@@ -550,14 +550,14 @@ def test_int8pack_refuses_what_would_crash():
     for rows, columns in ((24, 250), (24, 8)):
         weight = weight_of(tt.int8(), rows, columns)
         layout = layout_of(tt.int8(), (rows, columns))
-        assert int8pack.linear(layout, layout.pick(weight.parts), rand(1, columns).bfloat16(), None) is None
+        assert int8pack.linear(layout, layout.pick_from(weight), rand(1, columns).bfloat16(), None) is None
     weight = weight_of(tt.int8())
     layout = layout_of(tt.int8(), (24, 256))
     room = torch.zeros(24 * 256 + 1, dtype=torch.int8)
     odd = room[1:].view(24, 256).copy_(weight.parts["qdata"])
-    parts = [odd, *layout.pick(weight.parts)[1:]]
+    parts = [odd, *layout.pick_from(weight)[1:]]
     assert int8pack.linear(layout, parts, rand(1, 256).bfloat16(), None) is None
-    parts, x = layout.pick(weight.parts), rand(1, 256).bfloat16()
+    parts, x = layout.pick_from(weight), rand(1, 256).bfloat16()
     assert int8pack.linear(layout, parts, x, rand(24).bfloat16()) is not None
     assert int8pack.linear(layout, parts, x, rand(24).bfloat16().to("meta")) is None
     assert int8pack.linear(layout, parts, torch._efficientzerotensor((1, 256), dtype=torch.bfloat16), None) is None

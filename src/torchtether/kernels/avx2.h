@@ -60,8 +60,7 @@ struct Spans {
                     const int64_t left = L.columns - b * SPAN - k, at = m * row_stride + b * SPAN + k;
                     const F v = left >= LANES ? get<D>(x, at) : left > 0 ? get<D>(x, at, left) : F{};
                     memcpy(natural + k, &v, sizeof v);
-                    const F size = v < 0 ? -v : v;
-                    largest = largest < size || size != size ? size : largest;
+                    largest = larger(largest, v);
                 }
                 if (L.activations) round_to(natural, steps[m]);
                 uint8_t* to = data[(m * spans + b) * lines].bytes;
@@ -83,13 +82,11 @@ struct Spans {
     // The largest of a row is 127 of these. Values that are not finite make it nan, and with it every result.
     template <int D> static float step_of(const void* x, int64_t at, int64_t columns) {
         F largest{};
-        for (int64_t k = 0; k < columns; k += LANES) {
-            const F v = columns - k >= LANES ? get<D>(x, at + k) : get<D>(x, at + k, columns - k);
-            const F size = v < 0 ? -v : v;
-            largest = largest < size || size != size ? size : largest;
-        }
-        const float most = largest_of(largest) / 127;
-        return most <= 3e38f ? most < 0x1p-126f ? 0x1p-126f : most : NAN;
+        for (int64_t k = 0; k < columns; k += LANES)
+            largest = larger(largest, columns - k >= LANES ? get<D>(x, at + k) : get<D>(x, at + k, columns - k));
+        const float step = largest_of(largest) / 127;
+        if (!(step <= 3e38f)) return NAN;
+        return step < 0x1p-126f ? 0x1p-126f : step;
     }
 
     static void round_to(float* natural, float step) {  // to the nearest, halves to even

@@ -194,6 +194,11 @@ inline float sum(F v) {
     return x[0];
 }
 
+inline F larger(F most, F v) {  // lane by lane the larger magnitude; nan if one is
+    const F size = v < 0 ? -v : v;
+    return most < size || size != size ? size : most;
+}
+
 inline float largest_of(F v) {  // nan if one is
     float most = 0;
     for (int64_t l = 0; l < LANES; l++)
@@ -551,8 +556,7 @@ struct Inputs {
                     const int64_t left = columns - b * BLOCK - k, count = left < 0 ? 0 : left < LANES ? left : LANES;
                     F v = count == LANES ? get<D>(x, first + k) : count ? get<D>(x, first + k, count) : F{};
                     memcpy(natural + k, &v, sizeof v);
-                    F size = v < 0 ? -v : v;
-                    largest = largest < size || size != size ? size : largest;
+                    largest = larger(largest, v);
                 }
                 if (fixed) fix(natural, largest, to);
                 if (nibbled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -82,12 +82,8 @@ class Layout(NamedTuple):
     choices: dict[torch.dtype, tuple[tuple[str, int], ...]]
     struct: Struct
 
-    def pick(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The parts, by name, in the order in which the kernels take them."""
-        return tuple(parts[name] for name in self.parts)
-
     def pick_from(self, weight: Any) -> tuple[Tensor, ...]:
-        """The same from a Weight, without the mapping in between."""
+        """The parts of a Weight, in the order in which the kernels take them."""
         return self.values_of(weight.__dict__)
 
 
