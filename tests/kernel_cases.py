@@ -24,6 +24,9 @@ EPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20
 """Twice what one rounding costs, for torch's own products round partial sums; of float32, a few additions more."""
 
 
+RAN: Counter = Counter()
+
+
 def pick(generator, values):
     return values[int(torch.randint(len(values), (), generator=generator))]
 
@@ -72,6 +75,13 @@ def rounded(x, activations):
 KINDS = ("plain", "vector", "cube", "turned", "every other", "wide rows", "expanded", "turned cube", "outliers")
 
 
+def in_graph(x, weight, bias):
+    """The op of compiled graphs, which is given an ``x`` with a batch of its own."""
+    parts, told = list(weight.parts.values()), linear_module.told(weight.spec)
+    RAN["in a graph"] += 1
+    return torch.ops.torchtether.linear.default(x, bias, parts, told)
+
+
 def case(seed):
     """What was computed, the largest error in units of what is allowed, and a description."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,6 +110,11 @@ def case(seed):
         again = F.linear(x, weight, bias)  # by another way: the kernel is known now
     if not torch.equal(got.nan_to_num(), again.nan_to_num()):
         return float("inf"), f"{seed}: not the same again"
+    if dtype == weight.dtype and weight.spec.is_contiguous:
+        for _ in range(2):  # the second time without Python, where a kernel took it
+            again = in_graph(x, weight, bias)
+            if again.shape != got.shape or not torch.equal(got.nan_to_num(), again.nan_to_num()):
+                return float("inf"), f"{seed}: not the same in a graph"
     values = weight.to(torch.float32).dequantize().double()
     meant = rounded(x, weight.spec.activations)
     expected = F.linear(meant, values, None if bias is None else bias.double())
@@ -118,33 +133,38 @@ def case(seed):
 
 def main(seed, count):
     table.TABLE = tuple(row._replace(elements=0) for row in table.TABLE)  # float32 kernels are for large weights
-    ran: Counter = Counter()
 
     def counted(name, kernel):
         def call(layout, parts, x, bias):
             made = kernel(layout, parts, x, bias)
             rounds = " rounding" if layout.struct.activations else ""
-            ran[f"{name} {layout.kind} {x.dtype}{rounds}" if made is not None else "refused"] += 1
+            RAN[f"{name} {layout.kind} {x.dtype}{rounds}" if made is not None else "refused"] += 1
             return made
 
         return call
 
     def shortcut(*args):
         made = short(*args)
-        ran["shortcut"] += made is not None
+        RAN["shortcut"] += made is not None
         return made
 
+    def known(told):
+        RAN["in a graph, by Python"] += 1
+        return tell(told)
+
+    tell = linear_module._known
     build.load("INT8", build=False)
     native.linear(layout_of(tt.int8(), (1, 16)), (), torch.ones(1), None)  # from here on there is one
     short, native.shortcut_linear = native.shortcut_linear, shortcut
     linear_module.KERNELS = {name: counted(name, kernel) for name, kernel in linear_module.KERNELS.items()}
+    linear_module._known = known
     wrong = []
     for number in range(seed, seed + count):
         print(number, file=sys.stderr, flush=True)
         error, what = case(number)
         if not error <= 1:
             wrong.append([error, what])
-    print(json.dumps({"ran": ran, "wrong": wrong}))
+    print(json.dumps({"ran": RAN, "wrong": wrong}))
 
 
 if __name__ == "__main__":

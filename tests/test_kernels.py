@@ -1,5 +1,6 @@
 """Products with quantized weights: the same numbers from every kernel, no crash, nothing stale, nothing kept."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -63,6 +64,8 @@ def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler):
     ran = {name.split()[0] for name in found["ran"]}
     assert ran >= ({"compiled", "shortcut"} if compiler == "1" else {"int8pack"}), ran
     assert compiler == "1" or "compiled" not in ran
+    graphs, by_python = found["ran"]["in a graph"], found["ran"]["in a graph, by Python"]
+    assert by_python < graphs - 20 if compiler == "1" else by_python == graphs
 
 
 @pytest.mark.slow
@@ -819,16 +822,151 @@ def test_a_tied_transformer_runs_in_inductor_and_aot_inductor(scheme, tmp_path):
         close(torch._inductor.aoti_load_package(path)(tokens(2)), expected)
 
 
+CACHED = """
+import torch, torchtether as tt
+from torch._dynamo.utils import counters
+layer = tt.quantize(torch.nn.Linear(64, 8, dtype=torch.bfloat16), "int8").requires_grad_(False)
+with torch.no_grad():
+    x = torch.ones(2, 64).bfloat16()
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_a_graph_that_torch_keeps_on_disk_serves_until_the_code_changes(tmp_path):
+    shutil.copytree(Path(tt.__file__).parent, tmp_path / "torchtether")
+    environment = {"PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+
+    def hits():
+        command = [sys.executable, "-c", CACHED]
+        found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+        assert found.returncode == 0, found.stderr
+        return int(found.stdout)
+
+    assert (hits(), hits()) == (0, 1)
+    with open(tmp_path / "torchtether" / "schemes" / "affine.py", "a") as file:
+        file.write("# decodes otherwise now\n")
+    assert (hits(), hits()) == (0, 1)
+
+
+OPS = torch.ops.torchtether
+
+
+def told_and_parts(weight):
+    return list(weight.parts.values()), linear_module.told(weight.spec)
+
+
 def test_ops_of_graphs_pass_torchs_own_checks():
     for scheme in (tt.int8(), tt.Affine(bits=3, block=(1, 8))):
         weight = weight_of(scheme)
-        text = json.dumps(scheme.to_json(), sort_keys=True)
-        x, parts = rand(3, 256).bfloat16(), list(weight.parts.values())
-        op = torch.ops.torchtether
-        torch.library.opcheck(op.linear.default, (x, None, parts, text, [24, 256]), test_utils="test_schema")
-        torch.library.opcheck(op.linear.default, (x, None, parts, text, [24, 256]), test_utils="test_faketensor")
-        torch.library.opcheck(op.gradient.default, (x[:, :24], parts, text, [24, 256]), test_utils="test_faketensor")
-        assert is_near(op.linear.default(x, None, parts, text, [24, 256]), x, weight)
+        x, told = rand(3, 256).bfloat16(), told_and_parts(weight)
+        for _ in range(2):  # by Python, and without
+            for op in (OPS.linear, OPS.any_linear):
+                torch.library.opcheck(op.default, (x, None, *told), test_utils="test_schema")
+                assert is_near(op.default(x, None, *told), x, weight)
+            torch.library.opcheck(OPS.linear.default, (x, None, *told), test_utils="test_faketensor")
+            torch.library.opcheck(OPS.gradient.default, (x[:, :24], *told), test_utils="test_faketensor")
+
+
+@pytest.fixture
+def python(monkeypatch):
+    """How often an op ran Python."""
+    calls, known = [], linear_module._known
+    monkeypatch.setattr(linear_module, "_known", lambda told: calls.append(told) or known(told))
+    return calls
+
+
+@needs_compiler
+@each_laid_out
+def test_in_a_graph_a_product_runs_python_once(row, python):
+    weight = weight_of(row.scheme)
+    if "compiled" not in dict(kernels_for(weight.kernel_layout, torch.bfloat16)):
+        pytest.skip("no kernel multiplies it")
+    x, bias, told = rand(2, 3, 256).bfloat16(), rand(24).bfloat16(), told_and_parts(weight)
+    OPS.linear.default(x, bias, *told)
+    python.clear()
+    for given in (x, x[0], x[0, 0], x[:, 0]):
+        assert torch.equal(OPS.linear.default(given, bias, *told), OPS.any_linear.default(given, bias, *told))
+        assert torch.equal(OPS.linear.default(given, None, *told), OPS.any_linear.default(given, None, *told))
+    assert len(python) == 8  # those of the other op
+
+
+@needs_compiler
+def test_in_a_graph_what_no_kernel_takes_is_answered_all_the_same(python):
+    """Each goes on to the op that Python answers, which sees the very arguments."""
+    weight, x, bias = weight_of(tt.int8()), rand(3, 256).bfloat16(), rand(24).bfloat16()
+    parts, told = told_and_parts(weight)
+    OPS.linear.default(x, bias, parts, told)
+    python.clear()
+    for given in (x[:0], rand(256, 3).bfloat16().t(), rand(2, 256, 3).bfloat16().transpose(1, 2)):
+        assert is_near(OPS.linear.default(given, bias, parts, told), given, weight, bias)
+    strided = rand(48).bfloat16()[::2]
+    assert is_near(OPS.linear.default(x, strided, parts, told), x, weight, strided)
+    turned = [part.t().contiguous().t() for part in parts]
+    assert is_near(OPS.linear.default(x, bias, turned, told), x, weight, bias)
+    assert len(python) == 5
+    wide = weight.to(torch.float64)
+    assert is_near(OPS.linear.default(x.double(), None, *told_and_parts(wide)), x.double(), wide)
+
+
+@needs_compiler
+def test_in_a_graph_the_kernel_is_called_for_as_many_rows_as_it_is_for(python):
+    weight = weight_of(tt.int8(), 1024, 1024, dtype=torch.float32)
+    (_, most), *_ = kernels_for(weight.kernel_layout, torch.float32)
+    x, told = rand(most + 1, 1024), told_and_parts(weight)
+    OPS.linear.default(x[:1], None, *told)
+    python.clear()
+    OPS.linear.default(x[:most], None, *told)
+    assert not python
+    assert torch.equal(OPS.linear.default(x, None, *told), F.linear(x, weight.dequantize()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", ["x", "bias", "parts", "text"])
+def test_in_a_graph_a_wrong_call_raises(wrong):
+    weight = weight_of(tt.int8())
+    parts, told = told_and_parts(weight)
+    given = {"x": rand(3, 256).bfloat16(), "bias": rand(24).bfloat16(), "parts": parts, "text": told}
+    OPS.linear.default(*given.values())
+    other = {"x": rand(3, 255).bfloat16(), "bias": rand(7).bfloat16(), "parts": parts[:1], "text": "{}"}
+    given[wrong] = other[wrong]
+    with pytest.raises((RuntimeError, ValueError, IndexError, tt.SchemeError)):
+        OPS.linear.default(*given.values())
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [256, 255], ids=["taken", "refused"])
+def test_in_a_graph_no_argument_is_held_afterwards(columns):
+    weight, bias = weight_of(tt.int8()), rand(24).bfloat16()
+    parts, told = told_and_parts(weight)
+    x = rand(3, 256).bfloat16()
+    OPS.linear.default(x, bias, parts, told)
+    x = x[:, :columns]
+    held = [x, bias, *parts]
+    count = lambda: [t._use_count() for t in held]  # noqa: E731
+    before = count()
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            made = OPS.linear.default(x, bias, parts, told)
+            assert made._use_count() == torch.ones(1)._use_count()
+    assert count() == before
+
+
+@needs_compiler
+def test_threads_run_graphs_at_once():
+    weights = [weight_of(tt.int4(), 32, 512 * (1 + n)) for n in range(8)]
+    xs = [rand(4, weight.shape[1]).bfloat16() for weight in weights]
+    expected = [F.linear(x, weight) for x, weight in zip(xs, weights, strict=True)]
+
+    def run(_):
+        pairs = zip(xs, weights, strict=True)
+        return [OPS.linear.default(x, None, *told_and_parts(w)) for _ in range(20) for x, w in pairs]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(4)):
+            assert all(map(torch.equal, found, expected))
 
 
 # -- building ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folde
 from .layout import Layout
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("avx2.h", "decode_avx2.h", "python.h", "tensors.h"))
+_HEADERS = ("avx2.h", "decode_avx2.h", "dispatcher.h", "python.h", "tensors.h")
+INCLUDED = tuple(SOURCE.with_name(name) for name in _HEADERS)
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
@@ -47,6 +48,8 @@ class Kernels(NamedTuple):
 
 _LOCK = threading.Lock()
 FOUND: dict[str, Kernels | None] = {}
+_SERVING: list[ctypes.CDLL] = []  # the one whose kernel is that of the op
+_REMEMBERED: dict[str, Layout] = {}
 
 
 def load(kind: str, *, build: bool = True) -> Kernels | None:
@@ -139,6 +142,13 @@ _OF_TORCH = (
     *(f"get_{fact}" for fact in ("dim", "sizes", "strides", "dtype", "device_type", "layout")),
     *("get_storage_size", "get_storage_offset", "get_data_ptr", "grad_mode_is_enabled"),
 )
+_OF_DISPATCHER = (
+    *("aoti_torch_library_init_impl", "torch_library_impl", "torch_call_dispatcher"),
+    *("torch_list_size", "torch_list_get_item", "torch_delete_list"),
+    *("torch_string_length", "torch_string_c_str", "torch_delete_string"),
+    *("torch_delete_stable_ivalue", "aoti_torch_delete_tensor_object", "aoti_torch_empty_strided"),
+    "torch_exception_get_what_without_backtrace",
+)
 _OBJECTS = (
     *(torch.Tensor, torch.nn.Parameter),
     *(sys.intern("_cdata"), sys.intern("is_neg")),
@@ -176,5 +186,33 @@ def _open(path: Path) -> Kernels | None:
         return None
     as_function = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     make = as_function(made)
+    _serve(library, torch_)
     methods = [ctypes.addressof(ctypes.c_char.in_dll(library, f"tether_{name}")) for name in Kernels._fields]
     return Kernels(*(make(method, None, None) for method in methods))
+
+
+def _serve(library: ctypes.CDLL, torch_: ctypes.CDLL) -> None:
+    """The op ``torchtether::linear`` runs no Python any more, for Weights that it is told to remember."""
+    try:
+        addresses = _addresses(getattr(torch_, name) for name in _OF_DISPATCHER)
+    except AttributeError:  # another torch
+        return
+    library.tether_remember.argtypes = [
+        *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64),
+        *(ctypes.POINTER(ctypes.c_int64), ctypes.c_int64),
+    ]
+    library.tether_remember.restype = None
+    if library.tether_serve(addresses, not _SERVING):
+        _SERVING.append(library)
+
+
+def remember(weight: str, layout: Layout, parts: int, order: Sequence[int]) -> None:
+    """What the op ``torchtether::linear`` is told to be ``weight`` is multiplied without Python from now on.
+
+    It is given that many ``parts``; ``order`` says which of them the kernels take, in the order in which they do.
+    """
+    with _LOCK:
+        if _SERVING and weight not in _REMEMBERED:
+            _REMEMBERED[weight] = layout  # the library keeps its address
+            numbers = (ctypes.c_int64 * len(order))(*order)
+            _SERVING[0].tether_remember(weight.encode(), layout.address, parts, numbers, len(order))

@@ -14,6 +14,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -852,38 +857,59 @@ template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, 
 
 #include "python.h"
 #include "tensors.h"
+#include "dispatcher.h"
 
 // Each answers None, with nothing computed, where the call does not suit, and NotImplemented where it would if the input
 // were contiguous.
 
-// x (..., L.columns) times the transposed weight, plus bias if that is not None, as a new tensor (..., L.rows); all of one
-// dtype.
-Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* const* given, intptr_t count) {
+// x (..., L.columns) times the transposed weight, plus bias if there is one; all of one dtype.
+struct Product {
+    Seen x, bias;  // without a bias, `at` is null
     Parts parts;
-    Seen x, bias, seen;
+    int dtype;
+    int64_t rows, stride;
+    bool is_much;
+    std::vector<char> own;  // a bias is a parameter, and another thread may give it other memory meanwhile
+
+    enum Fit { NOT, IF_CONTIGUOUS, FITS };
+
+    Fit fit(const Layout& L) {
+        dtype = dtype_of(x.dtype);
+        if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return NOT;
+        if (L.activations > 1 || (L.activations && !is_fast<CODES>(L, dtype))) return NOT;
+        if (bias.at && (bias.dtype != x.dtype || bias.dim != 1 || bias.count != L.rows || !bias.is_contiguous)) return NOT;
+        const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
+        if (!in_rows && !x.is_contiguous) return IF_CONTIGUOUS;
+        rows = x.count / L.columns, stride = in_rows ? x.strides[0] : L.columns;
+        is_much = rows * L.rows * L.columns > 65536;
+        if (is_much && bias.at) {
+            own.assign((const char*)bias.at, (const char*)bias.at + bias.count * size_of(bias.dtype));
+            bias.at = own.data();
+        }
+        return FITS;
+    }
+
+    void into(const Layout& L, void* out) const {
+        linear_of<CODES>(L, parts, x.at, rows, stride, dtype, bias.at, out);
+    }
+};
+
+// A product as a new tensor (..., L.rows); `given_bias` may be None.
+Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* const* given, intptr_t count) {
+    Product made;
+    Seen seen, &bias = made.bias;
     int64_t cdata;
-    if (!is_as_it_lies(given_x, &cdata) || !x.look(cdata) || !look_at_parts(L, given, count, parts))
+    const auto look = [&](intptr_t i, Seen& part) { return part.look(cdata_of(given[i])); };
+    if (!is_as_it_lies(given_x, &cdata) || !made.x.look(cdata) || !look_at_parts(L, count, made.parts, look))
         return again(python.none);
-    const int dtype = dtype_of(x.dtype);
-    if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return again(python.none);
-    if (L.activations > 1 || (L.activations && !is_fast<CODES>(L, dtype))) return again(python.none);
-    if (given_bias != python.none) {
-        if (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata) || bias.dtype != x.dtype) return again(python.none);
-        if (bias.dim != 1 || bias.count != L.rows || !bias.is_contiguous) return again(python.none);
-    } else bias.at = nullptr;
-    const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
-    if (!in_rows && !x.is_contiguous) return again(python.not_implemented);
-    const int64_t rows = x.count / L.columns, stride = in_rows ? x.strides[0] : L.columns;
-    Held out(new_tensor(x.sizes, x.dim - 1, L.rows, dtype));
+    bias.at = nullptr;
+    if (given_bias != python.none && (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata))) return again(python.none);
+    const auto fit = made.fit(L);
+    if (fit != Product::FITS) return again(fit == Product::NOT ? python.none : python.not_implemented);
+    Held out(new_tensor(made.x.sizes, made.x.dim - 1, L.rows, made.dtype));
     if (!out.object) return nullptr;
     if (!seen.look(cdata_of(out.object))) return again(python.none);
-    const bool is_much = rows * L.rows * L.columns > 65536;
-    std::vector<char> own;  // a bias is a parameter, and another thread may give it other memory meanwhile
-    if (is_much && bias.at) {
-        own.assign((const char*)bias.at, (const char*)bias.at + bias.count * size_of(bias.dtype));
-        bias.at = own.data();
-    }
-    aside(is_much, [&] { linear_of<CODES>(L, parts, x.at, rows, stride, dtype, bias.at, seen.at); });
+    aside(made.is_much, [&] { made.into(L, seen.at); });
     return out.release();
 }
 
@@ -895,7 +921,8 @@ Object* some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t s
     Parts parts;
     Seen index, seen;
     int64_t cdata;
-    if (dtype < 0 || dtype > 2 || !look_at_parts(L, given, count, parts)) return again(python.none);
+    const auto look = [&](intptr_t i, Seen& part) { return part.look(cdata_of(given[i])); };
+    if (dtype < 0 || dtype > 2 || !look_at_parts(L, count, parts, look)) return again(python.none);
     if (given_index != python.none) {
         if (!is_as_it_lies(given_index, &cdata) || !index.look(cdata)) return again(python.none);
         if (index.dtype != 4 && index.dtype != 3) return again(python.none);
@@ -917,16 +944,36 @@ Object* some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t s
     return out.release();
 }
 
+// The same from and to handles; 0 where the call does not suit. Python need not be held.
+uint64_t product_of_handles(const Layout& L, const void* x, const void* bias, const uint64_t* given, intptr_t count) {
+    Product made;
+    made.bias.at = nullptr;
+    const auto look = [&](intptr_t i, Seen& part) { return part.look_at((const void*)given[i]); };
+    if (!made.x.look_at(x) || (bias && !made.bias.look_at(bias))) return 0;
+    if (!look_at_parts(L, count, made.parts, look)) return 0;
+    if (made.fit(L) != Product::FITS || made.rows > L.most[made.dtype]) return 0;
+    Seen seen;
+    const uint64_t out = empty_as(made.x, L.rows);
+    if (!out) return 0;
+    if (!seen.look_at((const void*)out)) {
+        dispatcher.drop_tensor((void*)out);
+        return 0;
+    }
+    made.into(L, seen.at);
+    return out;
+}
+
 }  // namespace
 
 struct Entries {
     decltype(product)* linear;
     decltype(some_rows)* decode;
+    decltype(product_of_handles)* linear_of_handles;
 };
 
 namespace {
 
-Entries own = {product, some_rows};
+Entries own = {product, some_rows, nullptr};
 
 Layout* layout_at(Object* address) {
     Layout* L = (Layout*)python.address(address);
@@ -1029,7 +1076,53 @@ Object* shortcut_gather(Object*, Object* const* given, intptr_t count) {
     return or_none(L.entries->decode(L, known.number, index, 0, 0, python.none, known.parts, known.count));
 }
 
+// -- in compiled graphs -----------------------------------------------------------------------------------------------
+
+struct Remembered {
+    const Layout* L;
+    size_t parts;                // that the op is given
+    std::vector<int64_t> order;  // which of them the kernels take
+};
+std::unordered_map<std::string, Remembered> remembered;  // by what the op is told of the Weight
+std::shared_mutex remembering;
+
+// torchtether::linear(Tensor x, Tensor? bias, Tensor[] parts, str weight) -> Tensor
+void linear_in_graph(uint64_t* stack, uint64_t, uint64_t) {
+    const Remembered* found = nullptr;
+    {
+        std::shared_lock<std::shared_mutex> lock(remembering);
+        const auto at = remembered.find(text_of(stack[3]));
+        if (at != remembered.end()) found = &at->second;  // which stays there
+    }
+    const std::vector<uint64_t> parts = items_of(stack[2]);
+    uint64_t made = 0, taken[5];
+    if (found && parts.size() == found->parts && found->L->entries && found->L->entries->linear_of_handles) {
+        const intptr_t count = found->order.size();
+        for (intptr_t i = 0; i < count; i++) taken[i] = parts[found->order[i]];
+        const void* bias = stack[1] ? (const void*)*(const uint64_t*)stack[1] : nullptr;
+        made = found->L->entries->linear_of_handles(*found->L, (const void*)stack[0], bias, taken, count);
+    }
+    if (!made) return pass_on("torchtether::any_linear", stack);
+    drop_tensor(stack[0]), drop_optional_tensor(stack[1]), drop_text(stack[3]);
+    for (const uint64_t part : parts) drop_tensor(part);
+    dispatcher.drop_list((void*)stack[2]);
+    stack[0] = made;
+}
+
 }  // namespace
+
+// Each library makes tensors by itself; the `linear_in_graph` of one of them becomes the op's kernel on the CPU.
+extern "C" int tether_serve(const void* from_torch, int is_first) {
+    memcpy(&dispatcher, from_torch, sizeof dispatcher);
+    own.linear_of_handles = product_of_handles;
+    return is_first && implement("linear", linear_in_graph);
+}
+
+// From now on it knows the Weights that the op is told to be `weight`.
+extern "C" void tether_remember(const char* weight, const Layout* L, int64_t parts, const int64_t* order, int64_t count) {
+    std::unique_lock<std::shared_mutex> lock(remembering);
+    remembered.emplace(weight, Remembered{L, (size_t)parts, std::vector<int64_t>(order, order + count)});
+}
 
 extern "C" {
 Method tether_linear = {"linear", enter_linear, METH_FASTCALL, nullptr};

@@ -40,9 +40,9 @@ struct Seen {
 
     // Whether it is a strided tensor of the CPU that has elements, all of them within memory that is there: FSDP frees
     // storages between uses, and `resize_` and `set_` change them under the tensors that they belong to.
-    bool look(int64_t cdata) {
-        if (!cdata) return false;
-        const void* handle = &cdata;
+    bool look(int64_t cdata) { return cdata && look_at(&cdata); }
+
+    bool look_at(const void* handle) {
         int32_t device = -1, layout = -1;
         int64_t bytes = 0, offset = 0;
         if (torch_says.device(handle, &device) || device != 0) return false;
@@ -61,14 +61,14 @@ struct Seen {
     }
 };
 
-// The parts, in the order of their slots in the layout, checked to be those of the layout.
-inline bool look_at_parts(const Layout& L, Object* const* given, intptr_t count, Parts& parts) {
+// The parts, in the order of their slots in the layout, checked to be those of the layout; `look(i, part)` looks at one.
+template <class Look> inline bool look_at_parts(const Layout& L, intptr_t count, Parts& parts, Look look) {
     const void* at[5] = {};
     intptr_t used = 0;
     for (int i = 0; i < 5; i++) {
         if (L.types[i] < 0) continue;
         Seen part;
-        if (used == count || !part.look(cdata_of(given[used++]))) return false;
+        if (used == count || !look(used++, part)) return false;
         if (part.dtype != L.types[i] || part.count != L.counts[i] || !part.is_contiguous) return false;
         at[i] = part.at;
     }

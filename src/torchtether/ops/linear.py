@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from torch import Tensor
 from .._torch import any_requires_grad, is_observed, is_tracing, untraced
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..errors import UnsupportedOpError
-from ..kernels import ANY, Layout, chunks, int8pack, kernels_for, layout_of, native, rounding
-from ..schemes import Scheme, scheme_from_json
+from ..kernels import ANY, Layout, build, chunks, int8pack, kernels_for, layout_of, native, rounding
 from ..spec import WeightSpec
 from ..weight import Weight
 from .rows import cut_rows
@@ -276,12 +275,13 @@ def _gradient(x: Tensor, base: Weight) -> Tensor:
 LIBRARY = torch.library.Library("torchtether", "DEF")
 """The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
 
+``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` its spec as JSON. Once kernels
+are built, ``linear`` runs on the CPU without Python (``build.remember``); what does not suit goes to ``any_linear``.
 A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
 """
-LIBRARY.define(
-    "linear(Tensor x, Tensor? bias, Tensor[] parts, str scheme, int[] shape, str? activations=None) -> Tensor"
-)
-LIBRARY.define("gradient(Tensor x, Tensor[] parts, str scheme, int[] shape) -> Tensor")
+LIBRARY.define("linear(Tensor x, Tensor? bias, Tensor[] parts, str weight) -> Tensor")
+LIBRARY.define("any_linear(Tensor x, Tensor? bias, Tensor[] parts, str weight) -> Tensor")
+LIBRARY.define("gradient(Tensor x, Tensor[] parts, str weight) -> Tensor")
 
 
 def _in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -> Tensor | None:
@@ -290,68 +290,64 @@ def _in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -
         return None  # the compiler fuses the decoding
     if not kernels_for(layout, base.dtype):
         return None
-    parts, shape = list(base.parts.values()), list(base.shape)
-    scheme = json.dumps(base.scheme.to_json(), sort_keys=True)
+    parts, weight = list(base.parts.values()), told(base.spec)
     if is_gradient:
-        return torch.ops.torchtether.gradient.default(x, parts, scheme, shape)  # type: ignore[no-any-return]
-    rest = (scheme, shape, base.spec.activations)
-    return torch.ops.torchtether.linear.default(x, bias, parts, *rest)  # type: ignore[no-any-return]
+        return torch.ops.torchtether.gradient.default(x, parts, weight)  # type: ignore[no-any-return]
+    return torch.ops.torchtether.linear.default(x, bias, parts, weight)  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=256)
-def _scheme(text: str) -> Scheme:
-    return scheme_from_json(json.loads(text))
+def told(spec: WeightSpec) -> str:
+    """What the ops are told of a Weight."""
+    return json.dumps(spec.replace(tie=None).to_json(), sort_keys=True)
+
+
+class _Known(NamedTuple):
+    spec: WeightSpec
+    names: tuple[str, ...]
+    layout: Layout | None
+    order: tuple[int, ...]  # which parts the kernels take
 
 
 @lru_cache(maxsize=4096)
-def _known(
-    text: str, shape: tuple[int, ...], activations: str | None = None
-) -> tuple[Layout | None, tuple[str, ...], tuple[int, ...]]:
-    """The layout, the names of the parts, and which of them the kernels take."""
-    layout, names = layout_of(_scheme(text), shape, activations), tuple(_scheme(text).layout(shape))
-    return layout, names, tuple(names.index(name) for name in layout.parts) if layout is not None else ()
+def _known(weight: str) -> _Known:
+    spec = WeightSpec.from_json(json.loads(weight))
+    names, layout = tuple(spec.scheme.layout(spec.shape)), layout_of(spec.scheme, spec.shape, spec.activations)
+    return _Known(spec, names, layout, tuple(map(names.index, layout.parts)) if layout is not None else ())
 
 
-def _weight_of(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    scheme: str,
-    shape: Sequence[int],
-    activations: str | None = None,
-) -> Weight:
-    spec = WeightSpec.of(tuple(shape), x.dtype, _scheme(scheme)).replace(activations=activations)
-    return Weight(dict(zip(_known(scheme, tuple(shape))[1], parts, strict=True)), spec)
+def _weight_of(known: _Known, parts: Sequence[Tensor]) -> Weight:
+    return Weight(dict(zip(known.names, parts, strict=True)), known.spec)
 
 
-@torch.library.impl(LIBRARY, "linear", "CPU")
-def linear_in_graph(
-    x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int], activations: str | None = None
-) -> Tensor:
-    """``x @ weight.T + bias``, where ``parts`` are those of the contiguous ``weight``, in the order of its scheme."""
-    layout, _, taken = _known(scheme, tuple(shape), activations)
-    if layout is not None:
-        made = _by_kernel(layout, [parts[i] for i in taken], x, bias, x.dtype)
+def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight: str) -> Tensor:
+    """``x @ weight.T + bias``."""
+    known = _known(weight)
+    if known.layout is not None:
+        made = _by_kernel(known.layout, [parts[i] for i in known.order], x, bias, x.dtype)
         if made is not None:
+            build.remember(weight, known.layout, len(parts), known.order)
             return made
-    return _decoded_linear(torch.nn.functional.linear, x, _weight_of(x, parts, scheme, shape, activations), bias)
+    return _decoded_linear(torch.nn.functional.linear, x, _weight_of(known, parts), bias)
+
+
+torch.library.impl(LIBRARY, "linear", "CompositeExplicitAutograd")(linear_in_graph)
+torch.library.impl(LIBRARY, "any_linear", "CPU")(linear_in_graph)
 
 
 @torch.library.impl(LIBRARY, "gradient", "CPU")
-def gradient_in_graph(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
+def gradient_in_graph(x: Tensor, parts: list[Tensor], weight: str) -> Tensor:
     """``x @ weight``."""
-    return _gradient(x, _weight_of(x, parts, scheme, shape))
+    return _gradient(x, _weight_of(_known(weight), parts))
 
 
 @torch.library.register_fake("torchtether::linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_linear(
-    x: Tensor, bias: Tensor | None, parts: list[Tensor], scheme: str, shape: list[int], activations: str | None = None
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], shape[0]))
+def _fake_linear(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _known(weight).spec.shape[0]))
 
 
 @torch.library.register_fake("torchtether::gradient", lib=LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_gradient(x: Tensor, parts: list[Tensor], scheme: str, shape: list[int]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], shape[1]))
+def _fake_gradient(x: Tensor, parts: list[Tensor], weight: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _known(weight).spec.shape[1]))
 
 
 # -- embedding --------------------------------------------------------------------------------------------------------

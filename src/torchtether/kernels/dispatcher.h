@@ -1,0 +1,69 @@
+// What an op needs of torch's dispatcher, by the functions of its stable C interface (torch/csrc/stable/c/shim.h).
+//
+// An op is given its arguments on a stack of words, and leaves its result there. A tensor, a list and a text are each a
+// handle that the op owns, and so are the items of a list; what is optional is the address of such a handle, which the op
+// owns too, or null.
+
+struct Dispatcher {  // each but the last returns 0 where it could answer
+    int32_t (*library)(const char*, const char*, const char*, uint32_t, void**);  // aoti_torch_library_init_impl
+    int32_t (*implement)(void*, const char*, void (*)(uint64_t*, uint64_t, uint64_t), uint64_t);
+    int32_t (*call)(const char*, const char*, uint64_t*, uint64_t);
+    int32_t (*length)(void*, size_t*);
+    int32_t (*item)(void*, size_t, uint64_t*);
+    int32_t (*drop_list)(void*);
+    int32_t (*text_length)(void*, size_t*);
+    int32_t (*text)(void*, const char**);
+    int32_t (*drop_text)(void*);
+    int32_t (*drop_optional)(uint64_t*);
+    int32_t (*drop_tensor)(void*);
+    int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
+    const char* (*what)();
+};
+Dispatcher dispatcher;
+
+constexpr uint64_t OF_TORCH = 2ull << 56 | 13ull << 48;  // the version whose conventions these are
+
+inline void drop_tensor(uint64_t handle) { dispatcher.drop_tensor((void*)handle); }
+inline void drop_text(uint64_t handle) { dispatcher.drop_text((void*)handle); }
+inline void drop_optional_tensor(uint64_t given) {
+    if (!given) return;
+    drop_tensor(*(uint64_t*)given);
+    dispatcher.drop_optional((uint64_t*)given);
+}
+
+inline std::string text_of(uint64_t handle) {
+    const char* start = nullptr;
+    size_t length = 0;
+    if (dispatcher.text((void*)handle, &start) || dispatcher.text_length((void*)handle, &length)) return {};
+    return {start, length};
+}
+
+inline std::vector<uint64_t> items_of(uint64_t list) {
+    size_t length = 0;
+    if (dispatcher.length((void*)list, &length)) length = 0;
+    std::vector<uint64_t> items(length);
+    for (size_t i = 0; i < length; i++)
+        if (dispatcher.item((void*)list, i, &items[i])) return {};
+    return items;
+}
+
+// A new contiguous tensor of the CPU with the shape of `x` but for its last size, and of its dtype; 0 where there is none.
+inline uint64_t empty_as(const Seen& x, int64_t last) {
+    std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim), strides(x.dim);
+    sizes.back() = last;
+    int64_t step = 1;
+    for (int64_t d = x.dim; d-- > 0; step *= sizes[d]) strides[d] = step;
+    void* made = nullptr;
+    return dispatcher.empty(x.dim, sizes.data(), strides.data(), x.dtype, 0, -1, &made) ? 0 : (uint64_t)made;
+}
+
+// Another op of the same arguments, which it then owns, answers.
+inline void pass_on(const char* op, uint64_t* stack) {
+    if (dispatcher.call(op, "", stack, OF_TORCH)) throw std::runtime_error(dispatcher.what());
+}
+
+inline bool implement(const char* op, void (*kernel)(uint64_t*, uint64_t, uint64_t)) {
+    void* library = nullptr;  // kept for as long as there is a process
+    if (dispatcher.library("torchtether", "CPU", __FILE__, __LINE__, &library)) return false;
+    return dispatcher.implement(library, op, kernel, OF_TORCH) == 0;
+}
