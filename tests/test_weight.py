@@ -1,6 +1,7 @@
 """What section 3 of the design says of Weight, beyond the laws over schemes and ops."""
 
 import copy
+import importlib
 
 import pytest
 import safetensors.torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 import torchtether as tt
 from tests.catalog import SCHEMES, each_scheme, few_schemes, rand
+from torchtether import weight as weight_module
 from torchtether.inner import EmptyStorage
 from torchtether.spec import contiguous_stride
 
@@ -440,3 +442,53 @@ def test_module_load_keeps_the_tie_of_the_module_and_checks_shapes():
         for assign in (False, True):
             with pytest.raises(tt.SchemeError, match=r"shape \(8, 64\), the module holds \(16, 64\)"):
                 held.module_load(weight_of(rows=8), assign=assign)
+
+
+# -- what caches of compiled graphs know it by ------------------------------------------------------------------------
+
+MINE = """
+import torchtether as tt
+class Mine(tt.Plain):
+    kind = "mine{}"
+"""
+
+
+def key_of(weight):
+    return weight._stable_hash_for_caching()
+
+
+def test_the_key_of_cached_graphs_says_all_but_the_values():
+    one = weight_of()
+    others = [
+        weight_of(tt.int4(32)),
+        weight_of(rows=8),
+        weight_of(tie=tt.Tie(("a", "b"))),
+        one.to(torch.bfloat16),
+        one.t(),
+        one.detach().requires_grad_(),
+        tt.Weight.encode(rand(16, 64), tt.int8(), tie=None).map(lambda part: part.to("meta")),
+    ]
+    one.set_activations(None)
+    assert key_of(one) == key_of(tt.Weight.encode(rand(16, 64), tt.int8()))
+    assert len({key_of(weight) for weight in [one, *others]}) == 8
+
+
+def test_the_key_of_cached_graphs_follows_the_code_of_a_scheme(tmp_path, monkeypatch):
+    """A graph holds the decoding of its scheme as it was traced."""
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = []
+    for content in (MINE.format(""), MINE.format(""), MINE.format("") + "# changed"):
+        name = f"scheme_{len(keys)}"
+        (tmp_path / f"{name}.py").write_text(content)
+        keys.append(weight_module._code_of(importlib.import_module(name).Mine))
+    assert keys[0] == keys[1] != keys[2]
+    nowhere = [type("Mine", (tt.Plain,), {"__module__": "nowhere"}) for _ in range(2)]
+    assert len({weight_module._code_of(kind) for kind in nowhere}) == 2  # they may differ, and nobody can tell
+    assert weight_module._code_of(nowhere[0]) == weight_module._code_of(nowhere[0])
+    assert weight_module._code_of(tt.Weight) == weight_module._code_of(tt.Plain) != keys[0]
+
+
+def test_a_spec_is_its_own_deep_copy():
+    """Guards of compiled graphs keep one, and compare it at every call."""
+    spec = weight_of(tie=tt.Tie(("a", "b"))).spec
+    assert copy.deepcopy([spec])[0] is spec

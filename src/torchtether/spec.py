@@ -164,6 +164,9 @@ class WeightSpec:
         """The spec of a contiguous Weight."""
         return WeightSpec(tuple(shape), contiguous_stride(tuple(shape)), dtype, scheme, tie)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSpec:
+        return self  # nothing in it changes, and compilers compare a copy with what was copied at every call
+
     def replace(self, **changes: Any) -> WeightSpec:
         """The spec with other values of the fields that are given."""
         return dataclasses.replace(self, **changes)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -274,7 +279,7 @@ class Weight(Tensor):
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], WeightSpec]:
-        return [_PART + name for name in self._names], self._spec
+        return [*_attributes_of(self._names)], self._spec
 
     @classmethod
     def __tensor_unflatten__(
@@ -283,10 +288,15 @@ class Weight(Tensor):
         return cls({name.removeprefix(_PART): part for name, part in inner.items()}, spec)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's cache of compiled graphs knows a Weight by: everything but its values."""
+        """What torch's cache of compiled graphs knows a Weight by: everything but its values.
+
+        The code that is traced for it counts, too, or graphs of another version would be run.
+        """
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
+        kinds: tuple[type, ...] = (Weight, type(self), type(self.scheme))
+        code = [_code_of(kind) for kind in kinds]
         parts = [(name, str(p.dtype), tuple(p.shape), p.stride(), str(p.device)) for name, p in self.parts.items()]
-        return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad}"
+        return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad} {code}"
 
     @classmethod
     def __torch_function__(
@@ -401,6 +411,26 @@ class _Dequantize(torch.autograd.Function):
 
 def _is_other_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight)
+
+
+@lru_cache(maxsize=256)
+def _attributes_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_PART + name for name in names)
+
+
+@lru_cache(maxsize=256)
+def _code_of(kind: type) -> str:
+    """A digest of the code behind a class: of this package all of it, else the file; new where there is none."""
+    if kind.__module__.partition(".")[0] == __package__:
+        files = sorted(Path(__file__).parent.rglob("*.py"))
+    else:
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        files = [Path(file)] if file is not None else []
+    try:
+        content = [file.read_bytes() for file in files]
+    except OSError:
+        content = []
+    return hashlib.sha256(b"\0".join(content)).hexdigest() if content else secrets.token_hex()
 
 
 def rebuild_weight(
