@@ -90,8 +90,16 @@ def read_into(out):
     return done
 
 
+def processor_seconds(function, *args):
+    """Of all threads together."""
+    start = time.process_time()
+    function(*args)
+    return time.process_time() - start
+
+
 done, _ = measured("read into memory that exists", read_into, there)
 assert done == path.stat().st_size
+reading = min(processor_seconds(read_into, there) for _ in range(3))
 
 # %% Reading into new memory: the system must find and clear a page for every 4 kB first. Often the largest part.
 fresh = torch.empty(path.stat().st_size, dtype=torch.uint8)
@@ -130,6 +138,26 @@ assert all(p.dtype == torch.bfloat16 for p in small.parameters())
 assert report.bytes == size
 if report.peak is not None:
     assert report.peak < size / 2 + 100 * MB
+
+
+# %% Quantizing on the way in: reading and encoding are both work of the processors. What each takes alone adds up, and
+# the cores share it: two of them need half of the sum, however well both overlap.
+def encoded(values):
+    return [tt.Weight.encode(weight, tt.int8()) for weight in values]
+
+
+def loaded_as_codes():
+    codes = model()
+    tt.load(codes, path, quantize={"*.bias": None, "*": "int8"})
+    return codes
+
+
+values = [layer.weight.detach() for layer in model("cpu")]
+encoding = min(processor_seconds(encoded, values) for _ in range(3))
+both = min(processor_seconds(loaded_as_codes) for _ in range(3))
+print(f"processor seconds: read {reading:.2f}, encode {encoding:.2f}, load as int8 {both:.2f}")
+assert sum(p.nbytes for p in loaded_as_codes().parameters()) < size / 3.9
+del values
 
 # %% And what is not read costs nothing now: private pages of the file, fetched at first use.
 mapped = model()
