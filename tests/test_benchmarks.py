@@ -11,7 +11,11 @@ from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
-        (("conversions", "ties", "dispatch"), {"stock .to", "tt.convert", "tt.find_ties", "int8"}),
+        pytest.param(
+            ("conversions", "ties", "dispatch"),
+            {"stock .to", "tt.convert", "tt.find_ties", "int8"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("memory", "large"), {"tt.convert", "above the final model"}, marks=pytest.mark.slow),
     ],
     ids=["time", "memory"],

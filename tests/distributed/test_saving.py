@@ -201,6 +201,7 @@ def from_dcp(source, folder, written_by):
     assert same_rows(quantized.emb.weight, loaded(source, quantize={"emb.weight": "int8"}).emb.weight)
 
 
+@pytest.mark.slow
 def test_dcp_in_and_out_on_other_numbers_of_ranks(source, tmp_path):
     for written_by, read_by in ((2, 3), (3, 2)):
         folder = tmp_path / str(written_by)

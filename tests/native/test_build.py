@@ -48,6 +48,7 @@ def test_a_build_does_not_wait_and_the_next_process_has_it(fresh, tmp_path):
     assert [path.suffix for path in (tmp_path / "cache" / "torchtether").iterdir()] == [".so"]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_process_may_end_while_it_is_built(fresh, tmp_path):
     code = "from torchtether import native; native.compiled.warm(); print(native.compiled.state)"
