@@ -878,6 +878,16 @@ def python(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.id)
+def test_what_a_graph_is_told_of_a_weight_stands_between_quotes_and_says_all(row):
+    """Inductor writes it into Python, and with ``cpp_wrapper`` into C++, where it escapes nothing."""
+    weight = weight_of(row.scheme)
+    weight.set_activations("int8")
+    told = linear_module.told(weight.spec)
+    assert not set(told) & set('"\\\n')
+    assert linear_module._known(told).spec == weight.spec.replace(tie=None)
+
+
 @needs_compiler
 @each_laid_out
 def test_in_a_graph_a_product_runs_python_once(row, python):

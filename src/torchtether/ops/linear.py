@@ -275,8 +275,9 @@ def _gradient(x: Tensor, base: Weight) -> Tensor:
 LIBRARY = torch.library.Library("torchtether", "DEF")
 """The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
 
-``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` its spec as JSON. Once kernels
-are built, ``linear`` runs on the CPU without Python (``build.remember``); what does not suit goes to ``any_linear``.
+``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` says what it is (``told``).
+Once kernels are built, ``linear`` runs on the CPU without Python (``build.remember``); what does not suit goes to
+``any_linear``.
 A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
 """
 LIBRARY.define("linear(Tensor x, Tensor? bias, Tensor[] parts, str weight) -> Tensor")
@@ -296,9 +297,12 @@ def _in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -
     return torch.ops.torchtether.linear.default(x, bias, parts, weight)  # type: ignore[no-any-return]
 
 
+_QUOTES = str.maketrans("'\"", "\"'")  # torch writes the text into C++ as it is, between double quotes
+
+
 def told(spec: WeightSpec) -> str:
-    """What the ops are told of a Weight."""
-    return json.dumps(spec.replace(tie=None).to_json(), sort_keys=True)
+    """What the ops are told of a Weight: its spec as JSON, with single quotes."""
+    return json.dumps(spec.replace(tie=None).to_json(), sort_keys=True).translate(_QUOTES)
 
 
 class _Known(NamedTuple):
@@ -310,7 +314,7 @@ class _Known(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _known(weight: str) -> _Known:
-    spec = WeightSpec.from_json(json.loads(weight))
+    spec = WeightSpec.from_json(json.loads(weight.translate(_QUOTES)))
     names, layout = tuple(spec.scheme.layout(spec.shape)), layout_of(spec.scheme, spec.shape, spec.activations)
     return _Known(spec, names, layout, tuple(map(names.index, layout.parts)) if layout is not None else ())
 
