@@ -20,6 +20,7 @@ torch's own kernels, called with plain tensors that were packed before.
 """
 
 import argparse
+import copy
 import ctypes
 import importlib.util
 import itertools
@@ -43,6 +44,9 @@ from torchtether.kernels import build, choose, native
 
 SHAPES = {"full": ((4096, 4096), (11008, 4096), (32000, 2048)), "small": ((64, 256),)}
 """Rows and columns of the weights."""
+
+TRANSFORMERS = {"full": (1024, 8, 32000), "small": (64, 1, 96)}
+"""Width, layers, vocabulary."""
 
 SCHEMES = ("int8", "int4", "fp8", "nf4")
 BATCHES = {"full": 512, "small": 8}
@@ -148,8 +152,8 @@ def applied(weight, x):
     return lambda: F.linear(x, weight)
 
 
-def called(module, x):
-    return lambda: module(x)
+def called(module, *inputs):
+    return lambda: module(*inputs)
 
 
 # -- groups: each yields (title, contenders, bars); a bar is (what, ours, others, limit) -------------------------------
@@ -296,6 +300,51 @@ def compiled(size):
             contenders[f"ours {scheme}"], contenders[f"compiled {scheme}"] = called(layers, x), called(run, x)
             bars.append((f"compiled {scheme} against eager", f"compiled {scheme}", (f"ours {scheme}",), 1.05))
         yield f"{columns}x{columns}, 16 layers", contenders, bars
+    width, layers, vocabulary = TRANSFORMERS[size]
+    plain, bars = Decoder(width, layers, vocabulary).bfloat16().requires_grad_(False), []
+    inputs = torch.tensor([[1]]), torch.randn(1, 8, 64, width // 8).bfloat16()
+    contenders = {DENSE: called(plain, *inputs), f"compiled {DENSE}": called(torch.compile(plain), *inputs)}
+    for scheme in SCHEMES:
+        model = tt.quantize(copy.deepcopy(plain), {"*norm*": None, "*": scheme}).requires_grad_(False)
+        run = torch.compile(model, fullgraph=True)
+        contenders[f"ours {scheme}"], contenders[f"compiled {scheme}"] = called(model, *inputs), called(run, *inputs)
+        bars.append((f"compiled {scheme} against eager", f"compiled {scheme}", (f"ours {scheme}",), 1.0))
+    yield f"tied transformer, {layers} layers of {width}, one token", contenders, bars
+
+
+class Layer(nn.Module):
+    """A layer of a Llama, of 8 heads and without positions, that attends to given keys and values and its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x, past):
+        y = self.norm1(x)
+        query, key, value = (f(y).view(*x.shape[:2], 8, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+        keys, values = torch.cat((past, key), 2), torch.cat((past, value), 2)
+        x = x + self.out(F.scaled_dot_product_attention(query, keys, values).transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """Such layers between an embedding and the head that is tied to it."""
+
+    def __init__(self, width, layers, vocabulary):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers, self.norm = nn.ModuleList(Layer(width) for _ in range(layers)), nn.RMSNorm(width)
+
+    def forward(self, tokens, past):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, past)
+        return self.head(self.norm(x))
 
 
 def dense(values):
