@@ -347,6 +347,8 @@ def test_what_torch_refuses_is_refused():
     for bad, bias in ((x[:, 1:], None), (x.float(), None), (x, rand(23).bfloat16()), (x, rand(24)), (x[0, 0], None)):
         with torch.no_grad():
             assert _is_refused(bad, weight, bias) == _is_refused(bad, values, bias)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be multiplied"):  # not of some shape of ours
+        F.linear(rand(256, 2).bfloat16(), weight)
     assert _is_refused(x.float(), weight, None)
     for mixed in (rand(24).bfloat16().to("meta"), rand(24).bfloat16().to("meta").requires_grad_()):
         assert _is_refused(x, values, mixed)

@@ -22,7 +22,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     codes, scale = parts[0], parts[1]
     struct = layout.struct
     is_plain = struct.groups == 1 and struct.height == 1 and struct.zero < 0 and struct.unit == 1
-    if not is_plain or codes.shape != (layout.rows, layout.columns):
+    if not is_plain or codes.shape != (layout.rows, layout.columns) or x.shape[-1:] != (layout.columns,):
         return None
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,) or not bias.is_cpu):
         return None
