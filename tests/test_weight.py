@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import os
+import time
 
 import pytest
 import safetensors.torch
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 
 import torchtether as tt
 from tests.catalog import SCHEMES, each_scheme, few_schemes, rand
-from torchtether import weight as weight_module
+from torchtether import _code
+from torchtether._code import digest_of_code
 from torchtether.inner import EmptyStorage
 from torchtether.spec import contiguous_stride
 
@@ -448,8 +451,8 @@ def test_module_load_keeps_the_tie_of_the_module_and_checks_shapes():
 
 MINE = """
 import torchtether as tt
-class Mine(tt.Plain):
-    kind = "mine{}"
+class Base(tt.Plain):
+    pass
 """
 
 
@@ -474,18 +477,24 @@ def test_the_key_of_cached_graphs_says_all_but_the_values():
 
 
 def test_the_key_of_cached_graphs_follows_the_code_of_a_scheme(tmp_path, monkeypatch):
-    """A graph holds the decoding of its scheme as it was traced."""
+    """A graph holds the decoding of its scheme as it was traced, also where a class that it derives from says how."""
     monkeypatch.syspath_prepend(tmp_path)
-    keys = []
-    for content in (MINE.format(""), MINE.format(""), MINE.format("") + "# changed"):
-        name = f"scheme_{len(keys)}"
+
+    def digest(content, age=60):
+        name = f"scheme_{len(list(tmp_path.glob('*.py')))}"
         (tmp_path / f"{name}.py").write_text(content)
-        keys.append(weight_module._code_of(importlib.import_module(name).Mine))
-    assert keys[0] == keys[1] != keys[2]
+        written = time.time() - age
+        os.utime(tmp_path / f"{name}.py", (written, written))
+        base = importlib.import_module(name).Base
+        return digest_of_code(type("Mine", (base,), {"__module__": "torchtether.schemes.plain"}))
+
+    monkeypatch.setattr(_code, "_STARTED", time.time() - 30)
+    assert digest(MINE) == digest(MINE) != digest(MINE + "# changed")
+    assert digest(MINE, age=0) != digest(MINE, age=0)  # what was imported may be older
     nowhere = [type("Mine", (tt.Plain,), {"__module__": "nowhere"}) for _ in range(2)]
-    assert len({weight_module._code_of(kind) for kind in nowhere}) == 2  # they may differ, and nobody can tell
-    assert weight_module._code_of(nowhere[0]) == weight_module._code_of(nowhere[0])
-    assert weight_module._code_of(tt.Weight) == weight_module._code_of(tt.Plain) != keys[0]
+    assert digest_of_code(nowhere[0]) != digest_of_code(nowhere[1])  # they may differ, and nobody can tell
+    assert digest_of_code(nowhere[0]) == digest_of_code(nowhere[0])
+    assert digest_of_code(tt.Weight) == digest_of_code(tt.Plain) != digest(MINE)
 
 
 def test_a_spec_is_its_own_deep_copy():

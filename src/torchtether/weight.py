@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ._code import digest_of_code
 from .arguments import check_tensor, said
 from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
 from .errors import ArgumentError, SchemeError, UnsupportedOpError
@@ -293,8 +290,7 @@ class Weight(Tensor):
         The code that is traced for it counts, too, or graphs of another version would be run.
         """
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
-        kinds: tuple[type, ...] = (Weight, type(self), type(self.scheme))
-        code = [_code_of(kind) for kind in kinds]
+        code = digest_of_code(type(self), type(self.scheme))
         parts = [(name, str(p.dtype), tuple(p.shape), p.stride(), str(p.device)) for name, p in self.parts.items()]
         return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad} {code}"
 
@@ -416,21 +412,6 @@ def _is_other_wrapper(kind: type) -> bool:
 @lru_cache(maxsize=256)
 def _attributes_of(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(_PART + name for name in names)
-
-
-@lru_cache(maxsize=256)
-def _code_of(kind: type) -> str:
-    """A digest of the code behind a class: of this package all of it, else the file; new where there is none."""
-    if kind.__module__.partition(".")[0] == __package__:
-        files = sorted(Path(__file__).parent.rglob("*.py"))
-    else:
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        files = [Path(file)] if file is not None else []
-    try:
-        content = [file.read_bytes() for file in files]
-    except OSError:
-        content = []
-    return hashlib.sha256(b"\0".join(content)).hexdigest() if content else secrets.token_hex()
 
 
 def rebuild_weight(
