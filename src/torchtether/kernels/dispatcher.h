@@ -2,7 +2,7 @@
 //
 // An op is given its arguments on a stack of words, and leaves its result there. A tensor, a list and a text are each a
 // handle that the op owns, and so are the items of a list; what is optional is the address of such a handle, which the op
-// owns too, or null.
+// owns too, or null. binding.py gives the addresses of the functions to tether_serve.
 
 struct Dispatcher {  // each but the last returns 0 where it could answer
     int32_t (*library)(const char*, const char*, const char*, uint32_t, void**);  // aoti_torch_library_init_impl

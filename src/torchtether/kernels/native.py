@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .build import FOUND, Kernels, load
+from .binding import Kernels
+from .build import FOUND, load
 from .layout import DTYPES, Layout
 
 

@@ -1,6 +1,6 @@
 // What the entries use of Python, declared here: functions of its stable interface alone, whose headers need not be there.
 //
-// build.py gives the addresses of all of it to tether_bind. A call through ctypes costs four times as much.
+// binding.py gives the addresses of all of it to tether_bind. A call through ctypes costs four times as much.
 
 struct Object;  // PyObject
 

@@ -1,6 +1,6 @@
 // What torch says of a tensor, by the functions of its C interface (torch/csrc/inductor/aoti_torch/c/shim.h).
 //
-// build.py gives their addresses to tether_bind. A handle is the address of what Python calls the `_cdata` of a tensor.
+// binding.py gives their addresses to tether_bind. A handle is the address of what Python calls the `_cdata` of a tensor.
 // Asked here, all that a kernel must know of a tensor costs less than one attribute does in Python; nobody else checks.
 
 struct Torch {  // each returns 0 where it could answer

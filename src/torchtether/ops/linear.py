@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch import any_requires_grad, is_observed, is_tracing, untraced
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..errors import UnsupportedOpError
-from ..kernels import ANY, Layout, build, chunks, int8pack, kernels_for, layout_of, native, rounding
+from ..kernels import ANY, Layout, binding, chunks, int8pack, kernels_for, layout_of, native, rounding
 from ..spec import WeightSpec
 from ..weight import Weight
 from .rows import cut_rows
@@ -276,7 +276,7 @@ LIBRARY = torch.library.Library("torchtether", "DEF")
 """The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
 
 ``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` says what it is (``told``).
-Once kernels are built, ``linear`` runs on the CPU without Python (``build.remember``); what does not suit goes to
+Once kernels are built, ``linear`` runs on the CPU without Python (``binding.remember``); what does not suit goes to
 ``any_linear``.
 A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
 """
@@ -329,7 +329,7 @@ def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight:
     if known.layout is not None:
         made = _by_kernel(known.layout, [parts[i] for i in known.order], x, bias, x.dtype)
         if made is not None:
-            build.remember(weight, known.layout, len(parts), known.order)
+            binding.remember(weight, known.layout, len(parts), known.order)
             return made
     return _decoded_linear(torch.nn.functional.linear, x, _weight_of(known, parts), bias)
 
