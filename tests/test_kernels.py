@@ -936,14 +936,15 @@ def test_in_a_graph_the_kernel_is_called_for_as_many_rows_as_it_is_for(python):
 
 
 @needs_compiler
-@pytest.mark.parametrize("wrong", ["x", "bias", "parts", "text"])
+@pytest.mark.parametrize("wrong", ["x", "bias", "no bias", "parts", "text"])
 def test_in_a_graph_a_wrong_call_raises(wrong):
     weight = weight_of(tt.int8())
     parts, told = told_and_parts(weight)
     given = {"x": rand(3, 256).bfloat16(), "bias": rand(24).bfloat16(), "parts": parts, "text": told}
     OPS.linear.default(*given.values())
-    other = {"x": rand(3, 255).bfloat16(), "bias": rand(7).bfloat16(), "parts": parts[:1], "text": "{}"}
-    given[wrong] = other[wrong]
+    other = {"x": rand(3, 255).bfloat16(), "bias": rand(7).bfloat16(), "no bias": rand(0).bfloat16()}
+    other |= {"parts": parts[:1], "text": "{}"}
+    given[wrong.removeprefix("no ")] = other[wrong]
     with pytest.raises((RuntimeError, ValueError, IndexError, tt.SchemeError)):
         OPS.linear.default(*given.values())
 

@@ -864,7 +864,7 @@ template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, 
 
 // x (..., L.columns) times the transposed weight, plus bias if there is one; all of one dtype.
 struct Product {
-    Seen x, bias;  // without a bias, `at` is null
+    Seen x, bias{};  // without a bias, `at` is null
     Parts parts;
     int dtype;
     int64_t rows, stride;
@@ -902,7 +902,6 @@ Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* co
     const auto look = [&](intptr_t i, Seen& part) { return part.look(cdata_of(given[i])); };
     if (!is_as_it_lies(given_x, &cdata) || !made.x.look(cdata) || !look_at_parts(L, count, made.parts, look))
         return again(python.none);
-    bias.at = nullptr;
     if (given_bias != python.none && (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata))) return again(python.none);
     const auto fit = made.fit(L);
     if (fit != Product::FITS) return again(fit == Product::NOT ? python.none : python.not_implemented);
@@ -947,7 +946,6 @@ Object* some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t s
 // The same from and to handles; 0 where the call does not suit. Python need not be held.
 uint64_t product_of_handles(const Layout& L, const void* x, const void* bias, const uint64_t* given, intptr_t count) {
     Product made;
-    made.bias.at = nullptr;
     const auto look = [&](intptr_t i, Seen& part) { return part.look_at((const void*)given[i]); };
     if (!made.x.look_at(x) || (bias && !made.bias.look_at(bias))) return 0;
     if (!look_at_parts(L, count, made.parts, look)) return 0;
