@@ -71,6 +71,7 @@ def test_what_is_written_is_read_by_us_and_by_the_reference(tmp_path_factory, te
             assert same(file.read(name), tensor)
             assert same(reference[name], tensor)
             assert file.stored(name).start % tensor.element_size() == 0
+        assert min((file.stored(name).start for name in tensors), default=0) % 64 == 0
 
 
 @given(many_tensors())
