@@ -188,13 +188,14 @@ class Checkpoint(Mapping[str, Tensor]):
         self, entry: Entry, *, device: torch.device | str = "cpu", tick: Tick = no_tick, tie: Tie | None = None
     ) -> Tensor:
         if entry.spec is None:
-            made = fresh(entry.shape, entry.dtype, device, entry.stride)
-            self.store.read_into(entry.keys["tensor"], made, tick)
+            key = entry.keys["tensor"]
+            made = fresh(entry.shape, entry.dtype, device, entry.stride, at=self.store.stored(key).start)
+            self.store.read_into(key, made, tick)
             return made
         tensors: dict[str, Tensor] = {}
         for role, key in entry.keys.items():
             stored = self.store.stored(key)
-            tensors[role] = fresh(stored.shape, stored.dtype, device)
+            tensors[role] = fresh(stored.shape, stored.dtype, device, at=stored.start)
             self.store.read_into(key, tensors[role], tick)
         assert self._format is not None
         try:

@@ -454,8 +454,9 @@ def _as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
         return None
     if held.stride() != entry.stride or not held.is_contiguous():
         return None
-    made = fresh(entry.shape, step.dtype, step.device, entry.stride)
-    given.checkpoint.store.read_later(entry.keys["tensor"], made, batch)
+    store, key = given.checkpoint.store, entry.keys["tensor"]
+    made = fresh(entry.shape, step.dtype, step.device, entry.stride, at=store.stored(key).start)
+    store.read_later(key, made, batch)
     return made
 
 
@@ -574,7 +575,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     def straight(
         descriptor: int, at: int, room: Room, recipe: native.Recipe, rows: int, cuts: Mapping[str, slice | None]
     ) -> bool:
-        scratch = room.take((max(_READ, recipe.row),), torch.uint8)
+        scratch = room.take((max(_READ, recipe.row),), torch.uint8, at)
         return native.encode_file(recipe, descriptor, at, rows, scratch, {n: parts[n][cuts[n]] for n in recipe.parts})
 
     for start in range(0, shape[0], size):

@@ -1,14 +1,20 @@
 """Memory for what is loaded."""
 
 import gc
+import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torchtether as tt
 from torchtether.files import memory
 from torchtether.files.memory import fresh, fresh_each
 from torchtether.files.system import HUGE_PAGE
+from torchtether.files.together import Room
 
 CPU = torch.device("cpu")
 LARGE = (HUGE_PAGE // 4 + 3, 1)
@@ -46,8 +52,10 @@ def test_other_devices_and_modes():
 
 
 KINDS = [
-    (shape, dtype, stride)
-    for shape, stride in [((), ()), ((0, 3), (3, 1)), ((3, 5), (1, 3)), ((1, 7), (99, 1)), ((1024, 2049), (1, 1024))]
+    (shape, dtype, stride, at)
+    for at, (shape, stride) in enumerate(
+        [((), ()), ((0, 3), (3, 1)), ((3, 5), (1, 3)), ((1, 7), (99, 1)), ((1024, 2049), (1, 1024))]
+    )
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.uint16)
 ]
 
@@ -64,7 +72,8 @@ class Watching(TorchDispatchMode):
 
 def test_many_are_like_each():
     with torch.device("meta"):
-        many, each = fresh_each(KINDS), [fresh(shape, dtype, "cpu", stride) for shape, dtype, stride in KINDS]
+        many = fresh_each(KINDS)
+        each = [fresh(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in KINDS]
     for one, other in zip(many, each, strict=True):
         assert (one.shape, one.dtype, one.stride(), one.device) == (other.shape, other.dtype, other.stride(), CPU)
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
@@ -75,8 +84,53 @@ def test_many_are_like_each():
 
 def test_who_looks_on_sees_many():
     with Watching() as mode:
-        fresh_each([((3,), torch.float32, (1,))] * 5)
+        fresh_each([((3,), torch.float32, (1,), 0)] * 5)
     assert mode.made == 5
+
+
+def is_slow(address, at):
+    """Whether processors copy slowly from byte ``at`` of a page to that address."""
+    return 0 < (address - at) % 4096 < 32
+
+
+@given(st.one_of(st.integers(0, 2**40), st.integers(0, 64).map(lambda behind: 2**32 - behind)), st.booleans())
+def test_no_copy_begins_just_behind_its_original(at, is_large):
+    room = Room()
+    taken = room.take((3, 2**19 if is_large else 5), torch.float32, at)
+    for address in (fresh(LARGE, torch.float32, at=at).data_ptr(), taken.data_ptr()):
+        assert address % 64 == 0
+        assert not is_slow(address, at)
+    again = room.take(tuple(taken.shape), torch.float32, at + 8)
+    assert again.untyped_storage().data_ptr() == taken.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("how", ["plain", "quantized", "read"])
+@pytest.mark.parametrize("behind", [0, 1, 8, 24, 40])
+def test_files_with_headers_of_any_length_are_read_clear_of_it(tmp_path, behind, how):
+    with torch.device("meta"):
+        model = nn.Linear(2048, 1536, bias=False)
+    values = torch.randn(model.weight.shape)
+    saved = nn.Linear(2048, 1536, bias=False)
+    saved.weight = nn.Parameter(values)
+    if how == "quantized":
+        tt.quantize(saved, "int8")
+    path = tmp_path / "model.safetensors"
+    tt.save(saved, path)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header, rest = path.read_bytes()[8 : 8 + length].rstrip(), path.read_bytes()[8 + length :]
+    entries = [entry for key, entry in json.loads(header).items() if key != "__metadata__"]
+    (first,) = (start for start, stop in (entry["data_offsets"] for entry in entries) if stop - start >= HUGE_PAGE)
+    header += b" " * ((-behind - 8 - len(header) - first) % 4096)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + rest)
+    if how == "read":
+        with tt.Checkpoint(path) as checkpoint:
+            model.weight = nn.Parameter(checkpoint.read("weight"))
+    else:
+        tt.load(model, path)
+    parts = model.weight.parts if how == "quantized" else {"": model.weight}
+    (large,) = (part for part in parts.values() if part.nbytes >= HUGE_PAGE)
+    assert not is_slow(large.data_ptr(), -behind)
+    assert torch.equal(torch.as_tensor(model.weight), torch.as_tensor(saved.weight))
 
 
 def test_mappings_are_counted_and_come_to_an_end(monkeypatch):

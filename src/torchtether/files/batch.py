@@ -117,7 +117,7 @@ class Batch:
         def job(room: Room) -> int:
             descriptor = file.descriptor
             if straight is None or descriptor is None or not straight(descriptor, at, room):
-                given = room.take(shape, stored.dtype)
+                given = room.take(shape, stored.dtype, at)
                 file.read_bytes([(key, memory_of(given))], at)
                 use(given)
             return nbytes

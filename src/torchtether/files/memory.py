@@ -20,6 +20,9 @@ PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside 
 _OWN_MAPPING = 2**20  # bytes; below it a mapping costs more than it saves
 _MOST_ROOMS = 2**14  # a process may have 65,530 mappings (Linux), and one of which a part is on huge pages takes two
 
+_PAGE = 4096  # bytes; two addresses that are alike within it look alike to a processor that copies
+SHIFT = 64  # bytes; what torch aligns memory to
+
 _ROOMS: WeakSet[mmap.mmap] = WeakSet()
 """The mappings that tensors have for themselves now."""
 
@@ -41,12 +44,31 @@ def _anonymous(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes)
 
 
-def fresh(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", stride: Shape | None = None) -> Tensor:
+def clear_of(at: int, address: int = 0) -> int:
+    """How far behind ``address``, by default any begin of a page, to read what a file has from byte ``at`` on: 0 or 64.
+
+    The system copies from pages of its own, in which a byte lies as far behind the begin of a page as in the file.
+    Where a copy begins less than 32 bytes behind its original, as far as addresses within a page tell, processors may
+    be slow: AMD's Zen 4 then copies 2.4 or 6 GB/s instead of 8.5. Of files with headers of any length, that is one in
+    170.
+    """
+    return SHIFT if 0 < (address - at) % _PAGE < SHIFT // 2 else 0
+
+
+def fresh(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    stride: Shape | None = None,
+    *,
+    at: int = 0,
+) -> Tensor:
     """An uninitialised tensor, contiguous unless its strides are given; a large one on the CPU lies on huge pages.
 
     Half of the time of a load can go into the first touch of 4 KB pages. Memory of ``torch.empty`` begins somewhere
     within a huge page, so a part of every tensor would still lie on small ones: this begins on one, in a mapping of its
-    own, of which there are at most 16,384 at a time. Its storage cannot be resized.
+    own, of which there are at most 16,384 at a time. Its storage cannot be resized. ``at`` is the byte of the file that
+    its first is going to come from; see ``clear_of``.
     """
     laid, nbytes = _layout(shape, stride, dtype)
     if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(_ROOMS) >= _MOST_ROOMS:
@@ -56,25 +78,26 @@ def fresh(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", 
     except OSError:  # torch says what is wanting, if it cannot have it either
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     _ROOMS.add(room)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % HUGE_PAGE
-    bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start)
-    ask_for_huge_pages(bare.data_ptr(), nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    start = -address % HUGE_PAGE
+    bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start + clear_of(at))
+    ask_for_huge_pages(address + start, nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
     with torch.no_grad():
         return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, laid)
 
 
-def fresh_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape]]) -> list[Tensor]:
-    """``fresh`` on the CPU for each shape, dtype and strides, in half of the time.
+def fresh_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[Tensor]:
+    """``fresh`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
 
     Small memory comes past torch's dispatcher, if nothing looks on there.
     """
     if is_observed():
-        return [fresh(shape, dtype, "cpu", stride) for shape, dtype, stride in kinds]
+        return [fresh(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in kinds]
     return [
         empty_on_cpu(shape, stride, dtype)
         if _layout(shape, stride, dtype)[1] < HUGE_PAGE
-        else fresh(shape, dtype, "cpu", stride)
-        for shape, dtype, stride in kinds
+        else fresh(shape, dtype, "cpu", stride, at=at)
+        for shape, dtype, stride, at in kinds
     ]
 
 

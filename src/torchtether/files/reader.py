@@ -111,7 +111,7 @@ class TensorFile:
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
         """The tensor ``key`` as stored, contiguous, in memory of its own."""
         stored = self.stored(key)
-        made = fresh(stored.shape, stored.dtype)
+        made = fresh(stored.shape, stored.dtype, at=stored.start)
         self.read_into(key, made, tick)
         return made
 

@@ -90,7 +90,7 @@ class Store:
         """
         homes, tensors = self._home, self.header.tensors
         places = [(homes[key], key, tensors[key], stride) for key, stride in wanted]
-        made = fresh_each([(stored.shape, stored.dtype, stride) for _, _, stored, stride in places])
+        made = fresh_each([(stored.shape, stored.dtype, stride, stored.start) for _, _, stored, stride in places])
         batch.fill((file, key, stored.start, out) for (file, key, stored, _), out in zip(places, made, strict=True))
         return made
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import one_core
 from ..schemes import Shape
-from .memory import scratch
+from .memory import SHIFT, clear_of, scratch
 
 THREADS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 """How many threads read. Two saturate the memory of small machines, four that of most larger ones."""
@@ -24,13 +24,14 @@ class Room:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def take(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """An uninitialised CPU tensor, until the next ``take``."""
+    def take(self, shape: Shape, dtype: torch.dtype, at: int) -> Tensor:
+        """An uninitialised CPU tensor, until the next ``take``, for what a file has from byte ``at`` on."""
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        if self._memory is None or self._memory.nbytes < nbytes:
+        if self._memory is None or self._memory.nbytes < nbytes + SHIFT:
             self._memory = None  # the old one goes before the new one comes
-            self._memory = scratch((nbytes,), torch.uint8)
-        return self._memory[:nbytes].view(dtype).view(shape)
+            self._memory = scratch((nbytes + SHIFT,), torch.uint8)
+        first = clear_of(at, self._memory.data_ptr())
+        return self._memory[first : first + nbytes].view(dtype).view(shape)
 
 
 Job = Callable[[Room], int]
