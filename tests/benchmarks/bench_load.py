@@ -8,10 +8,12 @@ folder (in DIR, or where TMPDIR says; 5 GB must fit) and removed afterwards. Eve
 page cache: before its time begins every byte of the files has been read, and twice as much memory has been touched and
 freed. Virtual machines hand free memory back to their host (virtio-balloon with free page reporting), and the first
 touch of a page that the host must find again takes 20 times as long as of any other: whoever ran first, or after a
-pause, would pay for it. Contenders take turns, figures are medians with the lowest and highest, and ratios are medians
-of the ratios within a round. Machines are noisy: compare ratios, and only within a run. Time begins when a tiny
-checkpoint has been loaded in the same way, so that imports are done, and the model is on meta; transformers builds its
-model within its time, because it offers nothing else.
+pause, would pay for it. The host takes pages every few seconds, in the middle of a run, too: the groups that compare
+with plain reads take the fastest of three tries in one process. Contenders take turns, and another is first in every
+round; figures are medians with the lowest and highest, and ratios are medians of the ratios within a round. Machines
+are noisy: compare ratios, and only within a run. Time begins when a tiny checkpoint has been loaded in the same way, so
+that imports are done, and the model is on meta; transformers builds its model within its time, because it offers
+nothing else.
 
     read      a plain read of the same bytes: two threads, positioned reads, into fresh memory (4 KB or huge pages)
     anon      anonymous memory at its peak, above what there was before, and above the final model
@@ -35,6 +37,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 
 import safetensors.torch
@@ -55,6 +58,7 @@ SIZES = {
     "small": {"hidden": 256, "inner": 512, "layers": 2, "heads": 8, "kv_heads": 2, "vocab": 2048},
     "tiny": {"hidden": 128, "inner": 128, "layers": 1, "heads": 4, "kv_heads": 2, "vocab": 128},
 }
+TRIES, LONG = 3, 3.0  # seconds; what takes longer is tried once
 SMALL_TENSORS = {"full": 20_000, "small": 200, "tiny": 2}
 PLANNED_SHARDS = {"full": 1000, "small": 8, "tiny": 4}
 PER_SHARD = 200
@@ -152,6 +156,17 @@ def write_checkpoint(folder, model, shards):
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def lengthen_header(path, behind):
+    """The first tensor of the file begins ``behind`` bytes before a page ends: copies are slow from there (Zen 4)."""
+    with open(path, "rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        header += b" " * (-(8 + len(header) + behind) % mmap.PAGESIZE)
+        with open(path.with_suffix(".new"), "wb") as out:
+            out.write(len(header).to_bytes(8, "little") + header)
+            shutil.copyfileobj(file, out, PIECE)
+    os.replace(path.with_suffix(".new"), path)
 
 
 def write_headers(folder, shards):
@@ -564,12 +579,23 @@ def resident(path):
 
 
 def measure(name, folder, options):
-    """The figures of one run; call it in a process of its own."""
+    """The figures of one run, with the time of the fastest of several; call it in a process of its own."""
+    tries = [measure_once(name, folder, options, first=True)]
+    while len(tries) < options.get("tries", 1) and name != "torchtether first" and tries[-1]["wall"] < LONG:
+        tries.append(measure_once(name, folder, options, first=False))
+    fastest = min(tries, key=itemgetter("wall"))
+    return tries[0] | {"wall": fastest["wall"], "cpu": fastest["cpu"]}
+
+
+def measure_once(name, folder, options, first):
     tiny = {**options, "size": "tiny"} | ({"many": SMALL_TENSORS["tiny"]} if "many" in options else {})
-    CONTENDERS[name](folder.parent / "tiny" / folder.name.partition("-")[0], tiny)()
-    remove_saved(folder.parent / "tiny")
+    if first:
+        CONTENDERS[name](folder.parent / "tiny" / folder.name.partition("-")[0], tiny)()
+        remove_saved(folder.parent / "tiny")
     run = CONTENDERS[name](folder, options)
     gc.collect()
+    if not first and hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)  # what the last try has freed is fresh memory again
     warm(folder)
     stayed = chill(folder) if options.get("cold") else 1.0
     mapped, cpu = mapped_pages(), time.process_time()
@@ -601,12 +627,19 @@ def remove_saved(folder):
 def groups_of(size, folder):
     """(title, folder, options, contenders, largest tensor as stored) of everything that is measured, by group."""
     bf16, s, half = {"size": size}, SIZES[size], "half" if size == "full" else size
+    tried = {"tries": TRIES}
     largest = s["vocab"] * s["hidden"] * 2
     many = {"size": size, "many": SMALL_TENSORS[size]}
     peers = [name for name in PEERS if importlib.util.find_spec(name.split()[0])]
     found = {
         "bf16": [
-            ("bf16, 4 shards", "bf16-4", bf16, [READ, READ_4K, "torchtether", "safetensors mapped", *peers], largest)
+            (
+                "bf16, 4 shards",
+                "bf16-4",
+                bf16 | tried,
+                [READ, READ_4K, "torchtether", "safetensors mapped", *peers],
+                largest,
+            )
         ],
         "mapped": [
             (
@@ -618,9 +651,10 @@ def groups_of(size, folder):
             )
         ],
         "shards": [
-            (f"bf16, {count} shards", f"bf16-{count}", bf16, [READ, "torchtether", "safetensors own"], largest)
+            (f"bf16, {count} shards", f"bf16-{count}", bf16 | tried, [READ, "torchtether", "safetensors own"], largest)
             for count in (1, 32)
-        ],
+        ]
+        + [("bf16, odd header", "odd-1", bf16 | tried, [READ, "torchtether", "safetensors own"], largest)],
         "cold": [
             ("bf16, cold cache", "bf16-4", bf16 | {"cold": True}, [SEQUENTIAL, READ, "torchtether"], largest),
             (
@@ -635,7 +669,7 @@ def groups_of(size, folder):
             (
                 "fp32 to bf16",
                 "fp32",
-                {"size": half, "dtype": torch.bfloat16},
+                {"size": half, "dtype": torch.bfloat16} | tried,
                 [READ, "torchtether", *peers],
                 SIZES[half]["vocab"] * SIZES[half]["hidden"] * 4,
             )
@@ -644,7 +678,7 @@ def groups_of(size, folder):
             (
                 scheme,
                 "bf16-4",
-                bf16 | {"quantize": scheme},
+                bf16 | {"quantize": scheme} | tried,
                 [READ, "encode alone", "torchtether compiled", "torchtether ops", "torchtether first"]
                 + [n for n, (p, known) in QUANTIZING.items() if scheme in known and importlib.util.find_spec(p)],
                 largest,
@@ -696,6 +730,8 @@ def write_for(folder, size):
             many = {"many": SMALL_TENSORS[at]} if kind == "many" else {}
             write_checkpoint(path, on_meta(at, dtype, **many), int(shards or (1 if many else 4)))
             write_config(path, at, str(dtype).removeprefix("torch."))
+            for file in files_of(path) if kind == "odd" else ():
+                lengthen_header(file, 8)
 
 
 def bars(group, title, runs, largest):
@@ -790,8 +826,9 @@ def main(arguments=None):
                 write_for(path, wanted["size"])
                 runs = {name: [] for name in contenders}
                 pool.submit(measure, contenders[0], path, wanted).result()  # the pages are in the cache
-                for _ in range(options.rounds):
-                    for name in contenders:
+                for i in range(options.rounds):
+                    turn = i % len(contenders)
+                    for name in contenders[turn:] + contenders[:turn]:
                         runs[name].append(pool.submit(measure, name, path, wanted).result())
                 first = runs[contenders[0]]
                 for name in contenders:
