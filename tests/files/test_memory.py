@@ -1,5 +1,6 @@
 """Memory for what is loaded."""
 
+import ctypes
 import gc
 import json
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtether as tt
-from torchtether.files import memory
+from torchtether import native
+from torchtether.files import TensorFile, memory
 from torchtether.files.memory import fresh, fresh_each
 from torchtether.files.system import HUGE_PAGE
 from torchtether.files.together import Room
@@ -104,14 +106,40 @@ def test_no_copy_begins_just_behind_its_original(at, is_large):
     assert again.untyped_storage().data_ptr() == taken.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("how", ["plain", "quantized", "read"])
-@pytest.mark.parametrize("behind", [0, 1, 8, 24, 40])
-def test_files_with_headers_of_any_length_are_read_clear_of_it(tmp_path, behind, how):
+@pytest.fixture
+def reads(monkeypatch):
+    """Where bytes of files were read to, and where they were from."""
+    found, asked = [], set()
+    read, encode, take = TensorFile.read_bytes, native.encode_file, Room.take
+
+    def read_bytes(file, buffers, at):
+        place = at
+        for _, buffer in buffers:
+            found.append((ctypes.addressof(ctypes.c_char.from_buffer(buffer)), place))
+            place += len(buffer)
+        read(file, buffers, at)
+
+    def encode_file(recipe, descriptor, at, rows, room, parts):
+        assert at in asked
+        found.append((room.data_ptr(), at))
+        return encode(recipe, descriptor, at, rows, room, parts)
+
+    def taken(room, shape, dtype, at):
+        asked.add(at)
+        return take(room, shape, dtype, at)
+
+    monkeypatch.setattr(TensorFile, "read_bytes", read_bytes)
+    monkeypatch.setattr(Room, "take", taken)
+    monkeypatch.setattr(native, "encode_file", encode_file)
+    return found
+
+
+@pytest.mark.parametrize("how", ["plain", "quantized", "read", "in a file", "tied", "renamed", "converted", "encoded"])
+@pytest.mark.parametrize("behind", [0, 1, 8, 24, 40, -56])
+def test_files_with_headers_of_any_length_are_read_clear_of_it(tmp_path, behind, how, reads):
     with torch.device("meta"):
         model = nn.Linear(2048, 1536, bias=False)
-    values = torch.randn(model.weight.shape)
     saved = nn.Linear(2048, 1536, bias=False)
-    saved.weight = nn.Parameter(values)
     if how == "quantized":
         tt.quantize(saved, "int8")
     path = tmp_path / "model.safetensors"
@@ -122,15 +150,35 @@ def test_files_with_headers_of_any_length_are_read_clear_of_it(tmp_path, behind,
     (first,) = (start for start, stop in (entry["data_offsets"] for entry in entries) if stop - start >= HUGE_PAGE)
     header += b" " * ((-behind - 8 - len(header) - first) % 4096)
     path.write_bytes(len(header).to_bytes(8, "little") + header + rest)
+    wanted = saved.weight
     if how == "read":
         with tt.Checkpoint(path) as checkpoint:
             model.weight = nn.Parameter(checkpoint.read("weight"))
+    elif how == "in a file":
+        with TensorFile(path) as file:
+            model.weight = nn.Parameter(file.read("weight"))
+    elif how == "tied":
+        model = nn.ModuleList([model, nn.Linear(2048, 1536, bias=False, device="meta")])
+        model[1].weight = model[0].weight
+        tt.load(model, path, rename={"weight": "0.weight"})
+        model = model[1]
+    elif how == "renamed":
+        model = nn.ModuleDict({"inner": model})
+        tt.load(model, path, rename={"weight": "inner.weight"})
+        model = model["inner"]
+    elif how == "converted":
+        tt.load(model, path, dtype=torch.bfloat16)
+        wanted = wanted.to(torch.bfloat16)
+    elif how == "encoded":
+        native.compiled.wait()
+        tt.load(model, path, quantize="int8")
+        wanted = tt.Weight.encode(wanted, tt.int8())
     else:
         tt.load(model, path)
-    parts = model.weight.parts if how == "quantized" else {"": model.weight}
-    (large,) = (part for part in parts.values() if part.nbytes >= HUGE_PAGE)
-    assert not is_slow(large.data_ptr(), -behind)
-    assert torch.equal(torch.as_tensor(model.weight), torch.as_tensor(saved.weight))
+    large = [(address, at) for address, at in reads if at % 4096 == -behind % 4096]
+    assert large
+    assert not any(is_slow(*place) for place in large)
+    assert torch.equal(torch.as_tensor(model.weight), torch.as_tensor(wanted))
 
 
 def test_mappings_are_counted_and_come_to_an_end(monkeypatch):
