@@ -329,7 +329,6 @@ def test_values_go_to_lists_and_arrays_and_never_through_memory_that_is_not_ther
         weight.apply_(abs)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @few_schemes
 def test_a_trace_computes_what_the_module_does_or_says_why_not(row):
     """The compiled kernels run unseen by ``torch.jit.trace``: their results would be constants of the trace."""

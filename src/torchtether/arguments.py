@@ -71,13 +71,27 @@ def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_mod
 
 
 def as_device(device: Any, name: str = "device") -> torch.device:
-    """``torch.device(device)``. Raises ArgumentError for what is none."""
+    """Return ``torch.device(device)``, with the index of the current one where ``device`` says none.
+
+    Raises ArgumentError for what is no device, and for a device that this machine or this build of torch lacks.
+    """
     try:
-        return torch.device(device)
+        place = torch.device(device)
     except (TypeError, RuntimeError) as error:
-        why = str(error).splitlines()[0].partition(", got")[0].rstrip(".") if isinstance(device, (str, int)) else ""
+        why = _first_line(error).partition(", got")[0] if isinstance(device, (str, int)) else ""
         raise ArgumentError(
             f"{device!r} is no device" if len(repr(device)) < 40 else f"is {said(device)}, not a device",
             name=name,
             fix=f"Give 'cpu', 'cuda:0' or a torch.device{f' ({why})' if why else ''}.",
         ) from None
+    if place.type in ("cpu", "meta"):
+        return place
+    try:
+        return torch.empty(0, device=place).device
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch raises either where a backend is absent
+        what = f"{str(place)!r} cannot be used here: {_first_line(error)}"
+        raise ArgumentError(what, name=name, fix="Give a device that torch has here, such as 'cpu'.") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")

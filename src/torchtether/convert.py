@@ -56,7 +56,7 @@ def convert(
             f"cannot convert a model to {dtype}, which is not a float dtype",
             fix="To store weights in few bits, use tt.quantize.",
         )
-    place = None if device is None else _indexed(as_device(device))
+    place = None if device is None else as_device(device)
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="convert") as exchange:
         lone, components = parted(model, exchange.modules)
         lone = [tensor for tensor in lone if _differs(tensor, dtype, place)]
@@ -97,13 +97,6 @@ def _differs(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | N
     if device is not None and tensor.device != device:
         return True
     return type(tensor) not in STOCK and is_lazy(tensor)  # so that it is refused by name
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """``cuda`` means the current one; tensors say which."""
-    if device.index is not None or device.type in ("cpu", "meta"):
-        return device
-    return torch.empty(0, device=device).device
 
 
 def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, exchange: Exchange) -> None:

@@ -257,9 +257,8 @@ class LoadPlan:
             return
         left = {name for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
         if left <= set(self._draft.recorded):
-            given, cpu = self._options["device"], torch.device("cpu")
-            places = {name: self._draft.devices.get(name, cpu) for name in self._draft.recorded}
-            first = next(iter(places.values()), cpu) if isinstance(given, Mapping) else torch.device(given or cpu)
+            places = {name: self._draft.devices.get(name, _CPU) for name in self._draft.recorded}
+            first = next(iter(places.values()))
             meta.materialize(self.model, first)
             self._move({name: place for name, place in places.items() if place != first})
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from . import meta
 from ._storage import STOCK, is_strided
+from .arguments import as_device
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, TetherError, UnsupportedOpError
@@ -553,7 +554,7 @@ def _check_dtype(dtype: Any) -> torch.dtype:
 
 
 def _check_device(device: Any) -> torch.device:
-    made = torch.device(device)
+    made = as_device(device, name="")
     if made.type == "meta":
         raise ValueError("nothing can be loaded to meta. Name a real device.")
     return made

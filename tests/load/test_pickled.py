@@ -99,6 +99,7 @@ def compressed():
     return made.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15 says how long it may take
 @pytest.mark.parametrize(
     ("data", "what"),
     [
