@@ -201,7 +201,9 @@ class Recorder(TorchDispatchMode):
             return
         if any(x is not None and x.is_meta and not is_strided(x) for x in (*inputs, *outputs)):
             return  # wrappers and sparse tensors: their memory stays unknown to the record
-        known = self._numbers.keys() | {storage_id(x) for x in inputs if _is_meta(x)}  # ``lift_fresh`` returns its input
+        known = self._numbers.keys() | {
+            storage_id(x) for x in inputs if _is_meta(x)
+        }  # ``lift_fresh`` returns its input
         fresh = [i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in known]
         written = [x for x in _written(func, args, kwargs) if _is_meta(x)]
         if not fresh and not written:

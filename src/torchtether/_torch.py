@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -303,6 +304,19 @@ def renew_shards(state: Any) -> None:
 def offloaded_parameters(state: Any) -> list[Tensor]:
     """The sharded parameters that FSDP2 keeps on the CPU, whatever device it computes on."""
     return [param.sharded_param for param in _fsdp2_params(state) if param.offload_to_cpu]
+
+
+@lru_cache(maxsize=1)
+def frees_before_copy() -> bool:
+    """Return whether FSDP2 frees the buffer of the previous all-gather before it copies the next one out.
+
+    Torch 2.15 does, torch 2.13 frees it after. No public name tells: the method that frees it is looked for.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+    except ImportError:
+        return False
+    return hasattr(FSDPCommContext, "release_all_gather_state_for_comm_reuse")
 
 
 def _fsdp2_params(state: Any) -> Iterator[Any]:

@@ -99,7 +99,6 @@ def compressed():
     return made.getvalue()
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15 says how long it may take
 @pytest.mark.parametrize(
     ("data", "what"),
     [
@@ -107,7 +106,7 @@ def compressed():
         (archive_of({"w": torch.ones(3), "epoch": 3}), "epoch: it is a int, not a tensor"),
         (archive_of({"net": {"w": torch.ones(3)}}), "net: it is a dict, not a tensor"),
         (archive_of([torch.ones(3)]), "it holds a list, not a state dict"),
-        (archive_of({"w": torch.ones(3).to_sparse()}), "w: a Tensor of layout torch.sparse_coo"),
+        (archive_of({"w": torch.ones(3).to_sparse()}), "it holds a sparse tensor"),
         (archive_of({"w": torch.ones(3).expand(2, 3)}), "w: the alias of size"),
         (archive_of({"w": torch.ones(3, dtype=torch.complex64).conj()}), "w: it is a lazy conjugate"),
         (archive_of({"torchtether.storage.w": torch.ones(3)}), "names that begin with"),

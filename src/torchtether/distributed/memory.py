@@ -1,8 +1,9 @@
 """What sharded units cost: bytes held by each rank, bytes gathered, and the peaks of a forward and a backward.
 
-The model of the peaks is FSDP2's on torch 2.13, and agrees with the allocations that the profiler sees:
+The model of the peaks is FSDP2's on torch 2.13 to 2.15, and agrees with the allocations that the profiler sees:
 
-- an all-gather fills one flat buffer and is copied out; in forward the buffer lives until the next unit is gathered;
+- an all-gather fills one flat buffer and is copied out; in forward the buffer lives until the next unit is gathered
+  (torch 2.15 frees it before the next one is copied out, torch 2.13 after);
 - in backward the unit before is gathered meanwhile, and the flat input of the last reduce-scatter still lives;
 - the gradients of a tied parameter meet in autograd, where two of them and their sum exist at once, at the very end;
 - the root, and units of several modules, stay gathered around the others;
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._torch import frees_before_copy
 from ..ops.linear import SCRATCH
 from ..ops.sharding import rows_per_rank
 from ..schemes import Plain, Scheme, Shape
@@ -160,8 +162,9 @@ def peaks(units: Sequence[Cost], *, keeps: bool = False) -> Peaks:
 def _forward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
     most, label, held, flat = 0, "", 0, 0
     for unit in (*around, *inner):
-        if held + flat + 2 * unit.gathered > most:
-            most, label = held + flat + 2 * unit.gathered, unit.label
+        both = max(flat + unit.gathered, 2 * unit.gathered) if frees_before_copy() else flat + 2 * unit.gathered
+        if held + both > most:
+            most, label = held + both, unit.label
         if not unit.stays and held + 2 * unit.gathered + unit.decoded > most:
             most, label = held + 2 * unit.gathered + unit.decoded, unit.label
         held += unit.gathered if unit.stays or keeps else 0
