@@ -46,8 +46,8 @@ READS = """
 
 BACKWARDS = """
     convolution_backward mkldnn_rnn_layer_backward _cdist_backward softplus_backward smooth_l1_loss_backward
-    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward mse_loss_backward huber_loss_backward
-    leaky_relu_backward hardtanh_backward gelu_backward elu_backward silu_backward
+    native_layer_norm_backward native_group_norm_backward native_batch_norm_backward mse_loss_backward
+    huber_loss_backward leaky_relu_backward hardtanh_backward gelu_backward elu_backward silu_backward
     _weight_norm_interface_backward
 """.split()
 """What autograd calls on the Weights that the ops above saved."""
