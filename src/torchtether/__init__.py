@@ -5,6 +5,7 @@ from typing import Any as _Any
 from . import module_load as _module_load  # noqa: F401 - registers its rule
 from . import ops as _ops  # noqa: F401 - registers the rules
 from . import testing
+from ._torch import warn_if_untested as _warn_if_untested
 from .activations import quantize_activations
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
 from .checkpoint import Checkpoint
@@ -55,6 +56,7 @@ from .weight import Weight
 from .wrapper import WrapperTensor
 
 __version__ = "0.1.0"
+_warn_if_untested()
 
 __all__ = [
     # checkpoints

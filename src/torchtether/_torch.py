@@ -6,6 +6,8 @@ A leaf: the other rooms import from here.  ``check_torch`` names what an unknown
 from __future__ import annotations
 
 import ctypes
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -25,6 +27,24 @@ _NEEDED: tuple[tuple[Any, str], ...] = (
     (Tensor, "_backward_hooks"),
     (Tensor, "_post_accumulate_grad_hooks"),
 )
+
+
+TESTED = ("2.13.0", "2.15.0")
+"""The oldest and the newest torch with which all tests pass; README lists them."""
+
+
+def warn_if_untested() -> None:
+    """Warn once, in one line, of a torch that is newer than all that the tests have run with."""
+    if _minor(torch.__version__) > _minor(TESTED[-1]):
+        warnings.warn(
+            f"torchtether was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {torch.__version__}",
+            stacklevel=2,
+        )
+
+
+def _minor(version: str) -> list[int]:
+    """Return the first two numbers of ``version``: a release within them changes no behaviour."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def check_torch() -> None:
