@@ -531,6 +531,51 @@ def test_threads_call_at_once():
             assert all(pool.map(run, range(4)))
 
 
+WITHOUT_MEMORY = """
+import resource, torch, torch.nn.functional as F, torchtether as tt
+from torchtether.kernels import native
+from torchtether.ops import linear
+torch.set_num_threads(2)
+torch.set_grad_enabled(False)
+small = tt.Weight.encode(torch.randn(8, 2048), SCHEME).to(torch.bfloat16)
+wide = tt.Weight.encode(torch.ones(2, 2**24), SCHEME).to(torch.bfloat16)
+x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), linear.told(small.spec))
+expected, room = F.linear(x.expand(64, -1), small), torch.ones(2, 2**24, dtype=torch.bfloat16)
+torch.ops.torchtether.linear.default(x.expand(64, -1), None, *told)
+native.decode(wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room)  # threads are there
+many = x.expand(2**17, -1)  # which takes no memory
+calls = {
+    "product": lambda: F.linear(many, small),
+    "op of graphs": lambda: torch.ops.torchtether.linear.default(many, None, *told),
+    "product by several threads": lambda: F.linear(room[:1], wide),
+    "decoding": lambda: native.decode(
+        wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room
+    ),
+}
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 2**23,) * 2)
+for name, call in calls.items():
+    try:
+        call()
+        print(name, "went on")
+    except (MemoryError, RuntimeError) as error:
+        print(name, "memory" in str(error), str(error).count(chr(10)))
+assert torch.equal(F.linear(x.expand(64, -1), small), expected)
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+@pytest.mark.parametrize("scheme", ["tt.int4(8)", "tt.int8(32)", "tt.ScaledFloat('e4m3', block=(1, 32))"])
+def test_without_memory_a_product_raises_and_the_process_lives(scheme):
+    code = WITHOUT_MEMORY.replace("SCHEME", scheme)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, (found.returncode, found.stderr[-2000:])
+    assert "went on" not in found.stdout
+    assert "False" not in found.stdout
+
+
 @needs_compiler
 def test_a_bias_may_be_converted_while_a_product_runs():
     """Its old memory is free then, and soon holds something else."""
