@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
-from tests.kernel_cases import EPS
-from torchtether.kernels import TABLE, build, choose, chunks, int8pack, kernels_for, layout_of, native
+from tests.kernel_cases import EPS, as_on
+from torchtether.kernels import TABLE, build, choose, chunks, int8pack, kernels_for, layout_of, native, table
 from torchtether.ops import linear as linear_module
 
 needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
@@ -45,40 +45,34 @@ def is_near(got, x, weight, bias=None):
 # -- every kernel, in processes of their own --------------------------------------------------------------------------
 
 
-def _run_cases(seed, count, **environment):
-    command = [sys.executable, "-m", "tests.kernel_cases", str(seed), str(count)]
+def _wrong_cases(seed, count, compiler, fast):
+    command = [sys.executable, "-m", "tests.kernel_cases", str(seed), str(count), "1" if fast else "0"]
     root = Path(__file__).parent.parent
     paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}
-    )
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHTETHER_COMPILE": compiler}
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
     last = found.stderr.strip().splitlines()[-1:]
     assert found.returncode == 0, f"case {last} ended the process with {found.returncode}"
     return json.loads(found.stdout)
 
 
-@pytest.mark.parametrize("compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"])
-def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler):
-    found = _run_cases(0, 400, TORCHTETHER_COMPILE=compiler)
-    assert not found["wrong"]
-    ran = {name.split()[0] for name in found["ran"]}
-    assert ran >= ({"compiled", "shortcut"} if compiler == "1" else {"int8pack"}), ran
-    assert compiler == "1" or "compiled" not in ran
-    graphs, by_python = found["ran"]["in a graph"], found["ran"]["in a graph, by Python"]
-    assert by_python < graphs - 20 if compiler == "1" else by_python == graphs
+each_compiler = pytest.mark.parametrize(
+    "compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"]
+)
+each_machine = pytest.mark.parametrize("fast", [False, True], ids=["slow halves", "fast halves"])
+
+
+@each_compiler
+@each_machine
+def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler, fast):
+    assert not _wrong_cases(0, 400, compiler, fast)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"])
-def test_every_kernel_is_right_many_times_over(compiler):
-    found = _run_cases(10_000, 6000, TORCHTETHER_COMPILE=compiler)
-    assert not found["wrong"]
-    if compiler == "1":
-        kinds = {tuple(name.split()) for name in found["ran"] if name.startswith("compiled")}
-        halves = ("torch.bfloat16", "torch.float16", "torch.float32")
-        ways = [(kind, dtype, *rounds) for kind in build.KINDS for dtype in halves for rounds in ((), ("rounding",))]
-        assert kinds <= {("compiled", *way) for way in ways}
-        assert {way[:3] for way in kinds} == {("compiled", kind, dtype) for kind in build.KINDS for dtype in halves}
+@each_compiler
+@each_machine
+def test_every_kernel_is_right_many_times_over(compiler, fast):
+    assert not _wrong_cases(10_000, 6000, compiler, fast)
 
 
 GROUPED = [
@@ -435,7 +429,7 @@ def test_a_gradient_without_vectors_for_halves_is_summed_in_float32(limit, dtype
     weight, up = weight_of(tt.int8(), 1024).to(dtype).requires_grad_(False), rand(5, 1024).to(dtype)
     exact = up.double() @ weight.dequantize().double()
     for fast in (False, True):
-        monkeypatch.setattr(chunks, "has_fast_halves", lambda fast=fast: fast)
+        monkeypatch.setattr(table, "has_fast_halves", lambda dtype, fast=fast: fast)
         made = chunks.times(up, weight.dequantize())
         assert made.dtype == (dtype if fast or dtype.itemsize > 2 else torch.float32)
         x = rand(5, 256).to(dtype).requires_grad_()
@@ -917,14 +911,6 @@ def test_ops_of_graphs_pass_torchs_own_checks():
             torch.library.opcheck(OPS.gradient.default, (x[:, :24], *told), test_utils="test_faketensor")
 
 
-@pytest.fixture
-def python(monkeypatch):
-    """How often an op ran Python."""
-    calls, known = [], linear_module._known
-    monkeypatch.setattr(linear_module, "_known", lambda told: calls.append(told) or known(told))
-    return calls
-
-
 @pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.id)
 def test_what_a_graph_is_told_of_a_weight_stands_between_quotes_and_says_all(row):
     """Inductor writes it into Python, and with ``cpp_wrapper`` into C++, where it escapes nothing."""
@@ -935,49 +921,52 @@ def test_what_a_graph_is_told_of_a_weight_stands_between_quotes_and_says_all(row
     assert linear_module._known(told).spec == weight.spec.replace(tie=None)
 
 
-@needs_compiler
+@each_machine
 @each_laid_out
-def test_in_a_graph_a_product_runs_python_once(row, python):
-    weight = weight_of(row.scheme)
-    if "compiled" not in dict(kernels_for(weight.kernel_layout, torch.bfloat16)):
-        pytest.skip("no kernel multiplies it")
-    x, bias, told = rand(2, 3, 256).bfloat16(), rand(24).bfloat16(), told_and_parts(weight)
-    OPS.linear.default(x, bias, *told)
-    python.clear()
-    for given in (x, x[0], x[0, 0], x[:, 0]):
-        assert torch.equal(OPS.linear.default(given, bias, *told), OPS.any_linear.default(given, bias, *told))
-        assert torch.equal(OPS.linear.default(given, None, *told), OPS.any_linear.default(given, None, *told))
-    assert len(python) == 8  # those of the other op
+def test_in_a_graph_a_product_is_that_of_eager(row, fast):
+    with as_on(fast):
+        weight = weight_of(row.scheme, 25 + fast)  # of other sizes: what is remembered stays
+        x, bias, told = rand(2, 3, 256).bfloat16(), rand(25 + fast).bfloat16(), told_and_parts(weight)
+        for given in (x, x, x[0], x[0, 0], x[:, 0]):
+            for added in (bias, None):
+                with torch.no_grad():
+                    expected = F.linear(given, weight, added)
+                assert torch.equal(OPS.linear.default(given, added, *told), expected)
+                assert torch.equal(OPS.any_linear.default(given, added, *told), expected)
 
 
 @needs_compiler
-def test_in_a_graph_what_no_kernel_takes_is_answered_all_the_same(python):
+def test_in_a_graph_what_no_kernel_takes_is_answered_all_the_same():
     """Each goes on to the op that Python answers, which sees the very arguments."""
     weight, x, bias = weight_of(tt.int8()), rand(3, 256).bfloat16(), rand(24).bfloat16()
     parts, told = told_and_parts(weight)
     OPS.linear.default(x, bias, parts, told)
-    python.clear()
     for given in (x[:0], rand(256, 3).bfloat16().t(), rand(2, 256, 3).bfloat16().transpose(1, 2)):
         assert is_near(OPS.linear.default(given, bias, parts, told), given, weight, bias)
     strided = rand(48).bfloat16()[::2]
     assert is_near(OPS.linear.default(x, strided, parts, told), x, weight, strided)
     turned = [part.t().contiguous().t() for part in parts]
     assert is_near(OPS.linear.default(x, bias, turned, told), x, weight, bias)
-    assert len(python) == 5
     wide = weight.to(torch.float64)
     assert is_near(OPS.linear.default(x.double(), None, *told_and_parts(wide)), x.double(), wide)
 
 
 @needs_compiler
-def test_in_a_graph_the_kernel_is_called_for_as_many_rows_as_it_is_for(python):
-    weight = weight_of(tt.int8(), 1024, 1024, dtype=torch.float32)
-    (_, most), *_ = kernels_for(weight.kernel_layout, torch.float32)
-    x, told = rand(most + 1, 1024), told_and_parts(weight)
-    OPS.linear.default(x[:1], None, *told)
-    python.clear()
-    OPS.linear.default(x[:most], None, *told)
-    assert not python
-    assert torch.equal(OPS.linear.default(x, None, *told), F.linear(x, weight.dequantize()))
+@each_machine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.fp8()], ids=["int8", "fp8"])
+def test_in_a_graph_no_python_runs_for_as_many_rows_as_the_table_says(scheme, dtype, fast, monkeypatch):
+    with as_on(fast):
+        weight = weight_of(scheme, 1025 + fast, 1024, dtype=dtype)  # likewise
+        (_, most), *_ = kernels_for(weight.kernel_layout, dtype)
+        most = min(most, 40)
+        x, told = rand(most + 1, 1024).to(dtype), told_and_parts(weight)
+        OPS.linear.default(x[:1], None, *told)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear_module, "_known", lambda told: pytest.fail("Python ran"))
+            made = OPS.linear.default(x[:most], None, *told)
+        assert is_near(made, x[:most], weight)
+        assert is_near(OPS.linear.default(x, None, *told), x, weight)
 
 
 @needs_compiler
