@@ -610,6 +610,15 @@ def test_int8pack_refuses_what_would_crash():
         assert int8pack.linear(other.kernel_layout, other.kernel_layout.pick_from(other), rand(1, 256), None) is None
 
 
+def test_int8pack_rounds_no_scale_and_adds_the_bias_before_it_rounds():
+    scale, layout = torch.full((1, 1), 1 + 2.0**-8), layout_of(tt.int8(), (1, 16))  # between two numbers of bfloat16
+    x, codes = torch.eye(3, 16).bfloat16(), torch.arange(1, 17, dtype=torch.int8).view(1, 16)
+    expected = torch.tensor([1.0, 2.0, 3.0]).view(3, 1) * scale
+    assert torch.equal(int8pack.linear(layout, (codes, scale), x, None), expected.bfloat16())
+    bias = torch.tensor([2.0**-9]).bfloat16()  # half of what is between them
+    assert torch.equal(int8pack.linear(layout, (codes, scale), x, bias), (expected + bias).bfloat16())
+
+
 def test_inputs_that_are_not_finite_do_not_come_out_finite():
     for row in LAID_OUT:
         weight, x = weight_of(row.scheme), rand(2, 256).bfloat16()

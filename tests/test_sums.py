@@ -31,13 +31,14 @@ def allowed(weight, x, bias, fast):
     kernel = choose(layout, dtype, x.shape[0])
     values, meant = weight.dequantize().double().abs(), rounded(x, activations).abs()
     sums = F.linear(meant, values)
-    result = F.linear(rounded(x, activations), weight.to(torch.float32).dequantize().double(), bias.double()).abs()
-    most = unit * result + 2.0**-19 * (sums + bias.double().abs())  # float32 sums of 512, added in any order
+    product = F.linear(rounded(x, activations), weight.to(torch.float32).dequantize().double())
+    # float32 sums of 512 numbers, in any order
+    most = unit * (product + bias.double()).abs() + 2.0**-19 * (sums + bias.double().abs())
     is_twice = fast and dtype in HALVES and activations is not None
     if dtype in HALVES and kernel == "compiled" and layout.kind in INTEGERS and (activations is None or is_twice):
         most += 2.0**-15 * F.linear(meant.amax(-1, keepdim=True).expand_as(meant), values)  # inputs as fixed point
     if is_twice or kernel == "int8pack":
-        most += unit * (result + bias.double().abs())
+        most += unit * (1 + unit) * product.abs()
     if dtype in HALVES and ((activations is None and kernel == "chunks") or is_twice):
         most += unit * sums  # weights rounded first
     return most + 2.0**-40
