@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
-from tests.kernel_cases import EPS
-from torchtether.kernels import TABLE, build, choose, chunks, int8pack, kernels_for, layout_of, native
+from tests.kernel_cases import EPS, as_on
+from torchtether.kernels import TABLE, build, choose, chunks, int8pack, kernels_for, layout_of, native, table
 from torchtether.ops import linear as linear_module
 
 needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
@@ -45,40 +45,34 @@ def is_near(got, x, weight, bias=None):
 # -- every kernel, in processes of their own --------------------------------------------------------------------------
 
 
-def _run_cases(seed, count, **environment):
-    command = [sys.executable, "-m", "tests.kernel_cases", str(seed), str(count)]
+def _wrong_cases(seed, count, compiler, fast):
+    command = [sys.executable, "-m", "tests.kernel_cases", str(seed), str(count), "1" if fast else "0"]
     root = Path(__file__).parent.parent
     paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}
-    )
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHTETHER_COMPILE": compiler}
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
     last = found.stderr.strip().splitlines()[-1:]
     assert found.returncode == 0, f"case {last} ended the process with {found.returncode}"
     return json.loads(found.stdout)
 
 
-@pytest.mark.parametrize("compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"])
-def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler):
-    found = _run_cases(0, 400, TORCHTETHER_COMPILE=compiler)
-    assert not found["wrong"]
-    ran = {name.split()[0] for name in found["ran"]}
-    assert ran >= ({"compiled", "shortcut"} if compiler == "1" else {"int8pack"}), ran
-    assert compiler == "1" or "compiled" not in ran
-    graphs, by_python = found["ran"]["in a graph"], found["ran"]["in a graph, by Python"]
-    assert by_python < graphs - 20 if compiler == "1" else by_python == graphs
+each_compiler = pytest.mark.parametrize(
+    "compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"]
+)
+each_machine = pytest.mark.parametrize("fast", [False, True], ids=["slow halves", "fast halves"])
+
+
+@each_compiler
+@each_machine
+def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler, fast):
+    assert not _wrong_cases(0, 400, compiler, fast)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"])
-def test_every_kernel_is_right_many_times_over(compiler):
-    found = _run_cases(10_000, 6000, TORCHTETHER_COMPILE=compiler)
-    assert not found["wrong"]
-    if compiler == "1":
-        kinds = {tuple(name.split()) for name in found["ran"] if name.startswith("compiled")}
-        halves = ("torch.bfloat16", "torch.float16", "torch.float32")
-        ways = [(kind, dtype, *rounds) for kind in build.KINDS for dtype in halves for rounds in ((), ("rounding",))]
-        assert kinds <= {("compiled", *way) for way in ways}
-        assert {way[:3] for way in kinds} == {("compiled", kind, dtype) for kind in build.KINDS for dtype in halves}
+@each_compiler
+@each_machine
+def test_every_kernel_is_right_many_times_over(compiler, fast):
+    assert not _wrong_cases(10_000, 6000, compiler, fast)
 
 
 GROUPED = [
@@ -435,7 +429,7 @@ def test_a_gradient_without_vectors_for_halves_is_summed_in_float32(limit, dtype
     weight, up = weight_of(tt.int8(), 1024).to(dtype).requires_grad_(False), rand(5, 1024).to(dtype)
     exact = up.double() @ weight.dequantize().double()
     for fast in (False, True):
-        monkeypatch.setattr(chunks, "has_fast_halves", lambda fast=fast: fast)
+        monkeypatch.setattr(table, "has_fast_halves", lambda dtype, fast=fast: fast)
         made = chunks.times(up, weight.dequantize())
         assert made.dtype == (dtype if fast or dtype.itemsize > 2 else torch.float32)
         x = rand(5, 256).to(dtype).requires_grad_()
@@ -531,6 +525,51 @@ def test_threads_call_at_once():
             assert all(pool.map(run, range(4)))
 
 
+WITHOUT_MEMORY = """
+import resource, torch, torch.nn.functional as F, torchtether as tt
+from torchtether.kernels import native
+from torchtether.ops import linear
+torch.set_num_threads(2)
+torch.set_grad_enabled(False)
+small = tt.Weight.encode(torch.randn(8, 2048), SCHEME).to(torch.bfloat16)
+wide = tt.Weight.encode(torch.ones(2, 2**24), SCHEME).to(torch.bfloat16)
+x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), linear.told(small.spec))
+expected, room = F.linear(x.expand(64, -1), small), torch.ones(2, 2**24, dtype=torch.bfloat16)
+torch.ops.torchtether.linear.default(x.expand(64, -1), None, *told)
+native.decode(wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room)  # threads are there
+many = x.expand(2**17, -1)  # which takes no memory
+calls = {
+    "product": lambda: F.linear(many, small),
+    "op of graphs": lambda: torch.ops.torchtether.linear.default(many, None, *told),
+    "product by several threads": lambda: F.linear(room[:1], wide),
+    "decoding": lambda: native.decode(
+        wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room
+    ),
+}
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 2**23,) * 2)
+for name, call in calls.items():
+    try:
+        call()
+        print(name, "went on")
+    except (MemoryError, RuntimeError) as error:
+        print(name, "memory" in str(error), str(error).count(chr(10)))
+assert torch.equal(F.linear(x.expand(64, -1), small), expected)
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+@pytest.mark.parametrize("scheme", ["tt.int4(8)", "tt.int8(32)", "tt.ScaledFloat('e4m3', block=(1, 32))"])
+def test_without_memory_a_product_raises_and_the_process_lives(scheme):
+    code = WITHOUT_MEMORY.replace("SCHEME", scheme)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, (found.returncode, found.stderr[-2000:])
+    assert "went on" not in found.stdout
+    assert "False" not in found.stdout
+
+
 @needs_compiler
 def test_a_bias_may_be_converted_while_a_product_runs():
     """Its old memory is free then, and soon holds something else."""
@@ -569,6 +608,15 @@ def test_int8pack_refuses_what_would_crash():
     for scheme in (tt.int8(128), tt.Affine(symmetric=False), tt.Affine(block=(None, None)), tt.Affine(unit=0.5)):
         other = weight_of(scheme)
         assert int8pack.linear(other.kernel_layout, other.kernel_layout.pick_from(other), rand(1, 256), None) is None
+
+
+def test_int8pack_rounds_no_scale_and_adds_the_bias_before_it_rounds():
+    scale, layout = torch.full((1, 1), 1 + 2.0**-8), layout_of(tt.int8(), (1, 16))  # between two numbers of bfloat16
+    x, codes = torch.eye(3, 16).bfloat16(), torch.arange(1, 17, dtype=torch.int8).view(1, 16)
+    expected = torch.tensor([1.0, 2.0, 3.0]).view(3, 1) * scale
+    assert torch.equal(int8pack.linear(layout, (codes, scale), x, None), expected.bfloat16())
+    bias = torch.tensor([2.0**-9]).bfloat16()  # half of what is between them
+    assert torch.equal(int8pack.linear(layout, (codes, scale), x, bias), (expected + bias).bfloat16())
 
 
 def test_inputs_that_are_not_finite_do_not_come_out_finite():
@@ -872,14 +920,6 @@ def test_ops_of_graphs_pass_torchs_own_checks():
             torch.library.opcheck(OPS.gradient.default, (x[:, :24], *told), test_utils="test_faketensor")
 
 
-@pytest.fixture
-def python(monkeypatch):
-    """How often an op ran Python."""
-    calls, known = [], linear_module._known
-    monkeypatch.setattr(linear_module, "_known", lambda told: calls.append(told) or known(told))
-    return calls
-
-
 @pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.id)
 def test_what_a_graph_is_told_of_a_weight_stands_between_quotes_and_says_all(row):
     """Inductor writes it into Python, and with ``cpp_wrapper`` into C++, where it escapes nothing."""
@@ -890,49 +930,52 @@ def test_what_a_graph_is_told_of_a_weight_stands_between_quotes_and_says_all(row
     assert linear_module._known(told).spec == weight.spec.replace(tie=None)
 
 
-@needs_compiler
+@each_machine
 @each_laid_out
-def test_in_a_graph_a_product_runs_python_once(row, python):
-    weight = weight_of(row.scheme)
-    if "compiled" not in dict(kernels_for(weight.kernel_layout, torch.bfloat16)):
-        pytest.skip("no kernel multiplies it")
-    x, bias, told = rand(2, 3, 256).bfloat16(), rand(24).bfloat16(), told_and_parts(weight)
-    OPS.linear.default(x, bias, *told)
-    python.clear()
-    for given in (x, x[0], x[0, 0], x[:, 0]):
-        assert torch.equal(OPS.linear.default(given, bias, *told), OPS.any_linear.default(given, bias, *told))
-        assert torch.equal(OPS.linear.default(given, None, *told), OPS.any_linear.default(given, None, *told))
-    assert len(python) == 8  # those of the other op
+def test_in_a_graph_a_product_is_that_of_eager(row, fast):
+    with as_on(fast):
+        weight = weight_of(row.scheme, 25 + fast)  # of other sizes: what is remembered stays
+        x, bias, told = rand(2, 3, 256).bfloat16(), rand(25 + fast).bfloat16(), told_and_parts(weight)
+        for given in (x, x, x[0], x[0, 0], x[:, 0]):
+            for added in (bias, None):
+                with torch.no_grad():
+                    expected = F.linear(given, weight, added)
+                assert torch.equal(OPS.linear.default(given, added, *told), expected)
+                assert torch.equal(OPS.any_linear.default(given, added, *told), expected)
 
 
 @needs_compiler
-def test_in_a_graph_what_no_kernel_takes_is_answered_all_the_same(python):
+def test_in_a_graph_what_no_kernel_takes_is_answered_all_the_same():
     """Each goes on to the op that Python answers, which sees the very arguments."""
     weight, x, bias = weight_of(tt.int8()), rand(3, 256).bfloat16(), rand(24).bfloat16()
     parts, told = told_and_parts(weight)
     OPS.linear.default(x, bias, parts, told)
-    python.clear()
     for given in (x[:0], rand(256, 3).bfloat16().t(), rand(2, 256, 3).bfloat16().transpose(1, 2)):
         assert is_near(OPS.linear.default(given, bias, parts, told), given, weight, bias)
     strided = rand(48).bfloat16()[::2]
     assert is_near(OPS.linear.default(x, strided, parts, told), x, weight, strided)
     turned = [part.t().contiguous().t() for part in parts]
     assert is_near(OPS.linear.default(x, bias, turned, told), x, weight, bias)
-    assert len(python) == 5
     wide = weight.to(torch.float64)
     assert is_near(OPS.linear.default(x.double(), None, *told_and_parts(wide)), x.double(), wide)
 
 
 @needs_compiler
-def test_in_a_graph_the_kernel_is_called_for_as_many_rows_as_it_is_for(python):
-    weight = weight_of(tt.int8(), 1024, 1024, dtype=torch.float32)
-    (_, most), *_ = kernels_for(weight.kernel_layout, torch.float32)
-    x, told = rand(most + 1, 1024), told_and_parts(weight)
-    OPS.linear.default(x[:1], None, *told)
-    python.clear()
-    OPS.linear.default(x[:most], None, *told)
-    assert not python
-    assert torch.equal(OPS.linear.default(x, None, *told), F.linear(x, weight.dequantize()))
+@each_machine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.fp8()], ids=["int8", "fp8"])
+def test_in_a_graph_no_python_runs_for_as_many_rows_as_the_table_says(scheme, dtype, fast, monkeypatch):
+    with as_on(fast):
+        weight = weight_of(scheme, 1025 + fast, 1024, dtype=dtype)  # likewise
+        (_, most), *_ = kernels_for(weight.kernel_layout, dtype)
+        most = min(most, 40)
+        x, told = rand(most + 1, 1024).to(dtype), told_and_parts(weight)
+        OPS.linear.default(x[:1], None, *told)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear_module, "_known", lambda told: pytest.fail("Python ran"))
+            made = OPS.linear.default(x[:most], None, *told)
+        assert is_near(made, x[:most], weight)
+        assert is_near(OPS.linear.default(x, None, *told), x, weight)
 
 
 @needs_compiler

@@ -472,6 +472,14 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
+def has_fast_float16() -> bool:
+    """Whether oneDNN multiplies float16 with vectors of this processor; False where this torch does not say."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` looks on, which sees torch's own ops only."""
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.schemes import laws
 from torchtether.errors import RuleError, SchemeError
 from torchtether.schemes import Codebook, fp4, nf4, resolve
+from torchtether.schemes.bits import pack, unpack
 from torchtether.schemes.named import NAMED
 from torchtether.schemes.tables import DYNAMIC, FP4, NF4
 
@@ -196,3 +197,23 @@ def test_the_mean_of_huge_absmax_stays_within_float32(magnitude):
     error = (scheme.decode(parts, w.shape, torch.float32) - w).abs()
     assert (error <= scheme.bound(parts, w.shape)).all()
     assert error.max() < 0.2 * magnitude
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_code_beyond_the_table_decodes_to_0_with_any_number_of_bits(bits, flat):
+    """Other writers' streams may hold such; 0 is what the padded tables of 4 and 8 bits have there."""
+    number = (1 << bits) - 1
+    scheme = Codebook(tuple(torch.linspace(-1, 1, number).tolist()), block_size=16, flat=flat)
+    assert scheme.bits == bits
+    parts = scheme.encode(torch.linspace(-3, 3, 64).view(2, 32))
+    expected = scheme.decode(parts, (2, 32), torch.float32).clone()
+    stream = parts["qdata"].view(1 if flat else 2, -1)
+    codes = unpack(stream, bits, 64 // stream.shape[0])
+    codes[0, 3] = codes[0, 20] = number
+    parts["qdata"].copy_(pack(codes, bits).view(parts["qdata"].shape))
+    expected[0, 3] = expected[0, 20] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(scheme.decode(parts, (2, 32), dtype), expected.to(dtype))
+        rows = scheme.gather(parts, (2, 32), torch.tensor([1, 0]), dtype)
+        assert torch.equal(rows, expected[[1, 0]].to(dtype))

@@ -45,7 +45,7 @@ _OBJECTS = (
     *(torch.Tensor, torch.nn.Parameter),
     *(sys.intern("_cdata"), sys.intern("is_neg")),
     *(empty_on_cpu, torch.float32, torch.bfloat16, torch.float16),
-    *(None, NotImplemented, False, IndexError),
+    *(None, NotImplemented, False, IndexError, MemoryError),
     Layout,
     *(sys.intern("_kernel_layout"), sys.intern("_spec"), sys.intern("dtype")),
     *(sys.intern("max_norm"), sys.intern("padding_idx")),

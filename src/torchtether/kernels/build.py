@@ -9,9 +9,7 @@ done. Without a compiler, or with ``TORCHTETHER_COMPILE=0`` in the environment, 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,7 +17,8 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
-from ..native.toolchain import find_compiler, is_own, is_switched_off, own_folder, said_compiler, said_processor
+from ..native import toolchain
+from ..native.toolchain import find_built, find_compiler, is_switched_off, own_folder, said_compiler, said_processor
 from .binding import Kernels, bind
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -49,14 +48,14 @@ def load(kind: str, *, build: bool = True) -> Kernels | None:
         if command is None:
             FOUND[kind] = None
             return None
-        path = _folder() / f"{kind.lower()}-{_key(command)}.so"
-        if not is_own(path):
+        folder, name = _folder(), f"{kind.lower()}-{_key(command)}"
+        path = find_built(folder, name)
+        if path is None:
             if not build:
                 return None  # another time it may be
-            if not _compile(command, kind, path):
-                FOUND[kind] = None
-                return None
-        FOUND[kind] = bind(path)
+            _compile(command, kind, folder, name)
+            path = find_built(folder, name)
+        FOUND[kind] = None if path is None else bind(path)
         return FOUND[kind]
 
 
@@ -81,7 +80,7 @@ def _command() -> tuple[str, ...] | None:
 def _key(command: tuple[str, ...]) -> str:
     """What a build depends on: the source, the command, the compiler and the processor."""
     known = hashlib.sha256(b"".join(source.read_bytes() for source in (SOURCE, *INCLUDED)))
-    known.update(repr(command).encode() + said_compiler(command[0]) + said_processor())
+    known.update(said_compiler(command) + said_processor())
     return known.hexdigest()[:24]
 
 
@@ -91,24 +90,14 @@ def _folder() -> Path:
     return own_folder() or Path(tempfile.mkdtemp(prefix="torchtether-"))
 
 
-def _compile(command: tuple[str, ...], kind: str, path: Path) -> bool:
-    """Whether ``path`` is there now. Not linked with OpenMP: its calls find the one that torch has loaded."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-        openmp = ["-fopenmp"] if "g++" in Path(command[0]).name else []  # clang's needs a runtime of its own
-        steps = (
-            [*command, *openmp, f"-DCODES={kind}", "-c", str(SOURCE), "-o", str(made)],
-            [command[0], "-shared", str(made), "-o", str(linked)],
+def _compile(command: tuple[str, ...], kind: str, folder: Path, name: str) -> None:
+    """Not linked with OpenMP: its calls find the one that torch has loaded."""
+    openmp = ["-fopenmp"] if "g++" in Path(command[0]).name else []  # clang's needs a runtime of its own
+    steps = (
+        [*command, *openmp, f"-DCODES={kind}", "-c", str(SOURCE), "-o", "kernels.o"],
+        [command[0], "-shared", "kernels.o", "-o", "made.so"],
+    )
+    if wrong := toolchain.build(steps, folder, name):
+        warnings.warn(
+            f"torchtether could not compile its kernels, so torch computes: {wrong.splitlines()[0]}", stacklevel=2
         )
-        try:
-            for step in steps:
-                subprocess.run(step, check=True, capture_output=True, timeout=300, umask=0o077)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", b"") or str(error).encode()
-            line = said.decode(errors="replace").strip().splitlines()[:1]
-            warnings.warn(
-                f"torchtether could not compile its kernels, so torch computes: {' '.join(line)}", stacklevel=2
-            )
-            return False
-        os.replace(linked, path)  # processes that build at the same time put the same file there
-    return True

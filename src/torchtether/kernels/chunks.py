@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .table import HALVES, has_fast_halves
+from . import table
 
 Decode = Callable[[int, int, Tensor | None], Tensor]
 """``decode(start, stop, out)``: rows of the weight, which may be written into the beginning of ``out``."""
@@ -45,6 +45,9 @@ def times(x: Tensor, values: Tensor) -> Tensor:
 
     x (M, K)    values (K, N) of the same dtype    result (M, N) of it, or float32
     """
-    if x.dtype in HALVES and x.is_cpu and not has_fast_halves():
-        return x.float() @ values.float()
-    return x @ values
+    return x.float() @ values.float() if is_slow(x) else x @ values
+
+
+def is_slow(x: Tensor) -> bool:
+    """Whether torch multiplies ``x`` faster, and no less exactly, when it is float32."""
+    return x.dtype in table.HALVES and x.is_cpu and not table.has_fast_halves(x.dtype)

@@ -11,10 +11,12 @@
 //     integers: x becomes 16-bit fixed point, with a scale per block of columns, so it moves by at most 2**-15 of the
 //     largest of its block, where its own dtype rounds each to 2**-9 (bfloat16) or 2**-12 (float16).
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 #include <stdexcept>
 #include <string>
@@ -402,6 +404,18 @@ int64_t room(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOC
 
 typedef std::vector<float> Room;
 
+// That some thread of a parallel region has had no memory. An exception that left the region would end the process.
+class Failed {
+    std::atomic<bool> is_so{false};
+
+  public:
+    operator bool() const { return is_so.load(std::memory_order_relaxed); }
+    template <class Work> void within(Work work) {
+        try { work(); } catch (const std::exception&) { is_so = true; }
+    }
+    void rethrow() const { if (is_so) throw std::bad_alloc(); }
+};
+
 // item(room, i) for every i below count, by several threads if there is much to do, each in a room of its own. One thread
 // is not asked through OpenMP, which would take a tenth of what a small product does.
 template <class Make, class Item> inline void over(int64_t count, bool is_much, Make make, Item item) {
@@ -410,12 +424,16 @@ template <class Make, class Item> inline void over(int64_t count, bool is_much, 
         for (int64_t i = 0; i < count; i++) item(room, i);
         return;
     }
+    Failed failed;
 #pragma omp parallel
     {
-        auto room = make();
+        decltype(make()) room;
+        failed.within([&] { room = make(); });
 #pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < count; i++) item(room, i);
+        for (int64_t i = 0; i < count; i++)
+            if (!failed) item(room, i);
     }
+    failed.rethrow();
 }
 
 // -- decode -----------------------------------------------------------------------------------------------------------
@@ -715,29 +733,26 @@ template <int C, bool X, bool Z> void linear(const Layout& L, const Parts& P, co
     constexpr bool nibbled = C == TABLE4 || C == INT4;
     const int64_t per = L.group >= BLOCK || L.group >= L.columns ? 1 : BLOCK / L.group;
     const Inputs in(x, dtype, rows, stride, L.columns, nibbled, X, !Z ? 0 : nibbled ? 1 : per);
-#pragma omp parallel if (L.rows > 1 && rows * L.rows * L.columns > 65536)
-    {
-        std::vector<float> s(room(L)), z(room(L));
-        const Table table(L.table);
-        float y[4];
-#pragma omp for schedule(static)
-        for (int64_t n = 0; n < L.rows; n++) {
-            row_scales(L, P, n, s.data(), z.data());
-            const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
-            for (int64_t m = 0, some; m < rows; m += some) {
-                some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-                if (some == 4) row<C, 4, X, Z>(L, codes, s.data(), z.data(), table, in, m, y);
-                else if (some == 2) row<C, 2, X, Z>(L, codes, s.data(), z.data(), table, in, m, y);
-                else row<C, 1, X, Z>(L, codes, s.data(), z.data(), table, in, m, y);
-                for (int64_t i = 0; i < some; i++) {
-                    const int64_t at = (m + i) * L.rows + n;
-                    if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, at);
-                    else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, at);
-                    else put_one<FLOAT16>(y[i], bias, n, out, at);
-                }
+    const int64_t each = room(L);
+    const Table table(L.table);
+    const auto make = [&] { return Room(2 * each); };
+    over(L.rows, rows * L.rows * L.columns > 65536, make, [&](Room& room, int64_t n) {
+        float *s = room.data(), *z = s + each, y[4];
+        row_scales(L, P, n, s, z);
+        const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
+        for (int64_t m = 0, some; m < rows; m += some) {
+            some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+            if (some == 4) row<C, 4, X, Z>(L, codes, s, z, table, in, m, y);
+            else if (some == 2) row<C, 2, X, Z>(L, codes, s, z, table, in, m, y);
+            else row<C, 1, X, Z>(L, codes, s, z, table, in, m, y);
+            for (int64_t i = 0; i < some; i++) {
+                const int64_t at = (m + i) * L.rows + n;
+                if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, at);
+                else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, at);
+                else put_one<FLOAT16>(y[i], bias, n, out, at);
             }
         }
-    }
+    });
 }
 
 #if FAST_ROWS
@@ -768,13 +783,18 @@ template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P
     const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : room(L);
     const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
     const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
+    Failed failed;
     const auto work = [&] {
-        std::vector<float> s(room(L)), z(room(L)), scratch(4 * in.stride + LANES);
-        std::vector<float> scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
+        std::vector<float> s, z, scratch, scales, zeros;
+        failed.within([&] {
+            s.resize(room(L)), z.resize(room(L)), scratch.resize(4 * in.stride + LANES);
+            scales.resize(tile * each + LANES), zeros.resize(tile * each + LANES, -L.offset);
+        });
         Decoder<C> decoder(L);
         alignas(64) float y[4][TILE];
 #pragma omp for schedule(guided, 2)  // a core that has other work, too, takes fewer rows
         for (int64_t first = 0; first < L.rows; first += tile) {
+            if (failed) continue;
             const int64_t end = first + tile < L.rows ? first + tile : L.rows;
             if constexpr (is_integer(C))
                 scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(), zeros.data());
@@ -800,9 +820,11 @@ template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P
             }
         }
     };
-    if (!is_much) return work();  // OpenMP would take a tenth of what a small product does
+    if (is_much) {
 #pragma omp parallel
-    work();
+        work();
+    } else work();  // OpenMP would take a tenth of what a small product does
+    failed.rethrow();
 }
 
 template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
@@ -894,8 +916,18 @@ struct Product {
     }
 };
 
+// work(), a new reference; where there is no memory for it null, with Python's error set.
+template <class Work> Object* or_memory_error(Work work) {
+    try {
+        return work();
+    } catch (const std::exception&) {
+        python.raise(python.memory_error, "out of memory: a product or decoding found no room for what it works with");
+        return nullptr;
+    }
+}
+
 // A product as a new tensor (..., L.rows); `given_bias` may be None.
-Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* const* given, intptr_t count) {
+Object* try_product(const Layout& L, Object* given_x, Object* given_bias, Object* const* given, intptr_t count) {
     Product made;
     Seen seen, &bias = made.bias;
     int64_t cdata;
@@ -914,8 +946,8 @@ Object* product(const Layout& L, Object* given_x, Object* given_bias, Object* co
 
 // The rows from `start` to `stop`, or those that `given_index` (int64 or int32, of any rank) names if that is not None.
 // `given_out`, if that is not None, holds them, and may be larger.
-Object* some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t start, int64_t stop, Object* given_out,
-                  Object* const* given, intptr_t count) {
+Object* try_some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t start, int64_t stop, Object* given_out,
+                      Object* const* given, intptr_t count) {
     Rows rows = {nullptr, false, start, stop - start};
     Parts parts;
     Seen index, seen;
@@ -943,22 +975,34 @@ Object* some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t s
     return out.release();
 }
 
-// The same from and to handles; 0 where the call does not suit. Python need not be held.
+Object* product(const Layout& L, Object* x, Object* bias, Object* const* given, intptr_t count) {
+    return or_memory_error([&] { return try_product(L, x, bias, given, count); });
+}
+
+Object* some_rows(const Layout& L, int64_t dtype, Object* index, int64_t start, int64_t stop, Object* out,
+                  Object* const* given, intptr_t count) {
+    return or_memory_error([&] { return try_some_rows(L, dtype, index, start, stop, out, given, count); });
+}
+
+// The same from and to handles; 0 where the call does not suit, or there is no memory. Python need not be held.
 uint64_t product_of_handles(const Layout& L, const void* x, const void* bias, const uint64_t* given, intptr_t count) {
     Product made;
     const auto look = [&](intptr_t i, Seen& part) { return part.look_at((const void*)given[i]); };
     if (!made.x.look_at(x) || (bias && !made.bias.look_at(bias))) return 0;
     if (!look_at_parts(L, count, made.parts, look)) return 0;
-    if (made.fit(L) != Product::FITS || made.rows > L.most[made.dtype]) return 0;
-    Seen seen;
-    const uint64_t out = empty_as(made.x, L.rows);
-    if (!out) return 0;
-    if (!seen.look_at((const void*)out)) {
-        dispatcher.drop_tensor((void*)out);
-        return 0;
+    uint64_t out = 0;
+    try {
+        if (made.fit(L) != Product::FITS || made.rows > L.most[made.dtype]) return 0;
+        Seen seen;
+        out = empty_as(made.x, L.rows);
+        if (out && seen.look_at((const void*)out)) {
+            made.into(L, seen.at);
+            return out;
+        }
+    } catch (const std::exception&) {
     }
-    made.into(L, seen.at);
-    return out;
+    if (out) dispatcher.drop_tensor((void*)out);
+    return 0;
 }
 
 }  // namespace

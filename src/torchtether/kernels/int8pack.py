@@ -16,8 +16,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     """``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where that would crash, or would be wrong.
 
     It reads beyond the end where K is not a multiple of 16, crashes where a storage does not begin at a multiple of 16
-    bytes, and knows one scale per row, which it takes in the dtype of ``x``: results move by up to half of one unit in
-    the last place of that dtype.
+    bytes, and rounds its sums to the dtype of ``x``. Scales, which it would round, too, and the bias come after, in
+    float32; so the result is rounded twice.
     """
     codes, scale = parts[0], parts[1]
     struct = layout.struct
@@ -38,7 +38,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
         return None
     if any(address % 16 or not address for address in (codes.data_ptr(), x2.data_ptr())):  # 0: freed, or all zeros
         return None
-    out = torch._weight_int8pack_mm(x2, codes, scale.reshape(-1).to(x.dtype))
+    sums = torch._weight_int8pack_mm(x2, codes, x.new_ones(layout.rows))
+    out = sums.float() * scale.reshape(-1)
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], layout.rows)
+    return out.to(x.dtype).view(*x.shape[:-1], layout.rows)

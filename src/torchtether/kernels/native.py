@@ -46,9 +46,9 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
         x (..., K) float32, bfloat16 or float16, any strides; bias (N,) of the same dtype    result (..., N)
 
-    ``parts`` are in the order of ``layout.parts``. Sums are float32 and rounded once to the dtype of ``x``; where codes
-    are integers and inputs have 16 bits, these move by at most 2**-15 of the largest of their block of columns. Inputs
-    that are not finite give nan.
+    ``parts`` are in the order of ``layout.parts``. Sums, with the bias, are float32 and rounded once to the dtype of
+    ``x``; where codes are integers and inputs have 16 bits, these move by at most 2**-15 of the largest of their block
+    of columns. Inputs that are not finite give nan.
     """
     if not layout.can_multiply:
         return None

@@ -29,7 +29,7 @@ struct Python {
     Object *cdata, *is_neg;                           // names of attributes
     Object* empty;                                    // empty(shape, stride, dtype)
     Object* dtypes[3];                                // by Dtype
-    Object *none, *not_implemented, *no, *index_error;
+    Object *none, *not_implemented, *no, *index_error, *memory_error;
     Object* layout;                                   // the class
     Object *kernel_layout, *spec, *dtype;             // names of attributes
     Object *max_norm, *padding_idx;                   // names of arguments
@@ -63,9 +63,11 @@ inline Object* again(Object* object) { python.keep(object); return object; }
 // The work of others goes on meanwhile, where there is enough of ours to be worth the change.
 template <class Work> inline void aside(bool is_much, Work work) {
     if (!is_much) return work();
-    void* state = python.leave();
+    struct Aside {
+        void* state = python.leave();
+        ~Aside() { python.enter(state); }  // also where there is no memory
+    } aside;
     work();
-    python.enter(state);
 }
 
 // The `_cdata` of a tensor, 0 of what is none: subclasses know better than their memory what they are.

@@ -1,8 +1,8 @@
 """Which kernel multiplies: one small table, with the measurement that put each row where it is.
 
 Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype, medians of interleaved runs; again with
-``python -m tests.benchmarks.bench_compute``. "Fast halves" are processors on which torch multiplies 16-bit floats with
-vectors (AVX-512 and later); elsewhere dense 16-bit products of many rows take ten times as long as float32.
+``python -m tests.benchmarks.bench_compute``. "Fast halves" are dtypes of 16 bits that torch multiplies with the vectors
+of this processor (``has_fast_halves``); elsewhere dense products of many such rows take ten times as long as float32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._torch import has_fast_float16
 from . import build
 from .layout import DTYPES, Layout
 
@@ -32,6 +33,7 @@ class Row(NamedTuple):
 
 
 ANY = 1 << 62
+INTEGERS = ("INT8", "UINT8", "INT4")
 
 TABLE = (
     Row(
@@ -45,12 +47,22 @@ TABLE = (
     ),
     Row(
         "compiled",
-        build.KINDS,
+        INTEGERS,
+        HALVES,
+        True,
+        16,
+        0,
+        "AVX-512 Xeon, 2048 x 2048 bfloat16, 1 thread, int8, batch 5: .93, 8: 1.7, 16: 3.0, 32: 20, in chunks 4.1, 4.8,"
+        " 4.2, 4.7; int4, batch 8: 1.7, 16: 4.1, in chunks 9.7, 6.3; float16: not measured",
+    ),
+    Row(
+        "compiled",
+        tuple(kind for kind in build.KINDS if kind not in INTEGERS),
         HALVES,
         True,
         4,
         0,
-        "AVX-512: this kernel has not run there; chunks in torch: 1.66 at batch 1",
+        "AVX-512: not measured; chunks in torch: 1.66 at batch 1",
     ),
     # below, float32 stays what F.linear of the decoded values is, bit for bit
     Row(
@@ -63,15 +75,27 @@ TABLE = (
         "AVX2, 2048 x 2048 int8, batch 1: .6, 8: 1.8; decoding first: 15, 1.9",
     ),
     # without a compiler
-    Row("int8pack", ("INT8",), HALVES, None, 4, 0, "AVX-512, batch 1: .47, 8: .82, 32: 1.7; AVX2, batch 1: .7"),
+    Row(
+        "int8pack",
+        ("INT8",),
+        (torch.bfloat16,),
+        None,
+        4,
+        0,
+        "AVX-512, batch 1: .47, 8: .82, 32: 1.7; AVX2, batch 1: .7; float16, AVX2, 2048 x 2048: 1.6 to 3 of chunks",
+    ),
 )
 """The first row that fits is taken; where none does, weights are decoded in chunks of rows and multiplied by torch."""
 
 
-@lru_cache(maxsize=1)
-def has_fast_halves() -> bool:
-    """Whether torch multiplies bfloat16 matrices with the vectors of this processor."""
-    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+@lru_cache(maxsize=2)
+def has_fast_halves(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
+
+    bfloat16 with AVX-512 (measured on a Xeon); float16 where oneDNN says so, too: AVX512-FP16, say (not measured).
+    """
+    has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return has_vectors and (dtype is torch.bfloat16 or has_fast_float16())
 
 
 def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
@@ -89,7 +113,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
         is_there = not layout.struct.activations
         if row.kernel == "compiled":
             is_there = layout.can_multiply and build.is_possible()
-        is_processor = row.fast_halves in (None, has_fast_halves())
+        is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         if is_there and is_processor and fits:
             yield row.kernel, row.rows

@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from .toolchain import find_compiler, is_switched_off, own_folder, said_compiler, said_processor
+from . import toolchain
+from .toolchain import find_built, find_compiler, has_failed, is_switched_off, own_folder, said_compiler, said_processor
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _INCLUDED = tuple(Path(__file__).with_name(name) for name in ("encode.h", "encode_avx2.h"))
@@ -24,16 +25,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 _STALE = 120.0
 """Seconds after which a build that another process began counts as lost."""
 
-_SCRIPT = """
-build() {
-    if nice -n 10 "$@" -o "$TT_MADE" "$TT_SOURCE" 2>"$TT_MADE.log" && mv -f "$TT_MADE" "$TT_TARGET"
-    then rm -f "$TT_MADE.log"
-    else mv -f "$TT_MADE.log" "$TT_TARGET.failed"
-    fi
-    rmdir "$TT_TARGET.lock"
-}
-build "$@" </dev/null >/dev/null 2>&1 &
-"""
+_SCRIPT = '"$@" </dev/null >/dev/null 2>&1 &'
 """The build outlives the process that asked for it, so nobody waits for it, and its next process has it."""
 
 
@@ -41,57 +33,66 @@ class Build:
     """The library of the loops: ``library`` never waits; ``warm`` has it built; ``state`` says how far it is.
 
     It is kept in ``$XDG_CACHE_HOME/torchtether`` (``~/.cache/torchtether``), under a name made of the source, the
-    compiler and the processor, in a folder that only its owner may write. ``TORCHTETHER_COMPILE=0`` keeps it off.
+    compiler, the processor and its own bytes, in a folder that only its owner may write. A compiler that failed is
+    asked again after a day, or the next time if memory or disk were full. ``TORCHTETHER_COMPILE=0`` keeps it off.
     """
 
     def __init__(self) -> None:
         self.state = ""
         self._library: ctypes.CDLL | None = None
-        self._target: Path | None = None
+        self._folder: Path | None = None
+        self._name = ""
         self._is_settled = self._is_begun = False
 
     def library(self) -> ctypes.CDLL | None:
         """The loops, if they are at hand."""
         if self._is_settled:
             return self._library
-        if self._target is None and not self._find_target():
+        if self._folder is None and not self._find_name():
             return None
-        assert self._target is not None
-        if self._target.exists():
-            self._open(self._target)
-        elif self._is_begun and (failed := Path(f"{self._target}.failed")).exists():
-            self._settle(f"the compiler failed: {failed}")
+        assert self._folder is not None
+        is_ended = self._is_begun and not self._lock().exists()  # asked first: the library is there before it goes
+        if (built := find_built(self._folder, self._name)) is not None:
+            self._open(built)
+        elif is_ended:
+            failed = has_failed(self._folder, self._name)
+            self._settle(f"the compiler failed: {failed}" if failed else "the compiler did not end its work")
         return self._library
 
     def warm(self) -> None:
         """The loops are being built, if they are not at hand and can be."""
         if self.library() is not None or self._is_settled or self._is_begun:
             return
-        assert self._target is not None
-        lock, compiler = Path(f"{self._target}.lock"), find_compiler("CC", _COMPILERS)
-        if Path(f"{self._target}.failed").exists():
-            self._settle(f"the compiler failed: {self._target}.failed")
+        assert self._folder is not None
+        if (failed := has_failed(self._folder, self._name)) is not None:
+            self._settle(f"the compiler failed: {failed}")
             return
-        self._is_begun, self.state = True, "being compiled"
+        lock, compiler = self._lock(), find_compiler("CC", _COMPILERS)
         try:
             lock.mkdir()
         except FileExistsError:
             try:
-                if time.time() - lock.stat().st_mtime < _STALE:
-                    return  # another process builds it
-                os.utime(lock)
+                is_lost = time.time() - lock.stat().st_mtime >= _STALE
+                if is_lost:
+                    os.utime(lock)
             except OSError:
+                is_lost = False  # it has ended just now
+            if not is_lost:
+                self._is_begun, self.state = True, "being compiled"  # by another process
                 return
         except OSError as error:
             self._settle(f"no place for it: {error}")
             return
-        made = f"{self._target}.{os.getpid()}"
-        names = {"TT_MADE": made, "TT_TARGET": str(self._target), "TT_SOURCE": str(_SOURCE)}
-        command = ["/bin/sh", "-c", _SCRIPT, "sh", *compiler, *_FLAGS]
+        self._is_begun, self.state = True, "being compiled"
+        step = [*compiler, *_FLAGS, "-o", "made.so", str(_SOURCE)]
+        command = [sys.executable, "-I", "-S", toolchain.__file__, str(self._folder), self._name, *step]
         try:
-            subprocess.run(command, env={**os.environ, **names}, check=True, timeout=10)
+            subprocess.run(["/bin/sh", "-c", _SCRIPT, "sh", *command], check=True, timeout=10)
         except (OSError, subprocess.SubprocessError) as error:
             self._settle(f"the compiler could not be run: {error}")
+
+    def _lock(self) -> Path:
+        return Path(f"{self._folder}", f"{self._name}.lock")
 
     def wait(self, seconds: float = 60.0) -> bool:
         """Whether the loops are at hand, after a build at most; for benchmarks and tests."""
@@ -105,7 +106,7 @@ class Build:
         self.state, self._is_settled = state, True
         return False
 
-    def _find_target(self) -> bool:
+    def _find_name(self) -> bool:
         if is_switched_off():
             return self._settle("off by TORCHTETHER_COMPILE")
         if os.name != "posix" or sys.byteorder != "little":
@@ -119,11 +120,11 @@ class Build:
                 return self._settle("no folder to keep it in")
             name = hashlib.sha256()
             sources = [path.read_bytes() for path in (_SOURCE, *_INCLUDED)]
-            for word in (*sources, repr(_FLAGS).encode(), said_compiler(compiler[0]), said_processor()):
+            for word in (*sources, repr(_FLAGS).encode(), said_compiler(compiler), said_processor()):
                 name.update(hashlib.sha256(word).digest())
         except OSError as error:
             return self._settle(f"no place for it: {error}")
-        self._target = folder / f"loops-{name.hexdigest()[:24]}.so"
+        self._folder, self._name = folder, f"loops-{name.hexdigest()[:24]}"
         return True
 
     def _open(self, target: Path) -> None:

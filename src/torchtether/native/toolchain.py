@@ -1,14 +1,29 @@
-"""What compiles, for which processor, and where the result is kept: shared by the loops and by the kernels."""
+"""What compiles, for which processor, and where the result is kept: shared by the loops and by the kernels.
+
+A library is ``NAME-DIGEST.so`` in ``own_folder()``: its name says what it was built from and what its bytes are, so
+what is cut, zeroed or written by others is not loaded (``find_built``). Run as a program, this builds one library.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
 import shutil
+import stat
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+DAY = 86400.0
+"""Seconds for which it is believed that a compiler fails."""
+
+_PASSING = ("no space left", "memory exhausted", "out of memory", "cannot allocate", "killed", "signal", "disk quota")
+"""What compilers say of failures that another time may not have."""
 
 
 def is_switched_off() -> bool:
@@ -25,11 +40,11 @@ def find_compiler(variable: str, names: Iterable[str]) -> list[str]:
     return []
 
 
-def said_compiler(compiler: str) -> bytes:
-    """Which compiler it is, so that another one builds anew."""
-    path = Path(compiler).resolve()
+def said_compiler(command: Sequence[str]) -> bytes:
+    """Which compiler it is, and what else it is told, so that another one builds anew."""
+    path = Path(command[0]).resolve()
     found = path.stat()
-    return f"{path} {found.st_size} {found.st_mtime_ns}".encode()
+    return f"{path} {found.st_size} {found.st_mtime_ns} {list(command[1:])}".encode()
 
 
 def said_processor() -> bytes:
@@ -44,28 +59,92 @@ def said_processor() -> bytes:
 _OF_PROCESSOR = ("model name", "flags", "Features", "CPU part", "CPU implementer", "CPU variant")
 
 
-def is_own(path: Path) -> bool:
-    """Whether ``path`` is there, and only this user can have written it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
 def own_folder() -> Path | None:
     """A folder that only this user may write, ``None`` if there is no place: what lies there is loaded as code.
 
-    ``$XDG_CACHE_HOME/torchtether`` (``~/.cache/torchtether``), else one under the folder for temporary files.
+    ``$XDG_CACHE_HOME/torchtether`` (``~/.cache/torchtether``), else one under the folder for temporary files. Nobody
+    else can put another in its place: the folders above are root's or this user's, and where others may write there,
+    too, they cannot rename what is not theirs (the sticky bit).
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for folder in (Path(home) / "torchtether", Path(tempfile.gettempdir()) / f"torchtether-{os.getuid()}"):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()
+            if folder.is_symlink():
+                continue
+            folder = folder.resolve()
+            if _is_own(folder) and all(map(_is_guarded, folder.parents)) and os.access(folder, os.W_OK):
+                return folder
         except OSError:
             continue
-        is_folder = not folder.is_symlink()
-        if is_folder and found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
     return None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether only this user can have written it."""
+    found = path.lstat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _is_guarded(path: Path) -> bool:
+    """Whether others cannot rename what is this user's there."""
+    found = path.stat()
+    return found.st_uid in (0, os.getuid()) and (not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX))
+
+
+def find_built(folder: Path, name: str) -> Path | None:
+    """The library of that name, which this user has written and which is whole; ``None`` where there is none."""
+    try:
+        for file in os.listdir(folder):
+            if not file.startswith(f"{name}-"):
+                continue
+            path = folder / file
+            if _is_own(path) and file == _named(name, path.read_bytes()):
+                return path
+    except OSError:
+        pass
+    return None
+
+
+def _named(name: str, library: bytes) -> str:
+    return f"{name}-{hashlib.sha256(library).hexdigest()[:32]}.so"
+
+
+def build(steps: Sequence[Sequence[str]], folder: Path, name: str) -> str:
+    """Runs ``steps``, of which the last makes ``made.so`` where it runs, and puts that into ``folder`` as a whole.
+
+    Returns what went wrong, "" if nothing did.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as room:
+            for step in steps:
+                subprocess.run(step, check=True, capture_output=True, timeout=300, umask=0o077, cwd=room)
+            made = Path(room, "made.so")
+            with made.open("rb") as file:
+                library = file.read()
+                os.fsync(file.fileno())
+            os.replace(made, folder / _named(name, library))  # processes that build at once put the same file there
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{(getattr(error, 'stderr', None) or b'').decode(errors='replace')}\n{error}".strip()
+    return ""
+
+
+def has_failed(folder: Path, name: str) -> Path | None:
+    """Where it is written that the compiler failed, ``None`` where that is older than a day, or did not happen."""
+    path = folder / f"{name}.failed"
+    try:
+        return path if abs(time.time() - path.stat().st_mtime) < DAY else None
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":  # FOLDER NAME COMPILER...: one step, in the background
+    os.nice(10)
+    os.umask(0o077)
+    _folder, _name = Path(sys.argv[1]), sys.argv[2]
+    try:
+        _wrong = build([sys.argv[3:]], _folder, _name)
+        if _wrong and not any(word in _wrong.lower() for word in _PASSING):
+            Path(_folder, f"{_name}.failed").write_text(_wrong)
+    finally:
+        Path(_folder, f"{_name}.lock").rmdir()

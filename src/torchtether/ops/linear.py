@@ -144,7 +144,11 @@ def _decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None)
 
 
 def _rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The same of rounded inputs, where no kernel rounds them itself; no graph is recorded of it."""
+    """The same of rounded inputs, where no kernel rounds them itself; no graph is recorded of it.
+
+    Rounded once, at the end; on processors with fast products of 16 bits, and on GPUs, the product is also rounded
+    before it has its scale and the bias.
+    """
     kind, exact = weight.spec.activations, weight.map(_same, weight.spec.replace(activations=None))
     assert kind is not None
     fits = x.dim() > 0 and x.shape[-1] == weight.shape[-1] > 0 and x.is_floating_point()
@@ -154,9 +158,12 @@ def _rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> 
     made = _by_engine(kind, x, exact)
     if made is None:
         units, scale = rounding.units_of(x, kind)
-        made = _unrounded(op, units, exact)
-        made = (made.to(scale.dtype) * scale).to(made.dtype)
-    return made if bias is None else made + bias
+        if chunks.is_slow(x):
+            units, wide = units.float(), exact.to(torch.float32)
+            assert isinstance(wide, Weight)
+            exact = wide
+        made = _unrounded(op, units, exact).to(scale.dtype) * scale
+    return (made if bias is None else made + bias).to(x.dtype)
 
 
 def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:

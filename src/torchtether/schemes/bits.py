@@ -111,16 +111,18 @@ def table_of(values: Sequence[float], device: torch.device) -> Tensor:
 def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:
     """``table[unpack(packed, bits, count)]``, with one gather per byte where bytes hold whole codes.
 
+    A code beyond a shorter table is 0, with any number of bits.
+
         packed (*lead, bytes) uint8    table (at most 2**bits,)    values (*lead, count), the dtype of table
 
     >>> lookup(torch.tensor([0x20], dtype=torch.uint8), torch.tensor([0.0, 0.5, 1.0]), 4, 2).tolist()
     [0.0, 1.0]
     """
+    table = F.pad(table, (0, (1 << bits) - table.shape[0]))
     if bits not in (1, 2, 4, 8):
         codes = unpack(packed, bits, count)
         return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
     packed = packed[..., : packed_size(count, bits)]
-    table = F.pad(table, (0, (1 << bits) - table.shape[0]))
     every_byte = torch.arange(256, device=packed.device)
     fields = [(every_byte >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     rows = torch.stack([table[field] for field in fields], -1)

@@ -50,6 +50,7 @@ class Codebook(Scheme):
     nested.  A table whose bits (3, 5, 6, 7) do not divide 8 keeps its flat stream as (ceil(n / 8), bits).
 
     ``table`` holds 2 to 256 values within [-1, 1], in any order; a number goes to the nearest, halfway ones down.
+    A code of another writer that is beyond a shorter table decodes to 0: looking for one would cost loads a pass.
     Double quantization follows bitsandbytes: the offset is the mean absmax.  Where some absmax is more than 16 times
     the mean, that would drown the small blocks, so the offset is 0 and only their own ``nested_absmax`` limits them.
     ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors, as ``Affine`` does.
