@@ -14,7 +14,7 @@ import torch
 import torchtether as tt
 from torchtether.cli import main
 from torchtether.files import new_folder, replacing
-from torchtether.files.leftovers import hold
+from torchtether.files.locks import hold
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits are POSIX's")
 
