@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 
 _LENGTH_LIMIT = 2000  # characters; what people write takes tens
 _WORK = 2**26  # ways through a pattern, times the length of the name: at most tenths of a second of ``re``
+_LITTLE = 2**14  # of that: less than looking at the clock
 _STEPS = 2**17  # parts of a pattern that are looked at for one name
 _SECONDS = 60.0  # of processor time for all patterns of a config and all names of a model, which take some hundredths
 _ENDLESS = 99
@@ -73,16 +74,17 @@ class NamePattern:
         return self._finds(name, (2 << len(name)) - 1, self._compiled.search)
 
     def _finds(self, name: str, starts: int, find: Callable[[str], object]) -> bool:
-        began = time.thread_time()
         length = len(name) + 1
-        if self._node.factor * length ** (self._node.exponent + (starts > 1) + 1) <= _WORK:
+        work = self._node.factor * length ** (self._node.exponent + (starts > 1) + 1)
+        began = time.thread_time() if work > _LITTLE else 0.0
+        if work <= _WORK:
             found = find(name) is not None
         else:
             try:
                 found = self._node.ends(_Run(name), starts) != 0
             except (_UnknownError, RecursionError):
                 self._refuse(f"takes too long for a name of {len(name)} characters")
-        self._clock.left -= time.thread_time() - began
+        self._clock.left -= time.thread_time() - began if work > _LITTLE else 1e-6
         if self._clock.left < 0:
             self._refuse(f"and other patterns take more than {_SECONDS:.0f} s")
         return found
@@ -123,11 +125,13 @@ class _Node(NamedTuple):
     ends: _Ends
     exponent: int = 0
     factor: int = 1
+    leaf: re.Pattern[str] | None = None
+    """What it is, if it is one character."""
 
 
 def _leaf(text: str, flags: str) -> _Node:
     leaf, width = re.compile(flags + text), int(text not in _ZERO_WIDTH)
-    return _Node(lambda run, at: (at & run.places(leaf)) << width)
+    return _Node(lambda run, at: (at & run.places(leaf)) << width, leaf=leaf if width else None)
 
 
 def _sequence(nodes: list[_Node]) -> _Node:
@@ -163,6 +167,9 @@ def _repeated(body: _Node, low: int, high: int | None) -> _Node:
             before, at = at, _step(run, body, at)
             if at in (0, before):
                 break
+        if high is None and body.leaf is not None:
+            there = run.places(body.leaf)
+            return (((at & there) + there) ^ there) | at  # a carry runs through as far as the leaf goes on matching
         made, count = at, low
         while at and (high is None or count < high):
             at = _step(run, body, at) & ~made
