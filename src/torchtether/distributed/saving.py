@@ -49,8 +49,8 @@ def save(
     ``format="dcp"`` writes a new folder by ``torch.distributed.checkpoint``, each rank its own rows, of what
     ``tt.distributed.state_dict`` gives. ``tt.load`` and ``tt.open`` read it too.
 
-    Each file is written beside its target, and when all are on the disk the first rank renames them: if a rank fails,
-    or is killed, before that, the old checkpoint is whole, and every rank raises.
+    Each file is written beside its target, and when all are on the disk the first rank renames them, as ``tt.save``: if
+    a rank fails, or is killed, before that, the old checkpoint is whole, and every rank raises.
 
     Raises:
         CheckpointError: as ``tt.save``; the ranks hold different tensors; or another rank failed.
