@@ -11,7 +11,7 @@ from torch import nn
 
 import torchtether as tt
 from torchtether.cli import main
-from torchtether.files import locks
+from torchtether.files import locks, store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
@@ -310,3 +310,48 @@ def test_two_saves_under_two_names_do_not_disturb_each_other(tmp_path, monkeypat
     for name, value in (("a", 1), ("b", 2)):
         wanted = {key: held_bits(held) for key, held in net(value).state_dict().items()}
         assert values(tmp_path / f"{name}.safetensors") == wanted
+
+
+@pytest.mark.parametrize("at", [None, 0, 1, 2], ids=str)
+@pytest.mark.parametrize(
+    ("old", "new"), [("compressed-tensors", "plain"), ("plain shards", "compressed-tensors shards")]
+)
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_no_mixture(tmp_path, monkeypatch, old, new, at):
+    """Between the files of tensors and ``config.json`` a save is done, or has done some of its renames."""
+    prepared(tmp_path, old)
+    stock, (model, more) = store.read_beside, KINDS[new](2)
+
+    def read_late(folder):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "read_beside", stock)
+            if at is None:
+                tt.save(model, folder, **more)
+            else:
+                assert dies_at_rename(at, lambda: tt.save(model, folder, **more))
+        return stock(folder)
+
+    monkeypatch.setattr(store, "read_beside", read_late)
+    found = values(tmp_path)
+    if at == 0:  # nothing is in place yet
+        assert not isinstance(found, str)
+    else:
+        assert "it was replaced while it was open" in found or "the save that began here did not end" in found
+
+
+def dies_at_rename(count, act):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    stock, left = os.replace, [count]
+
+    def replace(*arguments):
+        if left[0] == 0:
+            os._exit(9)
+        left[0] -= 1
+        return stock(*arguments)
+
+    os.replace = replace
+    try:
+        act()
+    finally:
+        os._exit(1)

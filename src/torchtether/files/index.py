@@ -59,19 +59,23 @@ def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
     ended.
     """
     path = Path(path)
+    check_ended(path)
     if path.is_dir():
-        if is_dcp(path):
-            return (path,), None
-        check_whole(path)
-        return _find_in_folder(path)
-    if stem := stem_of(path.name):
-        check_whole(path.parent, stem)
+        return ((path,), None) if is_dcp(path) else _find_in_folder(path)
     if not path.exists():
         raise CheckpointError("there is no such file or folder", name=str(path))
     if path.suffix == ".json":
         index = read_index(path)
         return index.files, index
     return (path,), None
+
+
+def check_ended(path: Path) -> None:
+    """Raises CheckpointError if a save of what is at ``path``, a file or a folder, has not ended."""
+    if path.is_dir():
+        check_whole(path)
+    elif stem := stem_of(path.name):
+        check_whole(path.parent, stem)
 
 
 def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:

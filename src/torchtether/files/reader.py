@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -113,6 +114,13 @@ class TensorFile:
     def header_digest(self) -> str:
         """Return the digest of the header, which an index of ours has, too."""
         return digest(self._header_text()[0])
+
+    def check_in_place(self) -> None:
+        """Raises CheckpointError if the file that is open here is not the one that is there under its name."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+                return
+        raise CheckpointError("it was replaced while it was open", name=self.name, fix="Open it again.")
 
     def stored(self, key: str) -> Stored:
         """Where and what ``key`` is."""

@@ -17,7 +17,7 @@ from .beside import read_beside
 from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
-from .index import GGUF_SUFFIX, PICKLED, Index, find_files
+from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
 from .memory import fresh_each
 from .names import SUFFIX
 from .pickled import PickledFile
@@ -119,8 +119,15 @@ class Store:
         )
 
     def beside(self) -> Mapping[str, Mapping[str, Any]]:
-        """The JSON objects beside the files that may announce a format, by file name; see ``read_beside``."""
-        return read_beside(self.folder)
+        """The JSON objects beside the files that may announce a format, by file name; see ``read_beside``.
+
+        Raises CheckpointError also if a save has exchanged the files since they were opened: those speak of others.
+        """
+        found = read_beside(self.folder)
+        check_ended(self.path)
+        for file in self.files:
+            file.check_in_place()
+        return found
 
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were read stay."""
