@@ -115,7 +115,7 @@ def test_what_takes_too_long_is_refused_by_name(monkeypatch):
             assert "takes too long for a name of 20000 characters" in str(error)
             assert "\n" not in str(error)
     monkeypatch.setattr(name_patterns, "_SECONDS", -1.0)
-    with pytest.raises(CheckpointError, match="and other patterns take more than"):
+    with pytest.raises(CheckpointError, match="and others take more than"):
         made("a").match("a")
 
 
@@ -133,7 +133,7 @@ def test_what_takes_too_long_is_refused_by_name(monkeypatch):
     ],
 )
 def test_what_is_no_pattern_for_names_is_refused_by_name(text, what):
-    with pytest.raises(CheckpointError, match=f"config.json: the pattern .* {what}") as refused:
+    with pytest.raises(CheckpointError, match=f"config.json: the regular expression .* {what}") as refused:
         made(text)
     assert "\n" not in str(refused.value)
 

@@ -86,12 +86,12 @@ class NamePattern:
                 self._refuse(f"takes too long for a name of {len(name)} characters")
         self._clock.left -= time.thread_time() - began if work > _LITTLE else 1e-6
         if self._clock.left < 0:
-            self._refuse(f"and other patterns take more than {_SECONDS:.0f} s")
+            self._refuse(f"and others take more than {_SECONDS:.0f} s")
         return found
 
     def _refuse(self, what: str) -> NoReturn:
         fix = "Correct or remove it."
-        raise CheckpointError(f"the pattern {self._text[:80]!r} {what}", name=self._file, fix=fix) from None
+        raise CheckpointError(f"the regular expression {self._text[:80]!r} {what}", name=self._file, fix=fix) from None
 
 
 class _UnknownError(Exception):
