@@ -63,7 +63,11 @@ _BAGS = {
 _IGNORED = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
-    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")),
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")  # the latter in Python 3.13
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+    ),
 }
 
 
