@@ -50,12 +50,17 @@ def save(
                         is "unknown" without it. Names are written as they are, and of tied ones the first alone
     ``progress``        ``True`` for a bar, or a function of (bytes done, bytes in all)
 
-    Equal tensors give equal bytes. Each file is written beside its target and renamed, so that the old one is whole
-    until the new one is. Pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``, if you pass a mapping.
+    Equal tensors give equal bytes. Each file is written beside its target and renamed when all are written. A process
+    that dies leaves the old checkpoint or the new one; between the renames of several files, a folder that says that it
+    is torn, which is an error to read until the next save. Two saves to one folder take turns at the renames; one that
+    waits for more than a minute is refused. A file without write permission is not replaced.
+
+    Pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``, if you pass a mapping.
     A scheme that changes no value (``Plain``) is not recorded: its tensor is stored as it is.
 
     Raises:
-        CheckpointError: a tensor has no values or no dtype in the format, two keys collide, or the disk refuses.
+        CheckpointError: a tensor has no values or no dtype in the format, two keys collide, the disk refuses, or
+            another save does not end.
         TieError: Weights of a state dict say that they are tied, and differ; or ``format`` has no words for a view.
         SchemeError: ``format`` has no words for the scheme of a Weight.
 

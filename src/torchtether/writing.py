@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +17,20 @@ from torch import Tensor
 from .errors import CheckpointError, SchemeError, TieError
 from .files import (
     GGUF_SUFFIX,
+    HEADERS,
     INDEX_SUFFIX,
-    KEY,
     PICKLED,
     SUFFIX,
+    Change,
     Pairs,
     Record,
     Tick,
+    beside,
     folder_for,
     format_index,
     gguf_packing,
+    put_in_place,
     read_beside,
-    remove_stale,
     replacing,
     write_gguf,
     write_made,
@@ -35,6 +39,9 @@ from .formats import Contained, Writable, native, restated
 from .report import Progress, ticking
 from .schemes import Shape
 from .spec import Tie, WeightSpec, contiguous_stride
+
+_NO_DIGEST = "0" * 32
+"""As long as a digest of a header."""
 
 
 @dataclass
@@ -100,8 +107,8 @@ def write_groups(
     A format that has files of its own writes one of those, with ``metadata`` in it.
 
     What ``format`` has to say beside the tensors goes into the JSON files of the folder, which keep what else they say.
-    Every file is written beside its target, and renamed when all are written. Raises CheckpointError if two tensors
-    have one key, before anything is written, or where the disk refuses.
+    Every file is written beside its target, and put in place when all are written (``files/replacing.py``). Raises
+    CheckpointError if two tensors have one key, before anything is written, or where the disk refuses.
     """
     check_target(path, format, max_shard_size=max_shard_size, metadata=metadata)
     check_keys(groups)
@@ -110,19 +117,19 @@ def write_groups(
         return
     plan = plan_files(groups, path, format, max_shard_size)
     total = sum(group.nbytes for group in groups)
-    with ticking(progress, total, verb) as tick, replacing(*plan.everything) as files:
-        for target, shard, file in zip(plan.targets, plan.shards, files, strict=False):
-            write_shard(shard, shard_tensors(shard), file, str(target), tick)
-        for text, file in zip(plan.extra.values(), files[len(plan.targets) :], strict=True):
-            file.write(text)
-    plan.remove_stale()
+    with folder_for(plan.folder), ticking(progress, total, verb) as tick, beside(*plan.targets) as written:
+        headers = {}
+        for target, shard, file in zip(plan.targets, plan.shards, written.files, strict=True):
+            headers[target.name] = write_shard(shard, shard_tensors(shard), file, str(target), tick)
+        written.sync()
+        put_in_place(plan.change(written.pairs, headers))
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files that a save makes: a shard for each of ``targets``, and ``extra`` ones, whole, the index among them.
+    """The files that a save makes: a shard for each of ``targets``, and others, whole, the index among them.
 
-    ``everything`` names them in the order in which they are to be put in place.
+    ``texts`` returns those others, as they are to be now, by path, given the digests of the shards' headers.
     """
 
     folder: Path
@@ -130,32 +137,30 @@ class FilePlan:
     is_folder: bool
     targets: list[Path]
     shards: list[list[Group]]
-    extra: dict[Path, bytes]
+    texts: Callable[[Mapping[str, str]], dict[Path, bytes]]
 
-    @property
-    def everything(self) -> list[Path]:
-        return [*self.targets, *self.extra]
-
-    def remove_stale(self) -> None:
-        """What an earlier save left in a folder, and this one did not write, is gone."""
-        if self.is_folder:
-            remove_stale(self.folder, self.stem, keep={file.name for file in self.everything})
+    def change(self, written: Sequence[tuple[Path, Path]], headers: Mapping[str, str]) -> Change:
+        """Return what puts the shards in place: hidden paths and targets, and the digests of their headers by name."""
+        return Change(self.folder, self.stem, written, partial(self.texts, headers), is_whole=self.is_folder)
 
 
 def plan_files(
     groups: Sequence[Group], path: Path, format: Writable = native, max_shard_size: int | str | None = None
 ) -> FilePlan:
-    """Where each of ``groups`` goes, and what is written beside; the folder is there."""
+    """Where each of ``groups`` goes, and what is written beside."""
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
-    folder_for(folder)
     names = _file_names(stem, len(shards))
-    index = _index(groups, shards, names, name=str(folder / f"{stem}{INDEX_SUFFIX}"))
-    beside = _beside(groups, format, folder, is_folder)
-    extra = {**({f"{stem}{INDEX_SUFFIX}": index} if index else {}), **beside}
-    targets = [folder / name for name in names]
-    return FilePlan(folder, stem, is_folder, targets, shards, {folder / name: text for name, text in extra.items()})
+
+    def texts(headers: Mapping[str, str]) -> dict[Path, bytes]:
+        found = _beside(groups, format, folder, is_folder)
+        if len(shards) > 1:
+            found[f"{stem}{INDEX_SUFFIX}"] = _index(groups, shards, headers, name=str(folder / f"{stem}{INDEX_SUFFIX}"))
+        return {folder / name: text for name, text in found.items()}
+
+    texts(dict.fromkeys(names, _NO_DIGEST))  # what cannot be written is found before anything is
+    return FilePlan(folder, stem, is_folder, [folder / name for name in names], shards, texts)
 
 
 def check_target(
@@ -194,9 +199,8 @@ def _write_contained(
     packings = {name: format.packing(name, spec).name for group in groups for name, spec in group.weights.items()}
     for key, (dtype, shape) in layout.items():
         gguf_packing(key, dtype, shape, packings.get(key))
-    folder_for(path.parent)
     total = sum(group.nbytes for group in groups)
-    with ticking(progress, total, verb) as tick, replacing(path) as (file,):
+    with folder_for(path.parent), ticking(progress, total, verb) as tick, replacing(path) as (file,):
         made = (pair for group in groups for pair in group.tensors())
         write_gguf(file, layout, packings, made, metadata or format.pairs({}), name=str(path), tick=tick)
 
@@ -221,8 +225,15 @@ def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: 
         before = there.get(name, {})
         after = restated(before, said.get(name, {}))
         if after != before:
-            made[name] = json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+            made[name] = _json(after)
     return made
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a character, which a config may spell by an escape, and only so
+        return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def check_keys(groups: Sequence[Group]) -> None:
@@ -296,26 +307,27 @@ def shard_tensors(shard: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
     return (pair for group in shard for pair in group.tensors())
 
 
-def write_shard(
-    shard: Sequence[Group], made: Iterable[tuple[str, Tensor]], file: FileIO, name: str, tick: Tick
-) -> None:
-    """The groups and their record are in ``file``, with the tensors ``made``."""
+def write_shard(shard: Sequence[Group], made: Iterable[tuple[str, Tensor]], file: FileIO, name: str, tick: Tick) -> str:
+    """The groups and their record are in ``file``, with the tensors ``made``; returns the digest of its header."""
     layout = {key: what for group in shard for key, what in group.layout.items()}
     record = _record(shard)
     record.with_checksums(dict.fromkeys(layout, 0)).check_extent(len(layout), name=name)
-    write_made(file, layout, made, lambda checksums: record.with_checksums(checksums).metadata(), name=name, tick=tick)
+    return write_made(
+        file, layout, made, lambda checksums: record.with_checksums(checksums).metadata(), name=name, tick=tick
+    )
 
 
-def _index(groups: Sequence[Group], shards: list[list[Group]], names: list[str], *, name: str) -> bytes:
-    """The index of several shards, with the whole record and, for other readers, ``alias: owner``; empty for one."""
-    if len(shards) == 1:
-        return b""
+def _index(groups: Sequence[Group], shards: list[list[Group]], headers: Mapping[str, str], *, name: str) -> bytes:
+    """The index of several shards, with the whole record and, for other readers, ``alias: owner``.
+
+    ``headers`` has the digest of each shard's header by the name of its file.
+    """
     record = _record(groups)
     record.check_extent(sum(len(group.layout) for group in groups), name=name)
     flat = record.metadata()
     del flat["format"]
     weight_map = {
-        key: file for file, shard in zip(names, shards, strict=True) for group in shard for key in group.layout
+        key: file for file, shard in zip(headers, shards, strict=True) for group in shard for key in group.layout
     }
     total = sum(group.nbytes for group in groups)
-    return format_index(weight_map, {**flat, KEY: flat[KEY], "total_size": total}, name=name)
+    return format_index(weight_map, {**flat, HEADERS: dict(headers), "total_size": total}, name=name)

@@ -13,8 +13,9 @@ import torch
 
 import torchtether as tt
 from torchtether.cli import main
-from torchtether.files import new_folder, replacing
-from torchtether.files.leftovers import hold
+from torchtether.files import TensorFile, new_folder, replacing
+from torchtether.files.locks import hold
+from torchtether.files.names import name_beside
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits are POSIX's")
 
@@ -311,3 +312,80 @@ def test_a_folder_that_may_not_be_written_leaves_the_old_file(tmp_path):
         tmp_path.chmod(0o700)
     with tt.open(tmp_path / "x.safetensors") as checkpoint:
         assert checkpoint["v"].tolist() == [1, 1, 1]
+
+
+@posix
+def test_a_full_disk_leaves_no_new_folder_and_keeps_old_ones(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for path in ("new", "new/er/still", "new/x.safetensors", "old", "old/new"):
+            with pytest.raises(tt.CheckpointError, match="No space left on device"):
+                tt.save(state(1), tmp_path / path)
+        with pytest.raises(tt.CheckpointError, match="No space left on device"):
+            tt.save(state(1), tmp_path / "new" / "x.gguf", format="gguf")
+        assert [path.name for path in tmp_path.rglob("*")] == ["old"]
+    tt.save(state(1), tmp_path / "new" / "er")
+    assert os.listdir(tmp_path / "new" / "er") == ["model.safetensors"]
+
+
+@posix
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write to all files")
+def test_a_file_that_may_not_be_written_to_is_not_replaced(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tt.save(state(1), path)
+    before = path.read_bytes()
+    path.chmod(0o444)
+    with pytest.raises(tt.CheckpointError, match="x.safetensors: cannot be written: Permission denied"):
+        tt.save(state(2), path)
+    assert os.listdir(tmp_path) == [path.name]
+    assert path.read_bytes() == before
+
+
+@posix
+@pytest.mark.parametrize("letter", ["a", "ä", "字"])
+def test_names_as_long_as_the_file_system_allows_can_be_saved(tmp_path, letter):
+    """What is hidden beside them has a shorter name, which tells them apart."""
+    long = letter * (215 // len(letter.encode()))
+    path = tmp_path / f"{letter * (243 // len(letter.encode()))}.safetensors"
+    names = [tmp_path / f"{long}{end}" for end in ("1", "2")]
+    for i, name in enumerate([path, *(name.with_name(f"{name.name}.safetensors") for name in names)]):
+        tt.save(state(i), name)
+        with tt.open(name) as checkpoint:
+            assert float(checkpoint["w0"][0]) == i
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    for target in (path, names[0].with_name(f"{names[0].name}.safetensors")):
+        hidden = name_beside(target)
+        hidden.with_name(hidden.name.replace(f".{os.getpid()}.", f".{process.pid}.")).write_bytes(b"left by a dead one")
+    tt.save(state(5), path)
+    assert len(os.listdir(tmp_path)) == 4
+    tt.save(state(6), names[0].with_name(f"{names[0].name}.safetensors"))
+    assert len(os.listdir(tmp_path)) == 3
+    tt.save(state(7), tmp_path / long[: len(long) - 3], max_shard_size=256)
+    tt.save(state(8), tmp_path / f"{names[0].name}.safetensors", max_shard_size=256)
+    with tt.open(tmp_path / f"{names[0].name}.safetensors.index.json") as checkpoint:
+        assert float(checkpoint["w3"][0]) == 8
+
+
+def test_an_interrupt_while_a_file_is_closed_does_not_close_another(tmp_path, monkeypatch):
+    """The number of a closed file is soon that of another one."""
+    tt.save(state(1), tmp_path / "x.safetensors")
+    file = TensorFile(tmp_path / "x.safetensors")
+    closed, stock = [], os.close
+
+    def close(descriptor):
+        closed.append(descriptor)
+        stock(descriptor)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        with pytest.raises(KeyboardInterrupt):
+            file.close()
+        file.close()
+    assert len(closed) == 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from ..files import beside, put_in_place
+from ..files import Change, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
 from ..report import Progress, ticking
 from ..save import Aliases, HeldGroup, plan_groups
@@ -49,8 +49,8 @@ def save(
     ``format="dcp"`` writes a new folder by ``torch.distributed.checkpoint``, each rank its own rows, of what
     ``tt.distributed.state_dict`` gives. ``tt.load`` and ``tt.open`` read it too.
 
-    Each file is written beside its target, and when all are on the disk the first rank renames them: if a rank fails,
-    or is killed, before that, the old checkpoint is whole, and every rank raises.
+    Each file is written beside its target, and when all are on the disk the first rank renames them, as ``tt.save``: if
+    a rank fails, or is killed, before that, the old checkpoint is whole, and every rank raises.
 
     Raises:
         CheckpointError: as ``tt.save``; the ranks hold different tensors; or another rank failed.
@@ -83,13 +83,11 @@ def save(
         for work in works:
             with ranks.all_or_none(CheckpointError):
                 work.write(stack, progress)
-        everything = ranks.gather([pair for work in works for pair in work.written], CheckpointError)
-        written = {target: temporary for one in everything for target, temporary in one}
+        everything = ranks.gather({k: v for work in works for k, v in work.written.items()}, CheckpointError)
+        written = {target: what for one in everything for target, what in one.items()}
         with ranks.all_or_none(CheckpointError):
             if ranks.rank == 0:
-                put_in_place([(written[target], target) for work in works for target in work.files.everything])
-                for work in works:
-                    work.files.remove_stale()
+                put_in_place(*(work.change(written) for work in works))
 
 
 class _Save:
@@ -116,7 +114,8 @@ class _Save:
         if ranks.is_alone:
             self._check_alone()
         self.files: FilePlan = plan_files(groups, path, target, max_shard_size)
-        self.written: list[tuple[Path, Path]] = []
+        self.written: dict[Path, tuple[Path, str]] = {}
+        """Where this rank's files are, beside their targets, and the digests of their headers."""
 
     def _check_alone(self) -> None:
         for name, tensor in self._sharded.items():
@@ -146,16 +145,14 @@ class _Save:
         """This rank's files are on the disk, beside their targets, until ``stack`` is closed."""
         count, rank = self._ranks.count, self._ranks.rank
         mine = self._shards()[rank::count]
-        extra = list(self.files.extra.items()) if rank == 0 else []
-        targets = [target for target, _ in mine] + [target for target, _ in extra]
         total = sum(group.nbytes for _, shard in mine for group in shard)
         error: BaseException | None = None
         rounds = itertools.zip_longest(*(self._shards()[r::count] for r in range(count)))
         turns = [[() if one is None else tuple(self._items(one[1])) for one in wave] for wave in rounds]
         try:
             tick = stack.enter_context(ticking(progress, total, "save"))
-            opened = stack.enter_context(beside(*targets))
-            self.written = list(zip(targets, opened.temporary, strict=True))
+            stack.enter_context(folder_for(self.files.folder))
+            opened = stack.enter_context(beside(*(target for target, _ in mine)))
         except BaseException as first:
             error = first
         for i, turn in enumerate(turns):
@@ -163,16 +160,20 @@ class _Save:
             try:
                 if error is None and i < len(mine):
                     target, shard = mine[i]
-                    write_shard(shard, _packed(steps), opened.files[i], str(target), tick)
+                    header = write_shard(shard, _packed(steps), opened.files[i], str(target), tick)
+                    self.written[target] = opened.pairs[i][0], header
             except BaseException as first:
                 error = first
             for _ in steps:  # the other writers wait for what this rank holds, whatever happened here
                 pass
         if error is not None:
             raise error
-        for (_, text), file in zip(extra, opened.files[len(mine) :], strict=True):
-            file.write(text)
         opened.sync()
+
+    def change(self, written: Mapping[Path, tuple[Path, str]]) -> Change:
+        """Return what puts the files of all ranks in place, given what each has ``written``."""
+        pairs = [(written[target][0], target) for target in self.files.targets]
+        return self.files.change(pairs, {target.name: written[target][1] for target in self.files.targets})
 
     def _items(self, shard: list[Group]) -> Iterator[Item]:
         for group in shard:

@@ -4,16 +4,17 @@ from .batch import Batch
 from .beside import read_beside
 from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
-from .folder import carry_over, folder_for, new_folder, remove_stale
+from .folder import carry_over, folder_for, new_folder
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Header, Stored
-from .index import GGUF_SUFFIX, INDEX_SUFFIX, PICKLED, SUFFIX, format_index
+from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
 from .memory import fresh, scratch
+from .names import INDEX_SUFFIX, SUFFIX
 from .reader import TensorFile, Tick, no_tick
 from .record import HIDDEN, KEY, Record, part_key
-from .replacing import beside, put_in_place, replacing
+from .replacing import Change, beside, put_in_place, replacing
 from .store import Store
 from .together import THREADS, Room
 from .writer import check_writable, write_made, write_tensors
@@ -22,6 +23,7 @@ __all__ = [
     "CODES",
     "DTYPES",
     "DcpFile",
+    "HEADERS",
     "HIDDEN",
     "INDEX_SUFFIX",
     "KEY",
@@ -38,6 +40,7 @@ __all__ = [
     "write_gguf",
     "SUFFIX",
     "Batch",
+    "Change",
     "beside",
     "Header",
     "Record",
@@ -57,7 +60,6 @@ __all__ = [
     "part_key",
     "put_in_place",
     "read_beside",
-    "remove_stale",
     "replacing",
     "scratch",
     "write_made",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .opening import read_file
 
 BESIDE = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
 """Their names; all but the first speak of nothing else."""
@@ -24,11 +25,9 @@ def read_beside(folder: Path) -> dict[str, Mapping[str, Any]]:
     for name in BESIDE:
         path = folder / name
         try:
-            if not path.is_file():
-                continue
-            if path.stat().st_size > _LIMIT:
-                raise CheckpointError(f"is larger than {_LIMIT} bytes", name=str(path))
-            content = json.loads(path.read_bytes())
+            content = json.loads(read_file(path, _LIMIT))
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise

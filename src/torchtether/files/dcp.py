@@ -25,6 +25,7 @@ from .batch import Buffer
 from .dtypes import CODES
 from .header import Header, Stored
 from .memory import memory_of
+from .opening import open_file
 from .pickle_calls import check_calls
 from .reader import TensorFile
 from .record import KEY, layout_of, part_key
@@ -255,7 +256,7 @@ class DcpFile(TensorFile):
         with self._lock:
             if file not in self._open:
                 try:
-                    self._open[file] = os.open(self._folder / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                    self._open[file] = open_file(self._folder / file)
                 except OSError as error:
                     self._fail(f"{file} cannot be read: {error.strerror}", key)
             return self._open[file]

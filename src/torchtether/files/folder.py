@@ -1,44 +1,41 @@
-"""Folders of checkpoints: made when needed or all at once, and cleared of the shards that a new save has replaced."""
+"""Folders of checkpoints: made when needed or all at once, and what is carried over from one to another."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .beside import BESIDE
-from .index import INDEX_SUFFIX, SUFFIX
-from .leftovers import held, name_beside, remove_leftovers
+from .leftovers import remove_leftovers
+from .locks import held
+from .names import SUFFIX, name_beside, short
 from .replacing import sync_folder
 
 _COMPANIONS = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
 
 
-def folder_for(path: Path) -> None:
-    """``path`` is a folder, new if need be; raises CheckpointError if it cannot be one."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot be made a folder: {error.strerror}", name=str(path)) from None
+@contextlib.contextmanager
+def folder_for(path: Path) -> Iterator[None]:
+    """Inside, ``path`` is a folder; one that is new goes after an error, with its new parents, if it is empty.
 
-
-def remove_stale(folder: Path, stem: str, *, keep: AbstractSet[str]) -> None:
-    """What an earlier save of ``stem`` left in ``folder`` and the last one did not write is gone.
-
-    Only names that a save makes are touched: the file, its index, and numbered shards, and what a killed process left
-    of these. Two checkpoints under one stem would leave readers to guess.
+    Raises CheckpointError if it cannot be one.
     """
-    ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}|{re.escape(stem + INDEX_SUFFIX)}")
-    for file in folder.iterdir():
-        if ours.fullmatch(file.name) and file.name not in keep:
-            with contextlib.suppress(FileNotFoundError):
-                file.unlink()
-    remove_leftovers(folder, ours.fullmatch)
+    new = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot be made a folder: {error.strerror}", name=str(path)) from None
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for folder in new:
+                folder.rmdir()
+        raise
 
 
 @contextlib.contextmanager
@@ -52,19 +49,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError("it is there already", name=str(path), fix="Give a new or an empty folder.")
-    folder_for(target.parent)
-    remove_leftovers(target.parent, target.name.__eq__)
-    temporary = name_beside(target)
-    try:
-        temporary.mkdir()
-        with held(temporary):
-            yield temporary
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with folder_for(target.parent):
+        remove_leftovers(target.parent, short(target.name).__eq__)
+        temporary = name_beside(target)
+        try:
+            temporary.mkdir()
+            with held(temporary):
+                yield temporary
+            os.replace(temporary, target)
+            sync_folder(target.parent)
+        except OSError as error:
+            raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def carry_over(source: Path, target: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 from ..errors import CheckpointError
 from .dcp import is_dcp
 from .header import HEADER_LIMIT
+from .names import INDEX_SUFFIX, SUFFIX, stem_of
+from .opening import read_file
+from .replacing import check_whole
 from .strict_json import check_extent, parse_object, said
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 GGUF_SUFFIX = ".gguf"
 
 PICKLED = (".pt", ".pth", ".bin")
@@ -22,6 +23,9 @@ PICKLED = (".pt", ".pth", ".bin")
 
 _PICKLED_STEM = "pytorch_model"
 """What transformers calls them in a folder, with ``.bin`` or ``.bin.index.json``; others there are other things."""
+
+HEADERS = "torchtether.headers"
+"""The key in an index's metadata under which our shards, by name, have the digests of their headers."""
 
 _VALUES = 2**20  # names; each takes some three hundred bytes
 
@@ -35,6 +39,11 @@ class Index:
     metadata: Mapping[str, Any]
 
     @property
+    def headers(self) -> Mapping[str, str] | None:
+        """The digests that the headers of the shards have, by file name; ``None`` in an index of another writer."""
+        return self.metadata.get(HEADERS)
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The shards, in the order of their names."""
         return tuple(self.path.parent / name for name in sorted(set(self.weight_map.values())))
@@ -46,9 +55,11 @@ def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
     In a folder safetensors files go before ``pytorch_model.bin``, as in transformers, which writes either.
     Without either it may hold one GGUF file.
 
-    Raises CheckpointError if there is none, or if it is not clear which of several is meant.
+    Raises CheckpointError if there is none, if it is not clear which of several is meant, or if a save of it has not
+    ended.
     """
     path = Path(path)
+    check_ended(path)
     if path.is_dir():
         return ((path,), None) if is_dcp(path) else _find_in_folder(path)
     if not path.exists():
@@ -57,6 +68,14 @@ def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
         index = read_index(path)
         return index.files, index
     return (path,), None
+
+
+def check_ended(path: Path) -> None:
+    """Raises CheckpointError if a save of what is at ``path``, a file or a folder, has not ended."""
+    if path.is_dir():
+        check_whole(path)
+    elif stem := stem_of(path.name):
+        check_whole(path.parent, stem)
 
 
 def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
@@ -102,13 +121,10 @@ def read_index(path: Path) -> Index:
     """The index at ``path``; raises CheckpointError unless it names files beside it, all of them there."""
     name = str(path)
     try:
-        if path.stat().st_size > HEADER_LIMIT:
-            raise CheckpointError(f"the index has more than {HEADER_LIMIT} bytes", name=name)
-        found = parse_object(path.read_bytes(), name=name, what="index", floats=True, values=_VALUES)
+        text = read_file(path, HEADER_LIMIT)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", name=name) from None
-    if "torn" in found:
-        raise CheckpointError("the save that began here did not end", name=name, fix="Save again.")
+    found = parse_object(text, name=name, what="index", floats=True, values=_VALUES)
     weight_map, metadata = found.get("weight_map"), found.get("metadata") or {}
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
         raise CheckpointError("the index needs an object weight_map", name=name, fix="Is it the index of a checkpoint?")
@@ -123,6 +139,8 @@ def read_index(path: Path) -> Index:
     if not weight_map:
         raise CheckpointError("the index names no file", name=name, fix="Is it the index of a checkpoint?")
     index = Index(path, weight_map, metadata)
+    if index.headers is not None and not isinstance(index.headers, dict):
+        raise CheckpointError(f"{HEADERS} in its metadata is {said(index.headers)}, not an object", name=name)
     for file in index.files:
         if not file.is_file():
             raise CheckpointError(

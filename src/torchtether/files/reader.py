@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -17,8 +18,9 @@ from ..errors import CheckpointError
 from ..schemes import Shape
 from ..spec import View
 from .batch import Batch, Buffer
-from .header import HEADER_LIMIT, Header, Stored, parse_header
+from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, fresh, memory_of, private_map, scratch
+from .opening import open_file
 
 Tick = Callable[[int], None]
 """Told how many bytes have just been read or written."""
@@ -31,10 +33,15 @@ def no_tick(nbytes: int) -> None:
 def begins_with(path: Path, magic: bytes) -> bool:
     """Whether the file at ``path`` can be read and begins with ``magic``."""
     try:
-        with path.open("rb") as file:
-            return file.read(len(magic)) == magic
+        descriptor = open_file(path)
+    except (OSError, CheckpointError):
+        return False
+    try:
+        return os.read(descriptor, len(magic)) == magic
     except OSError:
         return False
+    finally:
+        os.close(descriptor)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,7 +77,7 @@ class TensorFile:
         self.name: str = str(path)
         self._map: mmap.mmap | None = None
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            self._descriptor = open_file(path)
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
         try:
@@ -103,6 +110,17 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
         return bytes(text), size
+
+    def header_digest(self) -> str:
+        """Return the digest of the header, which an index of ours has, too."""
+        return digest(self._header_text()[0])
+
+    def check_in_place(self) -> None:
+        """Raises CheckpointError if the file that is open here is not the one that is there under its name."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+                return
+        raise CheckpointError("it was replaced while it was open", name=self.name, fix="Open it again.")
 
     def stored(self, key: str) -> Stored:
         """Where and what ``key`` is."""
@@ -228,9 +246,9 @@ class TensorFile:
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were read or mapped stay."""
         self._map = None  # the mapping goes with the last tensor over it
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1  # an interrupt between may leave it open, not close another
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __enter__(self) -> TensorFile:
         return self

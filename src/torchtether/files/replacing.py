@@ -1,49 +1,75 @@
-"""Writing a file so that readers see the old one or the new one, and nothing between."""
+"""Writing files so that readers see the old ones or the new ones, and nothing between, whoever dies or writes too.
+
+One file is written beside its target, under a hidden name, and renamed over it when it is on the disk. What a save
+writes in a folder may be several files: shards, their index, ``config.json``; and others, of an older save, have to go.
+``put_in_place`` makes of them one change:
+
+1. All new files are beside their targets, on the disk. Until here only hidden names have come into being.
+2. The folder is locked (``locked``), so that two saves take turns. Now ``config.json``, which keeps what it says at
+   this moment, and the index are written beside their targets.
+3. The mark ``STEM.safetensors.torn`` is put beside the targets, unless one rename decides: new shards lie beside the
+   old ones until their index replaces the old one, or there is but one file.
+4. An old index over whose shards new ones come goes, so that other readers, who know no mark, find none.
+5. The renames: first ``config.json``, then the shards, last the index or the single file.
+6. What an older save under the same stem left goes: its index first, then its files.
+7. The mark goes, then the lock.
+
+Readers refuse what has a mark (``check_whole``). So who dies before 3 leaves the old checkpoint, who dies after 7 has
+left the new one, and between a folder says that it is torn; ``config.json`` is the old or the new one at every moment,
+and no other file is touched. The next save under the stem finds the mark, does all steps, and removes what was left.
+
+Where the file system has no locks, two saves may mix their renames. The index therefore has a digest of the header of
+every shard, which has the checksums of its tensors; readers compare them, and refuse the shard of another save.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .leftovers import hold, name_beside, remove_leftovers
+from .beside import BESIDE
+from .leftovers import remove_leftovers
+from .locks import hold, locked
+from .names import INDEX_SUFFIX, MARK_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
+from .writer import write_bytes
 
-TORN = b'{"torn": "the save that began here did not end"}\n'
-"""What stands in the place of an index while the files that it is about are exchanged."""
+_MARK = b"A save that exchanges the files here has not ended. Save again.\n"
 
 
 @contextlib.contextmanager
 def replacing(*paths: Path) -> Iterator[list[FileIO]]:
     """Inside, one open file per path to write to; afterwards they are at ``paths``, in that order, durable.
 
-    Each file is written beside its target and renamed over it when all are written, so an error, a full disk or a
-    killed process leaves the old ones as they were. Only the renames of several files over old ones can be torn; from
-    the first to the last of them the last path, an index, says so. A symbolic link is followed. A new file gets the
-    mode that the umask asks for, a replaced one keeps its own. A killed process leaves hidden files beside the targets,
-    which the next to write there removes. Raises CheckpointError where the disk refuses.
+    An error, a full disk or a killed process leaves the old files as they were; each is exchanged by itself. A symbolic
+    link is followed. A new file gets the mode that the umask asks for, a replaced one keeps its own. A killed process
+    leaves hidden files beside the targets, which the next to write there removes. Raises CheckpointError where the disk
+    refuses.
     """
     with beside(*paths) as written:
         yield written.files
         written.sync()
-        put_in_place(list(zip(written.temporary, paths, strict=True)))
+        for folder in {_rename(*pair).parent for pair in written.pairs}:
+            sync_folder(folder)
 
 
 class Beside:
-    """Files that are being written beside their targets: ``files`` to write to, at the hidden paths ``temporary``."""
+    """Files that are being written beside their targets: ``files`` to write to; ``pairs``, hidden path and target."""
 
     def __init__(self) -> None:
-        self.temporary: list[Path] = []
+        self.pairs: list[tuple[Path, Path]] = []
         self.files: list[FileIO] = []
 
     def sync(self) -> None:
-        """All is on the disk, and the files are closed."""
+        """All is on the disk. The files stay open, and held, until they are in place."""
         for file in self.files:
             os.fsync(file.fileno())
-            file.close()
 
 
 @contextlib.contextmanager
@@ -52,12 +78,12 @@ def beside(*paths: Path) -> Iterator[Beside]:
 
     What killed processes left of the same targets is removed first. Raises CheckpointError where the disk refuses.
     """
-    targets = [Path(os.path.realpath(path)) for path in paths]
     made = Beside()
+    targets = [Path(os.path.realpath(path)) for path in paths]
     for folder in {target.parent for target in targets}:
-        remove_leftovers(folder, {target.name for target in targets}.__contains__)
+        remove_leftovers(folder, {short(target.name) for target in targets}.__contains__)
     try:
-        for target in targets:
+        for path, target in zip(paths, targets, strict=True):
             if target.is_dir():
                 raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
             try:
@@ -65,44 +91,21 @@ def beside(*paths: Path) -> Iterator[Beside]:
             except OSError as error:  # it would name the file beside, which nobody knows
                 what = f"cannot be written: {error.strerror or error}"
                 raise CheckpointError(what, name=str(target)) from error
-            made.temporary.append(temporary)
+            made.pairs.append((temporary, path))
             made.files.append(file)
         yield made
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else str(paths[0])
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
     finally:
-        for temporary, file in zip(made.temporary, made.files, strict=True):
+        for (temporary, _), file in zip(made.pairs, made.files, strict=True):
             file.close()
             temporary.unlink(missing_ok=True)
 
 
-def put_in_place(pairs: Sequence[tuple[Path, Path]]) -> None:
-    """The first of each pair, written and durable, is now the second, in that order; see ``replacing``."""
-    targets = [Path(os.path.realpath(path)) for _, path in pairs]
-    if sum(target.exists() for target in targets) > 1:
-        _mark_torn(targets[-1])
-    for (temporary, _), target in zip(pairs, targets, strict=True):
-        os.replace(temporary, target)
-    for folder in {target.parent for target in targets}:
-        sync_folder(folder)
-
-
-def _mark_torn(index: Path) -> None:
-    """``index`` is one that nobody believes: beside it, old files and new ones may be mixed."""
-    temporary, file = _beside(index)
-    try:
-        file.write(TORN)
-        os.fsync(file.fileno())
-        file.close()
-        os.replace(temporary, index)
-        sync_folder(index.parent)
-    finally:
-        file.close()
-        temporary.unlink(missing_ok=True)
-
-
 def _beside(target: Path) -> tuple[Path, FileIO]:
+    if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
+        raise PermissionError(13, "Permission denied")
     temporary = name_beside(target)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     hold(descriptor)
@@ -110,6 +113,122 @@ def _beside(target: Path) -> tuple[Path, FileIO]:
     with contextlib.suppress(FileNotFoundError):
         os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
     return temporary, file
+
+
+# -- several files as one change --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a save does to a folder, once its tensors are written; see ``put_in_place``.
+
+    written    hidden path and target of each file of tensors, on the disk
+    texts      called when the folder is locked, returns the other files whole, the index among them
+    is_whole   whether this is all that the folder has under ``stem``, so that what else there is goes
+    """
+
+    folder: Path
+    stem: str
+    written: Sequence[tuple[Path, Path]]
+    texts: Callable[[], Mapping[Path, bytes]]
+    is_whole: bool
+
+
+def put_in_place(*changes: Change) -> None:
+    """Make ``changes`` one change, as the docstring of this module says; the folders of several are different ones.
+
+    Raises CheckpointError where the disk refuses, or another save does not end; before the first rename nothing has
+    changed then, and after it the folders say that they are torn.
+    """
+    with contextlib.ExitStack() as stack:
+        for change in sorted(changes, key=lambda change: str(change.folder)):  # so that two saves do not wait in a ring
+            stack.enter_context(locked(change.folder))
+        steps: list[Callable[[], Path]] = []
+        is_torn = len(changes) > 1
+        for change in changes:
+            texts = change.texts()
+            files = stack.enter_context(beside(*texts))
+            for text, file in zip(texts.values(), files.files, strict=True):
+                write_bytes(file, memoryview(text))
+            files.sync()
+            some, needs_mark = _steps(change, files.pairs)
+            steps += some
+            is_torn |= needs_mark
+        try:
+            _perform(steps, [mark_of(change.folder, change.stem) for change in changes] if is_torn else [])
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            raise CheckpointError(what, name=str(changes[0].folder)) from error
+    for change in changes:
+        if change.is_whole:
+            remove_leftovers(change.folder, partial(_is_of, stem_of(short(change.stem + SUFFIX))))
+
+
+def _is_of(stem: str | None, name: str) -> bool:
+    return stem_of(name) == stem or name in BESIDE
+
+
+def _perform(steps: Sequence[Callable[[], Path]], marks: Sequence[Path]) -> None:
+    """Do ``steps``, each of which returns what it has changed, under ``marks``."""
+    were_torn = any(map(os.path.lexists, marks))
+    try:
+        for mark in marks:
+            with beside(mark) as made:
+                made.files[0].write(_MARK)
+                made.sync()
+                sync_folder(_rename(*made.pairs[0]).parent)
+        changed = {steps[0]().parent}
+    except (OSError, CheckpointError):
+        for mark in marks if not were_torn else ():  # nothing has changed
+            mark.unlink(missing_ok=True)
+        raise
+    changed |= {step().parent for step in steps[1:]}
+    for folder in changed:
+        sync_folder(folder)
+    for mark in marks:
+        mark.unlink()
+        sync_folder(mark.parent)
+
+
+def _steps(change: Change, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Callable[[], Path]], bool]:
+    """Return steps 4 to 6 of ``change``, and whether they need a mark."""
+    index, mark = change.folder / f"{change.stem}{INDEX_SUFFIX}", mark_of(change.folder, change.stem)
+    new = {target.name for _, target in (*change.written, *texts)}
+    here = {path.name for path in change.folder.iterdir()}
+    old: list[str] = []
+    if change.is_whole or mark.name in here:
+        old = [name for name in here - new - {mark.name} if stem_of(name) == change.stem]
+        old = [name for name in old if not (change.folder / name).is_dir()]
+    others = [pair for pair in texts if pair[1] != index]
+    *first, (last, head) = [*others, *change.written, *(pair for pair in texts if pair[1] == index)]
+    is_over = head == index and index.name in here and any(target.name in here for _, target in change.written)
+    steps: list[Callable[[], Path]] = [
+        *([partial(_remove, Path(os.path.realpath(index)))] if is_over else []),
+        *(partial(_rename, *pair) for pair in (*first, (last, head))),
+        *(partial(_remove, change.folder / name) for name in sorted(old, key=lambda name: (name != index.name, name))),
+    ]
+    rivals = {index.name, f"{change.stem}{SUFFIX}"} & {*old}
+    is_decided = head.name in here and not rivals and not others and not any(path.name in here for _, path in first)
+    return steps, mark.name in here or (len(steps) > 1 and not is_decided)
+
+
+def _rename(temporary: Path, path: Path) -> Path:
+    target = Path(os.path.realpath(path))
+    os.replace(temporary, target)
+    return target
+
+
+def _remove(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    return path
+
+
+def check_whole(folder: Path, stem: str | None = None) -> None:
+    """Raises CheckpointError if a save into ``folder`` has not ended: one under ``stem``, or any."""
+    marks = [mark_of(folder, stem)] if stem else sorted(folder.glob(f"*{MARK_SUFFIX}"))
+    for mark in marks:
+        if os.path.lexists(mark):
+            raise CheckpointError("the save that began here did not end", name=str(mark), fix="Save again.")
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,11 +17,13 @@ from .beside import read_beside
 from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
-from .index import GGUF_SUFFIX, PICKLED, SUFFIX, Index, find_files
+from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
 from .memory import fresh_each
+from .names import SUFFIX
 from .pickled import PickledFile
 from .reader import TensorFile, Tick, begins_with, no_tick
 from .record import KEY, Record, parse_record
+from .strict_json import said
 
 _ZIP = b"PK\x03\x04"
 
@@ -117,8 +119,15 @@ class Store:
         )
 
     def beside(self) -> Mapping[str, Mapping[str, Any]]:
-        """The JSON objects beside the files that may announce a format, by file name; see ``read_beside``."""
-        return read_beside(self.folder)
+        """The JSON objects beside the files that may announce a format, by file name; see ``read_beside``.
+
+        Raises CheckpointError also if a save has exchanged the files since they were opened: those speak of others.
+        """
+        found = read_beside(self.folder)
+        check_ended(self.path)
+        for file in self.files:
+            file.check_in_place()
+        return found
 
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were read stay."""
@@ -156,6 +165,7 @@ def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile
         homes.update(dict.fromkeys(tensors, file))
     if index is not None:
         _check_index(files, index)
+        _check_headers(files, index)
     return homes
 
 
@@ -175,6 +185,20 @@ def _check_index(files: list[TensorFile], index: Index) -> None:
         for key in file.names if isinstance(file, PickledFile) else file.header.tensors:
             if key not in index.weight_map:
                 raise CheckpointError("the index does not name it", name=f"{file.name}: {key}")
+
+
+def _check_headers(files: list[TensorFile], index: Index) -> None:
+    """Raises CheckpointError if the index was written for other shards than these; see ``replacing``."""
+    if index.headers is None:
+        return
+    for file in files:
+        known, found = index.headers.get(file.path.name), file.header_digest()
+        if known != found:
+            raise CheckpointError(
+                f"it is not of the save of {index.path.name}: its header has the digest {found}, not {said(known)}",
+                name=file.name,
+                fix="Save again, or fetch all files of one save.",
+            )
 
 
 def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..schemes import Shape
 from .checksum import Checksum
-from .header import format_header
+from .header import digest, format_header
 from .memory import memory_of, pieces
 from .reader import Tick, no_tick
 from .system import begin_writing_back
@@ -49,8 +49,10 @@ def write_made(
     *,
     name: str,
     tick: Tick = no_tick,
-) -> None:
+) -> str:
     """As ``write_tensors``, for tensors that are made one at a time, in any order, each with the place it is for.
+
+    Returns the digest of the header.
 
     Each is dropped before the next is asked for, and the order leaves no trace in the file. The header comes first in
     the file and is written twice: with checksums of 0 to know where the tensors begin, and with those that they had.
@@ -76,6 +78,7 @@ def write_made(
         assert len(final) == len(header)
         file.seek(0)
         write_bytes(file, memoryview(final))
+    return digest(final[8:])
 
 
 def check_writable(name: str, tensor: Tensor) -> None:

@@ -6,8 +6,6 @@ large they are, is what the tensors say.
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,10 +17,10 @@ from ..files import Stored
 from ..schemes import Shape
 from ..schemes.blocks import Block
 from .entry import Contents, Entry, Found
+from .name_patterns import Clock, NamePattern, is_pattern
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _ROLES = ("qweight", "qzeros", "scales", "g_idx")
-_PATTERN_LIMIT = 2000  # characters; what people write takes tens
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,13 @@ def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
     >>> Settings(Options(4), rules).of("layers.0.down").bits, Settings(Options(4), rules).of("lm_head").bits
     (8, 4)
     """
-    rules = []
+    rules, clock = [], Clock()
     for text, options in _object(config, "dynamic", file).items():
         if not isinstance(options, Mapping):
             raise CheckpointError(f"dynamic[{_short(text)}] is {_short(options)}, not an object", name=file)
         made = Options() if text.startswith("-:") else options_of(options, file=file)
-        rules.append(Rule(pattern(text[2:] if text[:2] in ("+:", "-:") else text, file=file).match, made))
+        pattern = NamePattern(text[2:] if text[:2] in ("+:", "-:") else text, file=file, clock=clock)
+        rules.append(Rule(pattern.match, made))
     return tuple(rules)
 
 
@@ -98,27 +97,16 @@ def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) 
     What is not among ``names``, of all modules, is a pattern for any part of a name.
     """
     extra = _object(config, "extra_config", file)
-    exact, patterns = [], []
+    exact, patterns, clock = [], [], Clock()
     for text, options in extra.items():
         if not isinstance(options, Mapping):
             raise CheckpointError(f"extra_config[{_short(text)}] is {_short(options)}, not an object", name=file)
         made = options_of(options, file=file)
         if text in names:
             exact.append(Rule(text.__eq__, made))
-            continue
-        with contextlib.suppress(CheckpointError):  # the name of a module that is elsewhere need be no pattern
-            patterns.append(Rule(pattern(text, file=file).search, made))
+        elif is_pattern(text):  # the name of a module that is elsewhere need be none
+            patterns.append(Rule(NamePattern(text, file=file, clock=clock).search, made))
     return (*exact, *patterns)
-
-
-def pattern(text: str, *, file: str) -> re.Pattern[str]:
-    """``text`` as a pattern for names; CheckpointError if it is none."""
-    try:
-        if len(text) > _PATTERN_LIMIT:
-            raise ValueError(f"it has {len(text)} characters")
-        return re.compile(text)
-    except (re.error, ValueError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{_short(text)} is no pattern for names: {error}", name=file) from None
 
 
 def find_modules(contents: Contents) -> dict[str, dict[str, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ...errors import CheckpointError
+from ..name_patterns import Clock, NamePattern
 
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4, MXFP6, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized"
@@ -63,15 +64,17 @@ class Names:
     """Targets: names of modules, patterns for them (``re:``), and classes; each with what it stands for."""
 
     exact: Mapping[str, Group]
-    patterns: tuple[tuple[re.Pattern[str], Group], ...]
+    patterns: tuple[tuple[NamePattern, Group], ...]
     classes: tuple[Group, ...]
 
     @staticmethod
     def of(pairs: Iterable[tuple[str, Group]]) -> Names:
         """A target that is given twice stands for the last; patterns are tried in the order of their text."""
-        named = dict(pairs)
+        named, clock = dict(pairs), Clock()
         patterns = (
-            (_pattern(target), group) for target, group in sorted(named.items(), key=_text) if _is_pattern(target)
+            (_pattern(target, clock), group)
+            for target, group in sorted(named.items(), key=_text)
+            if _is_pattern(target)
         )
         # names do not tell classes; those of torch begin with a capital, those of modules do not
         classes = dict.fromkeys(group for target, group in named.items() if target[:1].isupper())
@@ -226,11 +229,8 @@ def _text(pair: tuple[str, Group]) -> str:
     return pair[0]
 
 
-def _pattern(target: str) -> re.Pattern[str]:
-    try:
-        return re.compile(target.removeprefix("re:"))
-    except (re.error, OverflowError, RecursionError) as error:
-        _refuse(f"the target {_short(target)} is no regular expression: {error}")
+def _pattern(target: str, clock: Clock) -> NamePattern:
+    return NamePattern(target.removeprefix("re:"), file="config.json", clock=clock)
 
 
 def _short(value: Any) -> str:

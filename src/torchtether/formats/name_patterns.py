@@ -1,0 +1,255 @@
+"""Regular expressions over names that a config brings along: what ``re`` says of them, in bounded time.
+
+``re`` tries one way through a pattern after the other, and there may be exponentially many: ``(a+)+$``. Here they are
+counted first. Where there are few, ``re`` is asked; where not, all places that each part of the pattern can end at are
+computed together, as the bits of an integer, which takes a time polynomial in the length of the name, and is cut off.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+from ..errors import CheckpointError
+
+_LENGTH_LIMIT = 2000  # characters; what people write takes tens
+_WORK = 2**26  # ways through a pattern, times the length of the name: at most tenths of a second of ``re``
+_LITTLE = 2**14  # of that: less than looking at the clock
+_STEPS = 2**17  # parts of a pattern that are looked at for one name
+_SECONDS = 60.0  # of processor time for all patterns of a config and all names of a model, which take some hundredths
+_ENDLESS = 99
+
+_FLAGS = re.compile(r"\(\?[aimsu]+\)")
+_ZERO_WIDTH = {"^", "$", r"\b", r"\B", r"\A", r"\Z"}
+_LEAF = re.compile(
+    r"\\[dDsSwWbBAZnrtfva]|\\x[0-9a-fA-F]{2}|\\[^0-9A-Za-z]|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\()\[|*+?]", re.DOTALL
+)
+_GROUP = re.compile(r"\((?P<kind>\?:|\?P<\w+>|\?<?[=!])?(?!\?)")
+_QUANTIFIER = re.compile(r"(?:(?P<sign>[*+?])|\{(?!\})(?P<low>[0-9]*)(?P<comma>,(?P<high>[0-9]*))?\})(?P<rest>[?+]?)")
+
+
+class Clock:
+    """The processor time that is left for the patterns of one config."""
+
+    def __init__(self) -> None:
+        self.left: float = _SECONDS
+
+
+def is_pattern(text: str) -> bool:
+    """Whether ``text`` is a regular expression that may be meant for names."""
+    try:
+        return len(text) <= _LENGTH_LIMIT and re.compile(text) is not None
+    except (re.error, ValueError, RecursionError, OverflowError):
+        return False
+
+
+class NamePattern:
+    """A regular expression from the config ``file``; raises CheckpointError if it is none, or one of no name's.
+
+    >>> pattern = NamePattern(r".*\\.(q|k|v)_proj", file="config.json", clock=Clock())
+    >>> pattern.match("layers.0.k_proj"), pattern.match("layers.0.o_proj"), pattern.search("x.layers.0.k_proj.x")
+    (True, False, True)
+    >>> NamePattern("(a+)+$", file="config.json", clock=Clock()).match("a" * 1000 + "!")
+    False
+    """
+
+    def __init__(self, text: str, *, file: str, clock: Clock) -> None:
+        self._text, self._file, self._clock = text, file, clock
+        if not is_pattern(text):
+            self._refuse(f"of {len(text)} characters is no pattern for names")
+        self._compiled = re.compile(text)
+        try:
+            self._node = _parse(text)
+        except (_UnknownError, RecursionError) as error:
+            self._refuse(f"has {str(error)[:40]!r}, which is not read in the patterns of a config")
+
+    def match(self, name: str) -> bool:
+        """Whether ``re.match`` finds it at the beginning of ``name``."""
+        return self._finds(name, 1, self._compiled.match)
+
+    def search(self, name: str) -> bool:
+        """Whether ``re.search`` finds it in ``name``."""
+        return self._finds(name, (2 << len(name)) - 1, self._compiled.search)
+
+    def _finds(self, name: str, starts: int, find: Callable[[str], object]) -> bool:
+        length = len(name) + 1
+        work = self._node.factor * length ** (self._node.exponent + (starts > 1) + 1)
+        began = time.thread_time() if work > _LITTLE else 0.0
+        if work <= _WORK:
+            found = find(name) is not None
+        else:
+            try:
+                found = self._node.ends(_Run(name), starts) != 0
+            except (_UnknownError, RecursionError):
+                self._refuse(f"takes too long for a name of {len(name)} characters")
+        self._clock.left -= time.thread_time() - began if work > _LITTLE else 1e-6
+        if self._clock.left < 0:
+            self._refuse(f"and others take more than {_SECONDS:.0f} s")
+        return found
+
+    def _refuse(self, what: str) -> NoReturn:
+        fix = "Correct or remove it."
+        raise CheckpointError(f"the regular expression {self._text[:80]!r} {what}", name=self._file, fix=fix) from None
+
+
+class _UnknownError(Exception):
+    """A pattern holds what is not known here, or a name takes too many steps."""
+
+
+class _Run:
+    """One name, and where the leaves of a pattern match in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps = 0
+        self._places: dict[re.Pattern[str], int] = {}
+
+    def places(self, leaf: re.Pattern[str]) -> int:
+        """The places, as bits, at which ``leaf`` matches."""
+        if leaf not in self._places:
+            self.steps += len(self.name) >> 4
+            found = "".join("1" if leaf.match(self.name, at) else "0" for at in range(len(self.name), -1, -1))
+            self._places[leaf] = int(found, 2)
+        return self._places[leaf]
+
+
+_Ends = Callable[[_Run, int], int]
+"""Given places as bits, those at which a part of a pattern can end that begins at one of them."""
+
+
+class _Node(NamedTuple):
+    """A part of a pattern, and in how many ways it can be gone through: ``factor * (length + 1) ** exponent``."""
+
+    ends: _Ends
+    exponent: int = 0
+    factor: int = 1
+    leaf: re.Pattern[str] | None = None
+    """What it is, if it is one character."""
+
+
+def _leaf(text: str, flags: str) -> _Node:
+    leaf, width = re.compile(flags + text), int(text not in _ZERO_WIDTH)
+    return _Node(lambda run, at: (at & run.places(leaf)) << width, leaf=leaf if width else None)
+
+
+def _sequence(nodes: list[_Node]) -> _Node:
+    def ends(run: _Run, at: int) -> int:
+        run.steps += len(nodes) + 1
+        if run.steps > _STEPS:
+            raise _UnknownError
+        for node in nodes:
+            at = node.ends(run, at) if at else 0
+        return at
+
+    factor = 1
+    for node in nodes:
+        factor = min(factor * node.factor, 2 * _WORK)
+    return _Node(ends, min(sum(node.exponent for node in nodes), _ENDLESS), factor)
+
+
+def _alternation(nodes: list[_Node]) -> _Node:
+    def ends(run: _Run, at: int) -> int:
+        made = 0
+        for node in nodes:
+            made |= node.ends(run, at)
+        return made
+
+    if len(nodes) == 1:
+        return nodes[0]
+    return _Node(ends, max(node.exponent for node in nodes), sum(node.factor for node in nodes))
+
+
+def _repeated(body: _Node, low: int, high: int | None) -> _Node:
+    def ends(run: _Run, at: int) -> int:
+        for _ in range(low):
+            before, at = at, _step(run, body, at)
+            if at in (0, before):
+                break
+        if high is None and body.leaf is not None:
+            there = run.places(body.leaf)
+            return (((at & there) + there) ^ there) | at  # a carry runs through as far as the leaf goes on matching
+        made, count = at, low
+        while at and (high is None or count < high):
+            at = _step(run, body, at) & ~made
+            made, count = made | at, count + 1
+        return made
+
+    if high == 1:
+        return _Node(ends, body.exponent, body.factor + 1)
+    if body.exponent or body.factor > 1:
+        return _Node(ends, _ENDLESS)
+    return _Node(ends, 1) if high is None else _Node(ends, 0, high - low + 1)
+
+
+def _step(run: _Run, body: _Node, at: int) -> int:
+    run.steps += 1
+    if run.steps > _STEPS:
+        raise _UnknownError
+    return body.ends(run, at)
+
+
+def _looked(body: _Node, kind: str) -> _Node:
+    """A lookahead or a lookbehind, ``kind`` as ``?=``, ``?!``, ``?<=`` or ``?<!``."""
+    is_behind, is_wanted = "<" in kind, kind.endswith("=")
+
+    def ends(run: _Run, at: int) -> int:
+        made = 0
+        for place in range(at.bit_length()):
+            if at >> place & 1:
+                if is_behind:
+                    is_there = _step(run, body, (2 << place) - 1) >> place & 1 != 0
+                else:
+                    is_there = _step(run, body, 1 << place) != 0
+                made |= (is_there == is_wanted) << place
+        return made
+
+    return _Node(ends, body.exponent, body.factor)
+
+
+def _parse(text: str) -> _Node:
+    """The nodes of a pattern that ``re`` has compiled, so that it is known to be one."""
+    found = _FLAGS.match(text)
+    node, at = _parse_alternation(text, found.end() if found else 0, found[0] if found else "")
+    assert at == len(text)
+    return node
+
+
+def _parse_alternation(text: str, at: int, flags: str) -> tuple[_Node, int]:
+    options: list[_Node] = []
+    while True:
+        nodes: list[_Node] = []
+        while at < len(text) and text[at] not in "|)":
+            node, at = _parse_atom(text, at, flags)
+            node, at = _parse_quantifier(node, text, at)
+            nodes.append(node)
+        options.append(_sequence(nodes))
+        if at == len(text) or text[at] == ")":
+            return _alternation(options), at
+        at += 1
+
+
+def _parse_atom(text: str, at: int, flags: str) -> tuple[_Node, int]:
+    if leaf := _LEAF.match(text, at):
+        return _leaf(leaf[0], flags), leaf.end()
+    group = _GROUP.match(text, at)
+    if group is None:
+        raise _UnknownError(text[at : at + 4])
+    node, at = _parse_alternation(text, group.end(), flags)
+    kind = group["kind"] or ""
+    return (_looked(node, kind) if kind[-1:] in ("=", "!") else node), at + 1
+
+
+def _parse_quantifier(node: _Node, text: str, at: int) -> tuple[_Node, int]:
+    found = _QUANTIFIER.match(text, at)
+    if found is None:
+        return node, at
+    if found["rest"] == "+":
+        raise _UnknownError(found[0])
+    if found["sign"]:
+        low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[found["sign"]]
+    else:
+        low = int(found["low"] or 0)
+        high = (int(found["high"]) if found["high"] else None) if found["comma"] else low
+    return _repeated(node, low, high), found.end()
