@@ -243,9 +243,12 @@ class LoadPlan:
             keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
             self._done.update([step.name for step in plain])
             self._done.update(name for step in (*fresh, *other) for name in step.component.names)
-        for step in filled:
-            _fill(step, given, tick)
-            self._done.update(step.component.names)
+        try:
+            for step in filled:
+                _fill(step, given, tick)
+                self._done.update(step.component.names)
+        finally:
+            torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
         return sum(step.nbytes for step in steps if id(step) in mapped) if mapped else 0
 
     def _replay(self) -> None:

@@ -334,6 +334,7 @@ def _initialise(components: list[Component], modules: dict[str, nn.Module], init
             for tensor, value in kept:
                 tensor.copy_(value)
         done.update(id(c) for c in own)
+    torch.clear_autocast_cache()  # holds casts of what has been set since
     unset = [c.names[0] for c in components if any(_is_unset(m.tensor) for m in c.members)]
     if unset:
         who = "reset_parameters" if init is None else "init"
