@@ -72,6 +72,7 @@ def convert(
         else:
             exchange.put_each(lone, lambda tensor: converted(tensor, dtype, place))
         for component in work:
+            exchange.safe_point()
             if len(component.members) == 1:
                 (member,) = component.members
                 exchange.put(member.tensor, converted(member.tensor, dtype, place))

@@ -142,8 +142,10 @@ def materialize(
         wanted = [recipe for made in recipes.values() for recipe in made.values()]
         replay = Replay([*wanted, *plain.values()], place)
         for component in recorded:
+            exchange.safe_point()
             _put(exchange, _replayed(component, recipes[id(component)], replay, place))
         for component in others:
+            exchange.safe_point()
             _put(exchange, _reserved(component, place))
         for module in modules.values():
             for name in _plain_recipes(module):

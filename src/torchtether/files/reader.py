@@ -74,6 +74,7 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
         try:
+            self._size = os.fstat(self._descriptor).st_size
             self.header: Header = self._parse()
         except BaseException:
             self.close()
@@ -103,6 +104,14 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
         return bytes(text), size
+
+    def check_size(self) -> None:
+        """Raises CheckpointError if the file has become shorter since it was opened."""
+        size = os.fstat(self._descriptor).st_size
+        if size < self._size:
+            raise CheckpointError(
+                f"had {self._size} bytes when it was opened, and has {size} now", name=self.name, fix="Fetch it again."
+            )
 
     def stored(self, key: str) -> Stored:
         """Where and what ``key`` is."""

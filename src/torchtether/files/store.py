@@ -120,6 +120,11 @@ class Store:
         """The JSON objects beside the files that may announce a format, by file name; see ``read_beside``."""
         return read_beside(self.folder)
 
+    def check_sizes(self) -> None:
+        """Raises CheckpointError if a file has become shorter since it was opened."""
+        for file in self.files:
+            file.check_size()
+
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were read stay."""
         for file in self.files:
