@@ -16,7 +16,7 @@ from tests.interrupts import count_steps, interrupted, nothing_held
 from torchtether.ties import find_ties
 
 FINELY = ("swap.py", "_signals.py", "quantize.py", "convert.py")
-SAMPLES = 60
+SAMPLES = 30
 
 
 def to_double(made, atomic):
