@@ -66,10 +66,12 @@ def interrupted(function, at, finely=()):
 @contextlib.contextmanager
 def nothing_held():
     """Afterwards signals are handled as before, gradients are on or off as before, and another thread can convert."""
-    before = signal.getsignal(signal.SIGINT), torch.is_grad_enabled(), torch.nn.Module._apply
+    handler, grad_mode, apply = signal.getsignal(signal.SIGINT), torch.is_grad_enabled(), torch.nn.Module._apply
     flag = torch.__future__.get_swap_module_params_on_conversion()
     yield
-    assert (signal.getsignal(signal.SIGINT), torch.is_grad_enabled(), torch.nn.Module._apply) == before
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert torch.is_grad_enabled() is grad_mode
+    assert torch.nn.Module._apply is apply
     assert torch.__future__.get_swap_module_params_on_conversion() == flag
     assert not torch.overrides._get_current_function_mode_stack()
     free = []

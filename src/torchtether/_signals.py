@@ -16,8 +16,12 @@ Lock = TypeVar("Lock", bound=Any)
 
 Handler = Callable[[int, FrameType | None], Any]
 
-_NUMBERS = sorted(number for number in signal.valid_signals() if number < 32)
-"""Those that are looked at. Nobody raises errors from real-time signals, and to ask for each takes time."""
+_NUMBERS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGALRM", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
+"""Those from whose handlers people raise: Ctrl-C, timeouts, the end of a job. To ask for each takes time."""
 
 _SLICE = 0.1
 """Seconds after which a wait for a lock looks for signals."""
@@ -28,7 +32,7 @@ class Deferred:
 
     Python runs such a handler between any two bytecodes of the main thread, and what it raises (``KeyboardInterrupt``,
     the error of a timeout) comes from there: before the first line of an ``__exit__``, say, so that a lock stays held.
-    All signals wait that have a handler in Python when the block begins; in other threads handlers never run.
+    The signals of ``_NUMBERS`` wait that have a handler in Python when the block begins; in other threads none runs.
 
         with Deferred() as signals:
             for tensor in tensors:
@@ -45,13 +49,13 @@ class Deferred:
         self._waits = waits
         self._theirs: dict[int, Handler] = {}
         self._replaced: list[int] = []
-        self._is_open = True
+        self._is_open = False
         self.waiting: list[int] = []
         """The signals that wait, each once."""
 
     def begin(self) -> None:
         """Signals wait from now on."""
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         try:
             for number in _NUMBERS:
@@ -59,8 +63,7 @@ class Deferred:
                 if callable(handler) and not isinstance(handler, signal.Handlers):
                     self._theirs[number] = handler
                     self._replaced.append(number)
-                    signal.signal(number, self._caught)  # open so far, so it does what the handler does
-            self._is_open = False
+                    signal.signal(number, self._caught)  # Ctrl-C first: from here on it waits
         except BaseException:
             self.end()
             raise

@@ -47,7 +47,7 @@ class StockCall:
         *,
         loads: bool,
         metadata: Mapping[str, dict[str, Any]] | None,
-        given: Mapping[str, Any] | None,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         """``metadata`` and ``given`` are those of the state dict that the call loads, if it does."""
         self.handles: list[RemovableHandle] = []

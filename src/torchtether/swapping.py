@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
@@ -43,12 +44,15 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 
     Parameters and buffers are the objects that they were, with ties (object, view, buffer), grads, hooks of both kinds,
     attributes and classes; state of ``optimizer`` (one or several) follows.  What holds a parameter is found before the
-    call changes anything.  A state dict may lack the aliases of tied tensors, must not contradict itself on them, and
-    its ``_metadata`` stays clean.
+    call changes anything.  A state dict may lack the aliases of tied tensors, and its ``_metadata`` stays clean; if it
+    contradicts itself on them, nothing is loaded.  Ctrl-C during such a call waits for the end of a module or tensor;
+    what was done until then is attached.
 
-    What it cannot promise, because torch does the walking: to take back a call that fails in the middle, and to run a
-    function of your own (``model._apply(f)``) once per tied tensor.  ``assign=True`` shares memory with the state dict,
-    as always.  Use ``tt.convert`` and ``tt.load`` where you can.
+    What it cannot promise, because torch does the walking: to take back a call that fails in the middle (a key that is
+    missing or of another shape is found when others have been loaded), to refuse what stock calls do silently (drop
+    imaginary parts, round into whole numbers, leave ``meta`` as it is without ``assign=True``), and to run a function
+    of your own (``model._apply(f)``) once per tied tensor.  ``assign=True`` shares memory with the state dict, as
+    always.  Use ``tt.convert`` and ``tt.load`` where you can.
 
     The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
     and puts it back; it takes the lock of all converters, so a second thread waits.  Other threads that call stock
@@ -60,6 +64,7 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 
     Raises:
         ConversionError: in ``inference_mode``, or for DDP, FSDP1, a forwarded FSDP2; and from the calls inside.
+        TieError: from a load inside, whose state dict gives tied names different values; nothing has changed.
         OptimizerError: the optimizer is that of another model.
 
     >>> import torch, torchtether as tt
@@ -105,13 +110,12 @@ class _Swapping(ContextDecorator):
             check_place(self._model.modules(), "convert")
             check_belongs(self._model, optimizers)
             stack.callback(self._model.register_load_state_dict_pre_hook(_fill_aliases).remove)
-        stack.callback(
-            torch.__future__.set_swap_module_params_on_conversion,
-            torch.__future__.get_swap_module_params_on_conversion(),
-        )
-        torch.__future__.set_swap_module_params_on_conversion(True)
         stack.enter_context(scope)
-        stack.enter_context(_converting(scope))
+        stack.callback(scope.process.close)
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        scope.process.callback(torch.__future__.set_swap_module_params_on_conversion, before)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        scope.process.enter_context(_converting(scope))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -125,6 +129,9 @@ class _Scope(TorchFunctionMode):
     def __init__(self, optimizers: tuple[Optimizer, ...], signals: Deferred) -> None:
         super().__init__()
         self._signals = signals
+        self.process = ExitStack()
+        """Switches off what is switched on for the whole process."""
+        self.thread = get_ident()
         self.optimizers = optimizers
         """Those of the scopes around it too, because only the innermost scope sees all that changes."""
         self._call: StockCall | None = None
@@ -293,6 +300,17 @@ def _waits(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _leave_others() -> None:
+    """In a forked process, which has one thread, the scopes of the others have ended."""
+    for scope in reversed(_scopes):
+        if scope.thread != get_ident():
+            scope.process.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_others)
 
 
 def _outermost(frame: FrameType) -> FrameType:

@@ -207,13 +207,17 @@ def test_who_waits_for_another_converter_can_be_interrupted():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("is_mine", [False, True], ids=["another thread converts", "this thread converts"])
-def test_a_forked_process_can_convert(is_mine):
+@pytest.mark.parametrize("scope", [tt.swap.Exchange, tt.swapping], ids=["verb", "swapping"])
+def test_a_forked_process_can_convert(is_mine, scope):
     has_it, done = threading.Event(), threading.Event()
 
     def child():
         code = 1
         try:
             model = nn.Linear(2, 2)
+            if not is_mine:
+                assert not torch.__future__.get_swap_module_params_on_conversion()
+                assert nn.Module._apply is stock
             with tt.swapping(model):
                 model.double()
             code = 0 if tt.convert(model, dtype=torch.float16).weight.dtype == torch.float16 else 2
@@ -221,13 +225,13 @@ def test_a_forked_process_can_convert(is_mine):
             os._exit(code)
 
     def other():
-        with tt.swap.Exchange(nn.Linear(2, 2)):
+        with scope(nn.Linear(2, 2)):
             has_it.set()
             done.wait(60)
 
-    thread = threading.Thread(target=other)
+    thread, stock = threading.Thread(target=other), nn.Module._apply
     if is_mine:
-        with tt.swap.Exchange(nn.Linear(2, 2)):
+        with scope(nn.Linear(2, 2)):
             pid = os.fork()
             if not pid:
                 child()
