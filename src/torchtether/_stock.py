@@ -98,8 +98,8 @@ class StockCall:
         names, found = names_of(self._root), {}
         for key, own in names.items():
             held = self._tensors.get(key)
-            given = [self._state_dict.get(name) for name in own]
-            fit = [g for g in given if isinstance(g, Tensor) and held is not None and g.shape == held.shape]
+            every = [self._state_dict.get(name) for name in own]
+            fit = [one for one in every if isinstance(one, Tensor) and held is not None and one.shape == held.shape]
             if fit:
                 found[key] = fit[0]
             if not all(same_values(fit[0], other) for other in fit[1:]):
@@ -160,12 +160,12 @@ class StockCall:
                 left = [place for place in buffers if place[0]._buffers.get(place[1]) is place[2]]
                 if self._converted.isdisjoint(members) and len(left) == len(buffers):
                     continue
-                for key, held in members.items():
-                    if type(held) is nn.Parameter and key not in self._converted:
+                for number, held in members.items():
+                    if type(held) is nn.Parameter and number not in self._converted:
                         self._convert(held, function)
-                for module, key, held in left:
-                    if not isinstance(held, nn.Parameter):
-                        module._buffers[key] = function(held)
+                for module, key, buffer in left:
+                    if not isinstance(buffer, nn.Parameter):
+                        module._buffers[key] = function(buffer)
 
     def _replace(self, held: Tensor, new: Tensor, new_grad: Tensor | None) -> None:
         try:
