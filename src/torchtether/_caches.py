@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +47,13 @@ class Caches:
             for module in self._rnns:
                 forget_flat_weights(module)
 
-    def renew(self, *, changed: bool = True) -> None:
-        """Everything that was put away is there again, computed from the parameters as they are now."""
+    def renew(self, *, changed: bool = True, is_partial: bool = False) -> None:
+        """Everything that was put away is there again, computed from the parameters as they are now.
+
+        With ``is_partial`` they may be of two dtypes, and what cannot be computed then is left to the next forward.
+        """
         for module, attribute, compute, _ in self._parked:  # not forgotten: a rollback may ask once more
-            with torch.enable_grad():
+            with torch.enable_grad(), suppress(RuntimeError) if is_partial else nullcontext():
                 module.__dict__[attribute] = compute(module)
         for module, attribute, _, source in self._computed:
             cached, held = module.__dict__.get(attribute), getattr(module, source, None)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ._caches import Caches
-from ._storage import blocks_of
+from ._storage import STOCK, blocks_of
 from ._torch import impl_id, reset, seat_hooks, swap_impl
 from .errors import TetherError, TieError
 from .optimizer import Before, Optimizers, follow
@@ -41,9 +41,17 @@ class StockCall:
     """From the first tensor that a stock call asks for, to its end."""
 
     def __init__(
-        self, root: nn.Module, optimizer: Optimizers, *, loads: bool, metadata: Mapping[str, dict[str, Any]] | None
+        self,
+        root: nn.Module,
+        optimizer: Optimizers,
+        *,
+        loads: bool,
+        metadata: Mapping[str, dict[str, Any]] | None,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
+        """``metadata`` and ``given`` are those of the state dict that the call loads, if it does."""
         self.handles: list[RemovableHandle] = []
+        self._state_dict = given or {}
         self._optimizer, self._loads, self._metadata = optimizer, loads, metadata
         self._root, self._modules = root, list(root.modules())
         self._buffers = [
@@ -64,7 +72,7 @@ class StockCall:
         self.error: TetherError | None = None
 
     def begin(self) -> None:
-        """Every refusal comes here, before the first change. Raises ConversionError."""
+        """Every refusal comes here, before the first change. Raises ConversionError, TieError."""
         verb = "load" if self._loads else "convert"
         try:
             check_place(self._modules, verb)
@@ -72,12 +80,43 @@ class StockCall:
             self._caches.park(refs=True)
             held = [tensor for tensor in self._tensors.values() if not (self._loads and is_lazy(tensor))]
             check_held(held, self._root, verb, self._caches.refs)
+            self._check_agreement()
         except TetherError as error:
             self.error = error
             raise
         for tensor in held:
             if tensor._base is not None and not is_lazy(tensor) and id(tensor._base) in self._tensors:
                 swap_impl(tensor, tensor.detach())  # torch refuses a tensor with views, also those that follow it
+
+    def _check_agreement(self) -> None:
+        """Returns if the state dict gives all names of one memory the same values; ``load`` looks again.
+
+        Raises TieError.
+        """
+        if not self._state_dict:
+            return
+        names, found = names_of(self._root), {}
+        for key, own in names.items():
+            held = self._tensors.get(key)
+            every = [self._state_dict.get(name) for name in own]
+            fit = [one for one in every if isinstance(one, Tensor) and held is not None and one.shape == held.shape]
+            if fit:
+                found[key] = fit[0]
+            if not all(same_values(fit[0], other) for other in fit[1:]):
+                raise _contradiction(own)
+        for component in self._components:
+            pairs = [(m, found[id(m.tensor)]) for m in component.members if id(m.tensor) in found]
+            is_plain = all(type(t) in STOCK and not t.is_meta for m, given in pairs for t in (m.tensor, given))
+            if len(pairs) < 2 or not is_plain or component.nbytes == 0:
+                continue
+            span = self._joined_span(component)
+            with torch.no_grad():
+                views = [(member_view(span, member), given.to(member.tensor.device)) for member, given in pairs]
+                for view, given in reversed(views):
+                    view.copy_(given)
+                for (view, given), (member, _) in zip(views, pairs, strict=True):
+                    if not same_values(view, given.to(view.dtype)):
+                        raise _overlap(member.names)
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
         """The parameters and buffers of ``module`` itself are what ``function`` makes of them, as ``_apply`` says.
@@ -111,6 +150,22 @@ class StockCall:
                 del grad
                 self._replace(held, new, new_grad)
         self._converted.add(id(held))
+
+    def complete(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Convert the rest of every memory of which a part has been converted; for a call that stops in the middle."""
+        with torch.no_grad():
+            for component in self._components:
+                members = {id(member.tensor): member.tensor for member in component.members}
+                buffers = [place for place in self._buffers if id(place[2]) in members]
+                left = [place for place in buffers if place[0]._buffers.get(place[1]) is place[2]]
+                if self._converted.isdisjoint(members) and len(left) == len(buffers):
+                    continue
+                for number, held in members.items():
+                    if type(held) is nn.Parameter and number not in self._converted:
+                        self._convert(held, function)
+                for module, key, buffer in left:
+                    if not isinstance(buffer, nn.Parameter):
+                        module._buffers[key] = function(buffer)
 
     def _replace(self, held: Tensor, new: Tensor, new_grad: Tensor | None) -> None:
         try:
@@ -170,16 +225,17 @@ class StockCall:
             raise self.error  # torch goes on with the next name after an error
         before = self._given.get(id(held))
         if before is not None and not same_values(before, given):
-            raise TieError(
-                "the state dict gives these tied names different values",
-                name=said(names_of(self._root)[id(held)]),
-                fix="Make them equal, drop all but one, or call tt.untie.",
-            )
+            raise _contradiction(names_of(self._root)[id(held)])
         self._given[id(held)] = given
         made: Tensor = held.module_load(given, assign=assign)
         if not assign:
             self._check_overlaps(held)
         return made
+
+    def is_splitting(self) -> bool:
+        """Whether a load has given some of the tensors over one memory their contents, and others not yet."""
+        every = ({id(member.tensor) for member in component.members} for component in self._components)
+        return any(not members.isdisjoint(self._given) and not members <= self._given.keys() for members in every)
 
     def _check_overlaps(self, held: Tensor) -> None:
         """What was copied into ``held`` has not changed what another name was given over the same memory."""
@@ -193,11 +249,7 @@ class StockCall:
         if given is None or held.is_meta or given.is_meta or isinstance(held, Weight):
             return
         if not same_values(held.detach(), given.detach().to(held.device, held.dtype)):
-            raise TieError(
-                "the state dict gives this and a name that shares its memory different values",
-                name=said(names),
-                fix="Make them equal, drop the aliases, or call tt.untie.",
-            )
+            raise _overlap(names)
 
     def end(self) -> None:
         """Buffers are the objects that they were, shared memory is shared, caches are renewed, state has followed."""
@@ -270,6 +322,22 @@ class StockCall:
         assert component.dtype is not None
         ((dtype, device),) = kinds
         return torch.empty(component.nbytes // component.dtype.itemsize, dtype=dtype, device=device)
+
+
+def _contradiction(names: tuple[str, ...]) -> TieError:
+    return TieError(
+        "the state dict gives these tied names different values",
+        name=said(names),
+        fix="Make them equal, drop all but one, or call tt.untie.",
+    )
+
+
+def _overlap(names: tuple[str, ...]) -> TieError:
+    return TieError(
+        "the state dict gives this and a name that shares its memory different values",
+        name=said(names),
+        fix="Make them equal, drop the aliases, or call tt.untie.",
+    )
 
 
 def same_values(one: Tensor, two: Tensor) -> bool:

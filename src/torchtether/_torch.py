@@ -136,11 +136,12 @@ def reset(held: Tensor, new: Tensor) -> bool:
     So it is for nearly all parameters; for all others nothing happens, and the answer is no.  It keeps the
     implementation with its hooks, as stock conversions do.  A grad would have to follow, a view would stay a view of
     what it was cut from, and a buffer would share its version with what it was detached from.  Torch refuses, before
-    it does anything, another kind of memory and whole numbers that would require grad.
+    it does anything, another kind of memory and whole numbers that would require grad.  Compressed sparse layouts are
+    left out: torch would take the new dtype and keep the old values.
     """
     if type(held) is not nn.Parameter or type(new) is not Tensor or held.size() != new.size():
         return False
-    if held.grad is not None or held._base is not None:
+    if held.grad is not None or held._base is not None or held.layout is not torch.strided:
         return False
     try:
         held.data = new

@@ -36,6 +36,8 @@ def convert(
 
     ``atomic="checked"``: every refusal comes before the first change, and memory peaks one tensor above the model.
     ``atomic="full"``: even an error in the middle, out of memory included, changes nothing; old and new fit at once.
+    Ctrl-C comes between two tensors, and then ``"full"`` changes nothing, while ``"checked"`` leaves what was done so
+    far; or it comes when all is done.
 
     Raises:
         ConversionError: ``dtype`` is no float dtype, a complex tensor would lose its imaginary part, a tensor is on
@@ -72,6 +74,7 @@ def convert(
         else:
             exchange.put_each(lone, lambda tensor: converted(tensor, dtype, place))
         for component in work:
+            exchange.safe_point()
             if len(component.members) == 1:
                 (member,) = component.members
                 exchange.put(member.tensor, converted(member.tensor, dtype, place))

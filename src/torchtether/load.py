@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from . import meta, native
 from ._garbage import uncollected
+from ._signals import Deferred
 from ._storage import STOCK
 from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
-from .errors import LoadError, SchemeError
+from .errors import LoadError, SchemeError, TetherError
 from .files import THREADS, Batch, Room, Tick, fresh, no_tick
 from .module_load import encoded_as
 from .ops.rows import part_rows
 from .optimizer import optimizers_of
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
-from .quantize import add_load_hook
+from .quantize import keep_loading
 from .renaming import Rename
 from .report import LoadReport, Meter, Progress, said_bytes, ticking
 from .rules import Rules, globs_of, order_of, unmatched
@@ -35,6 +36,9 @@ from .ties import Member, find_components, member_view, named_tensors, span_tens
 from .weight import Weight
 
 _SHOWN = 12
+
+_FEW = 4
+"""Names that an error gives of tensors that are done, and of those that are not."""
 
 _CPU = torch.device("cpu")
 
@@ -228,6 +232,8 @@ class LoadPlan:
             (filled if step.in_place else fresh if is_meta else other).append(step)
             if not is_meta:
                 _check_encodes(step, given)
+        if filled or other:
+            given.checkpoint.store.check_sizes()
         if plain or fresh or other:
             with Exchange(self.model, optimizer=self._optimizer, verb="load") as exchange:
                 held = [step.held for step in plain] + [m.tensor for step in fresh for m in step.component.members]
@@ -235,18 +241,46 @@ class LoadPlan:
                 batch = Batch()
                 made = given.checkpoint.store.make_later(stored, batch)
                 for step in fresh:
+                    exchange.safe_point()
                     made += _mapped(step, given, tick) if id(step) in mapped else _contents(step, given, tick, batch)
-                batch.run(tick)
+                exchange.during(batch.run, tick)
                 exchange.put_own(held, made)
+                keep_loading(self.model, exchange, names_of_weights(fresh))
+                self._done.update([step.name for step in plain])
+                self._done.update(name for step in fresh for name in step.component.names)
                 for step in other:
+                    exchange.safe_point()
                     _put(exchange, step, _contents(step, given, tick))
-            keep_loading(self.model, [step for step in (*fresh, *other) if isinstance(step.held, Weight)])
-            self._done.update([step.name for step in plain])
-            self._done.update(name for step in (*fresh, *other) for name in step.component.names)
-        for step in filled:
-            _fill(step, given, tick)
-            self._done.update(step.component.names)
+                    keep_loading(self.model, exchange, names_of_weights([step]))
+                    self._done.update(step.component.names)
+        if filled:
+            self._fill(steps, filled, tick)
         return sum(step.nbytes for step in steps if id(step) in mapped) if mapped else 0
+
+    def _fill(self, steps: Sequence[Step], filled: Sequence[Step], tick: Tick) -> None:
+        """Fill the tensors of ``filled`` where they are, one after the other, after all others of ``steps``.
+
+        Raises CheckpointError or LoadError, which say how far it came, if some of ``steps`` have been done.
+        """
+        try:
+            with Deferred() as signals:
+                for step in filled:
+                    signals.deliver()
+                    _fill(step, self._draft.given, tick)
+                    self._done.update(step.component.names)
+        except Exception as error:
+            done = [step.name for step in steps if self._done.issuperset(step.component.names)]
+            left = [step.name for step in steps if not self._done.issuperset(step.component.names)]
+            if not done:
+                raise
+            kind = type(error) if isinstance(error, TetherError) else LoadError
+            raise kind(
+                f"the load stopped after {len(done)} of {len(steps)} tensors ({_few(done)} done, {_few(left)} not): "
+                f"{type(error).__name__}: {error}",
+                fix="Load again from a whole checkpoint: the first of those not done may have values of both.",
+            ) from error
+        finally:
+            torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
 
     def _replay(self) -> None:
         """What ``tt.on_meta`` recorded and no file stores is computed again, exactly as the constructors did.
@@ -373,7 +407,9 @@ def load(
     they come back as ``tt.on_meta`` recorded them, or from the file.
 
     Raises:
-        CheckpointError: a file is absent or damaged; nothing has changed.
+        CheckpointError: a file is absent or damaged; nothing has changed.  A file that is cut short or cannot be read
+            while real tensors are being filled is found too late for that: the error names tensors that are done and
+            those that are not.
         LoadError: the checkpoint does not fit the model; all faults are listed, and nothing has changed.
         ConversionError: something holds a parameter that must be exchanged; nothing has changed.
 
@@ -679,12 +715,13 @@ def _is_encoded(step: Step) -> bool:
     return not step.is_given and step.scheme is not None and not step.scheme.transparent
 
 
-def keep_loading(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Stock ``load_state_dict`` will not silently un-quantize what was quantized here."""
-    paths = {name.rpartition(".")[0] for step in steps for name in step.component.names}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path in paths:
-            add_load_hook(module)
+def names_of_weights(steps: Iterable[Step]) -> list[str]:
+    """Return the names under which ``steps`` make Weights."""
+    return [name for step in steps if isinstance(step.held, Weight) for name in step.component.names]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
 def _said(step: Step, given: Arranged, is_mapped: bool) -> str:

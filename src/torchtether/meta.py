@@ -142,8 +142,10 @@ def materialize(
         wanted = [recipe for made in recipes.values() for recipe in made.values()]
         replay = Replay([*wanted, *plain.values()], place)
         for component in recorded:
+            exchange.safe_point()
             _put(exchange, _replayed(component, recipes[id(component)], replay, place))
         for component in others:
+            exchange.safe_point()
             _put(exchange, _reserved(component, place))
         for module in modules.values():
             for name in _plain_recipes(module):
@@ -334,6 +336,7 @@ def _initialise(components: list[Component], modules: dict[str, nn.Module], init
             for tensor, value in kept:
                 tensor.copy_(value)
         done.update(id(c) for c in own)
+    torch.clear_autocast_cache()  # holds casts of what has been set since
     unset = [c.names[0] for c in components if any(_is_unset(m.tensor) for m in c.members)]
     if unset:
         who = "reset_parameters" if init is None else "init"

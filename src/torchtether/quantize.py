@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from . import native
 from .arguments import check_module
@@ -69,8 +70,9 @@ def quantize(
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange:
         exchange.check([member.tensor for component, _, _ in plan for member in component.members])
         for component, tie, scheme in plan:
+            exchange.safe_point()
             _put(exchange, component.members, _encoded(component, tie, scheme))
-    _keep_loading(model, (name for component, _, _ in plan for name in component.names))
+            keep_loading(model, exchange, component.names)
     return model
 
 
@@ -104,9 +106,10 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="dequantize") as exchange:
         weights = [[m for m in component.members if isinstance(m.tensor, Weight)] for component in plan]
         exchange.check([member.tensor for members in weights for member in members])
-        for members, span in zip(weights, spans, strict=True):
+        for component, members, span in zip(plan, weights, spans, strict=True):
+            exchange.safe_point()
             _put(exchange, members, _decoded(span, members))
-    _keep_loading(model, (name for component in plan for name in component.names))
+            keep_loading(model, exchange, component.names)
     return model
 
 
@@ -181,19 +184,21 @@ def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None
 # -- stock load_state_dict afterwards ---------------------------------------------------------------------------------
 
 
-def _keep_loading(model: nn.Module, names: Iterable[str]) -> None:
-    """The modules that hold ``names`` have the load hook, each once."""
-    paths = {name.rpartition(".")[0] for name in names}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path in paths:
-            add_load_hook(module)
+def keep_loading(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> None:
+    """Give the modules that hold ``names`` the load hook, each once; it goes again if ``exchange`` takes all back."""
+    for path in {name.rpartition(".")[0] for name in names}:
+        handle = add_load_hook(model.get_submodule(path))
+        if handle is not None:
+            exchange.on_rollback(handle.remove)
 
 
-def add_load_hook(module: nn.Module) -> None:
-    """Stock ``load_state_dict`` of ``module`` follows the policy of ``module_load``, the swap flag on or off."""
+def add_load_hook(module: nn.Module) -> RemovableHandle | None:
+    """Have stock ``load_state_dict`` of ``module`` follow the policy of ``module_load``, the swap flag on or off.
+
+    Returns the handle of the hook; ``None`` if the module has it already.
+    """
     present = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
-    if keep_policy not in present:
-        module.register_load_state_dict_pre_hook(keep_policy)
+    return None if keep_policy in present else module.register_load_state_dict_pre_hook(keep_policy)
 
 
 def keep_policy(

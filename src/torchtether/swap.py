@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._caches import Caches
 from ._holders import find_holders
+from ._signals import Arguments, Deferred, Result, renewed_after_fork, take
 from ._storage import STOCK
 from ._torch import (
     as_class,
@@ -40,7 +41,7 @@ from .weight import Weight
 
 Atomic = Literal["checked", "full"]
 
-LOCK = threading.RLock()
+LOCK = renewed_after_fork(threading.RLock())
 """Converters take turns. Reading threads do not take it: they can see a Weight that is half exchanged."""
 
 _SHOWN = 8
@@ -59,6 +60,9 @@ class Exchange:
     exchanged so far, consistent with its optimizer state, and says so.  ``atomic="full"`` keeps old contents until the
     end; an error leaves everything bit for bit as it was.
 
+    Signals (Ctrl-C) wait inside, and raise where ``safe_point`` is called, inside ``during``, or when all is done: so
+    in either mode what is put between two safe points is put whole.
+
     Raises:
         ConversionError: on entry, in ``inference_mode``, ``parametrize.cached()``, DDP, FSDP1, or a forwarded FSDP2.
         OptimizerError: on entry, the optimizer is that of another model.
@@ -74,11 +78,18 @@ class Exchange:
         self._journal: Journal | None = [] if atomic == "full" else None
         self._changes: dict[int, Before] = {}
         self._checked: set[int] = set()
+        self._signals = Deferred()
 
     def __enter__(self) -> Exchange:
         check_torch()
-        LOCK.acquire()
+        self._signals.begin()
         try:
+            take(LOCK, self._signals)
+        except BaseException:
+            self._signals.end()
+            raise
+        try:
+            self._grad_mode = torch.is_grad_enabled()
             self.modules = list(self._model.modules())
             check_place(self.modules, self._verb)
             check_belongs(self._model, self._optimizers)
@@ -87,8 +98,25 @@ class Exchange:
             self._caches.park()
         except BaseException:
             LOCK.release()
+            self._signals.end()
             raise
         return self
+
+    def safe_point(self) -> None:
+        """Raise here what a signal that has waited raises: all that was put is consistent in itself."""
+        if self._signals.waiting:
+            self._signals.deliver()
+
+    def during(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Call ``function``, which may take long and changes nothing of the model; signals do not wait meanwhile."""
+        return self._signals.during(function, *args, **kwargs)
+
+    def on_rollback(self, undo: Callable[[], None]) -> None:
+        """Have ``undo`` called if everything is taken back: for what changes beside the contents of tensors."""
+        if self._journal is not None:
+            self._journal.append(undo)
 
     def check(self, held: Iterable[Tensor]) -> None:
         """Returns if every tensor of ``held`` can be exchanged now; nothing is changed.
@@ -102,11 +130,14 @@ class Exchange:
     def put_each(self, held: Iterable[Tensor], make: Callable[[Tensor], Tensor]) -> None:
         """As ``put(tensor, make(tensor))`` for one of ``held`` after the other, in a fraction of the time.
 
-        ``make`` runs without grad mode.
+        ``make`` runs without grad mode.  Before each of them is a safe point.
         """
         checked, changes, is_streamed = self._checked, self._changes, self._journal is None
+        waiting = self._signals.waiting
         with torch.no_grad():
             for tensor in held:
+                if waiting:
+                    self._signals.deliver()
                 new, key = make(tensor), id(tensor)
                 if is_streamed and key in checked:
                     change = (tensor, tensor.dtype, tensor.device)
@@ -194,10 +225,13 @@ class Exchange:
                 self._give_up(error)
         finally:
             self._journal = None  # frees what was held for a rollback
+            if torch.is_grad_enabled() is not self._grad_mode:  # what was left in the middle of torch's own no_grad
+                torch.set_grad_enabled(self._grad_mode)
             LOCK.release()
+            self._signals.end()
 
-    def _renew(self) -> None:
-        self._caches.renew(changed=bool(self._changes))
+    def _renew(self, *, is_partial: bool = False) -> None:
+        self._caches.renew(changed=bool(self._changes), is_partial=is_partial)
         if self._changes:
             torch.clear_autocast_cache()
             for module in self.modules:
@@ -215,7 +249,7 @@ class Exchange:
         try:
             follow(self._optimizers, self._changes.values())
         finally:
-            self._renew()
+            self._renew(is_partial=True)
         if self._changes and isinstance(error, Exception):
             last = self.name(list(self._changes.values())[-1][0])
             raise ConversionError(

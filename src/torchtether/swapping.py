@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
 from threading import get_ident
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ._signals import Deferred, take
 from ._stock import StockCall
 from ._torch import (
     GRAD_SWITCH,
@@ -37,18 +39,20 @@ _NEAR = 12
 """How many frames above a tensor function a conversion is looked for: ``_apply``, its function, and what that calls."""
 
 
-@contextmanager
-def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> Iterator[None]:
+def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> AbstractContextManager[None]:
     """Inside, stock ``.to()``, ``.bfloat16()``, ``.to_empty()`` and ``load_state_dict`` keep what they change attached.
 
     Parameters and buffers are the objects that they were, with ties (object, view, buffer), grads, hooks of both kinds,
     attributes and classes; state of ``optimizer`` (one or several) follows.  What holds a parameter is found before the
-    call changes anything.  A state dict may lack the aliases of tied tensors, must not contradict itself on them, and
-    its ``_metadata`` stays clean.
+    call changes anything.  A state dict may lack the aliases of tied tensors, and its ``_metadata`` stays clean; if it
+    contradicts itself on them, nothing is loaded.  Ctrl-C during such a call waits for the end of a module or tensor;
+    what was done until then is attached.
 
-    What it cannot promise, because torch does the walking: to take back a call that fails in the middle, and to run a
-    function of your own (``model._apply(f)``) once per tied tensor.  ``assign=True`` shares memory with the state dict,
-    as always.  Use ``tt.convert`` and ``tt.load`` where you can.
+    What it cannot promise, because torch does the walking: to take back a call that fails in the middle (a key that is
+    missing or of another shape is found when others have been loaded), to refuse what stock calls do silently (drop
+    imaginary parts, round into whole numbers, leave ``meta`` as it is without ``assign=True``), and to run a function
+    of your own (``model._apply(f)``) once per tied tensor.  ``assign=True`` shares memory with the state dict, as
+    always.  Use ``tt.convert`` and ``tt.load`` where you can.
 
     The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
     and puts it back; it takes the lock of all converters, so a second thread waits.  Other threads that call stock
@@ -60,6 +64,7 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 
     Raises:
         ConversionError: in ``inference_mode``, or for DDP, FSDP1, a forwarded FSDP2; and from the calls inside.
+        TieError: from a load inside, whose state dict gives tied names different values; nothing has changed.
         OptimizerError: the optimizer is that of another model.
 
     >>> import torch, torchtether as tt
@@ -70,40 +75,70 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
     >>> model.weight is weight, weight.dtype
     (True, torch.bfloat16)
     """
-    check_torch()
-    if model is not None:
-        check_module(model)
-    optimizers = optimizers_of(optimizer)
-    with LOCK:
-        handles = []
-        if model is not None:
-            check_place(model.modules(), "convert")
-            check_belongs(model, optimizers)
-            handles.append(model.register_load_state_dict_pre_hook(_fill_aliases))
-        scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers))
+    return _Swapping(model, optimizer)
+
+
+class _Swapping(ContextDecorator):
+    """The scope from outside. No signal comes between its steps: see ``_waits``."""
+
+    def __init__(self, model: nn.Module | None, optimizer: Optimizers) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def _recreate_cm(self) -> _Swapping:
+        return _Swapping(self._model, self._optimizer)
+
+    def __enter__(self) -> None:
+        check_torch()
+        if self._model is not None:
+            check_module(self._model)
+        optimizers = optimizers_of(self._optimizer)
+        self._signals = Deferred(_waits)
+        with ExitStack() as stack:
+            stack.callback(self._signals.end)
+            self._signals.begin()
+            take(LOCK, self._signals)
+            stack.callback(LOCK.release)
+            self._open(stack, optimizers)
+            self._signals.deliver()
+            self._stack = stack.pop_all()
+
+    def _open(self, stack: ExitStack, optimizers: tuple[Optimizer, ...]) -> None:
+        """Everything is switched on; ``stack`` switches it off."""
+        scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers), self._signals)
+        stack.callback(scope.end_call)
+        if self._model is not None:
+            check_place(self._model.modules(), "convert")
+            check_belongs(self._model, optimizers)
+            stack.callback(self._model.register_load_state_dict_pre_hook(_fill_aliases).remove)
+        stack.enter_context(scope)
+        stack.callback(scope.process.close)
         before = torch.__future__.get_swap_module_params_on_conversion()
+        scope.process.callback(torch.__future__.set_swap_module_params_on_conversion, before)
         torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            with scope, _converting(scope):
-                yield
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
-            for handle in handles:
-                handle.remove()
-            scope.end_call()
+        scope.process.enter_context(_converting(scope))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
 
 
 class _Scope(TorchFunctionMode):
     """Sees every tensor function of this thread, and so each stock conversion just before its first change."""
 
-    def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
+    def __init__(self, optimizers: tuple[Optimizer, ...], signals: Deferred) -> None:
         super().__init__()
+        self._signals = signals
+        self.process = ExitStack()
+        """Switches off what is switched on for the whole process."""
+        self.thread = get_ident()
         self.optimizers = optimizers
         """Those of the scopes around it too, because only the innermost scope sees all that changes."""
         self._call: StockCall | None = None
-        self._frame: FrameType | None = None
+        self.frame: FrameType | None = None
+        """That of the stock call that is under way; it may have ended since."""
         self._near: FrameType | None = None
-        """A frame inside ``_frame``, or it: what is called from there belongs to the same stock call."""
+        """A frame inside ``frame``, or it: what is called from there belongs to the same stock call."""
         self._modes: list[Any] | None = None
         """The function modes to come back to, while a conversion runs without those of the scopes."""
 
@@ -114,14 +149,17 @@ class _Scope(TorchFunctionMode):
         if func is GRAD_SWITCH or torch.compiler.is_compiling():  # the compiler follows this, and nothing is converted
             return func(*args, **(kwargs or {}))
         if self._near is None or self._near not in _callers():
-            frame = _conversion_frame(self._frame, loads=func is Tensor.module_load)
-            if frame is not self._frame:
+            frame = _conversion_frame(self.frame, loads=func is Tensor.module_load)
+            if frame is not self.frame:
                 self.end_call()
                 if frame is not None:
                     self._begin(frame)
             self._near = None if frame is None else _callers()[-1]
         if self._call is not None:
             self._call.settle()
+        if self._signals.waiting and self._is_safe(func):
+            self._signals.deliver()
+        if self._call is not None:
             for argument in args[:1]:
                 self._call.touch(argument)
             if func is Tensor.module_load:
@@ -133,12 +171,24 @@ class _Scope(TorchFunctionMode):
             return self._call.fresh(made)
         return func(*args, **(kwargs or {}))
 
+    def _is_safe(self, func: Callable[..., Any]) -> bool:
+        """Whether nobody is in the middle of an exchange, or of several over one memory, when ``func`` is called."""
+        if func is Tensor.module_load:
+            return self._call is None or not self._call.is_splitting()
+        return not _waits(sys._getframe())
+
     def _begin(self, frame: FrameType) -> None:
         local, root = frame.f_locals, _module_of(frame)
         assert root is not None
         loads = frame.f_code.co_name == "load_state_dict"
-        self._call = StockCall(root, self.optimizers, loads=loads, metadata=local.get("metadata") if loads else None)
-        self._frame = frame
+        self._call = StockCall(
+            root,
+            self.optimizers,
+            loads=loads,
+            metadata=local.get("metadata") if loads else None,
+            given=local.get("state_dict") if loads else None,
+        )
+        self.frame = frame
         if loads:
             self._call.handles.append(root.register_load_state_dict_post_hook(lambda module, keys: self._end_load()))
         self._call.begin()
@@ -146,13 +196,17 @@ class _Scope(TorchFunctionMode):
     def _apply(self, module: nn.Module, function: Any, recurse: bool, stock: Apply) -> nn.Module:
         """``nn.Module._apply`` without a look at every tensor function; frames tell it by its name."""
         if self._modes is None:
-            with self._stock_call(_outermost(sys._getframe(1)), module):
-                return self._apply(module, function, recurse, stock)
+            try:
+                with self._stock_call(_outermost(sys._getframe(1)), module, function):
+                    return self._apply(module, function, recurse, stock)
+            finally:
+                self._signals.deliver()
         if recurse:
             for child in module.children():
                 child._apply(function)
         call = self._call
         assert call is not None
+        self._signals.deliver()
         if call.convert(module, function):
             return module
         modes = function_modes()
@@ -164,12 +218,12 @@ class _Scope(TorchFunctionMode):
             call.settle()
 
     @contextmanager
-    def _stock_call(self, frame: FrameType, module: nn.Module) -> Iterator[None]:
+    def _stock_call(self, frame: FrameType, module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Inside, a stock call converts, and no function mode of ours looks on; that alone would double its time."""
         self._modes = function_modes()
         try:
             set_function_modes([mode for mode in self._modes if mode not in _scopes])
-            if frame is not self._frame:
+            if frame is not self.frame:
                 self.end_call()
                 self._begin(frame)
             yield
@@ -177,6 +231,9 @@ class _Scope(TorchFunctionMode):
                 self.end_call()  # else something around it goes on, and the next function outside ends it
         except BaseException as error:
             try:
+                if self._call is not None:
+                    with suppress(Exception):  # the function may fail again; then end_call says what is apart
+                        self._call.complete(function)
                 self.end_call()
             except TetherError as late:
                 error.add_note(str(late))
@@ -188,12 +245,13 @@ class _Scope(TorchFunctionMode):
     def _end_load(self) -> None:
         error = self._call and self._call.error
         self.end_call()
+        self._signals.deliver()
         if error:
             raise error  # torch has caught it, and would repeat it for every name
 
     def end_call(self) -> None:
         """What the last stock call changed is attached again."""
-        call, self._call, self._frame, self._near = self._call, None, None, None
+        call, self._call, self.frame, self._near = self._call, None, None, None
         if call is not None:
             call.end()
 
@@ -225,6 +283,34 @@ def _converting(scope: _Scope) -> Iterator[None]:
         if stock is not None:
             replace_apply(stock, _apply)
         _scopes.pop()
+
+
+_WHOLE = {
+    function.__code__
+    for function in (_Swapping.__enter__, _Swapping.__exit__, _Scope._apply, _Scope.end_call, _Scope._end_load)
+}
+"""What no signal interrupts, wherever it is."""
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Whether a signal that arrives in ``frame`` waits: while the scope begins or ends, and during a stock call."""
+    call = _scopes[-1].frame if _scopes else None
+    while frame is not None:
+        if frame.f_code in _WHOLE or frame is call:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave_others() -> None:
+    """In a forked process, which has one thread, the scopes of the others have ended."""
+    for scope in reversed(_scopes):
+        if scope.thread != get_ident():
+            scope.process.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_others)
 
 
 def _outermost(frame: FrameType) -> FrameType:

@@ -170,7 +170,7 @@ def test_a_sparse_grad_survives():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch calls CSR a beta
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_sparse_parameters_convert_whole(layout):
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.eye(3).to_sparse(layout=layout))

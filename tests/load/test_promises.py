@@ -1,5 +1,6 @@
 """What a load promises: Parameter objects, optimizers, hooks and ties stay; values and dtypes are those asked for."""
 
+import contextlib
 import copy
 
 import pytest
@@ -386,3 +387,32 @@ def test_loading_twice_and_a_deepcopy_work(saved):
     other = copy.deepcopy(model)
     tt.load(other, folder)
     assert torch.equal(other(torch.tensor([3])), source(torch.tensor([3])))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_load_inside_autocast_is_seen_at_once(tmp_path, depth):
+    """Autocast keeps casts of parameters until its end, those of the values before a load among them."""
+    tt.save({"weight": torch.full((2, 2), 9.0)}, tmp_path / "x.safetensors")
+    model = nn.Linear(2, 2, bias=False)
+    with contextlib.ExitStack() as stack:
+        for _ in range(depth):
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            model(torch.ones(1, 2))
+        tt.load(model, tmp_path / "x.safetensors")
+        assert model(torch.ones(1, 2)).tolist() == [[18.0, 18.0]]
+
+
+def test_materializing_inside_autocast_is_seen_at_once():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2, bias=False)
+
+    def init(module):
+        with torch.no_grad():
+            module.weight.fill_(1)
+        module(torch.ones(1, 2))
+        with torch.no_grad():
+            module.weight.fill_(9)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tt.materialize(model, init=init)
+        assert model(torch.ones(1, 2)).tolist() == [[18.0, 18.0]]

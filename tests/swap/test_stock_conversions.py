@@ -228,3 +228,28 @@ def test_quantized_tensors_over_one_memory_share_it_on_meta(tied, move):
     with swapping(model):
         move(model)
     assert geometry(model) == ties
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch calls all but COO a beta
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_sparse_csc,
+        lambda t: t.to_sparse_bsr((2, 2)),
+        lambda t: t.to_sparse_bsc((2, 2)),
+    ],
+    ids=["coo", "csr", "csc", "bsr", "bsc"],
+)
+def test_sparse_parameters_are_not_torn(sparse):
+    """``.data = `` of a compressed layout takes the new dtype and keeps the old values."""
+    model = nn.Module()
+    model.weight = weight = nn.Parameter(sparse(torch.eye(4)))
+    with swapping(model):
+        model.to(torch.float64)
+    assert model.weight is weight
+    held = weight.detach()
+    values = held.coalesce().values() if held.layout == torch.sparse_coo else held.values()
+    assert weight.dtype == values.dtype == torch.float64
+    assert torch.equal(held.to_dense(), torch.eye(4, dtype=torch.float64))

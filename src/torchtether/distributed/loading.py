@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from .._torch import fsdp2_state, offloaded_parameters, renew_shards
 from ..arranged import Arranged
 from ..errors import LoadError, TetherError
-from ..load import LoadPlan, keep_loading, plan_load
+from ..load import LoadPlan, names_of_weights, plan_load
 from ..meta import forget_recipes
 from ..ops.rows import part_rows
 from ..pieces import Range
 from ..plan import Device, Draft, Dtype, Step, Ties, is_filled
+from ..quantize import keep_loading
 from ..renaming import Rename
 from ..report import LoadReport, Progress
 from ..rules import Rules
@@ -310,7 +311,7 @@ class _Sharded:
                 for name in names:
                     held, new = self._held[name], read[name].detach()
                     exchange.put(held, redone(held, new) if isinstance(held, DTensor) else new)
-            keep_loading(self._model, [step for step in changed if isinstance(step.held, Weight)])
+                keep_loading(self._model, exchange, names_of_weights(changed))
         if self._whole.draft.recorded:
             self._take_attributes()
         for module in self._model.modules():

@@ -81,6 +81,7 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
         try:
+            self._size = os.fstat(self._descriptor).st_size
             self.header: Header = self._parse()
         except BaseException:
             self.close()
@@ -121,6 +122,14 @@ class TensorFile:
             if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
         raise CheckpointError("it was replaced while it was open", name=self.name, fix="Open it again.")
+
+    def check_size(self) -> None:
+        """Raises CheckpointError if the file has become shorter since it was opened."""
+        size = os.fstat(self._descriptor).st_size
+        if size < self._size:
+            raise CheckpointError(
+                f"had {self._size} bytes when it was opened, and has {size} now", name=self.name, fix="Fetch it again."
+            )
 
     def stored(self, key: str) -> Stored:
         """Where and what ``key`` is."""

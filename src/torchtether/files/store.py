@@ -129,6 +129,11 @@ class Store:
             file.check_in_place()
         return found
 
+    def check_sizes(self) -> None:
+        """Raises CheckpointError if a file has become shorter since it was opened."""
+        for file in self.files:
+            file.check_size()
+
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were read stay."""
         for file in self.files:

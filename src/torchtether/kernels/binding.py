@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._signals import renewed_after_fork
 from .._torch import WATCHED, any_requires_grad, empty_on_cpu
 from .layout import Layout
 
@@ -56,7 +57,7 @@ _OBJECTS = (
 )
 """What the entries know by its address: ``Python`` of ``python.h``, in its order."""
 
-_LOCK = threading.Lock()
+_LOCK = renewed_after_fork(threading.Lock())
 _SERVING: list[ctypes.CDLL] = []  # the one whose kernel is that of the op
 _REMEMBERED: dict[str, Layout] = {}
 

@@ -17,6 +17,7 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
+from .._signals import renewed_after_fork
 from ..native import toolchain
 from ..native.toolchain import find_built, find_compiler, is_switched_off, own_folder, said_compiler, said_processor
 from .binding import Kernels, bind
@@ -29,7 +30,7 @@ FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
 """No multiplication is fused with an addition unless the source says so: decoded values have the bits of ``decode``."""
 
-_LOCK = threading.Lock()
+_LOCK = renewed_after_fork(threading.Lock())
 FOUND: dict[str, Kernels | None] = {}
 
 

@@ -1,0 +1,87 @@
+"""Interrupts at chosen moments: the handler of a signal runs between two steps of a frame, where Python may run it."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+import torchtether
+from torchtether import swap
+
+OURS = (str(Path(torchtether.__file__).parent), str(Path(torch.__file__).parent))
+
+
+class Interrupt:
+    """Runs the handler of SIGINT before the ``at``-th step of frames of torch and of this package.
+
+    Steps are calls, lines and, in frames of ``finely``, single bytecodes, as many as ``steps`` says afterwards.
+    """
+
+    def __init__(self, at=None, finely=()):
+        self.at, self.finely, self.steps = at, finely, 0
+
+    def trace(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        if os.path.basename(frame.f_code.co_filename) in self.finely:
+            frame.f_trace_opcodes = True
+        if event in ("call", "line", "opcode"):
+            if self.steps == self.at:
+                sys.settrace(None)
+                self.steps += 1
+                signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+                return None
+            self.steps += 1
+        return self.trace
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *args):
+        sys.settrace(self.before)
+
+
+def count_steps(function, finely=()):
+    with Interrupt(None, finely) as counted:
+        function()
+    return counted.steps
+
+
+def interrupted(function, at, finely=()):
+    """Whether the interrupt at that step came out of ``function``."""
+    with Interrupt(at, finely):
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def nothing_held():
+    """Afterwards signals are handled as before, gradients are on or off as before, and another thread can convert."""
+    handler, grad_mode, apply = signal.getsignal(signal.SIGINT), torch.is_grad_enabled(), torch.nn.Module._apply
+    flag = torch.__future__.get_swap_module_params_on_conversion()
+    yield
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert torch.is_grad_enabled() is grad_mode
+    assert torch.nn.Module._apply is apply
+    assert torch.__future__.get_swap_module_params_on_conversion() == flag
+    assert not torch.overrides._get_current_function_mode_stack()
+    free = []
+
+    def take():
+        free.append(swap.LOCK.acquire(timeout=5))
+        if free[0]:
+            swap.LOCK.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    assert free == [True]
