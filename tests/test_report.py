@@ -1,6 +1,7 @@
 """What reports measure and print: memory of the process's own and pages of mapped files apart."""
 
 import mmap
+import os
 
 import pytest
 import torch
@@ -53,3 +54,15 @@ def test_where_the_system_does_not_tell_nothing_is_claimed(tmp_path, monkeypatch
         pass
     assert (meter.peak, meter.mapped_peak) == (None, None)
     assert "peak" not in str(LoadReport())
+
+
+def test_a_meter_whose_exit_never_runs_leaves_no_thread_and_no_open_file():
+    """As after an interrupt at the first instruction of ``__exit__``."""
+    meter = Meter().__enter__()
+    thread, status = meter._thread, meter._status
+    assert thread.is_alive()
+    del meter
+    thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(status)

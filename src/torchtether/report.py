@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,15 +146,12 @@ class Meter:
         self._before = resident_memory(self._status)
         self._highest = self._before
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._end = weakref.finalize(self, _end, self._done, self._status)
+        self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._done), daemon=True)
         self._start = time.perf_counter()
         if self._before is not None:
             self._thread.start()
         return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.look()
 
     def look(self) -> None:
         """Counts what there is now."""
@@ -191,9 +189,22 @@ class Meter:
             self.look()
             self.peak = self._highest.anonymous - self._before.anonymous
             self.mapped_peak = self._highest.mapped - self._before.mapped
-        if self._status is not None:
-            os.close(self._status)
-            self._status = None
+        self._status = None
+        self._end()
+
+
+def _watch(meter: weakref.ref[Meter], done: threading.Event) -> None:
+    """Look until ``done``, or until nobody has the meter: an interrupt may come before ``__exit__`` begins."""
+    while not done.wait(0.002) and (held := meter()) is not None:
+        held.look()
+        del held
+
+
+def _end(done: threading.Event, status: int | None) -> None:
+    """Stop the thread of a meter, and close its file."""
+    done.set()
+    if status is not None:
+        os.close(status)
 
 
 def _higher(one: Sample, two: Sample) -> Sample:
