@@ -1,4 +1,6 @@
-"""What every test shares: a Hypothesis profile, and the guard of torch's process-wide flags."""
+"""What every test shares: a Hypothesis profile, Ctrl-C, and the guard of torch's process-wide flags."""
+
+import signal
 
 import pytest
 import torch
@@ -7,6 +9,14 @@ from hypothesis import settings
 settings.register_profile("default", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("nightly", deadline=None, max_examples=1000)
 settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts_are_heard():
+    """A shell starts what runs in the background with SIGINT ignored, and Python leaves that so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _flags():

@@ -105,7 +105,7 @@ def beside(*paths: Path) -> Iterator[Beside]:
 
 def _beside(target: Path) -> tuple[Path, FileIO]:
     if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
-        raise PermissionError(13, "Permission denied")
+        raise CheckpointError("cannot be written: Permission denied", name=str(target), fix="Give another name.")
     temporary = name_beside(target)
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     hold(descriptor)
