@@ -16,7 +16,7 @@ from tests.interrupts import count_steps, interrupted, nothing_held
 from torchtether.ties import find_ties
 
 FINELY = ("swap.py", "_signals.py", "quantize.py", "convert.py")
-SAMPLES, MANY = 30, 300
+SAMPLES, MANY = 30, 100
 
 
 def to_double(made, atomic):

@@ -12,7 +12,7 @@ from tests.interrupts import count_steps, interrupted, nothing_held
 from torchtether.ties import find_ties
 
 FINELY = ("swapping.py", "_stock.py", "_signals.py")
-SAMPLES, MANY = 15, 100
+SAMPLES, MANY = 15, 50
 
 
 def to_double(made):
