@@ -31,6 +31,7 @@ from .mapping import storage_map as map
 from .meta import materialize, on_meta
 from .optimizer import check_optimizer
 from .quantize import dequantize, quantize
+from .quantize import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
 from .report import LoadReport
 from .save import save
 from .schemes import (
@@ -53,7 +54,9 @@ from .spec import Tie, View, WeightSpec
 from .swapping import swapping
 from .ties import check_ties, find_ties, tie, untie
 from .weight import Weight
+from .weight import rebuild_weight as rebuild_weight
 from .wrapper import WrapperTensor
+from .wrapper import rebuild_wrapper as rebuild_wrapper
 
 __version__ = "0.1.0"
 _warn_if_untested()

@@ -230,3 +230,6 @@ def keep_policy(
         except Exception as error:  # as torch does: every tensor is tried, and all errors are reported at once
             errors.append(f'While loading the parameter named "{key}", an exception occurred : {error}')
         state_dict[key] = held
+
+
+keep_policy.__module__ = "torchtether"  # pickles of models know it by this name, wherever it is defined

@@ -431,4 +431,5 @@ def rebuild_weight(
     return weight
 
 
+rebuild_weight.__module__ = "torchtether"  # pickles know it by this name, wherever it is defined
 torch.serialization.add_safe_globals([rebuild_weight])

@@ -286,6 +286,7 @@ def rebuild_wrapper(
     return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
+rebuild_wrapper.__module__ = "torchtether"  # pickles know it by this name, wherever it is defined
 torch.serialization.add_safe_globals([rebuild_wrapper])
 
 

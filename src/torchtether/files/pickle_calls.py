@@ -21,7 +21,7 @@ _CALLED = {
     "torch._utils._rebuild_parameter",
     "torch._utils._rebuild_parameter_with_state",
     "torch._utils._rebuild_qtensor",
-    "torchtether.weight.rebuild_weight",
+    "torchtether.rebuild_weight",
     # what stands beside the tensors in the checkpoint of a training
     "_codecs.encode",
     "builtins.complex",
