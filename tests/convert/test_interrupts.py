@@ -15,6 +15,9 @@ from tests.convert.models import KINDS, kept, rig, snapshot
 from tests.interrupts import count_steps, interrupted, nothing_held
 from torchtether.ties import find_ties
 
+# an interrupt may come while a generator is closed, where Python reports it and goes on
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 FINELY = ("swap.py", "_signals.py", "quantize.py", "convert.py")
 SAMPLES, MANY = 30, 100
 

@@ -11,6 +11,9 @@ from tests.convert.models import KINDS, kept, rig
 from tests.interrupts import count_steps, interrupted, nothing_held
 from torchtether.ties import find_ties
 
+# an interrupt may come while a generator is closed, where Python reports it and goes on
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 FINELY = ("swapping.py", "_stock.py", "_signals.py")
 SAMPLES, MANY = 15, 50
 
