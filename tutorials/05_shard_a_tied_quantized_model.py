@@ -34,6 +34,9 @@ class Model(nn.Module):
 
 
 TOKENS = torch.arange(32) * 31 % 1003
+# Float32 sums depend on the processor and on the number of threads. AdamW makes of one rounding (6e-8) up to 3e-5 of a
+# loss in five steps; a tie that is lost makes far more than 1e-3 of it.
+CLOSE = {"rtol": 1e-3, "atol": 0}
 
 
 def losses(model, optimizer, steps):
@@ -109,7 +112,7 @@ def trained(path, folder, wanted):
     whole = (path / "model.safetensors").stat().st_size
     assert report.bytes < 0.55 * whole  # of a half of the rows, and nothing else
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.testing.assert_close(losses(model, optimizer, 3), wanted[:3], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses(model, optimizer, 3), wanted[:3], **CLOSE)
     tt.distributed.save(model, folder, optimizer=optimizer)
 
 
@@ -118,7 +121,7 @@ def resumed(folder, wanted):
     model, _ = sharded(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)  # the checkpoint knows better
     tt.distributed.load(model, folder, optimizer=optimizer)
-    torch.testing.assert_close(losses(model, optimizer, 2), wanted[3:], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses(model, optimizer, 2), wanted[3:], **CLOSE)
 
 
 # %% Quantized on the way in, each process its own rows: int8 embedding and head stay one Weight, adapters train.
@@ -128,7 +131,7 @@ def adapted(path, folder, wanted):
     for parameter in model.parameters():
         parameter.requires_grad_(not isinstance(parameter.to_local(), tt.Weight))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    torch.testing.assert_close(losses(model, optimizer, 3), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses(model, optimizer, 3), wanted, **CLOSE)
     tt.distributed.save(model, folder)  # byte for byte what one process would write
 
 

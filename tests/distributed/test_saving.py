@@ -148,7 +148,7 @@ def test_training_resumes_on_another_number_of_ranks(source, tmp_path):
         assert "has 2 groups of 9 parameters, the optimizer has 1 of 1" in refusal
     for world in (3, 1):
         for found, _ in spawn(resume, world, tmp_path):
-            torch.testing.assert_close(found, [wanted, wanted], rtol=1e-6, atol=0)
+            torch.testing.assert_close(found, [wanted, wanted], rtol=1e-4, atol=0)  # other sums
 
 
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
