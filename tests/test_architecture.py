@@ -14,7 +14,7 @@ SOURCE = Path(torchtether.__file__).parent
 
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
-    {"errors", "_code", "_garbage", "_signals", "drawing"},
+    {"errors", "_code", "_garbage", "_signals", "drawing", "progress"},
     {"_torch", "arguments"},
     {"native"},
     {"schemes"},

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import torchtether as tt
-from torchtether import report
-from torchtether.report import LoadReport, Meter
+from torchtether import progress
+from torchtether.progress import Meter
+from torchtether.report import LoadReport
 
 SIZE = 32 * 2**20
 SLACK = 8 * 2**20  # what else happens in the process
@@ -49,7 +50,7 @@ def test_a_load_report_holds_and_prints_both(tmp_path):
 def test_where_the_system_does_not_tell_nothing_is_claimed(tmp_path, monkeypatch, text):
     if text is not None:
         (tmp_path / "status").write_text(text)
-    monkeypatch.setattr(report, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(progress, "_STATUS", tmp_path / "status")
     with Meter() as meter:
         pass
     assert (meter.peak, meter.mapped_peak) == (None, None)

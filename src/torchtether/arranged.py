@@ -13,9 +13,10 @@ from .arrangements import Named
 from .checkpoint import Checkpoint, is_equal
 from .composing import Recipe, recipe
 from .errors import UnsupportedOpError
-from .files import Tick, no_tick, scratch
+from .files import scratch
 from .formats import Entry
 from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
+from .progress import Tick, no_tick
 from .renaming import Rename, renamed
 from .schemes import Plain, Shape
 from .spec import View, WeightSpec

@@ -14,9 +14,10 @@ from torch import Tensor
 from ._garbage import uncollected
 from .arguments import check_path
 from .errors import CheckpointError, TetherError
-from .files import HIDDEN, Store, Tick, fresh, no_tick, scratch
+from .files import HIDDEN, Store, fresh, scratch
 from .formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from .ops.rows import part_rows, view_parts
+from .progress import Tick, no_tick
 from .schemes import Shape, same_bits
 from .slices import TensorSlice
 from .spec import Tie, View, WeightSpec, contiguous_stride

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint, open_checkpoint
-from .drawing import clean
+from .drawing import clean, said_bytes
 from .errors import CheckpointError, TetherError
 from .formats import WRITABLE
 from .mapping import storage_map
-from .report import said_bytes
 from .schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
 from .spec import View
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .errors import SchemeError, UnsupportedOpError
-from .files import Tick
 from .ops.rows import part_rows, view_parts
 from .pieces import Composed, Piece, in_halves
+from .progress import Tick
 from .schemes import Scheme, Shape
 from .spec import WeightSpec, contiguous_stride
 from .weight import Weight

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint import Checkpoint
+from .drawing import said_bytes
 from .load import load
-from .report import Meter, said_bytes
+from .progress import Meter
 from .save import save
 from .swapping import swapping
 from .ties import find_ties, named_tensors

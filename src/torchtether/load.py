@@ -19,18 +19,20 @@ from ._storage import STOCK
 from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
+from .drawing import said_bytes
 from .errors import LoadError, SchemeError, TetherError
-from .files import THREADS, Batch, Room, Tick, fresh, no_tick
+from .files import THREADS, Batch, Room, fresh
 from .module_load import encoded_as
 from .ops.rows import part_rows
 from .optimizer import optimizers_of
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
+from .progress import Meter, Progress, Tick, no_tick, ticking
 from .quantize import keep_loading
 from .renaming import Rename
-from .report import LoadReport, Meter, Progress, said_bytes, ticking
-from .rules import Rules, globs_of, order_of, unmatched
+from .report import LoadReport
+from .rules import Rules, globs_of, unmatched
 from .schemes import Shape
-from .spec import WeightSpec
+from .spec import WeightSpec, order_of
 from .swap import Exchange
 from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .weight import Weight

@@ -18,9 +18,9 @@ from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, TetherError, UnsupportedOpError
 from .renaming import Rename
-from .rules import Rules, order_of, schemes_for, unmatched
+from .rules import Rules, schemes_for, unmatched
 from .schemes import Scheme, Shape
-from .spec import Tie, View
+from .spec import Tie, View, order_of
 from .ties import Component, Member, find_components, nearest, tie_of
 from .weight import Weight
 

@@ -14,9 +14,9 @@ from .arguments import check_module
 from .errors import ConversionError, SchemeError
 from .module_load import module_load
 from .optimizer import Optimizers
-from .rules import Rules, order_of, schemes_for
+from .rules import Rules, schemes_for
 from .schemes import Scheme
-from .spec import Tie
+from .spec import Tie, order_of
 from .swap import Exchange
 from .ties import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
 from .weight import Weight

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .errors import ArgumentError, RuleError, SchemeError
-from .schemes import Plain, Scheme, resolve
-from .spec import Tie, View, WeightSpec
+from .schemes import Scheme, resolve
+from .spec import Tie, order_of
 from .ties import is_sharded, named_tensors, nearest
 from .weight import Weight
 
@@ -149,14 +149,3 @@ def _check_aliases(tie: Tie, tensors: Mapping[str, Tensor], scheme: Scheme) -> N
                 name=name,
                 fix=f"Call tt.untie(model, {name!r}) first, or exclude both.",
             )
-
-
-def order_of(view: View, owner: Tensor) -> tuple[int, ...] | None:
-    """The permutation that turns the contiguous ``owner`` into ``view``; ``None`` if it is no permutation."""
-    if view.dtype != owner.dtype or view.offset or not owner.is_contiguous():
-        return None
-    try:
-        spec = WeightSpec(view.size, view.stride, view.dtype, Plain())
-        return spec.order if spec.base == tuple(owner.shape) else None
-    except SchemeError:
-        return None

@@ -17,7 +17,7 @@ from .checkpoint import view_of
 from .errors import ArgumentError, CheckpointError, TieError
 from .files import CODES, HIDDEN, Pairs, check_writable
 from .formats import Contained, Writable, writable
-from .report import Progress
+from .progress import Progress
 from .spec import Tie, View, contiguous_stride
 from .ties import Component, find_components, member_view, tie_of
 from .weight import Weight

@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .errors import SchemeError, TieError
-from .schemes import Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
+from .schemes import Plain, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
 
 ACTIVATIONS = ("int8", "float8")
 """What a Weight can have the inputs of its products rounded to."""
@@ -258,3 +259,14 @@ def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
     if contiguous_stride(tuple(shape[d] for d in base)) != tuple(stride[d] for d in base):
         raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
     return tuple(base.index(d) for d in range(len(shape)))
+
+
+def order_of(view: View, owner: Tensor) -> tuple[int, ...] | None:
+    """The permutation that turns the contiguous ``owner`` into ``view``; ``None`` if it is no permutation."""
+    if view.dtype != owner.dtype or view.offset or not owner.is_contiguous():
+        return None
+    try:
+        spec = WeightSpec(view.size, view.stride, view.dtype, Plain())
+        return spec.order if spec.base == tuple(owner.shape) else None
+    except SchemeError:
+        return None

@@ -30,7 +30,7 @@ from ._torch import (
 from .arguments import check_module
 from .errors import TetherError
 from .optimizer import Optimizers, check_belongs, optimizers_of
-from .rules import order_of
+from .spec import order_of
 from .swap import LOCK, check_place
 from .ties import find_components, named_tensors, tie_of
 from .weight import Weight

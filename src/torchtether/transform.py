@@ -17,11 +17,10 @@ from .checkpoint import Checkpoint, view_of
 from .errors import CheckpointError, RuleError, SchemeError
 from .files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
 from .formats import Contained, Entry, Writable, writable
-from .report import Progress
-from .rules import order_of
+from .progress import Progress
 from .save import Aliases
 from .schemes import Scheme, dtype_name, resolve
-from .spec import Tie, View, WeightSpec, contiguous_stride
+from .spec import Tie, View, WeightSpec, contiguous_stride, order_of
 from .weight import Weight
 from .writing import Group, check_target, write_groups
 

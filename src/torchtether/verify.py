@@ -13,9 +13,8 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .files import Tick
 from .ops.rows import part_rows, view_parts
-from .report import Progress, ticking
+from .progress import Progress, Tick, ticking
 from .schemes import Parts, Scheme, Shape, dtype_name, same_bits
 from .schemes.blocks import flat
 from .spec import View, contiguous_stride

@@ -24,7 +24,6 @@ from .files import (
     Change,
     Pairs,
     Record,
-    Tick,
     beside,
     folder_for,
     format_index,
@@ -36,7 +35,7 @@ from .files import (
     write_made,
 )
 from .formats import Contained, Writable, native, restated
-from .report import Progress, ticking
+from .progress import Progress, Tick, ticking
 from .schemes import Shape
 from .spec import Tie, WeightSpec, contiguous_stride
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from torchtether.report import Meter
+from torchtether.progress import Meter
 
 MIB = 2**20
 

@@ -38,7 +38,7 @@ import torchtether as tt
 import torchtether.distributed
 from tests.benchmarks.bench_load import MIB, Layer, on_meta, write_checkpoint
 from tests.distributed.spawn import spawn
-from torchtether.report import Meter
+from torchtether.progress import Meter
 
 CONTENDERS = ("torchtether", "torchtether dcp", "dcp", "dcp, safetensors", "from rank 0")
 

@@ -47,7 +47,7 @@ from torch import nn
 
 import torchtether as tt
 from torchtether import native
-from torchtether.report import Meter
+from torchtether.progress import Meter
 from torchtether.schemes import resolve
 
 MIB = 2**20

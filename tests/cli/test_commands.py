@@ -15,7 +15,7 @@ import torchtether as tt
 from tests.load.models import MODELS, Tied, Turned, build
 from torchtether import demo
 from torchtether.cli import main
-from torchtether.report import ticking
+from torchtether.progress import ticking
 from torchtether.schemes import NAMED
 
 

@@ -182,7 +182,7 @@ def test_a_bound_that_all_rows_share_is_not_taken_from_some(tmp_path, monkeypatc
 
 _PEAK = """
 import sys
-from torchtether.report import Meter
+from torchtether.progress import Meter
 from torchtether.verify import verify_checkpoint
 verify_checkpoint(sys.argv[3], against=sys.argv[4])  # imports, and what torch sets up once
 with Meter() as meter:

@@ -11,7 +11,7 @@ import torch
 
 import torchtether as tt
 from tests.load.models import MODELS, Slices, Tied, Turned, build
-from torchtether.report import resident_memory
+from torchtether.progress import resident_memory
 from torchtether.ties import named_tensors
 
 

@@ -280,7 +280,7 @@ def test_a_load_has_a_timeline(tmp_path):
 
 
 def test_a_long_timeline_stays_short_and_keeps_its_peaks():
-    from torchtether.report import Meter, Resident
+    from torchtether.progress import Meter, Resident
 
     meter = Meter()
     meter._samples, meter._stride, meter._looks = [], 1, 0

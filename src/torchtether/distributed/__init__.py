@@ -5,6 +5,7 @@ from .guards import resync
 from .loading import load
 from .saving import save
 from .sharding import restore_ties, shard
-from .units import Unit, UnitPlan, plan_units
+from .unit_plan import Unit, UnitPlan
+from .units import plan_units
 
 __all__ = ["plan_units", "shard", "load", "save", "state_dict", "restore_ties", "resync", "Unit", "UnitPlan"]

@@ -19,9 +19,10 @@ from ..meta import forget_recipes
 from ..ops.rows import part_rows
 from ..pieces import Range
 from ..plan import Device, Draft, Dtype, Step, Ties, is_filled
+from ..progress import Progress
 from ..quantize import keep_loading
 from ..renaming import Rename
-from ..report import LoadReport, Progress
+from ..report import LoadReport
 from ..rules import Rules
 from ..schemes import Scheme, Shape
 from ..swap import Exchange

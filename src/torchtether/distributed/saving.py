@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError
 from ..files import Change, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
-from ..report import Progress, ticking
+from ..progress import Progress, ticking
 from ..save import Aliases, HeldGroup, plan_groups
 from ..writing import FilePlan, Group, check_keys, check_target, plan_files, write_shard
 from .flat import save_dcp

@@ -21,7 +21,7 @@ from ..ties import find_ties, named_tensors
 from ..ties import tie as tie_names
 from ..weight import Weight
 from .guards import guard
-from .units import UnitPlan
+from .unit_plan import UnitPlan
 from .views import ViewAlias, give_back, take_views, view_aliases
 
 _FIX_PLAN = "Call plan_units on this model again."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,8 +19,8 @@ from ..spec import Tie
 from ..ties import find_ties, named_tensors, nearest, recorded_ties
 from ..weight import Weight
 from .grouping import ROOT, Group, Grouping, Key, Policy
-from .memory import Cost, Peaks, UnitParameter, cost, peaks
-from .printing import said
+from .memory import UnitParameter
+from .unit_plan import Unit, UnitPlan
 from .uses import Use, find_uses
 from .views import view_faults
 
@@ -29,112 +28,6 @@ UnitTypes = type | str | Iterable[type | str]
 Mesh = DeviceMesh | int | tuple[int, ...] | None
 
 _PLAIN = Plain()
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Modules that FSDP2 gathers and frees together, by their paths (``""`` is the root), and their parameters."""
-
-    modules: tuple[str, ...]
-    parameters: tuple[UnitParameter, ...]
-
-    @property
-    def label(self) -> str:
-        """Its modules, in words."""
-        return "[" + ", ".join(self.modules) + "]" if len(self.modules) > 1 else self.modules[0] or "root"
-
-    def cost(self, ranks: int, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> Cost:
-        """The bytes that gathering and reducing it takes."""
-        stays = len(self.modules) > 1 or self.modules == ("",)
-        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays)
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """Which modules ``shard`` gives to ``fully_shard``, in order, and what that costs; made by ``plan_units``.
-
-    plan.units                    inner ones first, the root last
-    plan.faults, plan.warnings    lines; ``shard`` refuses a plan with faults
-    plan.ranks, plan.replicas     how many ranks share the rows, and how many such groups there are
-    plan.held_bytes(rank)         bytes of parameters that a rank holds, without padding
-    plan.peaks()                  the most that is gathered at once, in forward and in backward
-    print(plan)
-    """
-
-    units: tuple[Unit, ...]
-    ties: tuple[Tie, ...]
-    ranks: int
-    replicas: int
-    policy: Policy
-    faults: tuple[str, ...]
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
-    buffer_bytes: int
-    is_traced: bool
-    mesh: DeviceMesh | None = None
-    _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
-    _single: tuple[str, ...] = field(default=(), repr=False)
-
-    @property
-    def parameters(self) -> tuple[UnitParameter, ...]:
-        """The parameters of all units."""
-        return tuple(parameter for unit in self.units for parameter in unit.parameters)
-
-    def unit_of(self, name: str) -> Unit:
-        """The unit that holds the parameter ``name``, whichever of its names that is. Raises KeyError."""
-        for unit in self.units:
-            if any(name in (*parameter.names, *parameter.views) for parameter in unit.parameters):
-                return unit
-        raise KeyError(name)
-
-    def held_bytes(self, rank: int) -> int:
-        """The bytes of parameters that ``rank`` of the sharding ranks holds, without padding."""
-        return sum(parameter.held_bytes(rank, self.ranks) for parameter in self.parameters)
-
-    @property
-    def shard_bytes(self) -> int:
-        """The bytes that every rank allocates for its parameters, padding included."""
-        return sum(parameter.shard_bytes(self.ranks) for parameter in self.parameters)
-
-    def peaks(
-        self,
-        *,
-        param_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        reshard_after_forward: bool = True,
-    ) -> Peaks:
-        """The most bytes of gathered parameters, decoded values and whole gradients at once.
-
-        The dtypes are those of the policy.
-        """
-        costs = [unit.cost(self.ranks, param_dtype, reduce_dtype) for unit in self.units]
-        return peaks(costs, keeps=not reshard_after_forward)
-
-    def fsdp1_policy(self) -> Callable[..., bool]:
-        """A policy for ``FullyShardedDataParallel(model, auto_wrap_policy=...)`` that keeps tied groups whole.
-
-        FSDP1 wraps one module at a time, so modules that are a unit together here are left to the unit around them.
-        """
-        model = self._model() if self._model is not None else None
-        if model is None:
-            raise TieError("the model that this plan was made for is gone", fix="Call plan_units again.")
-        views = [name for parameter in self.parameters for name in parameter.views]
-        if views:
-            raise TieError(
-                f"is a view of {self.unit_of(views[0]).label}'s, which FSDP1 would flatten into memory of its own",
-                name=views[0],
-                fix="Use tt.distributed.shard, or call tt.untie.",
-            )
-        modules = dict(model.named_modules(remove_duplicate=False))
-        wrapped = {id(modules[path]) for path in self._single}
-
-        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **others: Any) -> bool:
-            return True if recurse else id(module) in wrapped
-
-        return policy
-
-    def __str__(self) -> str:
-        return said(self)
 
 
 def plan_units(

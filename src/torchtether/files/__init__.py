@@ -12,7 +12,7 @@ from .header import Header, Stored
 from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
 from .memory import fresh, scratch
 from .names import INDEX_SUFFIX, SUFFIX
-from .reader import TensorFile, Tick, no_tick
+from .reader import TensorFile
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import Change, beside, put_in_place, replacing
 from .store import Store
@@ -49,14 +49,12 @@ __all__ = [
     "Stored",
     "THREADS",
     "TensorFile",
-    "Tick",
     "carry_over",
     "check_writable",
     "folder_for",
     "format_index",
     "fresh",
     "new_folder",
-    "no_tick",
     "part_key",
     "put_in_place",
     "read_beside",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
+from ..progress import Tick
 from ..schemes import Shape
+from .header import Stored
 from .memory import memory_of, pieces
 from .system import read_at_once
 from .together import Job, Room, together
-
-if TYPE_CHECKING:
-    from .reader import TensorFile, Tick
 
 SLICE = 4 * 2**20
 """Bytes that one thread reads at once."""
@@ -35,7 +34,19 @@ Buffer = tuple[str, memoryview]
 Straight = Callable[[int, int, Room], bool]
 """Reads and uses some bytes itself, from an open file and a place in it, with scratch; says whether it did."""
 
-_Read = tuple[int, int, int, int, "TensorFile", str, Tensor]
+
+class ReadableFile(Protocol):
+    """What a batch asks of an open file: where each tensor lies in it, and bytes of it."""
+
+    @property
+    def descriptor(self) -> int | None: ...
+
+    def stored(self, key: str) -> Stored: ...
+
+    def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None: ...
+
+
+_Read = tuple[int, int, int, int, ReadableFile, str, Tensor]
 """In the order of the files: which file, the place in it, a number of its own, and how many bytes are for whom."""
 
 _Part = tuple[str, Tensor, int, int]
@@ -53,7 +64,7 @@ class Batch:
         self._jobs: list[tuple[int, int, Job]] = []
         self._nbytes = 0
 
-    def read(self, file: TensorFile, key: str, out: Tensor, first: int = 0) -> None:
+    def read(self, file: ReadableFile, key: str, out: Tensor, first: int = 0) -> None:
         """``out``, of any strides, dtype and device, is to have the values of ``key`` from its row ``first`` on.
 
         Bytes that need no change go straight there, unseen by autograd; others go through scratch of at most ``SLICE``
@@ -70,7 +81,7 @@ class Batch:
             self._through(file, key, at, tuple(piece.shape), piece.copy_)
             at += piece.numel() * stored.dtype.itemsize
 
-    def fill(self, places: Iterable[tuple[TensorFile, str, int, Tensor]]) -> None:
+    def fill(self, places: Iterable[tuple[ReadableFile, str, int, Tensor]]) -> None:
         """Each tensor, contiguous and on the CPU, is to have the bytes that the file has from that place on.
 
         The key is the one that an error names.
@@ -85,7 +96,7 @@ class Batch:
 
     def rows(
         self,
-        file: TensorFile,
+        file: ReadableFile,
         key: str,
         start: int,
         stop: int,
@@ -103,7 +114,7 @@ class Batch:
 
     def _through(
         self,
-        file: TensorFile,
+        file: ReadableFile,
         key: str,
         at: int,
         shape: Shape,
@@ -141,7 +152,7 @@ class Batch:
         jobs: list[tuple[int, int, Job]] = []
         parts: list[_Part] = []
         first = size = 0
-        before: TensorFile | None = None
+        before: ReadableFile | None = None
         for _, at, _, nbytes, file, key, out in sorted(self._reads):
             start = 0
             while start < nbytes:
@@ -167,7 +178,7 @@ def _spans(parts: list[_Part]) -> list[int]:
     return found
 
 
-def _reading(file: TensorFile, parts: list[_Part], at: int, size: int) -> Job:
+def _reading(file: ReadableFile, parts: list[_Part], at: int, size: int) -> Job:
     def job(room: Room) -> int:
         descriptor = file.descriptor
         if descriptor is None or len(parts) < _FEW or not read_at_once(descriptor, _spans(parts), at, size):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..progress import Tick, no_tick
 from ..schemes import Shape
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import ALIGNMENT, MAGIC, RANK_LIMIT
-from .reader import Tick, no_tick
 from .writer import write_bytes, write_tensor
 
 Scalar = str | bool | int | float

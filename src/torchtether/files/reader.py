@@ -6,7 +6,7 @@ import contextlib
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -15,19 +15,13 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..progress import Tick, no_tick
 from ..schemes import Shape
 from ..spec import View
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, fresh, memory_of, private_map, scratch
 from .opening import open_file
-
-Tick = Callable[[int], None]
-"""Told how many bytes have just been read or written."""
-
-
-def no_tick(nbytes: int) -> None:
-    """Nobody wants to know."""
 
 
 def begins_with(path: Path, magic: bytes) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..progress import Tick, no_tick
 from ..schemes import Shape
 from ..spec import View
 from .batch import Batch
@@ -21,7 +22,7 @@ from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
 from .memory import fresh_each
 from .names import SUFFIX
 from .pickled import PickledFile
-from .reader import TensorFile, Tick, begins_with, no_tick
+from .reader import TensorFile, begins_with
 from .record import KEY, Record, parse_record
 from .strict_json import said
 

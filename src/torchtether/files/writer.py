@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..progress import Tick, no_tick
 from ..schemes import Shape
 from .checksum import Checksum
 from .header import digest, format_header
 from .memory import memory_of, pieces
-from .reader import Tick, no_tick
 from .system import begin_writing_back
 
 Layout = Mapping[str, tuple[torch.dtype, Shape]]

@@ -1,0 +1,188 @@
+"""What a unit plan is, and how it reads in words and columns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import TieError
+from ..spec import Tie
+from .grouping import Policy
+from .memory import Cost, Peaks, UnitParameter, cost, peaks
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that FSDP2 gathers and frees together, by their paths (``""`` is the root), and their parameters."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[UnitParameter, ...]
+
+    @property
+    def label(self) -> str:
+        """Its modules, in words."""
+        return "[" + ", ".join(self.modules) + "]" if len(self.modules) > 1 else self.modules[0] or "root"
+
+    def cost(self, ranks: int, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> Cost:
+        """The bytes that gathering and reducing it takes."""
+        stays = len(self.modules) > 1 or self.modules == ("",)
+        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Which modules ``shard`` gives to ``fully_shard``, in order, and what that costs; made by ``plan_units``.
+
+    plan.units                    inner ones first, the root last
+    plan.faults, plan.warnings    lines; ``shard`` refuses a plan with faults
+    plan.ranks, plan.replicas     how many ranks share the rows, and how many such groups there are
+    plan.held_bytes(rank)         bytes of parameters that a rank holds, without padding
+    plan.peaks()                  the most that is gathered at once, in forward and in backward
+    print(plan)
+    """
+
+    units: tuple[Unit, ...]
+    ties: tuple[Tie, ...]
+    ranks: int
+    replicas: int
+    policy: Policy
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    buffer_bytes: int
+    is_traced: bool
+    mesh: DeviceMesh | None = None
+    _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    _single: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def parameters(self) -> tuple[UnitParameter, ...]:
+        """The parameters of all units."""
+        return tuple(parameter for unit in self.units for parameter in unit.parameters)
+
+    def unit_of(self, name: str) -> Unit:
+        """The unit that holds the parameter ``name``, whichever of its names that is. Raises KeyError."""
+        for unit in self.units:
+            if any(name in (*parameter.names, *parameter.views) for parameter in unit.parameters):
+                return unit
+        raise KeyError(name)
+
+    def held_bytes(self, rank: int) -> int:
+        """The bytes of parameters that ``rank`` of the sharding ranks holds, without padding."""
+        return sum(parameter.held_bytes(rank, self.ranks) for parameter in self.parameters)
+
+    @property
+    def shard_bytes(self) -> int:
+        """The bytes that every rank allocates for its parameters, padding included."""
+        return sum(parameter.shard_bytes(self.ranks) for parameter in self.parameters)
+
+    def peaks(
+        self,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+    ) -> Peaks:
+        """The most bytes of gathered parameters, decoded values and whole gradients at once.
+
+        The dtypes are those of the policy.
+        """
+        costs = [unit.cost(self.ranks, param_dtype, reduce_dtype) for unit in self.units]
+        return peaks(costs, keeps=not reshard_after_forward)
+
+    def fsdp1_policy(self) -> Callable[..., bool]:
+        """A policy for ``FullyShardedDataParallel(model, auto_wrap_policy=...)`` that keeps tied groups whole.
+
+        FSDP1 wraps one module at a time, so modules that are a unit together here are left to the unit around them.
+        """
+        model = self._model() if self._model is not None else None
+        if model is None:
+            raise TieError("the model that this plan was made for is gone", fix="Call plan_units again.")
+        views = [name for parameter in self.parameters for name in parameter.views]
+        if views:
+            raise TieError(
+                f"is a view of {self.unit_of(views[0]).label}'s, which FSDP1 would flatten into memory of its own",
+                name=views[0],
+                fix="Use tt.distributed.shard, or call tt.untie.",
+            )
+        modules = dict(model.named_modules(remove_duplicate=False))
+        wrapped = {id(modules[path]) for path in self._single}
+
+        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int = 0, **others: Any) -> bool:
+            return True if recurse else id(module) in wrapped
+
+        return policy
+
+    def __str__(self) -> str:
+        return describe_plan(self)
+
+
+def describe_plan(plan: UnitPlan) -> str:
+    """The plan as ``print`` shows it: ranks, units, what is gathered when, peaks, and what to look at."""
+    world = f"{plan.ranks} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
+    total = sum(parameter.held_bytes(0, 1) for parameter in plan.parameters)
+    lines = [f"{len(plan.units)} units over {world}, {_bytes(total)} of parameters"]
+    first, last = plan.held_bytes(0), plan.held_bytes(plan.ranks - 1)
+    spread = _bytes(first) if first == last else f"{_bytes(first)} on the first, {_bytes(last)} on the last"
+    lines.append(f"each rank: {spread}, {_bytes(plan.shard_bytes)} with padding; buffers {_bytes(plan.buffer_bytes)}")
+    lines += _table(plan)
+    peaks = plan.peaks()
+    lines.append(f"peak in forward:  {_bytes(peaks.forward)} beside the shards, at {peaks.forward_at or 'root'}")
+    lines.append(f"peak in backward: {_bytes(peaks.backward)} beside the shards, in {peaks.backward_at or 'root'}")
+    lines.append(
+        "  (parameters and gradients in their own dtypes, decoded values; activations and optimizer states come on top)"
+    )
+    if not plan.is_traced:
+        lines.append("no forward was traced: give inputs= to find tied weights that are used outside of their modules")
+    for title, found in (("tied", map(str, plan.ties)), ("note", plan.notes)):
+        lines += _few(title, list(found))
+    lines += _few("warning", list(plan.warnings)) + _few("FAULT", list(plan.faults))
+    return "\n".join(lines)
+
+
+def _table(plan: UnitPlan) -> list[str]:
+    rows = [("unit", "per rank", "gathered", "when")]
+    for (size, shard, when), units in groupby(plan.units, key=lambda unit: _look(plan, unit)):
+        found = list(units)
+        label = found[0].label if len(found) == 1 else f"{found[0].label} ... {found[-1].label} ({len(found)} units)"
+        rows.append((_cut(label), _bytes(shard), _bytes(size), when))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
+
+
+def _look(plan: UnitPlan, unit: Unit) -> tuple[int, int, str]:
+    shard = sum(parameter.shard_bytes(plan.ranks) for parameter in unit.parameters)
+    if unit.modules == ("",):
+        when = "at the start of forward, until the end of backward"
+    elif len(unit.modules) > 1:
+        when = "from the first of its modules to the last, again in backward"
+    else:
+        when = "for its forward, again for its backward"
+    return unit.cost(plan.ranks).gathered, shard, when
+
+
+def _few(title: str, found: list[str]) -> list[str]:
+    more = [f"{title}: and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return [f"{title}: {line}" for line in found[:_SHOWN]] + more
+
+
+def _cut(label: str) -> str:
+    return label if len(label) <= 60 else label[:40] + " ... " + label[-15:]
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,170 @@
+"""What a long job tells while it runs: bytes done, time, and memory at its highest."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+Progress = bool | Callable[[int, int], Any] | None
+"""``True`` for a bar on stderr, or a function that is told (bytes done, bytes in all)."""
+
+Tick = Callable[[int], None]
+"""Told how many bytes have just been read or written."""
+
+
+def no_tick(nbytes: int) -> None:
+    """Nobody wants to know."""
+
+
+@contextmanager
+def ticking(progress: Progress, total: int, verb: str) -> Iterator[Tick]:
+    """Inside, a function to be told of every piece of bytes that is done."""
+    if not progress:
+        yield lambda nbytes: None
+    elif callable(progress):
+        done = 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(done, total)
+
+        yield tell
+    else:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # not needed to import the package
+
+        with tqdm(total=total, unit="B", unit_scale=True, desc=verb, file=sys.stderr) as bar:
+            yield bar.update
+
+
+_SAMPLES = 600
+"""Moments of a timeline: more than a picture has room for."""
+
+
+class Sample(NamedTuple):
+    """Bytes above what there was before, at one moment of a load, in seconds since it began."""
+
+    seconds: float
+    anonymous: int
+    mapped: int
+
+
+class Meter:
+    """How long a block takes, and how much memory it needs at most, above what there was before.
+
+    ``peak`` is anonymous memory, ``mapped_peak`` resident pages of mapped files; ``None`` where the system does not
+    tell. A thread looks every two milliseconds, so shorter peaks may be missed. ``timeline`` is what it saw: of a long
+    block, the highest of several looks each.
+    """
+
+    def __enter__(self) -> Meter:
+        self.seconds: float = 0.0
+        self.peak: int | None = None
+        self.mapped_peak: int | None = None
+        self._samples: list[Sample] = []
+        self._stride = 1
+        self._looks = 0
+        self._status = _open_status()
+        self._before = resident_memory(self._status)
+        self._highest = self._before
+        self._done = threading.Event()
+        self._end = weakref.finalize(self, _end, self._done, self._status)
+        self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._done), daemon=True)
+        self._start = time.perf_counter()
+        if self._before is not None:
+            self._thread.start()
+        return self
+
+    def look(self) -> None:
+        """Counts what there is now."""
+        now = resident_memory(self._status)
+        if now is not None and self._highest is not None and self._before is not None:
+            self._highest = Resident(*map(max, self._highest, now))
+            self._note(time.perf_counter() - self._start, now, self._before)
+
+    def _note(self, moment: float, now: Resident, before: Resident) -> None:
+        """Adds a sample, or raises the last one; when there are many, every two become one, so there are never more."""
+        sample = Sample(moment, now.anonymous - before.anonymous, now.mapped - before.mapped)
+        if self._looks % self._stride and self._samples:
+            self._samples[-1] = _higher(self._samples[-1], sample)
+        else:
+            self._samples.append(sample)
+        self._looks += 1
+        if len(self._samples) > _SAMPLES:
+            pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
+            self._samples = [_higher(*pair) for pair in pairs] + self._samples[len(self._samples) // 2 * 2 :]
+            self._stride *= 2
+            self._looks = len(self._samples) * self._stride
+
+    @property
+    def timeline(self) -> tuple[Sample, ...]:
+        """What there was over time, above what there was before."""
+        return tuple(self._samples)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds = time.perf_counter() - self._start
+        self._done.set()
+        if self._before is not None and self._highest is not None:
+            self._thread.join()
+            self.look()
+            self.peak = self._highest.anonymous - self._before.anonymous
+            self.mapped_peak = self._highest.mapped - self._before.mapped
+        self._status = None
+        self._end()
+
+
+def _watch(meter: weakref.ref[Meter], done: threading.Event) -> None:
+    """Look until ``done``, or until nobody has the meter: an interrupt may come before ``__exit__`` begins."""
+    while not done.wait(0.002) and (held := meter()) is not None:
+        held.look()
+        del held
+
+
+def _end(done: threading.Event, status: int | None) -> None:
+    """Stop the thread of a meter, and close its file."""
+    done.set()
+    if status is not None:
+        os.close(status)
+
+
+def _higher(one: Sample, two: Sample) -> Sample:
+    return Sample(one.seconds, max(one.anonymous, two.anonymous), max(one.mapped, two.mapped))
+
+
+_STATUS = Path("/proc/self/status")
+_RESIDENT = re.compile(rb"^RssAnon:\s*(\d+) kB\nRssFile:\s*(\d+) kB", re.MULTILINE)
+
+
+class Resident(NamedTuple):
+    """Bytes of the process that are in memory: its own, and pages of mapped files."""
+
+    anonymous: int
+    mapped: int
+
+
+def _open_status() -> int | None:
+    """The open file that ``resident_memory`` reads in a quarter of the time; ``None`` where there is none."""
+    try:
+        return os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC) if hasattr(os, "pread") else None
+    except OSError:
+        return None
+
+
+def resident_memory(status: int | None = None) -> Resident | None:
+    """What is resident now; ``None`` where the system does not tell. ``status`` is its file, open already."""
+    try:
+        found = _RESIDENT.search(_STATUS.read_bytes() if status is None else os.pread(status, 2**14, 0))
+    except OSError:
+        return None
+    return None if found is None else Resident(*(int(kilobytes) * 1024 for kilobytes in found.groups()))
