@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtether import _torch
+from torchtether.torch_private import versions
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("version", "warns"),
     [
-        *((version, False) for version in (*_torch.TESTED, "2.14.1", "2.15.3", "2.15.0+cu132", "2.15.0a0+git1234")),
+        *((version, False) for version in (*versions.TESTED, "2.14.1", "2.15.3", "2.15.0+cu132", "2.15.0a0+git1234")),
         *((version, True) for version in ("2.16.0", "2.16.0a0+git1234", "3.0.0", "2.115.0")),
     ],
 )
@@ -23,7 +23,7 @@ def test_a_newer_torch_gives_one_line_of_warning(monkeypatch, version, warns):
     monkeypatch.setattr(torch, "__version__", version)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _torch.warn_if_untested()
+        versions.warn_if_untested()
     assert len(caught) == warns
     for one in caught:
         assert version in str(one.message)
@@ -31,7 +31,7 @@ def test_a_newer_torch_gives_one_line_of_warning(monkeypatch, version, warns):
 
 
 def test_readme_lists_the_versions_and_ci_tries_them():
-    oldest, newest = _torch.TESTED
+    oldest, newest = versions.TESTED
     assert f"torch {oldest} to {newest}" in " ".join((ROOT / "README.md").read_text().split())
     assert f'"torch>={oldest.removesuffix(".0")}"' in (ROOT / "pyproject.toml").read_text()
     script = (ROOT / ".ci" / "run").read_text()

@@ -5,7 +5,6 @@ from typing import Any as _Any
 from . import module_load as _module_load  # noqa: F401 - registers its rule
 from . import ops as _ops  # noqa: F401 - registers the rules
 from . import testing
-from ._torch import warn_if_untested as _warn_if_untested
 from .activations import quantize_activations
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
 from .checkpoint import Checkpoint
@@ -53,6 +52,7 @@ from .schemes import (
 from .spec import Tie, View, WeightSpec
 from .swapping import swapping
 from .ties import check_ties, find_ties, tie, untie
+from .torch_private.versions import warn_if_untested as _warn_if_untested
 from .weight import Weight
 from .weight import rebuild_weight as rebuild_weight
 from .wrapper import WrapperTensor

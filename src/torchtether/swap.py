@@ -22,21 +22,13 @@ from ._caches import Caches
 from ._holders import find_holders
 from ._signals import Arguments, Deferred, Result, renewed_after_fork, take
 from ._storage import STOCK
-from ._torch import (
-    as_class,
-    check_torch,
-    fsdp2_state,
-    impl_id,
-    is_forwarded,
-    is_parametrization_cached,
-    renew_shards,
-    reset,
-    seat_hooks,
-    swap_impl,
-)
 from .errors import ConversionError, TetherError
 from .optimizer import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .ties import named_tensors
+from .torch_private.fsdp2 import fsdp2_state, is_forwarded, renew_shards
+from .torch_private.modules import is_parametrization_cached
+from .torch_private.tensors import as_class, impl_id, reset, seat_hooks, swap_impl
+from .torch_private.versions import check_torch
 from .weight import Weight
 
 Atomic = Literal["checked", "full"]

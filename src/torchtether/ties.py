@@ -18,11 +18,11 @@ from torch.nn.parameter import is_lazy
 
 from ._garbage import uncollected
 from ._storage import STOCK, Block, blocks_of, is_strided, lone_spans
-from ._torch import fsdp2_state
 from .arguments import check_flag, check_module, check_name, said
 from .errors import ArgumentError, TieError
 from .schemes import Shape
 from .spec import Tie, View
+from .torch_private.fsdp2 import fsdp2_state
 from .weight import Weight
 
 Tensors = nn.Module | Mapping[str, Tensor]

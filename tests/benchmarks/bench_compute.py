@@ -38,9 +38,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchtether as tt
-from torchtether._torch import empty_on_cpu, is_observed
 from torchtether.dispatch import RULES
 from torchtether.kernels import build, choose, native
+from torchtether.torch_private.observers import is_observed
+from torchtether.torch_private.tensors import empty_on_cpu
 
 SHAPES = {"full": ((4096, 4096), (11008, 4096), (32000, 2048)), "small": ((64, 256),)}
 """Rows and columns of the weights."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import changed_dtypes, fsdp2_state, is_forwarded, renew_shards, reseat_slots, stale_shards
 from ..errors import ConversionError
 from ..spec import Tie
+from ..torch_private.fsdp2 import changed_dtypes, fsdp2_state, is_forwarded, renew_shards, reseat_slots, stale_shards
 
 _ASSIGN = "assign_to_params_buffers"  # how torch tells hooks that it was given
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import fsdp2_state, offloaded_parameters, renew_shards
 from ..arranged import Arranged
 from ..errors import LoadError, TetherError
 from ..load import LoadPlan, names_of_weights, plan_load
@@ -27,6 +26,7 @@ from ..rules import Rules
 from ..schemes import Scheme, Shape
 from ..swap import Exchange
 from ..ties import Component, find_components, named_tensors
+from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
 from ..weight import Weight
 from .optimizers import OptimizerLoad
 from .ranks import Ranks

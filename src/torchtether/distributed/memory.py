@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .._torch import frees_before_copy
 from ..ops.linear import SCRATCH
 from ..ops.sharding import rows_per_rank
 from ..schemes import Plain, Scheme, Shape
+from ..torch_private.fsdp2 import frees_before_copy
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .._storage import blocks_of
-from .._torch import follow_buffer, sharded_slots
 from ..errors import ConversionError, OptimizerError, TieError
 from ..optimizer import Optimizers, optimizers_of
 from ..schemes import Plain
 from ..spec import Tie, View
 from ..ties import find_ties, named_tensors
 from ..ties import tie as tie_names
+from ..torch_private.fsdp2 import follow_buffer, sharded_slots
 from ..weight import Weight
 from .guards import guard
 from .unit_plan import UnitPlan

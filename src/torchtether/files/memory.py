@@ -11,8 +11,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from .._torch import empty_on_cpu, is_observed
 from ..schemes import Shape
+from ..torch_private.observers import is_observed
+from ..torch_private.tensors import empty_on_cpu
 from .system import HUGE_PAGE, ask_for_huge_pages
 
 PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside any checkpoint

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._torch import one_core
 from ..schemes import Shape
+from ..torch_private.processors import one_core
 from .memory import SHIFT, clear_of, scratch
 
 THREADS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))

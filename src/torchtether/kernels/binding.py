@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .._signals import renewed_after_fork
-from .._torch import WATCHED, any_requires_grad, empty_on_cpu
+from ..torch_private.observers import WATCHED
+from ..torch_private.tensors import any_requires_grad, empty_on_cpu
 from .layout import Layout
 
 

@@ -89,7 +89,7 @@ inline bool is_as_it_lies(Object* object, int64_t* cdata) {
     return answer.object == python.no;
 }
 
-// `is_observed` of _torch.py.
+// `is_observed` of torch_private/observers.py.
 inline bool is_observed() {
     const struct { Object *asked, *answer; } questions[] = {
         {python.modes, python.zero}, {python.level, python.none}, {python.casts, python.no}, {python.traces, python.no}};

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import Tensor
 
-from .._torch import is_direct
+from ..torch_private.observers import is_direct
 from .build import Build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import any_requires_grad, is_observed, is_tracing, untraced
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..errors import UnsupportedOpError
 from ..kernels import ANY, Layout, binding, chunks, int8pack, kernels_for, layout_of, native, rounding
 from ..spec import WeightSpec
+from ..torch_private.observers import is_observed, is_tracing, untraced
+from ..torch_private.tensors import any_requires_grad
 from ..weight import Weight
 from .rows import cut_rows
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import is_direct
+from ..torch_private.observers import is_direct
 
 # Spreading a byte by viewing a wider integer as bytes is 14 times faster than stacking, where bytes lie low first.
 _VIEWABLE = sys.byteorder == "little"

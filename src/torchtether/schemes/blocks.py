@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .._torch import is_direct
 from ..errors import SchemeError
+from ..torch_private.observers import is_direct
 from .scheme import Part, Shape, dtype_name
 
 CHUNK = 1 << 20

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
-from .._torch import is_direct
 from ..errors import SchemeError
+from ..torch_private.observers import is_direct
 from . import blocks
 from .bits import lookup, pack, table_of
 from .blocks import (

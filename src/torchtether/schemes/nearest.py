@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._torch import is_direct
+from ..torch_private.observers import is_direct
 
 
 def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .._torch import is_direct
 from ..errors import SchemeError
+from ..torch_private.observers import is_direct
 from .bits import lookup, pack, table_of
 from .blocks import (
     TINY,

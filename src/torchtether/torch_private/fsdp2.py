@@ -1,0 +1,122 @@
+"""FSDP2's own records of the parameters that it shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def fsdp2_state(module: nn.Module) -> Any:
+    """FSDP2's state of a module that ``fully_shard`` was applied to, ``None`` for any other."""
+    get = getattr(module, "_get_fsdp_state", None)
+    return get() if get is not None else None
+
+
+def is_forwarded(state: Any) -> bool:
+    """Whether FSDP2 has run a forward, after which it holds buffers in the old dtype and on the old device."""
+    return getattr(state, "_is_root", None) is not None
+
+
+def renew_shards(state: Any) -> None:
+    """FSDP2 refers to the memory of the parameters that the module has now."""
+    for param in _fsdp2_params(state):
+        param.reset_sharded_param()
+
+
+def offloaded_parameters(state: Any) -> list[Tensor]:
+    """The sharded parameters that FSDP2 keeps on the CPU, whatever device it computes on."""
+    return [param.sharded_param for param in _fsdp2_params(state) if param.offload_to_cpu]
+
+
+@lru_cache(maxsize=1)
+def frees_before_copy() -> bool:
+    """Return whether FSDP2 frees the buffer of the previous all-gather before it copies the next one out.
+
+    Torch 2.15 does, torch 2.13 frees it after. No public name tells: the method that frees it is looked for.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+    except ImportError:
+        return False
+    return hasattr(FSDPCommContext, "release_all_gather_state_for_comm_reuse")
+
+
+def _fsdp2_params(state: Any) -> Iterator[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        yield from group.fsdp_params if group is not None else ()
+
+
+def reseat_slots(state: Any) -> None:
+    """Every module that shares a sharded parameter has it again, where an assignment gave one of them another."""
+    for param in _fsdp2_params(state):
+        if param.sharded_state.name == "SHARDED":
+            param._setattr_on_modules(param.sharded_param)
+
+
+def sharded_slots(model: nn.Module) -> dict[int, Any]:
+    """FSDP2's record of each sharded parameter of ``model``, by the id of the parameter."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        state = fsdp2_state(module)
+        if state is not None:
+            found.update((id(param.sharded_param), param) for param in _fsdp2_params(state))
+    return found
+
+
+def follow_buffer(model: nn.Module, parameter: Tensor, module: nn.Module, name: str, *, detached: bool) -> None:
+    """The buffer ``name`` of ``module`` is the parameter in whichever state FSDP2 has it: sharded, or gathered.
+
+    FSDP2 tells every module that shares a parameter, by setting an attribute; it would not know of a buffer.
+    """
+    record = sharded_slots(model)[id(parameter)]
+    slot = _BufferSlot(module, detached)
+    record._module_info.shared_modules.append(slot)
+    record._module_info.shared_param_names.append(name)
+    setattr(slot, name, parameter)
+
+
+class _BufferSlot:
+    """Stands for a module among those that share a parameter: what is set on it goes to the buffers of the module."""
+
+    _module: nn.Module
+    _detached: bool
+
+    def __init__(self, module: nn.Module, detached: bool) -> None:
+        self.__dict__.update(_module=module, _detached=detached)
+
+    def __setattr__(self, name: str, tensor: Tensor) -> None:
+        self._module._buffers[name] = tensor.detach() if self._detached else tensor
+
+
+def stale_shards(state: Any) -> list[Any]:
+    """FSDP2's records of which the parameter has been replaced, or its memory, since FSDP2 looked last."""
+    found = []
+    for param in _fsdp2_params(state):
+        info = param._module_info
+        held = info.module._parameters.get(info.param_name)
+        if param.sharded_state.name != "SHARDED":
+            continue
+        local, flat = getattr(held, "_local_tensor", None), param._sharded_param_data
+        if held is not param.sharded_param or local is None:
+            found.append(param)
+        elif type(local) is Tensor and not local.is_meta and local.numel():
+            if local.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+                found.append(param)
+        elif local.shape != param.padded_sharded_param_size and getattr(local, "_room", local) is None:
+            found.append(param)
+    return found
+
+
+def changed_dtypes(state: Any) -> list[tuple[Any, torch.dtype]]:
+    """FSDP2's records of which the parameter has another dtype than at the first forward, and that dtype."""
+    found = []
+    for param in _fsdp2_params(state):
+        before = getattr(param, "orig_dtype", None)
+        if before is not None and param.sharded_param.dtype != before:
+            found.append((param, before))
+    return found

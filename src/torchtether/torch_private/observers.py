@@ -1,0 +1,91 @@
+"""Who looks on while ops run: modes, traces, transforms, the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import overrides
+
+
+def is_direct() -> bool:
+    """Whether ops that are called now run at once and unseen: nobody traces, records or transforms them.
+
+    What works on the memory of tensors without torch must not run otherwise.  There are public ways to ask each
+    tracer, but none that knows them all.
+    """
+    if torch.compiler.is_compiling() or is_tracing():
+        return False
+    return _modes() == 0 and _transforms() is None
+
+
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
+
+GRAD_SWITCH = torch._C._set_grad_enabled
+"""What ``no_grad`` calls on its way out; function modes see it, and an error there would leave gradients off."""
+
+
+def function_modes() -> list[Any]:
+    """The function modes of this thread, the innermost last."""
+    return overrides._get_current_function_mode_stack()  # type: ignore[no-any-return]
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """The function modes of this thread are ``modes``; a mode can be left only when it is the innermost."""
+    for _ in overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+
+
+def is_observed() -> bool:
+    """Whether ops must go through torch's dispatcher: a mode counts, fakes or casts them, a trace or transform follows.
+
+    There is no public way to ask for the modes that are active, nor for the level of ``torch.func`` or of forward AD.
+    """
+    return (
+        _count_modes() > 0
+        or _level() is not None
+        or _forward_ad._current_level >= 0
+        or _is_autocasting()
+        or is_tracing()
+    )
+
+
+_forward_ad = torch.autograd.forward_ad
+_count_modes = torch._C._len_torch_dispatch_stack
+_level = torch._C._functorch.maybe_current_level
+_is_autocasting = torch._C._is_any_autocast_enabled
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """``function``, which the compiler does not translate as a frame of its own, nor what it calls.
+
+    As ``torch.compiler.disable``, but without importing the compiler; and a graph that it follows goes through it.
+    """
+    frames = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` looks on, which sees torch's own ops only."""
+
+WATCHED = (_count_modes, _level, _is_autocasting, is_tracing)
+"""What ``is_observed`` asks, for who asks from outside of Python; and the level of forward AD."""
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """What is computed inside is a constant to a trace that looks on. There is no public way to look away."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]

@@ -1,0 +1,38 @@
+"""What torch computes with: cores for each thread, and what its kernels can on this processor."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+
+def one_core() -> None:
+    """The ops that this thread calls use one core from now on, where torch computes with OpenMP; other threads' do not.
+
+    ``torch.set_num_threads`` is process-wide. OpenMP keeps a number for each thread, which torch sets at first use.
+    """
+    torch.get_num_threads()
+    if _set_openmp_threads is not None:
+        _set_openmp_threads(1)
+
+
+def _find_openmp() -> Any:
+    try:
+        found = ctypes.CDLL(None).omp_set_num_threads
+    except (OSError, AttributeError, TypeError):
+        return None
+    found.argtypes, found.restype = (ctypes.c_int,), None
+    return found
+
+
+_set_openmp_threads = _find_openmp()
+
+
+def has_fast_float16() -> bool:
+    """Whether oneDNN multiplies float16 with vectors of this processor; False where this torch does not say."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
+        return False

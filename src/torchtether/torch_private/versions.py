@@ -1,0 +1,48 @@
+"""The versions of torch that the tests have run with, and what exchanging tensors needs of any other."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConversionError
+
+_NEEDED: tuple[tuple[Any, str], ...] = (
+    (torch._C, "_swap_tensor_impl"),
+    (Tensor, "_use_count"),
+    (Tensor, "_cdata"),
+    (Tensor, "_make_subclass"),
+    (Tensor, "_backward_hooks"),
+    (Tensor, "_post_accumulate_grad_hooks"),
+)
+
+TESTED = ("2.13.0", "2.15.0")
+"""The oldest and the newest torch with which all tests pass; README lists them."""
+
+
+def warn_if_untested() -> None:
+    """Warn once, in one line, of a torch that is newer than all that the tests have run with."""
+    if _minor(torch.__version__) > _minor(TESTED[-1]):
+        warnings.warn(
+            f"torchtether was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {torch.__version__}",
+            stacklevel=2,
+        )
+
+
+def _minor(version: str) -> list[int]:
+    """Return the first two numbers of ``version``: a release within them changes no behaviour."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def check_torch() -> None:
+    """Raises ConversionError if this torch lacks a call that exchanging tensors needs."""
+    missing = [f"{owner.__name__}.{name}" for owner, name in _NEEDED if not hasattr(owner, name)]
+    if missing:
+        raise ConversionError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, without which tensors cannot be exchanged",
+            fix="Use the torch that this torchtether was released for.",
+        )
