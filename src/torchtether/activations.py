@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from .arguments import check_module
+from ._checks import check_module
 from .errors import ArgumentError, ConversionError, RuleError
 from .rules import globs_of, unmatched
 from .spec import ACTIVATIONS

@@ -11,8 +11,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ._garbage import uncollected
-from .arguments import check_path
+from ._checks import check_path
+from ._gc import uncollected
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, fresh, scratch
 from .formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise

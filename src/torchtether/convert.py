@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._checks import as_device, check_module
 from ._storage import STOCK
-from .arguments import as_device, check_module
 from .errors import ConversionError
 from .optimizer import Optimizers
 from .swap import Atomic, Exchange, said

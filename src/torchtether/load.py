@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from . import meta, native
-from ._garbage import uncollected
+from ._checks import check_callable, check_flag, check_module
+from ._gc import uncollected
 from ._signals import Deferred
 from ._storage import STOCK
-from .arguments import check_callable, check_flag, check_module
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .drawing import said_bytes

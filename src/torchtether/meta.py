@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
+from ._checks import as_device, check_callable, check_module
 from ._recording import Recipe, Recorder, Replay, recording
 from ._storage import is_strided
-from .arguments import as_device, check_callable, check_module
 from .errors import ConversionError
 from .module_load import encoded_as
 from .optimizer import Optimizers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .arguments import check_module, said
+from ._checks import check_module, said
 from .errors import ArgumentError, OptimizerError
 
 Optimizers = Optimizer | Iterable[Optimizer] | None

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import meta
+from ._checks import as_device
 from ._storage import STOCK, is_strided
-from .arguments import as_device
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, TetherError, UnsupportedOpError

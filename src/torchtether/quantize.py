@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import native
-from .arguments import check_module
+from ._checks import check_module
 from .errors import ConversionError, SchemeError
 from .module_load import module_load
 from .optimizer import Optimizers

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .arguments import said
+from ._checks import said
 from .arrangements import Concat, Named, Rotary, Split, Stack, Transpose
 from .errors import RuleError, TetherError
 from .ties import nearest

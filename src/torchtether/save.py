@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._checks import check_callable, check_path, said
 from ._storage import blocks_of
-from .arguments import check_callable, check_path, said
 from .checkpoint import view_of
 from .errors import ArgumentError, CheckpointError, TieError
 from .files import CODES, HIDDEN, Pairs, check_writable

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ._checks import check_module
 from ._signals import Deferred, take
 from ._stock import StockCall
-from .arguments import check_module
 from .errors import TetherError
 from .optimizer import Optimizers, check_belongs, optimizers_of
 from .spec import order_of

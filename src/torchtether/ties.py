@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._garbage import uncollected
+from ._checks import check_flag, check_module, check_name, said
+from ._gc import uncollected
 from ._storage import STOCK, Block, blocks_of, is_strided, lone_spans
-from .arguments import check_flag, check_module, check_name, said
 from .errors import ArgumentError, TieError
 from .schemes import Shape
 from .spec import Tie, View

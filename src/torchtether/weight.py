@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ._checks import check_tensor, said
 from ._code import digest_of_code
-from .arguments import check_tensor, said
 from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
 from .errors import ArgumentError, SchemeError, UnsupportedOpError
 from .inner import are_shared, from_pickle, share, to_pickle

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .arguments import said
+from ._checks import said
 from .errors import TetherError, UnsupportedOpError
 from .inner import are_shared, empty_storage, from_pickle, share, to_pickle
 from .schemes import Plain, Shape

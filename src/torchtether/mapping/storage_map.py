@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..arguments import said
+from .._checks import said
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..drawing import said_bytes
 from ..errors import ArgumentError

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..arguments import said
+from .._checks import said
 from ..errors import SchemeError
 from .bits import pack, unpack
 from .blocks import TINY, Block, Grid, check_block, check_finite, code_part, grid_over, rows, source

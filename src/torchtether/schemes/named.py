@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..arguments import check_flag
+from .._checks import check_flag
 from ..errors import RuleError, SchemeError
 from .affine import Affine
 from .codebook import Codebook
