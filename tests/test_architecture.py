@@ -16,7 +16,7 @@ SOURCE = Path(torchtether.__file__).parent
 LEVELS = [
     {"_code", "_gc", "_signals", "_storage", "drawing", "errors", "progress"},
     {"_checks", "_recording", "dispatch", "patterns", "torch_private"},
-    {"_caches", "_holders", "native", "optimizer"},
+    {"_caches", "_holders", "compiled", "optimizer"},
     {"schemes"},
     {"inner", "kernels", "spec"},
     {"pieces", "weight", "wrapper"},

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import meta, native
+from . import compiled, meta
 from ._checks import check_callable, check_flag, check_module
 from ._gc import uncollected
 from ._signals import Deferred
@@ -157,7 +157,7 @@ class LoadPlan:
             mapped = self._stream(steps, tick)
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
-        native.expect(encoded)  # for the next load, where this one left no core for a compiler
+        compiled.expect(encoded)  # for the next load, where this one left no core for a compiler
         return LoadReport(
             self.missing_keys,
             self.unexpected_keys,
@@ -595,7 +595,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     size = max(_ENCODED // row // unit, 1) * unit
     if size * row > _LARGEST_ENCODED:
         return None
-    if native.is_at_hand():
+    if compiled.is_at_hand():
         size = max(size, _STRAIGHT // (row * stored.dtype.itemsize) // unit * unit)
     parts = {name: fresh(part.shape, part.dtype or stored.dtype, step.device) for name, part in layout.items()}
 
@@ -610,10 +610,10 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     recipes = {n: scheme.recipe((n, *shape[1:]), stored.dtype) for n in (size, shape[0] % size) if n}
 
     def straight(
-        descriptor: int, at: int, room: Room, recipe: native.Recipe, rows: int, cuts: Mapping[str, slice | None]
+        descriptor: int, at: int, room: Room, recipe: compiled.Recipe, rows: int, cuts: Mapping[str, slice | None]
     ) -> bool:
         scratch = room.take((max(_READ, recipe.row),), torch.uint8, at)
-        return native.encode_file(recipe, descriptor, at, rows, scratch, {n: parts[n][cuts[n]] for n in recipe.parts})
+        return compiled.encode_file(recipe, descriptor, at, rows, scratch, {n: parts[n][cuts[n]] for n in recipe.parts})
 
     for start in range(0, shape[0], size):
         stop = min(start + size, shape[0])
@@ -681,17 +681,17 @@ def _encoder(count: int) -> str:
     """What encodes ``count`` elements now; empty if there are none. The compiled loops are not waited for."""
     if not count:
         return ""
-    native.expect(count, threads=THREADS)
-    return "compiled" if native.compiled.library() is not None else "torch ops"
+    compiled.expect(count, threads=THREADS)
+    return "compiled" if compiled.BUILD.library() is not None else "torch ops"
 
 
 def _said_encoder(before: str) -> str:
     """``LoadReport.encoder``, afterwards."""
     if before != "torch ops":
         return before
-    if native.compiled.library() is not None:
+    if compiled.BUILD.library() is not None:
         return "torch ops, then compiled"
-    return f"torch ops ({native.compiled.state or 'too little to compile for'})"
+    return f"torch ops ({compiled.BUILD.state or 'too little to compile for'})"
 
 
 # -- before and after -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from . import native
+from . import compiled
 from ._checks import check_module
 from .errors import ConversionError, SchemeError
 from .module_load import module_load
@@ -66,7 +66,7 @@ def quantize(
         if scheme is not None and not _is_held_in(component, scheme):
             _check_values(component, tie, scheme)
             plan.append((component, tie, scheme))
-    native.expect(sum(c.members[0].tensor.numel() for c, _, scheme in plan if not scheme.transparent))
+    compiled.expect(sum(c.members[0].tensor.numel() for c, _, scheme in plan if not scheme.transparent))
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange:
         exchange.check([member.tensor for component, _, _ in plan for member in component.members])
         for component, tie, scheme in plan:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import native
+from . import compiled
 from .checkpoint import Checkpoint, view_of
 from .errors import CheckpointError, RuleError, SchemeError
 from .files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
@@ -71,7 +71,7 @@ def quantize_checkpoint(
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
         chosen = _chosen(checkpoint, ties, default, asked, include, exclude)
-        native.expect(sum(math.prod(checkpoint.entries[name].shape) for name in chosen))
+        compiled.expect(sum(math.prod(checkpoint.entries[name].shape) for name in chosen))
         return [
             _Streamed.of(checkpoint, name, ties.get(name), written, scheme=chosen.get(name))
             for name in checkpoint.entries

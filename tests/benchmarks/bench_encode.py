@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from torchtether import native
+from torchtether import compiled
 from torchtether.schemes import resolve
 
 SIZES = {"full": (4096, 4096), "small": (512, 512)}
@@ -48,11 +48,11 @@ def torch_ops(scheme, w):
     encode, decode = ours(scheme, w)
 
     def without(work):
-        kept, native.compiled._library = native.compiled._library, None
+        kept, compiled.BUILD._library = compiled.BUILD._library, None
         try:
             return work()
         finally:
-            native.compiled._library = kept
+            compiled.BUILD._library = kept
 
     return partial(without, encode), partial(without, decode)
 
@@ -115,8 +115,8 @@ def contenders(scheme, w):
     """Those that know the scheme and are installed; why the others are not there is printed."""
     found = {}
     for name, make in CONTENDERS.items():
-        if name == COMPILED and not native.compiled.wait():
-            print(f"{scheme:6} {name}: {native.compiled.state}")
+        if name == COMPILED and not compiled.BUILD.wait():
+            print(f"{scheme:6} {name}: {compiled.BUILD.state}")
             continue
         try:
             with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtether as tt
-from torchtether import native
+from torchtether import compiled
 from torchtether.files import TensorFile, memory
 from torchtether.files.memory import fresh, fresh_each
 from torchtether.files.system import HUGE_PAGE
@@ -110,7 +110,7 @@ def test_no_copy_begins_just_behind_its_original(at, is_large):
 def reads(monkeypatch):
     """Where bytes of files were read to, and where they were from."""
     found, asked = [], set()
-    read, encode, take = TensorFile.read_bytes, native.encode_file, Room.take
+    read, encode, take = TensorFile.read_bytes, compiled.encode_file, Room.take
 
     def read_bytes(file, buffers, at):
         place = at
@@ -130,7 +130,7 @@ def reads(monkeypatch):
 
     monkeypatch.setattr(TensorFile, "read_bytes", read_bytes)
     monkeypatch.setattr(Room, "take", taken)
-    monkeypatch.setattr(native, "encode_file", encode_file)
+    monkeypatch.setattr(compiled, "encode_file", encode_file)
     return found
 
 
@@ -170,7 +170,7 @@ def test_files_with_headers_of_any_length_are_read_clear_of_it(tmp_path, behind,
         tt.load(model, path, dtype=torch.bfloat16)
         wanted = wanted.to(torch.bfloat16)
     elif how == "encoded":
-        native.compiled.wait()
+        compiled.BUILD.wait()
         tt.load(model, path, quantize="int8")
         wanted = tt.Weight.encode(wanted, tt.int8())
     else:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from torchtether import native
-from torchtether.native.build import Build
+from torchtether import compiled
+from torchtether.compiled.build import Build
 from torchtether.schemes import same_bits
 
 load_room = importlib.import_module("torchtether.load")
@@ -33,19 +33,19 @@ def away(monkeypatch, tmp_path):
     """The loops are not at hand, and nobody has asked for them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build = Build()
-    monkeypatch.setattr("torchtether.native.loops.compiled", build)
-    monkeypatch.setattr(native, "compiled", build)
+    monkeypatch.setattr("torchtether.compiled.loops.BUILD", build)
+    monkeypatch.setattr(compiled, "BUILD", build)
     return build
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
 def test_both_encoders_give_the_same_model(checkpoint, scheme, monkeypatch):
-    if not native.compiled.wait():
-        pytest.skip(native.compiled.state)
+    if not compiled.BUILD.wait():
+        pytest.skip(compiled.BUILD.state)
     one, report = loaded(checkpoint, scheme)
     assert report.encoder == "compiled"
     assert "quantized by compiled" in str(report)
-    monkeypatch.setattr(native.compiled, "_library", None)
+    monkeypatch.setattr(compiled.BUILD, "_library", None)
     monkeypatch.setattr(load_room, "_ENCODED", 96)  # row by row
     two, report = loaded(checkpoint, scheme)
     assert report.encoder.startswith("torch ops")
@@ -62,7 +62,7 @@ def test_little_work_is_not_worth_a_compiler(checkpoint, away):
 
 
 def test_much_work_asks_for_the_loops_and_does_not_wait(checkpoint, away, monkeypatch):
-    monkeypatch.setattr("torchtether.native.loops._WORTHWHILE", 1)
+    monkeypatch.setattr("torchtether.compiled.loops._WORTHWHILE", 1)
     asked = []
     monkeypatch.setattr(away, "warm", lambda: asked.append(True))
     away.state = "being compiled"
@@ -89,7 +89,7 @@ def test_quantizing_a_model_asks_too(away, monkeypatch):
     model = torch.nn.Linear(64, 64)
     tt.quantize(model, "int8")
     assert not asked
-    monkeypatch.setattr("torchtether.native.loops._WORTHWHILE", 64 * 64)
+    monkeypatch.setattr("torchtether.compiled.loops._WORTHWHILE", 64 * 64)
     tt.quantize(tt.dequantize(model), "int4")
     assert asked == [True]
 
@@ -99,9 +99,9 @@ def test_a_compiler_has_a_core_of_its_own_or_waits_for_the_end(
     checkpoint, away, monkeypatch, more_cores, long, at_once
 ):
     """On the cores of a load that it shares it would make it longer than torch ops alone."""
-    monkeypatch.setattr("torchtether.native.loops._WORTHWHILE", 1)
-    monkeypatch.setattr("torchtether.native.loops._LONG", 1 if long else 2**32)
-    monkeypatch.setattr("torchtether.native.loops._cores", lambda: load_room.THREADS + more_cores)
+    monkeypatch.setattr("torchtether.compiled.loops._WORTHWHILE", 1)
+    monkeypatch.setattr("torchtether.compiled.loops._LONG", 1 if long else 2**32)
+    monkeypatch.setattr("torchtether.compiled.loops._cores", lambda: load_room.THREADS + more_cores)
     happened, run = [], load_room.Batch.run
     monkeypatch.setattr(away, "warm", lambda: happened.append("compiler"))
     monkeypatch.setattr(load_room.Batch, "run", lambda *given: happened.append("encoded") or run(*given))
@@ -123,22 +123,22 @@ AWKWARD = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", AWKWARD)
 def test_rows_are_encoded_straight_from_the_file(tmp_path, name, dtype, monkeypatch):
-    if not native.compiled.wait():
-        pytest.skip(native.compiled.state)
+    if not compiled.BUILD.wait():
+        pytest.skip(compiled.BUILD.state)
     monkeypatch.setattr(load_room, "_ENCODED", 700)  # several jobs for each
     monkeypatch.setattr(load_room, "_READ", 512)  # and several reads for each job
     model = nn.Linear(AWKWARD[name][1], AWKWARD[name][0], dtype=dtype)
     nn.init.normal_(model.weight)
     tt.save(model, tmp_path / "a")
-    calls, stock = [], native.encode_file
-    monkeypatch.setattr(native, "encode_file", lambda *args: calls.append(stock(*args)) or calls[-1])
+    calls, stock = [], compiled.encode_file
+    monkeypatch.setattr(compiled, "encode_file", lambda *args: calls.append(stock(*args)) or calls[-1])
     with torch.device("meta"):
         made = nn.Linear(AWKWARD[name][1], AWKWARD[name][0], dtype=dtype)
     tt.load(made, tmp_path / "a", quantize=name.split()[0])
     assert calls
     assert all(calls)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native.compiled, "_library", None)
+        patch.setattr(compiled.BUILD, "_library", None)
         wanted = tt.Weight.encode(model.weight.detach(), made.weight.scheme)
     for part, one in wanted.parts.items():
         assert torch.equal(made.weight.parts[part].view(torch.uint8), one.view(torch.uint8)), part

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import compiled
 from ..errors import SchemeError
 from .bits import pack, unpack
 from .blocks import (
@@ -170,13 +170,13 @@ class Affine(Blocked):
             parts[name].copy_(part)
         self._quantize(grid, values, parts)
 
-    def recipe(self, shape: Shape, dtype: torch.dtype) -> native.Recipe | None:
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         grid = grid_over(shape, self.block)
         is_plain = self.fit == "range" and self.scale_dtype == torch.float32 and not (self.act_order or self.reciprocal)
         if not is_plain or not (grid.height == 1 or grid.rows == 1) or 0 in shape:
             return None
-        return native.recipe(
-            native.AFFINE,
+        return compiled.recipe(
+            compiled.AFFINE,
             dtype,
             grid.columns,
             grid.run,
@@ -307,12 +307,12 @@ class Affine(Blocked):
 
     def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         """Whether a compiled loop knows this scheme, and has written the codes."""
-        if self.act_order or not native.can_read(values):
+        if self.act_order or not compiled.can_read(values):
             return False
         scale, zero = _divisor(self._step(grid.pick(parts["scale"], 0, grid.rows))), None
         if not self.symmetric:
             zero = grid.pick(parts["zero_point"], 0, grid.rows).float() - self._zero_offset
-        return native.encode_affine(
+        return compiled.encode_affine(
             values.view(grid.rows, grid.columns),
             grid.run,
             1.0 / scale if self.reciprocal else scale,
@@ -333,7 +333,7 @@ class Affine(Blocked):
             zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
         scale = grid.pick(parts["scale"], start, stop)
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
-        return native.decode_affine(codes, grid.run, scale, zero, out, bits=self.bits, unit=self.unit)
+        return compiled.decode_affine(codes, grid.run, scale, zero, out, bits=self.bits, unit=self.unit)
 
     def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
         if values.numel() == 0 or self._is_quantized(grid, values, parts):

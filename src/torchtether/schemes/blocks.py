@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import compiled
 from ..errors import SchemeError
 from ..torch_private.observers import is_direct
 from .scheme import Part, Shape, dtype_name
@@ -119,8 +119,8 @@ class Grid(NamedTuple):
         the extreme of the rounded values; NaN stays visible.
         """
 
-        if magnitude and g_idx is None and op is torch.amax and native.can_read(values):
-            found = native.magnitudes(values.view(self.rows, self.columns), self.run)
+        if magnitude and g_idx is None and op is torch.amax and compiled.can_read(values):
+            found = compiled.magnitudes(values.view(self.rows, self.columns), self.run)
             if found is not None:
                 return self._fold_rows(found, op)
 
@@ -142,8 +142,8 @@ class Grid(NamedTuple):
 
     def extremes(self, values: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``reduce`` with ``torch.amin`` and with ``torch.amax``."""
-        if g_idx is None and native.can_read(values):
-            found = native.extremes(values.view(self.rows, self.columns), self.run)
+        if g_idx is None and compiled.can_read(values):
+            found = compiled.extremes(values.view(self.rows, self.columns), self.run)
             if found is not None:
                 return self._fold_rows(found[0], torch.amin), self._fold_rows(found[1], torch.amax)
         is_wide = values.dtype.itemsize > 4  # rounding to float32 keeps the order, and may lose what is finite

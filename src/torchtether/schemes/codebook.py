@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import native
+from .. import compiled
 from ..errors import SchemeError
 from ..torch_private.observers import is_direct
 from . import blocks
@@ -128,15 +128,15 @@ class Codebook(Scheme):
         if not values.is_meta:
             self._encode(values, parts, None)
 
-    def recipe(self, shape: Shape, dtype: torch.dtype) -> native.Recipe | None:
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         if self.nested or self.fit != "range" or self.bits != 4 or 0 in shape:
             return None
         columns, (thresholds, order) = shape[-1], self._nearest
         if self.flat:  # blocks follow each other, whatever the shape: those that are whole as rows of their own
             count = math.prod(shape)
             columns = self.block_size if count % self.block_size == 0 and self.block_size % 2 == 0 else count
-        return native.recipe(
-            native.NEAREST,
+        return compiled.recipe(
+            compiled.NEAREST,
             dtype,
             columns,
             min(self.block_size, columns),
@@ -207,7 +207,7 @@ class Codebook(Scheme):
                 lambda start, stop, out: self._is_decoded(grid, parts, start, stop, out),
             )
         count = math.prod(shape)
-        if native.is_at_hand(parts["qdata"]):
+        if compiled.is_at_hand(parts["qdata"]):
             out = torch.empty((1, count), dtype=dtype, device=parts["qdata"].device)
             if self._is_stretch_decoded(parts, 0, out):
                 return out.view(shape)
@@ -317,10 +317,10 @@ class Codebook(Scheme):
         return self._looked_up(codes, self.block_size, self._absmax(parts, index).view(1, -1), out)
 
     def _looked_up(self, codes: Tensor, width: int, absmax: Tensor, out: Tensor) -> bool:
-        if self.bits not in (4, 8) or not native.is_at_hand(codes):
+        if self.bits not in (4, 8) or not compiled.is_at_hand(codes):
             return False
         table = F.pad(self._table(codes.device), (0, (1 << self.bits) - len(self.table)))
-        return native.decode_table(codes, width, absmax, table, out, bits=self.bits)
+        return compiled.decode_table(codes, width, absmax, table, out, bits=self.bits)
 
     def _table(self, device: torch.device) -> Tensor:
         return table_of(self.table, device)
@@ -355,8 +355,8 @@ class Codebook(Scheme):
     def _amax(self, grid: Grid, values: Tensor) -> Tensor:
         if not self.flat:
             return grid.reduce(values, torch.amax, magnitude=True)
-        if native.can_read(values):
-            found = native.magnitudes(values.view(1, -1), self.block_size)
+        if compiled.can_read(values):
+            found = compiled.magnitudes(values.view(1, -1), self.block_size)
             if found is not None:
                 return found.view(-1)
         amax = torch.zeros(-(-values.numel() // self.block_size), dtype=torch.float32, device=values.device)
@@ -422,13 +422,13 @@ class Codebook(Scheme):
 
     def _is_quantized(self, grid: Grid, values: Tensor, amax: Tensor, qdata: Tensor) -> bool:
         """Whether a compiled loop knows this table, and has written the codes."""
-        if self.bits != 4 or not native.can_read(values):
+        if self.bits != 4 or not compiled.can_read(values):
             return False
         thresholds, order = self._nearest
         rows, scale = (1, amax.view(1, -1)) if self.flat else (grid.rows, amax.view(grid.rows, -1))
         x, width = values.view(rows, -1), self.block_size if self.flat else grid.run
         codes = qdata.view(rows, -1)
-        return native.encode_nearest(
+        return compiled.encode_nearest(
             x, width, _reciprocal(scale), codes, divides=False, thresholds=thresholds, order=order
         )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import compiled
 from ..errors import SchemeError
 from .blocks import Block, Grid, grid_over, rows
 from .scheme import Part, Parts, Scheme, Shape
@@ -28,7 +28,7 @@ def decode_rows(
     """
     if 0 in grid.shape:
         return torch.empty(grid.shape, dtype=dtype, device=codes.device)
-    if is_decoded is not None and native.is_at_hand(codes):
+    if is_decoded is not None and compiled.is_at_hand(codes):
         out = torch.empty((grid.rows, grid.columns), dtype=dtype, device=codes.device)
         if is_decoded(0, grid.rows, out):
             return out.view(grid.shape)

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import compiled
 from ..errors import SchemeError
 from ..torch_private.observers import is_direct
 from .bits import lookup, pack, table_of
@@ -174,14 +174,14 @@ class ScaledFloat(Blocked):
         if not values.is_meta:
             self._encode(values, parts, None)
 
-    def recipe(self, shape: Shape, dtype: torch.dtype) -> native.Recipe | None:
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         grid, element = grid_over(shape, self.block), self._element
         if element.dtype is None or self.scale_dtype != torch.float32 or 0 in shape:
             return None
         if not (grid.height == 1 or grid.rows == 1):
             return None
-        return native.recipe(
-            native.FLOAT8,
+        return compiled.recipe(
+            compiled.FLOAT8,
             dtype,
             grid.columns,
             grid.run,
@@ -326,13 +326,13 @@ class ScaledFloat(Blocked):
     def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         """Whether a compiled loop knows this scheme, and has written the codes."""
         element = self._element
-        if element.bits == 6 or not native.can_read(values):
+        if element.bits == 6 or not compiled.can_read(values):
             return False
         scale, divides = self._divided(grid, parts, 0, grid.rows)
         x, codes = values.view(grid.rows, grid.columns), parts["qdata"].view(grid.rows, -1)
         if element.dtype is not None:
-            return native.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
-        return native.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
+            return compiled.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
+        return compiled.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
 
     def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
         """Whether a compiled loop knows this scheme, and has written the rows from ``start`` to ``stop``."""
@@ -340,7 +340,7 @@ class ScaledFloat(Blocked):
             return False
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         scale = self._scales(grid.pick(parts["scale"], start, stop), parts)
-        return native.decode_table(codes, grid.run, scale, _table(self.element), out, bits=self._element.bits)
+        return compiled.decode_table(codes, grid.run, scale, _table(self.element), out, bits=self._element.bits)
 
     def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
         if values.numel() == 0 or self._is_quantized(grid, values, parts):

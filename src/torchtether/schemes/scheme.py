@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import native
+from .. import compiled
 from ..errors import SchemeError
 
 Shape = tuple[int, ...]
@@ -103,15 +103,15 @@ class Scheme:
         for name, part in self.encode(values).items():
             parts[name].copy_(part)
 
-    def recipe(self, shape: Shape, dtype: torch.dtype) -> native.Recipe | None:
+    def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         """How the compiled loops encode a contiguous tensor of ``shape`` and ``dtype``; ``None`` if they do not."""
         return None
 
     def _is_encoded(self, values: Tensor, parts: Parts) -> bool:
         """Whether the compiled loops have written ``parts``, all of it; a tracer sees none of this."""
-        if not native.can_read(values):
+        if not compiled.can_read(values):
             return False
-        return native.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts)
+        return compiled.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts)
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
         """``out`` (stop - start, K), of any float dtype, holds the rows from ``start`` to ``stop``, as ``decode`` does.

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from torchtether import native
-from torchtether.native.build import Build
-from torchtether.native.toolchain import DAY, build, find_built
+from torchtether import compiled
+from torchtether.compiled.build import Build
+from torchtether.compiled.toolchain import DAY, build, find_built
 from torchtether.schemes import int8
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
@@ -52,7 +52,7 @@ def test_a_build_does_not_wait_and_the_next_process_has_it(fresh, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 def test_a_process_may_end_while_it_is_built(fresh, tmp_path):
-    code = "from torchtether import native; native.compiled.warm(); print(native.compiled.state)"
+    code = "from torchtether import compiled; compiled.BUILD.warm(); print(compiled.BUILD.state)"
     ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "being compiled\n", "")
     assert fresh.wait()  # what that process began is waited for
@@ -174,7 +174,7 @@ def test_another_processor_or_command_has_another_library(fresh, monkeypatch):
     fresh.library()
     other, third = Build(), Build()
     with monkeypatch.context() as patch:
-        patch.setattr("torchtether.native.build.said_processor", lambda: b"another")
+        patch.setattr("torchtether.compiled.build.said_processor", lambda: b"another")
         other.library()
     monkeypatch.setenv("CC", f"{shutil.which('cc') or shutil.which('gcc')} -ffast-math")
     third.library()
@@ -184,5 +184,5 @@ def test_another_processor_or_command_has_another_library(fresh, monkeypatch):
 def test_torch_ops_do_the_work_meanwhile(monkeypatch):
     w = torch.randn(4, 8)
     parts = int8().encode(w)
-    monkeypatch.setattr(native.compiled, "_library", None)
+    monkeypatch.setattr(compiled.BUILD, "_library", None)
     assert all(torch.equal(part, parts[name]) for name, part in int8().encode(w).items())

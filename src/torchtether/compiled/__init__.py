@@ -5,8 +5,8 @@ see the ops) nothing is written, and the caller goes on with torch ops.
 """
 
 from .loops import (
+    BUILD,
     can_read,
-    compiled,
     decode_affine,
     decode_table,
     encode_affine,
@@ -24,7 +24,7 @@ __all__ = [
     "FLOAT8",
     "NEAREST",
     "Recipe",
-    "compiled",
+    "BUILD",
     "can_read",
     "decode_affine",
     "decode_table",

@@ -18,7 +18,7 @@ from .build import Build
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the loops call them."""
 
-compiled = Build()
+BUILD = Build()
 """The one of this process."""
 
 
@@ -37,7 +37,7 @@ def expect(count: int, *, threads: int = 0) -> None:
     later than without; then only very much work asks. Ask again without ``threads`` when they are done.
     """
     if count >= _WORTHWHILE and (count >= _LONG or _cores() > threads):
-        compiled.warm()
+        BUILD.warm()
 
 
 def _cores() -> int:
@@ -60,7 +60,7 @@ def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
     """The loops, if they are at hand and may walk these tensors."""
     if not is_direct():
         return None
-    library = compiled.library()
+    library = BUILD.library()
     if library is None or not all(type(t) is Tensor and t.device.type == "cpu" for t in tensors):
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.schemes import laws
-from torchtether import native
+from torchtether import compiled
 from torchtether.schemes import Affine, Codebook, ScaledFloat, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4
 from torchtether.schemes.blocks import Grid
 from torchtether.schemes.tables import NF4
@@ -43,14 +43,14 @@ OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled():
-    if not native.compiled.wait():
-        pytest.skip(native.compiled.state)
+    if not compiled.BUILD.wait():
+        pytest.skip(compiled.BUILD.state)
 
 
 def without(work):
     """What ``work`` gives with torch ops."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native.compiled, "_library", None)
+        patch.setattr(compiled.BUILD, "_library", None)
         return work()
 
 
