@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import torchtether as tt
-from torchtether.dispatch import KINDS
 from torchtether.schemes import Biased, SuperBlocks
+from torchtether.weights.dispatch import KINDS
 
 F = torch.nn.functional
 aten = torch.ops.aten

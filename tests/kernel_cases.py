@@ -15,8 +15,8 @@ import torch
 
 import torchtether as tt
 from tests.catalog import SCHEMES
-from torchtether.kernels import build, layout, table
-from torchtether.ops import linear as linear_module
+from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.products import build, layout, table
 
 F = torch.nn.functional
 ROWS = [row for row in SCHEMES if 2 in row.ranks and not row.scheme.transparent]

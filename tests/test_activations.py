@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torchtether as tt
 from tests.catalog import each_quantized
 from tests.kernel_cases import rounded as rounded_as_here
-from torchtether import weight as weight_module
-from torchtether.kernels import build, rounding
-from torchtether.ops import linear as linear_module
+from torchtether.weights import weight as weight_module
+from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.products import build, rounding
 
 EPS = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 both = pytest.mark.parametrize("to", ["int8", "float8"])

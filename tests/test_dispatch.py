@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchtether.dispatch import KINDS, REFUSED, RULES, refuse, rule
 from torchtether.errors import TetherError
+from torchtether.weights.dispatch import KINDS, REFUSED, RULES, refuse, rule
 
 aten = torch.ops.aten
 

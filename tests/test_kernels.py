@@ -21,8 +21,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
 from tests.kernel_cases import EPS, as_on
-from torchtether.kernels import TABLE, build, choose, chunks, int8pack, kernels_for, layout_of, native, table
-from torchtether.ops import linear as linear_module
+from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.products import (
+    TABLE,
+    build,
+    choose,
+    chunks,
+    cpu,
+    int8pack,
+    kernels_for,
+    layout_of,
+    table,
+)
 
 needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
 LAID_OUT = [row for row in SCHEMES if layout_of(row.scheme, (8, 256)) is not None]
@@ -173,13 +183,13 @@ def test_decoded_rows_have_the_bits_of_the_scheme(row, shape):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             expected = row.scheme.decode(held.parts, shape, dtype)
             same = {"rtol": 0, "atol": 0, "equal_nan": True}
-            torch.testing.assert_close(native.decode(layout, parts, dtype), expected, **same)
-            some = native.decode(layout, parts, dtype, start=shape[0] // 2, stop=shape[0])
+            torch.testing.assert_close(cpu.decode(layout, parts, dtype), expected, **same)
+            some = cpu.decode(layout, parts, dtype, start=shape[0] // 2, stop=shape[0])
             torch.testing.assert_close(some, expected[shape[0] // 2 :], **same)
             index = torch.tensor([shape[0] - 1, 0, 0])
-            torch.testing.assert_close(native.gather(layout, parts, dtype, index), expected[index], **same)
+            torch.testing.assert_close(cpu.gather(layout, parts, dtype, index), expected[index], **same)
             room = torch.full((shape[0] + 1, shape[1]), 7.0, dtype=dtype)
-            native.decode(layout, parts, dtype, out=room)
+            cpu.decode(layout, parts, dtype, out=room)
             torch.testing.assert_close(room[:-1], expected, **same)
             assert (room[-1] == 7).all()
 
@@ -230,7 +240,7 @@ def test_wide_rows_have_the_bits_of_the_scheme_under_any_scale(scheme):
     index = torch.cat([torch.arange(rows - 1, -1, -1), torch.arange(rows)])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         expected = scheme.decode(weight.parts, (rows, columns), dtype)[index]
-        got = native.gather(layout, layout.pick_from(weight), dtype, index)
+        got = cpu.gather(layout, layout.pick_from(weight), dtype, index)
         bits = torch.int32 if dtype is torch.float32 else torch.int16
         same = (got.view(bits) == expected.view(bits)) | (got.isnan() & expected.isnan())
         assert same.all(), (dtype, got[~same][:5], expected[~same][:5])
@@ -377,11 +387,11 @@ def test_zeros_that_take_no_memory_are_inputs():
 def test_the_kernel_takes_only_parts_as_the_scheme_lays_them_out():
     layout, weight, x = layout_of(tt.int8(), (24, 256)), weight_of(tt.int8()), rand(1, 256).bfloat16()
     codes, scale, *rest = layout.pick_from(weight)
-    assert native.linear(layout, [codes, scale, *rest], x, None) is not None
+    assert cpu.linear(layout, [codes, scale, *rest], x, None) is not None
     freed = codes.clone()
     freed.untyped_storage().resize_(0)
     late = torch.cat([codes[:1], codes])[1:]  # not at the beginning of its storage, and freed its address is not null
-    assert native.linear(layout, [late, scale, *rest], x, None) is not None
+    assert cpu.linear(layout, [late, scale, *rest], x, None) is not None
     late.untyped_storage().resize_(0)
     short = codes.clone()
     short.untyped_storage().resize_(100)
@@ -395,15 +405,15 @@ def test_the_kernel_takes_only_parts_as_the_scheme_lays_them_out():
         short,
         None,
     ):
-        assert native.linear(layout, [bad, scale, *rest], x, None) is None
-        assert native.decode(layout, [bad, scale, *rest], torch.bfloat16) is None
-    assert native.linear(layout, [codes], x, None) is None
-    assert native.linear(layout, [codes, scale, scale], x, None) is None
+        assert cpu.linear(layout, [bad, scale, *rest], x, None) is None
+        assert cpu.decode(layout, [bad, scale, *rest], torch.bfloat16) is None
+    assert cpu.linear(layout, [codes], x, None) is None
+    assert cpu.linear(layout, [codes, scale, scale], x, None) is None
     for bad in (scale.double(), scale[:3], scale.expand(24, 2)[:, :1].repeat(1, 2)):
-        assert native.linear(layout, [codes, bad, *rest], x, None) is None
+        assert cpu.linear(layout, [codes, bad, *rest], x, None) is None
     negated = torch._neg_view(x)  # reads as -x, and its memory does not say so
-    assert native.linear(layout, [codes, scale, *rest], negated, None) is None
-    assert native.linear(layout, [codes, scale, *rest], x, torch._neg_view(rand(24).bfloat16())) is None
+    assert cpu.linear(layout, [codes, scale, *rest], negated, None) is None
+    assert cpu.linear(layout, [codes, scale, *rest], x, torch._neg_view(rand(24).bfloat16())) is None
 
 
 @needs_compiler
@@ -413,7 +423,7 @@ def test_a_trace_sees_what_else_takes_the_shortcut():
     weight, x, index = weight_of(tt.int8()), rand(3, 256).bfloat16(), torch.tensor([1, 0])
     with torch.no_grad():
         F.linear(x, weight), F.embedding(index, weight)  # from here on it is there
-        assert native.shortcut_linear((x, weight), None) is not None
+        assert cpu.shortcut_linear((x, weight), None) is not None
         both = lambda one, some: (F.linear(one, weight), F.embedding(some, weight))  # noqa: E731
         traced = torch.jit.trace(both, (x, index), check_trace=False)  # it multiplies decoded weights
         product, rows = traced(x * 3, index + 5)
@@ -449,52 +459,50 @@ def test_the_shortcut_is_taken_only_by_who_may():
         F.linear(x, weight)
         F.embedding(index, weight)
         assert torch.equal(
-            native.shortcut_linear((x, weight, None), None), native.linear(layout, layout.pick_from(weight), x, None)
+            cpu.shortcut_linear((x, weight, None), None), cpu.linear(layout, layout.pick_from(weight), x, None)
         )
-        assert torch.equal(native.shortcut_gather((index, weight), None), weight.dequantize()[index])
+        assert torch.equal(cpu.shortcut_gather((index, weight), None), weight.dequantize()[index])
         for bad in (x.float(), x[:, 1:], x[:0], x.t(), x.to("meta"), weight, [1.0], None, torch._neg_view(x)):
-            assert native.shortcut_linear((bad, weight, None), None) is None
+            assert cpu.shortcut_linear((bad, weight, None), None) is None
         for bad in (weight.t(), weight.to(torch.float32), weight_of(tt.Plain()), x, None, 3):
-            assert native.shortcut_linear((x, bad, None), None) is None
+            assert cpu.shortcut_linear((x, bad, None), None) is None
         for bad in (index.float(), index[:0], index[[True, False]].bool(), None):
-            assert native.shortcut_gather((bad, weight), None) is None
-        assert native.shortcut_linear((x, weight, x), None) is None
-        assert native.shortcut_linear((x, weight), {}) is not None
+            assert cpu.shortcut_gather((bad, weight), None) is None
+        assert cpu.shortcut_linear((x, weight, x), None) is None
+        assert cpu.shortcut_linear((x, weight), {}) is not None
         for args, names in (
             ((x, weight), {"bias": None}),
             ([x, weight], None),
             ((x,), None),
             ((x, weight, None, 1), None),
         ):
-            assert native.shortcut_linear(args, names) is None
-        assert native.shortcut_gather((index, weight), {"max_norm": None, "sparse": True}) is not None
-        assert native.shortcut_gather((index, weight), {"padding_idx": 22}) is not None
+            assert cpu.shortcut_linear(args, names) is None
+        assert cpu.shortcut_gather((index, weight), {"max_norm": None, "sparse": True}) is not None
+        assert cpu.shortcut_gather((index, weight), {"padding_idx": 22}) is not None
         for padding in (23, -1, -24, "a", 1 << 70):
-            assert native.shortcut_gather((index, weight), {"padding_idx": padding}) is None
+            assert cpu.shortcut_gather((index, weight), {"padding_idx": padding}) is None
         for args, names in (((index, weight), {"max_norm": 1.0}), ((index, weight, None), None), ((index,), {})):
-            assert native.shortcut_gather(args, names) is None
+            assert cpu.shortcut_gather(args, names) is None
         with pytest.raises(IndexError):
-            native.shortcut_gather((torch.tensor([23]), weight), None)
+            cpu.shortcut_gather((torch.tensor([23]), weight), None)
         for look in (FlopCounterMode(display=False), FakeTensorMode(), forward_ad.dual_level(), torch.autocast("cpu")):
             with look:
-                assert native.shortcut_linear((x, weight, None), None) is None
-        torch.vmap(
-            lambda one: [native.shortcut_linear((x, weight, None), None) is None or pytest.fail("vmap"), one][1]
-        )(x)
+                assert cpu.shortcut_linear((x, weight, None), None) is None
+        torch.vmap(lambda one: [cpu.shortcut_linear((x, weight, None), None) is None or pytest.fail("vmap"), one][1])(x)
         freed = weight.map(lambda part: part.clone())
-        assert native.shortcut_linear((x, freed, None), None) is None  # its layout has not been asked for
+        assert cpu.shortcut_linear((x, freed, None), None) is None  # its layout has not been asked for
         assert freed.kernel_layout is layout
-        assert native.shortcut_linear((x, freed, None), None) is not None
+        assert cpu.shortcut_linear((x, freed, None), None) is not None
         freed.parts["scale"].untyped_storage().resize_(0)
-        assert native.shortcut_linear((x, freed, None), None) is None
+        assert cpu.shortcut_linear((x, freed, None), None) is None
     bias, trained = rand(23).bfloat16(), weight.clone().requires_grad_()
     assert trained.kernel_layout is layout
-    assert native.shortcut_linear((x, weight, bias), None) is not None
+    assert cpu.shortcut_linear((x, weight, bias), None) is not None
     up = x.clone().requires_grad_(), bias.clone().requires_grad_()
     for given in ((up[0], weight, bias), (x, trained, bias), (x, weight, up[1])):
-        assert native.shortcut_linear(given, None) is None
+        assert cpu.shortcut_linear(given, None) is None
         assert F.linear(*given).requires_grad
-    assert native.shortcut_gather((index, trained), None) is None
+    assert cpu.shortcut_gather((index, trained), None) is None
     assert F.embedding(index, trained).requires_grad
 
 
@@ -505,9 +513,9 @@ def test_the_shortcut_knows_how_many_rows_its_kernel_is_for():
     x = rand(3 * most, 1024)
     with torch.no_grad():
         F.linear(x[:1], weight)  # from here on the kernel is known
-        assert native.shortcut_linear((x[:most], weight), None) is not None
+        assert cpu.shortcut_linear((x[:most], weight), None) is not None
         for many in (x[: most + 1], x.view(3, most, 1024)):
-            assert native.shortcut_linear((many, weight), None) is None
+            assert cpu.shortcut_linear((many, weight), None) is None
             assert torch.equal(F.linear(many, weight), F.linear(many, weight.dequantize()))
 
 
@@ -527,8 +535,8 @@ def test_threads_call_at_once():
 
 WITHOUT_MEMORY = """
 import resource, torch, torch.nn.functional as F, torchtether as tt
-from torchtether.kernels import native
-from torchtether.ops import linear
+from torchtether.weights.products import cpu
+from torchtether.weights.ops import linear
 torch.set_num_threads(2)
 torch.set_grad_enabled(False)
 small = tt.Weight.encode(torch.randn(8, 2048), SCHEME).to(torch.bfloat16)
@@ -536,13 +544,13 @@ wide = tt.Weight.encode(torch.ones(2, 2**24), SCHEME).to(torch.bfloat16)
 x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), linear.told(small.spec))
 expected, room = F.linear(x.expand(64, -1), small), torch.ones(2, 2**24, dtype=torch.bfloat16)
 torch.ops.torchtether.linear.default(x.expand(64, -1), None, *told)
-native.decode(wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room)  # threads are there
+cpu.decode(wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room)  # threads are there
 many = x.expand(2**17, -1)  # which takes no memory
 calls = {
     "product": lambda: F.linear(many, small),
     "op of graphs": lambda: torch.ops.torchtether.linear.default(many, None, *told),
     "product by several threads": lambda: F.linear(room[:1], wide),
-    "decoding": lambda: native.decode(
+    "decoding": lambda: cpu.decode(
         wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room
     ),
 }
@@ -743,8 +751,8 @@ def test_chunks_never_decode_the_whole(monkeypatch):
     monkeypatch.setattr(tt.Affine, "decode", lambda *args: pytest.fail("decoded") if args[2][0] > 256 else None)
     weight = torch.nn.Parameter(weight_of(tt.int8(), 600), requires_grad=False)
     build.load("INT8")
-    sizes, decode = [], native.decode
-    monkeypatch.setattr(native, "decode", lambda *a, **k: sizes.append(k["stop"] - k["start"]) or decode(*a, **k))
+    sizes, decode = [], cpu.decode
+    monkeypatch.setattr(cpu, "decode", lambda *a, **k: sizes.append(k["stop"] - k["start"]) or decode(*a, **k))
     monkeypatch.setattr(linear_module, "KERNELS", dict.fromkeys(linear_module.KERNELS, lambda *args: None))
     if build.load("INT8") is not None:
         F.linear(rand(3, 256).bfloat16().requires_grad_(), weight).sum().backward()

@@ -19,8 +19,8 @@ import torchtether as tt
 from tests.catalog import SCHEMES, each_quantized, each_scheme
 from tests.strategies import FLOATS, filled, shapes
 from torchtether.schemes import SCHEMES as KINDS
-from torchtether.spec import WeightSpec
 from torchtether.testing import check_scheme, check_tensor_subclass
+from torchtether.weights.spec import WeightSpec
 
 seeds = st.integers(0, 2**31 - 1)
 

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 import torchtether as tt
 from tests.catalog import BACKWARDS, COLLECTIVES, COLUMNS, OPS, ROWS, SCHEMES, each_op, few_schemes, rand, sample
-from torchtether.dispatch import KINDS, REFUSED, RULES
-from torchtether.ops import values as values_module
+from torchtether.weights.dispatch import KINDS, REFUSED, RULES
+from torchtether.weights.ops import values as values_module
 
 # The results of these are memory or random numbers: only their geometry can be compared.
 UNDETERMINED = {"empty_like", "new_empty", "new_empty_strided", "rand_like", "randn_like", "randint_like"}
@@ -196,7 +196,7 @@ def test_linear_and_embedding_agree_with_decoded_values(row):
 
 @few_schemes
 def test_chunked_linear_is_the_whole_linear(row, monkeypatch):
-    monkeypatch.setattr("torchtether.ops.linear.SCRATCH", 64)
+    monkeypatch.setattr("torchtether.weights.ops.linear.SCRATCH", 64)
     weight = tt.Weight.encode(rand(300, COLUMNS), row.scheme)
     x, bias = rand(5, COLUMNS), rand(300)
     expected = torch.nn.functional.linear(x, weight.dequantize(), bias)

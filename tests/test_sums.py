@@ -7,9 +7,9 @@ import torch.nn.functional as F
 import torchtether as tt
 from tests.catalog import rand
 from tests.kernel_cases import as_on, rounded
-from torchtether.kernels import choose
-from torchtether.kernels.table import HALVES, INTEGERS
-from torchtether.ops import linear as linear_module
+from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.products import choose
+from torchtether.weights.products.table import HALVES, INTEGERS
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What one rounding moves a number by, at most, in units of it."""

@@ -2,8 +2,6 @@
 
 from typing import Any as _Any
 
-from . import module_load as _module_load  # noqa: F401 - registers its rule
-from . import ops as _ops  # noqa: F401 - registers the rules
 from . import testing
 from .activations import quantize_activations
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
@@ -49,14 +47,16 @@ from .schemes import (
     nf4,
     nvfp4,
 )
-from .spec import Tie, View, WeightSpec
 from .swapping import swapping
 from .ties import check_ties, find_ties, tie, untie
 from .torch_private.versions import warn_if_untested as _warn_if_untested
-from .weight import Weight
-from .weight import rebuild_weight as rebuild_weight
-from .wrapper import WrapperTensor
-from .wrapper import rebuild_wrapper as rebuild_wrapper
+from .weights import module_load as _module_load  # noqa: F401 - registers its rule
+from .weights import ops as _ops  # noqa: F401 - registers the rules
+from .weights.spec import Tie, View, WeightSpec
+from .weights.weight import Weight
+from .weights.weight import rebuild_weight as rebuild_weight
+from .weights.wrapper import WrapperTensor
+from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
 __version__ = "0.1.0"
 _warn_if_untested()

@@ -18,7 +18,7 @@ from .optimizer import Before, Optimizers, follow
 from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
 from .ties import Component, member_view, parted
 from .torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
-from .weight import Weight
+from .weights.weight import Weight
 
 _OPEN = 8
 """Tensors that are watched at a time; torch asks for one, exchanges it or not, and asks for the next."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ._checks import check_module
 from .errors import ArgumentError, ConversionError, RuleError
 from .rules import globs_of, unmatched
-from .spec import ACTIVATIONS
 from .ties import is_sharded, named_tensors
-from .weight import Weight
+from .weights.spec import ACTIVATIONS
+from .weights.weight import Weight
 
 Activations = Literal["int8", "float8"] | None
 

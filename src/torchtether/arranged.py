@@ -19,8 +19,8 @@ from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
 from .progress import Tick, no_tick
 from .renaming import Rename, renamed
 from .schemes import Plain, Shape
-from .spec import View, WeightSpec
-from .weight import Weight
+from .weights.spec import View, WeightSpec
+from .weights.weight import Weight
 
 _PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor
 

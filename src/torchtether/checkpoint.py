@@ -16,12 +16,12 @@ from ._gc import uncollected
 from .errors import CheckpointError, TetherError
 from .files import HIDDEN, Store, fresh, scratch
 from .formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
-from .ops.rows import part_rows, view_parts
 from .progress import Tick, no_tick
 from .schemes import Shape, same_bits
 from .slices import TensorSlice
-from .spec import Tie, View, WeightSpec, contiguous_stride
-from .weight import Weight
+from .weights.ops.rows import part_rows, view_parts
+from .weights.spec import Tie, View, WeightSpec, contiguous_stride
+from .weights.weight import Weight
 
 _SMALL = 16 * 2**20  # bytes that a format may read to find out how others are to be read
 

@@ -19,9 +19,9 @@ from .errors import CheckpointError, TetherError
 from .formats import WRITABLE
 from .mapping import storage_map
 from .schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
-from .spec import View
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
+from .weights.spec import View
 
 Verb = Callable[[argparse.Namespace], None]
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .errors import SchemeError, UnsupportedOpError
-from .ops.rows import part_rows, view_parts
 from .pieces import Composed, Piece, in_halves
 from .progress import Tick
 from .schemes import Scheme, Shape
-from .spec import WeightSpec, contiguous_stride
-from .weight import Weight
+from .weights.ops.rows import part_rows, view_parts
+from .weights.spec import WeightSpec, contiguous_stride
+from .weights.weight import Weight
 
 _FIX = "Load it from a float checkpoint, or dequantize it first."
 

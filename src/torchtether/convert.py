@@ -15,7 +15,7 @@ from .errors import ConversionError
 from .optimizer import Optimizers
 from .swap import Atomic, Exchange, said
 from .ties import Component, member_view, parted, span_tensor
-from .weight import Weight
+from .weights.weight import Weight
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -24,7 +24,7 @@ from .progress import Meter
 from .save import save
 from .swapping import swapping
 from .ties import find_ties, named_tensors
-from .weight import Weight
+from .weights.weight import Weight
 
 VOCABULARY, WIDTH, DEPTH, HEADS = 16_384, 512, 6, 8
 

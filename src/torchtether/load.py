@@ -22,8 +22,6 @@ from .checkpoint import Checkpoint
 from .drawing import said_bytes
 from .errors import LoadError, SchemeError, TetherError
 from .files import THREADS, Batch, Room, fresh
-from .module_load import encoded_as
-from .ops.rows import part_rows
 from .optimizer import optimizers_of
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .progress import Meter, Progress, Tick, no_tick, ticking
@@ -32,10 +30,12 @@ from .renaming import Rename
 from .report import LoadReport
 from .rules import Rules, globs_of, unmatched
 from .schemes import Shape
-from .spec import WeightSpec, order_of
 from .swap import Exchange
 from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
-from .weight import Weight
+from .weights.module_load import encoded_as
+from .weights.ops.rows import part_rows
+from .weights.spec import WeightSpec, order_of
+from .weights.weight import Weight
 
 _SHOWN = 12
 

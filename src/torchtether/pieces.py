@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from .schemes import Scheme, Shape
-from .spec import WeightSpec
+from .weights.spec import WeightSpec
 
 Range = tuple[int, int]
 """From the first index to one past the last."""

@@ -20,9 +20,9 @@ from .errors import CheckpointError, TetherError, UnsupportedOpError
 from .renaming import Rename
 from .rules import Rules, schemes_for, unmatched
 from .schemes import Scheme, Shape
-from .spec import Tie, View, order_of
 from .ties import Component, Member, find_components, nearest, tie_of
-from .weight import Weight
+from .weights.spec import Tie, View, order_of
+from .weights.weight import Weight
 
 Ties = Literal["match", "file", "model"]
 

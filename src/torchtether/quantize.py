@@ -12,14 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from . import compiled
 from ._checks import check_module
 from .errors import ConversionError, SchemeError
-from .module_load import module_load
 from .optimizer import Optimizers
 from .rules import Rules, schemes_for
 from .schemes import Scheme
-from .spec import Tie, order_of
 from .swap import Exchange
 from .ties import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
-from .weight import Weight
+from .weights.module_load import module_load
+from .weights.spec import Tie, order_of
+from .weights.weight import Weight
 
 Atomic = Literal["checked", "full"]
 

@@ -26,7 +26,7 @@ def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[s
     >>> import torch
     >>> from torchtether.pieces import whole
     >>> from torchtether.schemes import Plain
-    >>> from torchtether.spec import WeightSpec
+    >>> from torchtether.weights.spec import WeightSpec
     >>> gamma = Named("model.norm.gamma", whole("model.norm.gamma", WeightSpec.of((2,), torch.float32, Plain())))
     >>> renamed([gamma], [(r"^model\\.", ""), (r"gamma$", "weight")])[0][0].name
     'norm.weight'

@@ -10,7 +10,7 @@ from pathlib import Path
 from .drawing import draw_timeline, said_bytes
 from .files.replacing import replacing
 from .progress import Sample
-from .spec import Tie
+from .weights.spec import Tie
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from .errors import ArgumentError, RuleError, SchemeError
 from .schemes import Scheme, resolve
-from .spec import Tie, order_of
 from .ties import is_sharded, named_tensors, nearest
-from .weight import Weight
+from .weights.spec import Tie, order_of
+from .weights.weight import Weight
 
 _EXCLUDE = "Exclude it with a rule of None."
 

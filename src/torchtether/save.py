@@ -18,9 +18,9 @@ from .errors import ArgumentError, CheckpointError, TieError
 from .files import CODES, HIDDEN, Pairs, check_writable
 from .formats import Contained, Writable, writable
 from .progress import Progress
-from .spec import Tie, View, contiguous_stride
 from .ties import Component, find_components, member_view, tie_of
-from .weight import Weight
+from .weights.spec import Tie, View, contiguous_stride
+from .weights.weight import Weight
 from .writing import Group, write_groups
 
 Aliases = Literal["drop", "copy"]

@@ -14,8 +14,8 @@ from .errors import CheckpointError, UnsupportedOpError
 from .files import Store
 from .formats import Entry, is_in_parts
 from .schemes import Shape
-from .spec import View, WeightSpec, contiguous_stride
-from .weight import Weight
+from .weights.spec import View, WeightSpec, contiguous_stride
+from .weights.weight import Weight
 
 Index = int | slice | EllipsisType
 Rows = Callable[[Entry, Shape, int, int], dict[str, Tensor]]

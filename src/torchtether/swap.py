@@ -29,7 +29,7 @@ from .torch_private.fsdp2 import fsdp2_state, is_forwarded, renew_shards
 from .torch_private.modules import is_parametrization_cached
 from .torch_private.tensors import as_class, impl_id, reset, seat_hooks, swap_impl
 from .torch_private.versions import check_torch
-from .weight import Weight
+from .weights.weight import Weight
 
 Atomic = Literal["checked", "full"]
 

@@ -20,13 +20,13 @@ from ._signals import Deferred, take
 from ._stock import StockCall
 from .errors import TetherError
 from .optimizer import Optimizers, check_belongs, optimizers_of
-from .spec import order_of
 from .swap import LOCK, check_place
 from .ties import find_components, named_tensors, tie_of
 from .torch_private.modules import Apply, replace_apply, stock_apply
 from .torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes
 from .torch_private.versions import check_torch
-from .weight import Weight
+from .weights.spec import order_of
+from .weights.weight import Weight
 
 _NEAR = 12
 """How many frames above a tensor function a conversion is looked for: ``_apply``, its function, and what that calls."""

@@ -21,9 +21,9 @@ from ._gc import uncollected
 from ._storage import STOCK, Block, blocks_of, is_strided, lone_spans
 from .errors import ArgumentError, TieError
 from .schemes import Shape
-from .spec import Tie, View
 from .torch_private.fsdp2 import fsdp2_state
-from .weight import Weight
+from .weights.spec import Tie, View
+from .weights.weight import Weight
 
 Tensors = nn.Module | Mapping[str, Tensor]
 """What has named tensors: a module, or a state dict of live tensors."""

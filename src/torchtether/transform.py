@@ -20,8 +20,8 @@ from .formats import Contained, Entry, Writable, writable
 from .progress import Progress
 from .save import Aliases
 from .schemes import Scheme, dtype_name, resolve
-from .spec import Tie, View, WeightSpec, contiguous_stride, order_of
-from .weight import Weight
+from .weights.spec import Tie, View, WeightSpec, contiguous_stride, order_of
+from .weights.weight import Weight
 from .writing import Group, check_target, write_groups
 
 SMALLEST = 32

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .ops.rows import part_rows, view_parts
 from .progress import Progress, Tick, ticking
 from .schemes import Parts, Scheme, Shape, dtype_name, same_bits
 from .schemes.blocks import flat
-from .spec import View, contiguous_stride
-from .weight import Weight
+from .weights.ops.rows import part_rows, view_parts
+from .weights.spec import View, contiguous_stride
+from .weights.weight import Weight
 
 _PIECE = 2**18  # elements that are decoded and compared at a time, in float64
 

@@ -37,7 +37,7 @@ from .files import (
 from .formats import Contained, Writable, native, restated
 from .progress import Progress, Tick, ticking
 from .schemes import Shape
-from .spec import Tie, WeightSpec, contiguous_stride
+from .weights.spec import Tie, WeightSpec, contiguous_stride
 
 _NO_DIGEST = "0" * 32
 """As long as a digest of a header."""

@@ -38,10 +38,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchtether as tt
-from torchtether.dispatch import RULES
-from torchtether.kernels import build, choose, native
 from torchtether.torch_private.observers import is_observed
 from torchtether.torch_private.tensors import empty_on_cpu
+from torchtether.weights.dispatch import RULES
+from torchtether.weights.products import build, choose, cpu
 
 SHAPES = {"full": ((4096, 4096), (11008, 4096), (32000, 2048)), "small": ((64, 256),)}
 """Rows and columns of the weights."""
@@ -255,7 +255,7 @@ def layers(scheme, weight, x):
     parts, wrong = found.pick_from(weight), torch.ones(3, dtype=x.dtype)
     made = {
         f"{scheme}: rule, without the shortcut": lambda: rule(F.linear, x, weight),
-        f"{scheme}: shortcut": lambda: native.shortcut_linear((x, weight), None),
+        f"{scheme}: shortcut": lambda: cpu.shortcut_linear((x, weight), None),
     }
     kernels = build.load(found.kind)
     if kernels is not None:
@@ -279,7 +279,7 @@ def dispatch(size):
         parts = layout.pick_from(weight)
         direct = f"{scheme}: kernel, plain tensors"
         contenders[f"ours {scheme}"] = applied(weight, x)
-        contenders[direct] = lambda layout=layout, parts=parts: native.linear(layout, parts, x, None)
+        contenders[direct] = lambda layout=layout, parts=parts: cpu.linear(layout, parts, x, None)
         with torch.no_grad():
             F.linear(x, weight)  # from now on its kernel is known
         contenders |= layers(scheme, weight, x)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 import torchtether as tt
 from torchtether.distributed.shadows import box_of, local_of
-from torchtether.ops.rows import cut_rows
+from torchtether.weights.ops.rows import cut_rows
 
 
 class Tied(nn.Module):

@@ -16,7 +16,7 @@ from tests.distributed.models import Biased, Block, Stack, lora
 from tests.distributed.spawn import imagine
 from torchtether.distributed import plan_units
 from torchtether.distributed.memory import UnitParameter
-from torchtether.ops.linear import _step
+from torchtether.weights.ops.linear import _step
 
 IDS = (torch.zeros(2, 5, dtype=torch.long),)
 

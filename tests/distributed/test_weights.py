@@ -14,7 +14,7 @@ import torchtether as tt
 from tests.catalog import SCHEMES, each_quantized
 from tests.distributed.spawn import spawn
 from tests.distributed.training import mesh_of, whole
-from torchtether.ops.sharding import cut_block
+from torchtether.weights.ops.sharding import cut_block
 
 WIDTH = 64
 

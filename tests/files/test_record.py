@@ -8,7 +8,7 @@ import torch
 
 import torchtether as tt
 from torchtether.files import KEY, Record, replacing, write_tensors
-from torchtether.spec import Tie, View
+from torchtether.weights.spec import Tie, View
 
 F32 = "float32"
 

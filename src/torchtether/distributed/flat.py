@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
-from ..ops.rows import part_rows
 from ..save import Aliases, HeldGroup, plan_groups
 from ..schemes import Part, Shape
-from ..spec import WeightSpec, contiguous_stride
-from ..weight import Weight
+from ..weights.ops.rows import part_rows
+from ..weights.spec import WeightSpec, contiguous_stride
+from ..weights.weight import Weight
 from .optimizers import optimizer_tensors
 from .ranks import Ranks
 from .shadows import Shadowed, box_of, local_of, redone

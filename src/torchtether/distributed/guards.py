@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ..errors import ConversionError
-from ..spec import Tie
 from ..torch_private.fsdp2 import changed_dtypes, fsdp2_state, is_forwarded, renew_shards, reseat_slots, stale_shards
+from ..weights.spec import Tie
 
 _ASSIGN = "assign_to_params_buffers"  # how torch tells hooks that it was given
 

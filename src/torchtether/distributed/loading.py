@@ -15,7 +15,6 @@ from ..arranged import Arranged
 from ..errors import LoadError, TetherError
 from ..load import LoadPlan, names_of_weights, plan_load
 from ..meta import forget_recipes
-from ..ops.rows import part_rows
 from ..pieces import Range
 from ..plan import Device, Draft, Dtype, Step, Ties, is_filled
 from ..progress import Progress
@@ -27,7 +26,8 @@ from ..schemes import Scheme, Shape
 from ..swap import Exchange
 from ..ties import Component, find_components, named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
-from ..weight import Weight
+from ..weights.ops.rows import part_rows
+from ..weights.weight import Weight
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops.linear import SCRATCH
-from ..ops.sharding import rows_per_rank
 from ..schemes import Plain, Scheme, Shape
 from ..torch_private.fsdp2 import frees_before_copy
+from ..weights.ops.linear import SCRATCH
+from ..weights.ops.sharding import rows_per_rank
 
 
 @dataclass(frozen=True)

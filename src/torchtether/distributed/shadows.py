@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..pieces import Range
 from ..schemes import Shape
 from ..ties import named_tensors
-from ..weight import Weight
+from ..weights.weight import Weight
 from .views import has_views, put_views, spread, viewed_owners
 
 

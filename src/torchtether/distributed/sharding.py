@@ -15,11 +15,11 @@ from .._storage import blocks_of
 from ..errors import ConversionError, OptimizerError, TieError
 from ..optimizer import Optimizers, optimizers_of
 from ..schemes import Plain
-from ..spec import Tie, View
 from ..ties import find_ties, named_tensors
 from ..ties import tie as tie_names
 from ..torch_private.fsdp2 import follow_buffer, sharded_slots
-from ..weight import Weight
+from ..weights.spec import Tie, View
+from ..weights.weight import Weight
 from .guards import guard
 from .unit_plan import UnitPlan
 from .views import ViewAlias, give_back, take_views, view_aliases

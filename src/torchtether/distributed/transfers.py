@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 from ..formats import Writable
-from ..ops.rows import part_rows
 from ..pieces import Range
-from ..weight import Weight
+from ..weights.ops.rows import part_rows
+from ..weights.weight import Weight
 from .ranks import Ranks
 from .shadows import local_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import TieError
-from ..spec import Tie
+from ..weights.spec import Tie
 from .grouping import Policy
 from .memory import Cost, Peaks, UnitParameter, cost, peaks
 

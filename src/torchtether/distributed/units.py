@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from ..errors import RuleError, TetherError, TieError
-from ..ops.sharding import cut_block, rows_per_rank
 from ..schemes import Plain
-from ..spec import Tie
 from ..ties import find_ties, named_tensors, nearest, recorded_ties
-from ..weight import Weight
+from ..weights.ops.sharding import cut_block, rows_per_rank
+from ..weights.spec import Tie
+from ..weights.weight import Weight
 from .grouping import ROOT, Group, Grouping, Key, Policy
 from .memory import UnitParameter
 from .unit_plan import Unit, UnitPlan

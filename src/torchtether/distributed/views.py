@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import TieError
 from ..schemes import Shape
-from ..spec import Tie, View, contiguous_stride
 from ..ties import named_tensors
-from ..weight import Weight
+from ..weights.spec import Tie, View, contiguous_stride
+from ..weights.weight import Weight
 
 _KEY = "_torchtether_views"
 _MARK = "_torchtether_has_views"

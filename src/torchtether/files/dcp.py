@@ -20,7 +20,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..schemes import Shape
-from ..spec import WeightSpec
+from ..weights.spec import WeightSpec
 from .batch import Buffer
 from .dtypes import CODES
 from .header import Header, Stored

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TetherError, TieError
-from ..spec import Tie, View, WeightSpec
 from ..ties import Component, find_components, tie_of
-from ..weight import Weight
+from ..weights.spec import Tie, View, WeightSpec
+from ..weights.weight import Weight
 from .header import Header, Stored
 from .pickle_calls import check_calls
 from .reader import TensorFile

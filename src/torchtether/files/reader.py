@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..progress import Tick, no_tick
 from ..schemes import Shape
-from ..spec import View
+from ..weights.spec import View
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, fresh, memory_of, private_map, scratch

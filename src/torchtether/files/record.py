@@ -31,7 +31,7 @@ import torch
 
 from ..errors import CheckpointError, TetherError
 from ..schemes import Shape
-from ..spec import Tie, View, WeightSpec, contiguous_stride
+from ..weights.spec import Tie, View, WeightSpec, contiguous_stride
 from .dtypes import CODES
 from .header import Stored
 from .strict_json import VALUES, check_extent, check_length, is_count, parse_object, said

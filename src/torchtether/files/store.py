@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..progress import Tick, no_tick
 from ..schemes import Shape
-from ..spec import View
+from ..weights.spec import View
 from .batch import Batch
 from .beside import read_beside
 from .dcp import DcpFile

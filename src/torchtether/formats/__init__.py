@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..schemes import Shape
-from ..spec import contiguous_stride
+from ..weights.spec import contiguous_stride
 from . import (
     auto_round,
     awq,

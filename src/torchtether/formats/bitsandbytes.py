@@ -30,8 +30,8 @@ from ..files import Stored
 from ..files.strict_json import parse_object
 from ..schemes import Affine, Codebook, Shape
 from ..schemes.tables import DYNAMIC, FP4, NF4
-from ..spec import WeightSpec
-from ..weight import Weight
+from ..weights.spec import WeightSpec
+from ..weights.weight import Weight
 from .entry import Contents, Entry, Found, expect, spec_of
 from .rows import Along, all_along
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..files import Packing, Pairs, Record, Stored
 from ..schemes import Plain, Scheme, Shape
-from ..spec import WeightSpec
+from ..weights.spec import WeightSpec
 
 NOTHING: Mapping[str, Any] = {}
 

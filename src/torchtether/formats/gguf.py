@@ -20,8 +20,8 @@ from ..files import GGUF_SUFFIX, PACKINGS, Packing, Pairs, Stored
 from ..schemes import Affine, Scheme, Shape
 from ..schemes.bits import pack as packed
 from ..schemes.bits import unpack as unpacked
-from ..spec import WeightSpec
-from ..weight import Weight
+from ..weights.spec import WeightSpec
+from ..weights.weight import Weight
 from .entry import Contents, Entry, Found, spec_of
 from .gguf_blocks import CODECS
 from .rows import Along, all_along

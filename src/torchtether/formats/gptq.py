@@ -30,7 +30,7 @@ from ..errors import CheckpointError
 from ..files import Stored
 from ..schemes import Affine
 from ..schemes import bits as streams
-from ..spec import WeightSpec
+from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Found, spec_of
 from .linears import (
     FLOATS,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..files import Stored
 from ..schemes import ScaledFloat
-from ..spec import WeightSpec
+from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Found
 from .rows import Along, all_along
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..files import part_key
 from ..schemes import Shape
-from ..spec import WeightSpec
-from ..weight import Weight
+from ..weights.spec import WeightSpec
+from ..weights.weight import Weight
 from .entry import Contents, Entry, Found
 
 name = "native"

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ..files import Stored
 from ..schemes import Shape
-from ..spec import View, contiguous_stride
+from ..weights.spec import View, contiguous_stride
 from .entry import Entry
 
 

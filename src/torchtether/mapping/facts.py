@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..schemes import Shape
-from ..spec import Tie
+from ..weights.spec import Tie
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 from .._storage import is_strided, storage_id
 from ..errors import TieError
 from ..schemes import Shape, dtype_name
-from ..spec import Tie
 from ..ties import Tensors, find_components, named_tensors, tie_of
-from ..weight import Weight
+from ..weights.spec import Tie
+from ..weights.weight import Weight
 from .facts import Group, Held, Lane, Storage, extent, joined, layout_of
 
 _SPARSE = {

@@ -14,7 +14,7 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..drawing import said_bytes
 from ..errors import ArgumentError
 from ..files import replacing
-from ..spec import Tie
+from ..weights.spec import Tie
 from .difference import changes_between, grouped
 from .facts import Group
 from .live import groups_of

@@ -7,7 +7,7 @@ import math
 from ..checkpoint import Checkpoint
 from ..formats import Entry
 from ..schemes import Plain, dtype_name
-from ..spec import Tie, View, contiguous_stride
+from ..weights.spec import Tie, View, contiguous_stride
 from .facts import Group, Held, Lane, Storage, extent, layout_of
 
 

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, LawError, SchemeError, TetherError
 from ..files import Record, Store, Stored
 from ..formats import Contained, Contents, Entry, Format, Found, Writable, native
 from ..schemes import NAMED, Scheme, Shape, int4, resolve, same_bits
-from ..weight import Weight
+from ..weights.weight import Weight
 from .draws import filled
 from .law import Broken, Law, NotApplicable, chosen, law, quiet, require, run
 from .report import Report

@@ -19,7 +19,7 @@ from ..checkpoint import open_checkpoint
 from ..errors import LawError, SchemeError, UnsupportedOpError
 from ..save import save
 from ..schemes import Parts, Scheme, Shape, same_bits, scheme_from_json
-from ..weight import Weight
+from ..weights.weight import Weight
 from .draws import PATTERNS, SHAPES, Case, cases
 from .law import Law, NotApplicable, chosen, law, quiet, require, run
 from .report import Report

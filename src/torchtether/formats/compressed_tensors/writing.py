@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...errors import SchemeError
 from ...schemes import Affine, ScaledFloat, Shape, bits, dtype_name
-from ...spec import WeightSpec
-from ...weight import Weight
+from ...weights.spec import WeightSpec
+from ...weights.weight import Weight
 from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK
 
 VERSION = "0.20.0"

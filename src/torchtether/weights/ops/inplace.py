@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...schemes import same_bits
 from ..dispatch import rule
-from ..schemes import same_bits
 from ..weight import Weight
 from .values import overloads
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..schemes import Affine, Codebook, ScaledFloat, Scheme, Shape
-from ..schemes.scaled_float import ELEMENTS
-from ..schemes.tables import DYNAMIC
+from ...schemes import Affine, Codebook, ScaledFloat, Scheme, Shape
+from ...schemes.scaled_float import ELEMENTS
+from ...schemes.tables import DYNAMIC
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels take as inputs and give as outputs, by their number in ``cpu.cpp``."""

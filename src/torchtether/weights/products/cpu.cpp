@@ -1,6 +1,6 @@
 // Products and decoding of quantized weights as their parts lie: nothing is packed again, nothing is kept.
 //
-// build.py compiles this once per machine and kind of codes (-DCODES=), with nothing but the C++ library; native.py
+// build.py compiles this once per machine and kind of codes (-DCODES=), with nothing but the C++ library; cpu.py
 // calls it, and its entries, at the end, check every size, stride, dtype and address. Vectors are the extension of GCC and
 // clang, so it compiles for any processor; AVX-512 and AVX2 get the few instructions that the extension cannot say, and
 // AVX2 the rows of avx2.h.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import SchemeError, TieError
-from .schemes import Plain, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
+from ..errors import SchemeError, TieError
+from ..schemes import Plain, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
 
 ACTIVATIONS = ("int8", "float8")
 """What a Weight can have the inputs of its products rounded to."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import SchemeError, TieError
 from .dispatch import rule
-from .errors import SchemeError, TieError
 from .spec import Tie
 from .weight import Weight
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...schemes import Scheme
 from ..dispatch import rule
-from ..schemes import Scheme
 from ..weight import Weight
 
 aten = torch.ops.aten

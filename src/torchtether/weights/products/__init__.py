@@ -8,7 +8,7 @@ graph the compiler fuses the decoding. Where inputs are rounded, too (``rounding
 called on CUDA. No GPU has run any of that: fake tensors say that the calls fit.
 """
 
-from . import chunks, int8pack, native, rounding
+from . import chunks, cpu, int8pack, rounding
 from .layout import PREFIX, Layout, layout_of
 from .table import ANY, TABLE, choose, kernels_for
 
@@ -22,6 +22,6 @@ __all__ = [
     "int8pack",
     "kernels_for",
     "layout_of",
-    "native",
+    "cpu",
     "rounding",
 ]

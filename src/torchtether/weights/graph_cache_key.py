@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+_PACKAGE = __name__.partition(".")[0]
 _STARTED = time.time()
 _OF_OTHERS = ("torch", *sys.stdlib_module_names)  # a cache knows their versions itself
 
@@ -29,12 +30,12 @@ def _digest(kind: type) -> str:
     package = kind.__module__.partition(".")[0]
     if package in _OF_OTHERS:
         return ""
-    return _of_package() if package == __package__ else _of_files(_file_of(kind.__module__))
+    return _of_package() if package == _PACKAGE else _of_files(_file_of(kind.__module__))
 
 
 @lru_cache(maxsize=1)
 def _of_package() -> str:
-    return _of_files(sorted(Path(__file__).parent.rglob("*.py")))
+    return _of_files(sorted(Path(__file__).parents[1].rglob("*.py")))
 
 
 def _file_of(module: str) -> list[Path]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._signals import renewed_after_fork
-from ..torch_private.observers import WATCHED
-from ..torch_private.tensors import any_requires_grad, empty_on_cpu
+from ..._signals import renewed_after_fork
+from ...torch_private.observers import WATCHED
+from ...torch_private.tensors import any_requires_grad, empty_on_cpu
 from .layout import Layout
 
 

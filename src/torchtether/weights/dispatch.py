@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import TetherError
+from ..errors import TetherError
 
 Rule = Callable[..., Any]
 _AnyRule = TypeVar("_AnyRule", bound=Rule)

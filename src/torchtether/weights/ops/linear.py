@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedOpError
+from ...torch_private.observers import is_observed, is_tracing, untraced
+from ...torch_private.tensors import any_requires_grad
 from ..dispatch import FOLDS, SHORTCUTS, rule
-from ..errors import UnsupportedOpError
-from ..kernels import ANY, Layout, binding, chunks, int8pack, kernels_for, layout_of, native, rounding
+from ..products import ANY, Layout, binding, chunks, cpu, int8pack, kernels_for, layout_of, rounding
 from ..spec import WeightSpec
-from ..torch_private.observers import is_observed, is_tracing, untraced
-from ..torch_private.tensors import any_requires_grad
 from ..weight import Weight
 from .rows import cut_rows
 
@@ -33,7 +33,7 @@ CACHED = 8 * 2**20
 """The same for dtypes of 16 bits, so that chunks stay in the cache. In float32 the bits of one product count more."""
 
 KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
-    "compiled": native.linear,
+    "compiled": cpu.linear,
     "int8pack": int8pack.linear,
 }
 
@@ -70,7 +70,7 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     if layout is not None and not is_seen:
         made = _by_kernel(layout, layout.pick_from(weight), input, bias, weight._spec.dtype)
         if made is not None:
-            SHORTCUTS[op] = native.shortcut_linear  # next time
+            SHORTCUTS[op] = cpu.shortcut_linear  # next time
             return made
     input, bias = (t.values_of() if isinstance(t, Weight) else t for t in (input, bias))  # type: ignore[assignment]
     return _decoded_linear(op, input, weight, bias)
@@ -213,7 +213,7 @@ def _decoder(weight: Weight) -> chunks.Decode:
 
     def decode(start: int, stop: int, out: Tensor | None) -> Tensor:
         if layout is not None:
-            made = native.decode(layout, parts, weight.dtype, start=start, stop=stop, out=out)
+            made = cpu.decode(layout, parts, weight.dtype, start=start, stop=stop, out=out)
             if made is not None:
                 return made
         shape = (stop - start, weight.shape[1])
@@ -375,7 +375,7 @@ def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
         padding = kwargs.get("padding_idx", args[0] if args else None)
         if isinstance(input, Tensor) and _is_row(weight, padding):  # or torch says what is wrong
             made = gather(weight, input)
-            SHORTCUTS[op] = native.shortcut_gather  # next time
+            SHORTCUTS[op] = cpu.shortcut_gather  # next time
             return made
     return _plain_embedding(op, input, weight, *args, **kwargs)
 
@@ -402,7 +402,7 @@ def gather(weight: Weight, indices: Tensor) -> Tensor:
     """The decoded rows that ``indices`` (any shape, integer) name: shape ``(*indices.shape, *weight.shape[1:])``."""
     layout = None if _is_compiling() else weight.kernel_layout  # none where strides are turned
     if layout is not None and not is_observed():
-        made = native.gather(layout, layout.pick_from(weight), weight._spec.dtype, indices)
+        made = cpu.gather(layout, layout.pick_from(weight), weight._spec.dtype, indices)
         if made is not None:
             return made
     if not weight.spec.is_contiguous or weight.scheme.transparent:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import UnsupportedOpError
-from .schemes import dtype_from_name, dtype_name
-from .torch_private.tensors import as_plain
+from ..errors import UnsupportedOpError
+from ..schemes import dtype_from_name, dtype_name
+from ..torch_private.tensors import as_plain
 
 
 def share(tensors: Iterable[Tensor]) -> None:

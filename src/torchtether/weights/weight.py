@@ -15,13 +15,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ._checks import check_tensor, said
-from ._code import digest_of_code
+from .._checks import check_tensor, said
+from ..errors import ArgumentError, SchemeError, UnsupportedOpError
+from ..schemes import Scheme, same_bits
 from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
-from .errors import ArgumentError, SchemeError, UnsupportedOpError
+from .graph_cache_key import digest_of_code
 from .inner import are_shared, from_pickle, share, to_pickle
-from .kernels import PREFIX, Layout, layout_of
-from .schemes import Scheme, same_bits
+from .products import PREFIX, Layout, layout_of
 from .spec import Tie, WeightSpec
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs

@@ -17,9 +17,9 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
-from .._signals import renewed_after_fork
-from ..compiled import toolchain
-from ..compiled.toolchain import find_built, find_compiler, is_switched_off, own_folder, said_compiler, said_processor
+from ..._signals import renewed_after_fork
+from ...compiled import toolchain
+from ...compiled.toolchain import find_built, find_compiler, is_switched_off, own_folder, said_compiler, said_processor
 from .binding import Kernels, bind
 
 SOURCE = Path(__file__).with_name("cpu.cpp")

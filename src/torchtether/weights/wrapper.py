@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ._checks import said
-from .errors import TetherError, UnsupportedOpError
+from .._checks import said
+from ..errors import TetherError, UnsupportedOpError
+from ..schemes import Plain, Shape
+from ..torch_private.tensors import as_plain
 from .inner import are_shared, empty_storage, from_pickle, share, to_pickle
-from .schemes import Plain, Shape
 from .spec import WeightSpec, contiguous_stride
-from .torch_private.tensors import as_plain
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedOpError
 from ..dispatch import refuse, rule
-from ..errors import UnsupportedOpError
 from ..weight import Weight
 from .rows import first_rows
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..torch_private.processors import has_fast_float16
+from ...torch_private.processors import has_fast_float16
 from . import build
 from .layout import DTYPES, Layout
 

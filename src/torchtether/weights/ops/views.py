@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedOpError
+from ...schemes import Flattened, Shape
 from ..dispatch import refuse, rule
-from ..errors import UnsupportedOpError
-from ..schemes import Flattened, Shape
 from ..weight import Weight
 from .rows import cut_rows, first_rows, join_rows, shared_by_rows, take_rows, view_parts
 from .values import read

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import SchemeError, UnsupportedOpError
-from ..schemes import Part, Scheme, Shape, same_bits
+from ...errors import SchemeError, UnsupportedOpError
+from ...schemes import Part, Scheme, Shape, same_bits
 from ..weight import Weight
 
 

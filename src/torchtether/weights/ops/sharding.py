@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import UnsupportedOpError
+from ...schemes import Part, Shape
 from ..dispatch import HOOKS, refuse, rule
-from ..errors import UnsupportedOpError
-from ..schemes import Part, Shape
 from ..weight import Weight
 from .rows import first_rows
 from .values import read

@@ -1,0 +1,1 @@
+"""The one wrapper subclass: its parts and facts, and a rule for each op."""
