@@ -14,13 +14,13 @@ SOURCE = Path(torchtether.__file__).parent
 
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
-    {"_gc", "_signals", "_storage", "drawing", "errors", "progress"},
-    {"_checks", "_recording", "patterns", "torch_private"},
+    {"_gc", "_signals", "drawing", "errors", "progress"},
+    {"_checks", "patterns", "torch_private"},
     {"_caches", "_holders", "compiled", "optimizer"},
     {"schemes"},
     {"weights"},
     {"pieces", "ties"},
-    {"arrangements", "files", "rules", "swap"},
+    {"_recording", "arrangements", "files", "rules", "swap"},
     {"_stock", "activations", "convert", "formats", "meta", "quantize", "renaming", "report"},
     {"slices", "swapping", "writing"},
     {"checkpoint"},

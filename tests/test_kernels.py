@@ -22,17 +22,7 @@ import torchtether as tt
 from tests.catalog import SCHEMES, rand
 from tests.kernel_cases import EPS, as_on
 from torchtether.weights.ops import linear as linear_module
-from torchtether.weights.products import (
-    TABLE,
-    build,
-    choose,
-    chunks,
-    cpu,
-    int8pack,
-    kernels_for,
-    layout_of,
-    table,
-)
+from torchtether.weights.products import TABLE, build, choose, chunks, cpu, int8pack, kernels_for, layout_of, table
 
 needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
 LAID_OUT = [row for row in SCHEMES if layout_of(row.scheme, (8, 256)) is not None]

@@ -48,7 +48,7 @@ from .schemes import (
     nvfp4,
 )
 from .swapping import swapping
-from .ties import check_ties, find_ties, tie, untie
+from .ties.components import check_ties, find_ties, tie, untie
 from .torch_private.versions import warn_if_untested as _warn_if_untested
 from .weights import module_load as _module_load  # noqa: F401 - registers its rule
 from .weights import ops as _ops  # noqa: F401 - registers the rules

@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ._caches import Caches
-from ._storage import STOCK, blocks_of
 from .errors import TetherError, TieError
 from .optimizer import Before, Optimizers, follow
 from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
-from .ties import Component, member_view, parted
+from .ties.components import Component, member_view, parted
+from .ties.storage import STOCK, blocks_of
 from .torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
 from .weights.weight import Weight
 

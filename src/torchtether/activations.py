@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._checks import check_module
 from .errors import ArgumentError, ConversionError, RuleError
 from .rules import globs_of, unmatched
-from .ties import is_sharded, named_tensors
+from .ties.components import is_sharded, named_tensors
 from .weights.spec import ACTIVATIONS
 from .weights.weight import Weight
 

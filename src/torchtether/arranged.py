@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ._storage import Block
 from .arrangements import Named
 from .checkpoint import Checkpoint, is_equal
 from .composing import Recipe, recipe
@@ -19,6 +18,7 @@ from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
 from .progress import Tick, no_tick
 from .renaming import Rename, renamed
 from .schemes import Plain, Shape
+from .ties.storage import Block
 from .weights.spec import View, WeightSpec
 from .weights.weight import Weight
 

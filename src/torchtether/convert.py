@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._checks import as_device, check_module
-from ._storage import STOCK
 from .errors import ConversionError
 from .optimizer import Optimizers
 from .swap import Atomic, Exchange, said
-from .ties import Component, member_view, parted, span_tensor
+from .ties.components import Component, member_view, parted, span_tensor
+from .ties.storage import STOCK
 from .weights.weight import Weight
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -23,7 +23,7 @@ from .load import load
 from .progress import Meter
 from .save import save
 from .swapping import swapping
-from .ties import find_ties, named_tensors
+from .ties.components import find_ties, named_tensors
 from .weights.weight import Weight
 
 VOCABULARY, WIDTH, DEPTH, HEADS = 16_384, 512, 6, 8

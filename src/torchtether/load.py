@@ -16,7 +16,6 @@ from . import compiled, meta
 from ._checks import check_callable, check_flag, check_module
 from ._gc import uncollected
 from ._signals import Deferred
-from ._storage import STOCK
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .drawing import said_bytes
@@ -31,7 +30,8 @@ from .report import LoadReport
 from .rules import Rules, globs_of, unmatched
 from .schemes import Shape
 from .swap import Exchange
-from .ties import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
+from .ties.components import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
+from .ties.storage import STOCK
 from .weights.module_load import encoded_as
 from .weights.ops.rows import part_rows
 from .weights.spec import WeightSpec, order_of

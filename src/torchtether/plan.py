@@ -13,14 +13,14 @@ from torch.nn.parameter import is_lazy
 
 from . import meta
 from ._checks import as_device
-from ._storage import STOCK, is_strided
 from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, TetherError, UnsupportedOpError
 from .renaming import Rename
 from .rules import Rules, schemes_for, unmatched
 from .schemes import Scheme, Shape
-from .ties import Component, Member, find_components, nearest, tie_of
+from .ties.components import Component, Member, find_components, nearest, tie_of
+from .ties.storage import STOCK, is_strided
 from .weights.spec import Tie, View, order_of
 from .weights.weight import Weight
 

@@ -16,7 +16,7 @@ from .optimizer import Optimizers
 from .rules import Rules, schemes_for
 from .schemes import Scheme
 from .swap import Exchange
-from .ties import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
+from .ties.components import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
 from .weights.module_load import module_load
 from .weights.spec import Tie, order_of
 from .weights.weight import Weight

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ._checks import said
 from .arrangements import Concat, Named, Rotary, Split, Stack, Transpose
 from .errors import RuleError, TetherError
-from .ties import nearest
+from .ties.components import nearest
 
 Rule = Concat | Split | Stack | Transpose | Rotary
 Substitution = tuple[str, str]

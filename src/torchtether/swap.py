@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ._caches import Caches
 from ._holders import find_holders
 from ._signals import Arguments, Deferred, Result, renewed_after_fork, take
-from ._storage import STOCK
 from .errors import ConversionError, TetherError
 from .optimizer import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
-from .ties import named_tensors
+from .ties.components import named_tensors
+from .ties.storage import STOCK
 from .torch_private.fsdp2 import fsdp2_state, is_forwarded, renew_shards
 from .torch_private.modules import is_parametrization_cached
 from .torch_private.tensors import as_class, impl_id, reset, seat_hooks, swap_impl

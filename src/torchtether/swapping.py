@@ -21,7 +21,7 @@ from ._stock import StockCall
 from .errors import TetherError
 from .optimizer import Optimizers, check_belongs, optimizers_of
 from .swap import LOCK, check_place
-from .ties import find_components, named_tensors, tie_of
+from .ties.components import find_components, named_tensors, tie_of
 from .torch_private.modules import Apply, replace_apply, stock_apply
 from .torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes
 from .torch_private.versions import check_torch

@@ -13,7 +13,7 @@ from torch import nn
 import torchtether as tt
 from tests.convert.models import KINDS, kept, rig, snapshot
 from tests.interrupts import count_steps, interrupted, nothing_held
-from torchtether.ties import find_ties
+from torchtether.ties.components import find_ties
 
 # an interrupt may come while a generator is closed, where Python reports it and goes on
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

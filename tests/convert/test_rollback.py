@@ -9,7 +9,7 @@ import torch
 from tests.convert.models import KINDS, rig, snapshot, watch
 from torchtether import ConversionError, swap
 from torchtether.convert import convert
-from torchtether.ties import find_ties
+from torchtether.ties.components import find_ties
 
 optimizers = importlib.import_module("torchtether.optimizer")
 

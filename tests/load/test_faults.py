@@ -8,7 +8,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.load.models import Tied, build
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 
 def state(drop=(), **changes):

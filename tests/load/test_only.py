@@ -8,7 +8,7 @@ import torchtether as tt
 from tests.load.models import MODELS, Fused, Storage, Tied, build
 from tests.load.test_round_trip import assert_same
 from torchtether.files import TensorFile
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 
 def applied(plan, *rounds):

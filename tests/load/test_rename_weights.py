@@ -14,7 +14,7 @@ from tests.load.test_round_trip import bits
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.schemes import Part
 from torchtether.schemes.tables import NF4
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 SCHEMES = {
     "int8": tt.int8(),

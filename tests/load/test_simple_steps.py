@@ -9,7 +9,7 @@ from torch import nn
 import torchtether as tt
 from tests.load.models import Tied, Turned, build
 from torchtether.plan import FLOATS, _Drafter
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 
 def _steps(plan):

@@ -7,7 +7,7 @@ from torch import nn
 import torchtether as tt
 from tests.load.models import Tied, Turned, build
 from tests.load.test_round_trip import assert_same
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what accelerate warns about

@@ -6,7 +6,7 @@ import torch
 import torchtether as tt
 from tests.load.models import Tied, Turned, build
 from tests.load.test_round_trip import assert_same
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 hub = pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.peers

@@ -15,7 +15,7 @@ from torch import nn
 import torchtether as tt
 from tests.load.models import Fused, Odd, Slices, Storage, Tied, Turned, build
 from tests.load.test_round_trip import assert_same, bits
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 pytestmark = pytest.mark.peers
 

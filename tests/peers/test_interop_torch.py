@@ -9,7 +9,7 @@ import torchtether as tt
 from tests.load.models import Fused, Slices, Storage, Tied, Turned, build
 from tests.load.test_round_trip import assert_same
 from tests.peers.patterns import build as build_pattern
-from torchtether.ties import named_tensors
+from torchtether.ties.components import named_tensors
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # no process group; deprecations inside torch
 

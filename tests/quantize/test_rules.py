@@ -6,7 +6,7 @@ from torch import nn
 
 import torchtether as tt
 from torchtether.rules import schemes_for
-from torchtether.ties import find_ties
+from torchtether.ties.components import find_ties
 
 
 def _model():

@@ -11,7 +11,7 @@ from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot
 from torchtether import ConversionError, swap
 from torchtether.convert import convert
 from torchtether.swap import Exchange
-from torchtether.ties import distinct_tensors, find_components, parted
+from torchtether.ties.components import distinct_tensors, find_components, parted
 
 
 def facts(shot):

@@ -14,7 +14,7 @@ from tests.swap.test_put_each import facts
 from torchtether import ConversionError
 from torchtether._stock import StockCall
 from torchtether.swapping import swapping
-from torchtether.ties import find_ties
+from torchtether.ties.components import find_ties
 
 TORCHS = nn.Module._apply
 

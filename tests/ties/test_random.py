@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtether.ties import check_ties, find_components, find_ties, member_view, span_tensor
+from torchtether.ties.components import check_ties, find_components, find_ties, member_view, span_tensor
 
 
 @st.composite

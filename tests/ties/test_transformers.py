@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from torchtether.ties import check_ties, find_ties, named_tensors, untie
+from torchtether.ties.components import check_ties, find_ties, named_tensors, untie
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers

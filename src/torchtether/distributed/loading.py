@@ -24,7 +24,7 @@ from ..report import LoadReport
 from ..rules import Rules
 from ..schemes import Scheme, Shape
 from ..swap import Exchange
-from ..ties import Component, find_components, named_tensors
+from ..ties.components import Component, find_components, named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
 from ..weights.ops.rows import part_rows
 from ..weights.weight import Weight

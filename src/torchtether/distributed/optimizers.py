@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError, LoadError, OptimizerError
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp
 from ..optimizer import check_belongs
-from ..ties import named_tensors
+from ..ties.components import named_tensors
 from ..weights.spec import View, contiguous_stride
 from .shadows import box_of, local_of, redone
 

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parameter import is_lazy
 
-from .._storage import STOCK, is_strided, storage_id
 from ..errors import CheckpointError
 from ..pieces import Range
 from ..schemes import Shape
-from ..ties import named_tensors
+from ..ties.components import named_tensors
+from ..ties.storage import STOCK, is_strided, storage_id
 from ..weights.weight import Weight
 from .views import has_views, put_views, spread, viewed_owners
 

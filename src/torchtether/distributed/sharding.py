@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .._storage import blocks_of
 from ..errors import ConversionError, OptimizerError, TieError
 from ..optimizer import Optimizers, optimizers_of
 from ..schemes import Plain
-from ..ties import find_ties, named_tensors
-from ..ties import tie as tie_names
+from ..ties.components import find_ties, named_tensors
+from ..ties.components import tie as tie_names
+from ..ties.storage import blocks_of
 from ..torch_private.fsdp2 import follow_buffer, sharded_slots
 from ..weights.spec import Tie, View
 from ..weights.weight import Weight

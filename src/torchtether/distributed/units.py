@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import RuleError, TetherError, TieError
 from ..schemes import Plain
-from ..ties import find_ties, named_tensors, nearest, recorded_ties
+from ..ties.components import find_ties, named_tensors, nearest, recorded_ties
 from ..weights.ops.sharding import cut_block, rows_per_rank
 from ..weights.spec import Tie
 from ..weights.weight import Weight

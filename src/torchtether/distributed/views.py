@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import TieError
 from ..schemes import Shape
-from ..ties import named_tensors
+from ..ties.components import named_tensors
 from ..weights.spec import Tie, View, contiguous_stride
 from ..weights.weight import Weight
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TetherError, TieError
-from ..ties import Component, find_components, tie_of
+from ..ties.components import Component, find_components, tie_of
 from ..weights.spec import Tie, View, WeightSpec
 from ..weights.weight import Weight
 from .header import Header, Stored

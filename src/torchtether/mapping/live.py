@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._storage import is_strided, storage_id
 from ..errors import TieError
 from ..schemes import Shape, dtype_name
-from ..ties import Tensors, find_components, named_tensors, tie_of
+from ..ties.components import Tensors, find_components, named_tensors, tie_of
+from ..ties.storage import is_strided, storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .facts import Group, Held, Lane, Storage, extent, joined, layout_of

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._checks import check_flag, check_module, check_name, said
-from ._gc import uncollected
-from ._storage import STOCK, Block, blocks_of, is_strided, lone_spans
-from .errors import ArgumentError, TieError
-from .schemes import Shape
-from .torch_private.fsdp2 import fsdp2_state
-from .weights.spec import Tie, View
-from .weights.weight import Weight
+from .._checks import check_flag, check_module, check_name, said
+from .._gc import uncollected
+from ..errors import ArgumentError, TieError
+from ..schemes import Shape
+from ..torch_private.fsdp2 import fsdp2_state
+from ..weights.spec import Tie, View
+from ..weights.weight import Weight
+from .storage import STOCK, Block, blocks_of, is_strided, lone_spans
 
 Tensors = nn.Module | Mapping[str, Tensor]
 """What has named tensors: a module, or a state dict of live tensors."""

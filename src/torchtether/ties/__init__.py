@@ -1,0 +1,1 @@
+"""Which names share memory, and with which geometry: found, recorded, checked, edited."""
