@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import torchtether
-from torchtether import swap
+from torchtether.exchange import exchange
 
 OURS = (str(Path(torchtether.__file__).parent), str(Path(torch.__file__).parent))
 
@@ -77,9 +77,9 @@ def nothing_held():
     free = []
 
     def take():
-        free.append(swap.LOCK.acquire(timeout=5))
+        free.append(exchange.LOCK.acquire(timeout=5))
         if free[0]:
-            swap.LOCK.release()
+            exchange.LOCK.release()
 
     thread = threading.Thread(target=take)
     thread.start()

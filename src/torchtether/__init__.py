@@ -21,12 +21,13 @@ from .errors import (
     TieError,
     UnsupportedOpError,
 )
+from .exchange.optimizer_state import check_optimizer
+from .exchange.scope import swapping
 from .gguf_names import gguf_names
 from .load import LoadPlan, load, plan_load
 from .mapping import StorageDiff, StorageMap
 from .mapping import storage_map as map
 from .meta import materialize, on_meta
-from .optimizer import check_optimizer
 from .quantize import dequantize, quantize
 from .quantize import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
 from .report import LoadReport
@@ -47,7 +48,6 @@ from .schemes import (
     nf4,
     nvfp4,
 )
-from .swapping import swapping
 from .ties.components import check_ties, find_ties, tie, untie
 from .torch_private.versions import warn_if_untested as _warn_if_untested
 from .weights import module_load as _module_load  # noqa: F401 - registers its rule

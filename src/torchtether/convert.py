@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from ._checks import as_device, check_module
 from .errors import ConversionError
-from .optimizer import Optimizers
-from .swap import Atomic, Exchange, said
+from .exchange.exchange import Atomic, Exchange, said
+from .exchange.optimizer_state import Optimizers
 from .ties.components import Component, member_view, parted, span_tensor
 from .ties.storage import STOCK
 from .weights.weight import Weight

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from .checkpoint import Checkpoint
 from .drawing import said_bytes
+from .exchange.scope import swapping
 from .load import load
 from .progress import Meter
 from .save import save
-from .swapping import swapping
 from .ties.components import find_ties, named_tensors
 from .weights.weight import Weight
 

@@ -20,8 +20,9 @@ from .arranged import Arranged
 from .checkpoint import Checkpoint
 from .drawing import said_bytes
 from .errors import LoadError, SchemeError, TetherError
+from .exchange.exchange import Exchange
+from .exchange.optimizer_state import optimizers_of
 from .files import THREADS, Batch, Room, fresh
-from .optimizer import optimizers_of
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .progress import Meter, Progress, Tick, no_tick, ticking
 from .quantize import keep_loading
@@ -29,7 +30,6 @@ from .renaming import Rename
 from .report import LoadReport
 from .rules import Rules, globs_of, unmatched
 from .schemes import Shape
-from .swap import Exchange
 from .ties.components import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .ties.storage import STOCK
 from .weights.module_load import encoded_as

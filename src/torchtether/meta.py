@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from ._checks import as_device, check_callable, check_module
 from ._recording import Recipe, Recorder, Replay, recording
 from .errors import ConversionError
-from .optimizer import Optimizers
-from .swap import Exchange
+from .exchange.exchange import Exchange
+from .exchange.optimizer_state import Optimizers
 from .ties.components import Component, find_components, member_view, named_tensors, span_tensor, tie_of
 from .ties.storage import is_strided
 from .weights.module_load import encoded_as

@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from . import compiled
 from ._checks import check_module
 from .errors import ConversionError, SchemeError
-from .optimizer import Optimizers
+from .exchange.exchange import Exchange
+from .exchange.optimizer_state import Optimizers
 from .rules import Rules, schemes_for
 from .schemes import Scheme
-from .swap import Exchange
 from .ties.components import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
 from .weights.module_load import module_load
 from .weights.spec import Tie, order_of

@@ -5,7 +5,7 @@ import torch
 
 from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of, watch
 from torchtether.convert import convert
-from torchtether.swap import Exchange
+from torchtether.exchange.exchange import Exchange
 from torchtether.ties.components import find_components, find_ties
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

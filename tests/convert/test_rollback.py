@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.convert.models import KINDS, rig, snapshot, watch
-from torchtether import ConversionError, swap
+from torchtether import ConversionError
 from torchtether.convert import convert
+from torchtether.exchange import exchange
 from torchtether.ties.components import find_ties
 
-optimizers = importlib.import_module("torchtether.optimizer")
+optimizers = importlib.import_module("torchtether.exchange.optimizer_state")
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -61,14 +62,14 @@ def test_a_failure_between_the_steps_of_an_exchange_changes_nothing(kind, step):
     def patch(monkeypatch, at):
         broken = failing(original, at)
         # the way back may use the same steps
-        undo = swap.Replacement.undo
+        undo = exchange.Replacement.undo
 
         def mended(self):
-            monkeypatch.setattr(swap, step, original)
+            monkeypatch.setattr(exchange, step, original)
             undo(self)
 
-        monkeypatch.setattr(swap.Replacement, "undo", mended)
-        monkeypatch.setattr(swap, step, broken)
+        monkeypatch.setattr(exchange.Replacement, "undo", mended)
+        monkeypatch.setattr(exchange, step, broken)
 
     assert attempt(made, torch.float64, patch) >= 2
     made.step()
@@ -120,9 +121,9 @@ def test_without_full_no_object_is_left_half_exchanged(step, monkeypatch):
     before = snapshot(made.model, made.optimizer)
     original = getattr(swap, step)
     broken = failing(original, 0)
-    undo = swap.Replacement.undo
-    monkeypatch.setattr(swap.Replacement, "undo", lambda self: (monkeypatch.setattr(swap, step, original), undo(self)))
-    monkeypatch.setattr(swap, step, broken)
+    undo = exchange.Replacement.undo
+    monkeypatch.setattr(exchange.Replacement, "undo", lambda self: (monkeypatch.setattr(exchange, step, original), undo(self)))
+    monkeypatch.setattr(exchange, step, broken)
     with pytest.raises(MemoryError):
         convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
     assert snapshot(made.model, made.optimizer) == before
@@ -161,7 +162,7 @@ def test_state_follows_up_to_an_interrupt_right_after_a_change(kind, has_grads, 
                 raise KeyboardInterrupt
             return True
 
-        monkeypatch.setattr(swap, step, interrupted)
+        monkeypatch.setattr(exchange, step, interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
     dtypes = [(p.dtype, made.optimizer.state[p]["exp_avg"].dtype) for p in made.model.parameters() if p.requires_grad]
@@ -182,14 +183,14 @@ def test_state_follows_up_to_an_interrupt_where_there_are_neither_hooks_nor_grad
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    original, done = swap.swap_impl, []
+    original, done = exchange.swap_impl, []
 
     def interrupted(*arguments):
         original(*arguments)
         done.append(arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(swap, "swap_impl", interrupted)
+    monkeypatch.setattr(exchange, "swap_impl", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(model, dtype=torch.float64, optimizer=optimizer)
     assert len(done) == 1

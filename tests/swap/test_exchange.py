@@ -8,7 +8,7 @@ import torchtether as tt
 from tests.convert.models import KINDS, Tagged, rig, snapshot
 from torchtether import ConversionError
 from torchtether.convert import convert
-from torchtether.swap import Exchange
+from torchtether.exchange.exchange import Exchange
 
 
 def int8(tensor):

@@ -7,8 +7,8 @@ from torch import nn
 from tests.convert.models import KINDS, OPTIMIZERS, rig
 from torchtether import OptimizerError
 from torchtether.convert import convert
-from torchtether.optimizer import check_optimizer
-from torchtether.swapping import swapping
+from torchtether.exchange.optimizer_state import check_optimizer
+from torchtether.exchange.scope import swapping
 
 
 def test_check_optimizer_accepts_what_belongs():

@@ -8,9 +8,10 @@ from torch import nn
 
 import torchtether as tt
 from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot
-from torchtether import ConversionError, swap
+from torchtether import ConversionError
 from torchtether.convert import convert
-from torchtether.swap import Exchange
+from torchtether.exchange import exchange
+from torchtether.exchange.exchange import Exchange
 from torchtether.ties.components import distinct_tensors, find_components, parted
 
 
@@ -30,7 +31,7 @@ def test_the_quick_way_is_the_long_way(kind, has_grads, monkeypatch):
     """Everything alike afterwards, and in what is trained then; a view or an RNN at any place is no matter."""
     found = []
     for is_quick in (True, False):
-        monkeypatch.setattr(swap, "reset", swap.reset if is_quick else lambda held, new: False)
+        monkeypatch.setattr(exchange, "reset", exchange.reset if is_quick else lambda held, new: False)
         made = rig(kind, "sgd")
         if not has_grads:
             made.optimizer.zero_grad()

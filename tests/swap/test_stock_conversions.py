@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
 from torchtether import ConversionError, OptimizerError, TieError, quantize
-from torchtether.swapping import swapping
+from torchtether.exchange.scope import swapping
 from torchtether.ties.components import find_ties
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -10,7 +10,7 @@ from torch import nn
 import torchtether as tt
 from tests.convert.models import KINDS, bits, kept, rig, snapshot, tensors_of
 from torchtether import ConversionError, TieError
-from torchtether.swapping import swapping
+from torchtether.exchange.scope import swapping
 from torchtether.ties.components import find_ties
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

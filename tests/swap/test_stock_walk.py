@@ -12,13 +12,13 @@ import torchtether as tt
 from tests.convert.models import KINDS, kept, rig, snapshot, tensors_of
 from tests.swap.test_put_each import facts
 from torchtether import ConversionError
-from torchtether._stock import StockCall
-from torchtether.swapping import swapping
+from torchtether.exchange.scope import swapping
+from torchtether.exchange.stock_call import StockCall
 from torchtether.ties.components import find_ties
 
 TORCHS = nn.Module._apply
 
-room = importlib.import_module("torchtether.swapping")
+room = importlib.import_module("torchtether.exchange.scope")
 
 
 def columns(tensor):

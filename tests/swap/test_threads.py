@@ -6,7 +6,7 @@ import torch
 
 from tests.convert.models import KINDS, kept, rig, tensors_of
 from torchtether.convert import convert
-from torchtether.swapping import swapping
+from torchtether.exchange.scope import swapping
 
 ROUNDS = 15
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..arranged import Arranged
 from ..errors import LoadError, TetherError
+from ..exchange.exchange import Exchange
 from ..load import LoadPlan, names_of_weights, plan_load
 from ..meta import forget_recipes
 from ..pieces import Range
@@ -23,7 +24,6 @@ from ..renaming import Rename
 from ..report import LoadReport
 from ..rules import Rules
 from ..schemes import Scheme, Shape
-from ..swap import Exchange
 from ..ties.components import Component, find_components, named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
 from ..weights.ops.rows import part_rows

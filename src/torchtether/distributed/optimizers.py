@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, LoadError, OptimizerError
+from ..exchange.optimizer_state import check_belongs
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp
-from ..optimizer import check_belongs
 from ..ties.components import named_tensors
 from ..weights.spec import View, contiguous_stride
 from .shadows import box_of, local_of, redone

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConversionError, OptimizerError, TieError
-from ..optimizer import Optimizers, optimizers_of
+from ..exchange.optimizer_state import Optimizers, optimizers_of
 from ..schemes import Plain
 from ..ties.components import find_ties, named_tensors
 from ..ties.components import tie as tie_names

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...swapping import swapping
+from ...exchange.scope import swapping
 from ..law import Law, law, require
 from .subject import Subject, Tied
 

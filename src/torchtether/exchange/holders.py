@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .torch_private.graphs import is_released, saved_by
-from .torch_private.tensors import as_plain, find_cpp_weakly_held, has_gradient_edge, use_count, use_counts
+from ..torch_private.graphs import is_released, saved_by
+from ..torch_private.tensors import as_plain, find_cpp_weakly_held, has_gradient_edge, use_count, use_counts
 
 _DESCRIBED = 8
 """Holders are searched by name for this many tensors; each search looks through the whole process."""

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._caches import Caches
-from ._holders import find_holders
-from ._signals import Arguments, Deferred, Result, renewed_after_fork, take
-from .errors import ConversionError, TetherError
-from .optimizer import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
-from .ties.components import named_tensors
-from .ties.storage import STOCK
-from .torch_private.fsdp2 import fsdp2_state, is_forwarded, renew_shards
-from .torch_private.modules import is_parametrization_cached
-from .torch_private.tensors import as_class, impl_id, reset, seat_hooks, swap_impl
-from .torch_private.versions import check_torch
-from .weights.weight import Weight
+from .._signals import Arguments, Deferred, Result, renewed_after_fork, take
+from ..errors import ConversionError, TetherError
+from ..ties.components import named_tensors
+from ..ties.storage import STOCK
+from ..torch_private.fsdp2 import fsdp2_state, is_forwarded, renew_shards
+from ..torch_private.modules import is_parametrization_cached
+from ..torch_private.tensors import as_class, impl_id, reset, seat_hooks, swap_impl
+from ..torch_private.versions import check_torch
+from ..weights.weight import Weight
+from .holders import find_holders
+from .module_caches import Caches
+from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 
 Atomic = Literal["checked", "full"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._checks import check_module, said
-from .errors import ArgumentError, OptimizerError
+from .._checks import check_module, said
+from ..errors import ArgumentError, OptimizerError
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 Journal = list[Callable[[], None]]

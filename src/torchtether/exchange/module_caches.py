@@ -11,7 +11,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .torch_private.modules import flat_weight_refs, forget_flat_weights, renew_flat_weights
+from ..torch_private.modules import flat_weight_refs, forget_flat_weights, renew_flat_weights
 
 
 class Caches:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from ._caches import Caches
-from .errors import TetherError, TieError
-from .optimizer import Before, Optimizers, follow
-from .swap import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
-from .ties.components import Component, member_view, parted
-from .ties.storage import STOCK, blocks_of
-from .torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
-from .weights.weight import Weight
+from ..errors import TetherError, TieError
+from ..ties.components import Component, member_view, parted
+from ..ties.storage import STOCK, blocks_of
+from ..torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
+from ..weights.weight import Weight
+from .exchange import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes
+from .module_caches import Caches
+from .optimizer_state import Before, Optimizers, follow
 
 _OPEN = 8
 """Tensors that are watched at a time; torch asks for one, exchanges it or not, and asks for the next."""

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ._checks import check_module
-from ._signals import Deferred, take
-from ._stock import StockCall
-from .errors import TetherError
-from .optimizer import Optimizers, check_belongs, optimizers_of
-from .swap import LOCK, check_place
-from .ties.components import find_components, named_tensors, tie_of
-from .torch_private.modules import Apply, replace_apply, stock_apply
-from .torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes
-from .torch_private.versions import check_torch
-from .weights.spec import order_of
-from .weights.weight import Weight
+from .._checks import check_module
+from .._signals import Deferred, take
+from ..errors import TetherError
+from ..ties.components import find_components, named_tensors, tie_of
+from ..torch_private.modules import Apply, replace_apply, stock_apply
+from ..torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes
+from ..torch_private.versions import check_torch
+from ..weights.spec import order_of
+from ..weights.weight import Weight
+from .exchange import LOCK, check_place
+from .optimizer_state import Optimizers, check_belongs, optimizers_of
+from .stock_call import StockCall
 
 _NEAR = 12
 """How many frames above a tensor function a conversion is looked for: ``_apply``, its function, and what that calls."""
