@@ -3,11 +3,14 @@
 from typing import Any as _Any
 
 from . import testing
-from .activations import quantize_activations
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
 from .checkpoint import Checkpoint
 from .checkpoint import open_checkpoint as open
-from .convert import convert
+from .conversion.activations import quantize_activations
+from .conversion.converting import convert
+from .conversion.materializing import materialize, on_meta
+from .conversion.quantizing import dequantize, quantize
+from .conversion.quantizing import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
 from .errors import (
     ArgumentError,
     CheckpointError,
@@ -27,9 +30,6 @@ from .gguf_names import gguf_names
 from .load import LoadPlan, load, plan_load
 from .mapping import StorageDiff, StorageMap
 from .mapping import storage_map as map
-from .meta import materialize, on_meta
-from .quantize import dequantize, quantize
-from .quantize import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
 from .report import LoadReport
 from .save import save
 from .schemes import (

@@ -12,12 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import compiled, meta
+from . import compiled
 from ._checks import check_callable, check_flag, check_module
 from ._gc import uncollected
 from ._signals import Deferred
 from .arranged import Arranged
 from .checkpoint import Checkpoint
+from .conversion import materializing
+from .conversion.quantizing import keep_loading
+from .conversion.selection import Rules, globs_of, unmatched
 from .drawing import said_bytes
 from .errors import LoadError, SchemeError, TetherError
 from .exchange.exchange import Exchange
@@ -25,10 +28,8 @@ from .exchange.optimizer_state import optimizers_of
 from .files import THREADS, Batch, Room, fresh
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .progress import Meter, Progress, Tick, no_tick, ticking
-from .quantize import keep_loading
 from .renaming import Rename
 from .report import LoadReport
-from .rules import Rules, globs_of, unmatched
 from .schemes import Shape
 from .ties.components import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
 from .ties.storage import STOCK
@@ -295,7 +296,7 @@ class LoadPlan:
         if left <= set(self._draft.recorded):
             places = {name: self._draft.devices.get(name, _CPU) for name in self._draft.recorded}
             first = next(iter(places.values()))
-            meta.materialize(self.model, first)
+            materializing.materialize(self.model, first)
             self._move({name: place for name, place in places.items() if place != first})
 
     def _move(self, places: dict[str, torch.device]) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from . import meta
 from ._checks import as_device
 from .arranged import Arranged
 from .checkpoint import Checkpoint
+from .conversion import materializing
+from .conversion.selection import Rules, schemes_for, unmatched
 from .errors import CheckpointError, TetherError, UnsupportedOpError
 from .renaming import Rename
-from .rules import Rules, schemes_for, unmatched
 from .schemes import Scheme, Shape
 from .ties.components import Component, Member, find_components, nearest, tie_of
 from .ties.storage import STOCK, is_strided
@@ -580,7 +580,7 @@ def is_filled(step: Step) -> bool:
 
 def is_recorded(component: Component, modules: dict[str, nn.Module]) -> bool:
     """Whether the model was built under ``tt.on_meta()``, which knows how the component was computed."""
-    return bool(meta.recipes_of(component, modules))
+    return bool(materializing.recipes_of(component, modules))
 
 
 def said_keys(keys: Sequence[str]) -> str:

@@ -285,7 +285,7 @@ def kept(model):
 
 def watch(monkeypatch, wrap):
     """Whatever ``convert`` converts, it converts by ``wrap(call)``, where ``call(function, tensor, ...)`` does it."""
-    room = importlib.import_module("torchtether.convert")  # the package has a function of this name
+    room = importlib.import_module("torchtether.conversion.converting")  # the package has a function of this name
     call, quick = wrap(lambda function, *arguments: function(*arguments)), room.methodcaller
     monkeypatch.setattr(room, "converted", partial(call, room.converted))
     monkeypatch.setattr(room, "methodcaller", lambda *asked: partial(call, quick(*asked)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of, watch
-from torchtether.convert import convert
+from torchtether.conversion.converting import convert
 from torchtether.exchange.exchange import Exchange
 from torchtether.ties.components import find_components, find_ties
 

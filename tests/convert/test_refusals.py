@@ -12,7 +12,7 @@ from torch import nn
 import torchtether as tt
 from tests.convert.models import KINDS, OPTIMIZERS, rig, snapshot, tied
 from torchtether import ConversionError, OptimizerError
-from torchtether.convert import convert
+from torchtether.conversion.converting import convert
 
 
 @contextmanager

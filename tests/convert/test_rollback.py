@@ -8,7 +8,7 @@ import torch
 
 from tests.convert.models import KINDS, rig, snapshot, watch
 from torchtether import ConversionError
-from torchtether.convert import convert
+from torchtether.conversion.converting import convert
 from torchtether.exchange import exchange
 from torchtether.ties.components import find_ties
 
@@ -57,7 +57,7 @@ def test_a_failing_conversion_function_changes_nothing(kind):
 def test_a_failure_between_the_steps_of_an_exchange_changes_nothing(kind, step):
     """Also where an object is half exchanged: its implementation is the new one, its class and hooks the old ones."""
     made = rig(kind)
-    original = getattr(swap, step)
+    original = getattr(exchange, step)
 
     def patch(monkeypatch, at):
         broken = failing(original, at)
@@ -119,10 +119,12 @@ def test_without_full_a_failure_before_the_first_change_stays_itself(monkeypatch
 def test_without_full_no_object_is_left_half_exchanged(step, monkeypatch):
     made = rig(KINDS["subclass"])
     before = snapshot(made.model, made.optimizer)
-    original = getattr(swap, step)
+    original = getattr(exchange, step)
     broken = failing(original, 0)
     undo = exchange.Replacement.undo
-    monkeypatch.setattr(exchange.Replacement, "undo", lambda self: (monkeypatch.setattr(exchange, step, original), undo(self)))
+    monkeypatch.setattr(
+        exchange.Replacement, "undo", lambda self: (monkeypatch.setattr(exchange, step, original), undo(self))
+    )
     monkeypatch.setattr(exchange, step, broken)
     with pytest.raises(MemoryError):
         convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
@@ -152,7 +154,7 @@ def test_state_follows_up_to_an_interrupt_right_after_a_change(kind, has_grads, 
         made.optimizer.zero_grad()
     done = []
     for step in ("reset", "swap_impl"):
-        original = getattr(swap, step)
+        original = getattr(exchange, step)
 
         def interrupted(*arguments, original=original):
             if original(*arguments) is False:

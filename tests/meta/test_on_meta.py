@@ -16,7 +16,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.ties.models import transposed
-from torchtether._recording import Recorder, Replay
+from torchtether.conversion.recording import Recorder, Replay
 
 F = torch.nn.functional
 

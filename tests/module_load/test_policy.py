@@ -10,7 +10,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.catalog import few_schemes
-from torchtether.quantize import add_load_hook
+from torchtether.conversion.quantizing import add_load_hook
 
 OTHER = tt.Affine(bits=8, block=(1, 32), symmetric=False)
 """A scheme that no row of the catalog has."""
@@ -243,7 +243,9 @@ def test_the_callers_state_dict_is_not_changed():
 
 def test_under_the_flag_the_hook_leaves_it_to_module_load(monkeypatch):
     model = tt.quantize(nn.Sequential(nn.Linear(8, 8, bias=False)), "int8")
-    monkeypatch.setattr(sys.modules["torchtether.quantize"], "Exchange", None)  # tt.quantize is the function
+    monkeypatch.setattr(
+        sys.modules["torchtether.conversion.quantizing"], "Exchange", None
+    )  # tt.quantize is the function
     _load(model, {"0.weight": torch.randn(8, 8)}, True, True)
     assert isinstance(model[0].weight, tt.Weight)
     with pytest.raises(RuntimeError, match="NoneType"):

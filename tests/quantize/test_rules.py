@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from torchtether.rules import schemes_for
+from torchtether.conversion.selection import schemes_for
 from torchtether.ties.components import find_ties
 
 

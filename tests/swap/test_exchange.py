@@ -7,7 +7,7 @@ from torch import nn
 import torchtether as tt
 from tests.convert.models import KINDS, Tagged, rig, snapshot
 from torchtether import ConversionError
-from torchtether.convert import convert
+from torchtether.conversion.converting import convert
 from torchtether.exchange.exchange import Exchange
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.convert.models import KINDS, OPTIMIZERS, rig
 from torchtether import OptimizerError
-from torchtether.convert import convert
+from torchtether.conversion.converting import convert
 from torchtether.exchange.optimizer_state import check_optimizer
 from torchtether.exchange.scope import swapping
 

@@ -9,7 +9,7 @@ from torch import nn
 import torchtether as tt
 from tests.convert.models import KINDS, OPTIMIZERS, kept, rig, snapshot
 from torchtether import ConversionError
-from torchtether.convert import convert
+from torchtether.conversion.converting import convert
 from torchtether.exchange import exchange
 from torchtether.exchange.exchange import Exchange
 from torchtether.ties.components import distinct_tensors, find_components, parted

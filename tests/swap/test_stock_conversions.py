@@ -201,7 +201,7 @@ def test_a_buffer_that_is_replaced_on_purpose_stays_replaced():
 
 
 def test_nested_scopes_and_our_own_verbs_inside():
-    from torchtether.convert import convert
+    from torchtether.conversion.converting import convert
 
     made = rig(KINDS["view_transposed"])
     before, ties = kept(made.model), geometry(made.model)

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from tests.convert.models import KINDS, kept, rig, tensors_of
-from torchtether.convert import convert
+from torchtether.conversion.converting import convert
 from torchtether.exchange.scope import swapping
 
 ROUNDS = 15

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..arranged import Arranged
+from ..conversion.materializing import forget_recipes
+from ..conversion.quantizing import keep_loading
+from ..conversion.selection import Rules
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange
 from ..load import LoadPlan, names_of_weights, plan_load
-from ..meta import forget_recipes
 from ..pieces import Range
 from ..plan import Device, Draft, Dtype, Step, Ties, is_filled
 from ..progress import Progress
-from ..quantize import keep_loading
 from ..renaming import Rename
 from ..report import LoadReport
-from ..rules import Rules
 from ..schemes import Scheme, Shape
 from ..ties.components import Component, find_components, named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards

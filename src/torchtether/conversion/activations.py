@@ -8,12 +8,12 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ._checks import check_module
-from .errors import ArgumentError, ConversionError, RuleError
-from .rules import globs_of, unmatched
-from .ties.components import is_sharded, named_tensors
-from .weights.spec import ACTIVATIONS
-from .weights.weight import Weight
+from .._checks import check_module
+from ..errors import ArgumentError, ConversionError, RuleError
+from ..ties.components import is_sharded, named_tensors
+from ..weights.spec import ACTIVATIONS
+from ..weights.weight import Weight
+from .selection import globs_of, unmatched
 
 Activations = Literal["int8", "float8"] | None
 

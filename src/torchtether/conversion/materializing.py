@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
-from ._checks import as_device, check_callable, check_module
-from ._recording import Recipe, Recorder, Replay, recording
-from .errors import ConversionError
-from .exchange.exchange import Exchange
-from .exchange.optimizer_state import Optimizers
-from .ties.components import Component, find_components, member_view, named_tensors, span_tensor, tie_of
-from .ties.storage import is_strided
-from .weights.module_load import encoded_as
-from .weights.weight import Weight
+from .._checks import as_device, check_callable, check_module
+from ..errors import ConversionError
+from ..exchange.exchange import Exchange
+from ..exchange.optimizer_state import Optimizers
+from ..ties.components import Component, find_components, member_view, named_tensors, span_tensor, tie_of
+from ..ties.storage import is_strided
+from ..weights.module_load import encoded_as
+from ..weights.weight import Weight
+from .recording import Recipe, Recorder, Replay, recording
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .errors import ArgumentError, RuleError, SchemeError
-from .schemes import Scheme, resolve
-from .ties.components import is_sharded, named_tensors, nearest
-from .weights.spec import Tie, order_of
-from .weights.weight import Weight
+from ..errors import ArgumentError, RuleError, SchemeError
+from ..schemes import Scheme, resolve
+from ..ties.components import is_sharded, named_tensors, nearest
+from ..weights.spec import Tie, order_of
+from ..weights.weight import Weight
 
 _EXCLUDE = "Exclude it with a rule of None."
 

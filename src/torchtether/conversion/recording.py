@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .errors import ConversionError
-from .ties.storage import is_strided, storage_id
+from ..errors import ConversionError
+from ..ties.storage import is_strided, storage_id
 
 _SMALL = 2**20
 """Elements up to which a real tensor that enters the record is copied at once; larger ones when the record ends."""

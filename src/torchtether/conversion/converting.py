@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._checks import as_device, check_module
-from .errors import ConversionError
-from .exchange.exchange import Atomic, Exchange, said
-from .exchange.optimizer_state import Optimizers
-from .ties.components import Component, member_view, parted, span_tensor
-from .ties.storage import STOCK
-from .weights.weight import Weight
+from .._checks import as_device, check_module
+from ..errors import ConversionError
+from ..exchange.exchange import Atomic, Exchange, said
+from ..exchange.optimizer_state import Optimizers
+from ..ties.components import Component, member_view, parted, span_tensor
+from ..ties.storage import STOCK
+from ..weights.weight import Weight
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from . import compiled
-from ._checks import check_module
-from .errors import ConversionError, SchemeError
-from .exchange.exchange import Exchange
-from .exchange.optimizer_state import Optimizers
-from .rules import Rules, schemes_for
-from .schemes import Scheme
-from .ties.components import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
-from .weights.module_load import module_load
-from .weights.spec import Tie, order_of
-from .weights.weight import Weight
+from .. import compiled
+from .._checks import check_module
+from ..errors import ConversionError, SchemeError
+from ..exchange.exchange import Exchange
+from ..exchange.optimizer_state import Optimizers
+from ..schemes import Scheme
+from ..ties.components import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
+from ..weights.module_load import module_load
+from ..weights.spec import Tie, order_of
+from ..weights.weight import Weight
+from .selection import Rules, schemes_for
 
 Atomic = Literal["checked", "full"]
 
