@@ -4,8 +4,9 @@ from typing import Any as _Any
 
 from . import testing
 from .arrangements import Concat, Rotary, Split, Stack, Transpose
-from .checkpoint import Checkpoint
-from .checkpoint import open_checkpoint as open
+from .checkpoint.reader import Checkpoint
+from .checkpoint.reader import open_checkpoint as open
+from .checkpoint.saver import save
 from .conversion.activations import quantize_activations
 from .conversion.converting import convert
 from .conversion.materializing import materialize, on_meta
@@ -31,7 +32,6 @@ from .load import LoadPlan, load, plan_load
 from .mapping import StorageDiff, StorageMap
 from .mapping import storage_map as map
 from .report import LoadReport
-from .save import save
 from .schemes import (
     Affine,
     Biased,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arrangements import Named
-from .checkpoint import Checkpoint, is_equal
+from .checkpoint.reader import Checkpoint, is_equal
 from .composing import Recipe, recipe
 from .errors import UnsupportedOpError
 from .files import scratch

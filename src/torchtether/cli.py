@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.reader import Checkpoint, open_checkpoint
 from .drawing import clean, said_bytes
 from .errors import CheckpointError, TetherError
 from .formats import WRITABLE

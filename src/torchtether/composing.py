@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .errors import SchemeError, UnsupportedOpError
 from .pieces import Composed, Piece, in_halves
 from .progress import Tick

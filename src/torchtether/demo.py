@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import Checkpoint
+from .checkpoint.reader import Checkpoint
+from .checkpoint.saver import save
 from .drawing import said_bytes
 from .exchange.scope import swapping
 from .load import load
 from .progress import Meter
-from .save import save
 from .ties.components import find_ties, named_tensors
 from .weights.weight import Weight
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .arrangements import Rotary
-from .checkpoint import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .errors import CheckpointError, RuleError
 from .files import PAIRS
 from .renaming import Naming, Rule, Substitution

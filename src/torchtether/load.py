@@ -17,7 +17,7 @@ from ._checks import check_callable, check_flag, check_module
 from ._gc import uncollected
 from ._signals import Deferred
 from .arranged import Arranged
-from .checkpoint import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .conversion import materializing
 from .conversion.quantizing import keep_loading
 from .conversion.selection import Rules, globs_of, unmatched

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ._checks import as_device
 from .arranged import Arranged
-from .checkpoint import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .conversion import materializing
 from .conversion.selection import Rules, schemes_for, unmatched
 from .errors import CheckpointError, TetherError, UnsupportedOpError

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint
+from .checkpoint.reader import Checkpoint
 from .errors import CheckpointError
 from .progress import Progress, Tick, ticking
 from .schemes import Parts, Scheme, Shape, dtype_name, same_bits

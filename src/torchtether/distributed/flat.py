@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
 from ..errors import CheckpointError
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
-from ..save import Aliases, HeldGroup, plan_groups
 from ..schemes import Part, Shape
 from ..weights.ops.rows import part_rows
 from ..weights.spec import WeightSpec, contiguous_stride

@@ -12,12 +12,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
+from ..checkpoint.writer import FilePlan, Group, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
 from ..files import Change, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
 from ..progress import Progress, ticking
-from ..save import Aliases, HeldGroup, plan_groups
-from ..writing import FilePlan, Group, check_keys, check_target, plan_files, write_shard
 from .flat import save_dcp
 from .optimizers import FOLDER, optimizer_tensors
 from .ranks import Ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .._checks import said
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..drawing import said_bytes
 from ..errors import ArgumentError
 from ..files import replacing

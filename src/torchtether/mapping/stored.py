@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.reader import Checkpoint
 from ..formats import Entry
 from ..schemes import Plain, dtype_name
 from ..weights.spec import Tie, View, contiguous_stride

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint import open_checkpoint
+from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.saver import save
 from ..errors import LawError, SchemeError, UnsupportedOpError
-from ..save import save
 from ..schemes import Parts, Scheme, Shape, same_bits, scheme_from_json
 from ..weights.weight import Weight
 from .draws import PATTERNS, SHAPES, Case, cases

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, UnsupportedOpError
-from .files import Store
-from .formats import Entry, is_in_parts
-from .schemes import Shape
-from .weights.spec import View, WeightSpec, contiguous_stride
-from .weights.weight import Weight
+from ..errors import CheckpointError, UnsupportedOpError
+from ..files import Store
+from ..formats import Entry, is_in_parts
+from ..schemes import Shape
+from ..weights.spec import View, WeightSpec, contiguous_stride
+from ..weights.weight import Weight
 
 Index = int | slice | EllipsisType
 Rows = Callable[[Entry, Shape, int, int], dict[str, Tensor]]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError, SchemeError, TieError
-from .files import (
+from ..errors import CheckpointError, SchemeError, TieError
+from ..files import (
     GGUF_SUFFIX,
     HEADERS,
     INDEX_SUFFIX,
@@ -34,10 +34,10 @@ from .files import (
     write_gguf,
     write_made,
 )
-from .formats import Contained, Writable, native, restated
-from .progress import Progress, Tick, ticking
-from .schemes import Shape
-from .weights.spec import Tie, WeightSpec, contiguous_stride
+from ..formats import Contained, Writable, native, restated
+from ..progress import Progress, Tick, ticking
+from ..schemes import Shape
+from ..weights.spec import Tie, WeightSpec, contiguous_stride
 
 _NO_DIGEST = "0" * 32
 """As long as a digest of a header."""

@@ -11,17 +11,17 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ._checks import check_path
-from ._gc import uncollected
-from .errors import CheckpointError, TetherError
-from .files import HIDDEN, Store, fresh, scratch
-from .formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
-from .progress import Tick, no_tick
-from .schemes import Shape, same_bits
+from .._checks import check_path
+from .._gc import uncollected
+from ..errors import CheckpointError, TetherError
+from ..files import HIDDEN, Store, fresh, scratch
+from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
+from ..progress import Tick, no_tick
+from ..schemes import Shape, same_bits
+from ..weights.ops.rows import part_rows, view_parts
+from ..weights.spec import Tie, View, WeightSpec, contiguous_stride
+from ..weights.weight import Weight
 from .slices import TensorSlice
-from .weights.ops.rows import part_rows, view_parts
-from .weights.spec import Tie, View, WeightSpec, contiguous_stride
-from .weights.weight import Weight
 
 _SMALL = 16 * 2**20  # bytes that a format may read to find out how others are to be read
 

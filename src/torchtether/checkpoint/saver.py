@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._checks import check_callable, check_path, said
-from .checkpoint import view_of
-from .errors import ArgumentError, CheckpointError, TieError
-from .files import CODES, HIDDEN, Pairs, check_writable
-from .formats import Contained, Writable, writable
-from .progress import Progress
-from .ties.components import Component, find_components, member_view, tie_of
-from .ties.storage import blocks_of
-from .weights.spec import Tie, View, contiguous_stride
-from .weights.weight import Weight
-from .writing import Group, write_groups
+from .._checks import check_callable, check_path, said
+from ..errors import ArgumentError, CheckpointError, TieError
+from ..files import CODES, HIDDEN, Pairs, check_writable
+from ..formats import Contained, Writable, writable
+from ..progress import Progress
+from ..ties.components import Component, find_components, member_view, tie_of
+from ..ties.storage import blocks_of
+from ..weights.spec import Tie, View, contiguous_stride
+from ..weights.weight import Weight
+from .reader import view_of
+from .writer import Group, write_groups
 
 Aliases = Literal["drop", "copy"]
 
