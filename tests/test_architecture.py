@@ -14,17 +14,17 @@ SOURCE = Path(torchtether.__file__).parent
 
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
-    {"_gc", "_signals", "drawing", "errors", "progress"},
+    {"_gc", "_signals", "errors", "progress"},
     {"_checks", "patterns", "torch_private"},
     {"compiled"},
     {"schemes"},
     {"weights"},
     {"pieces", "ties"},
     {"arrangements", "exchange", "files"},
-    {"conversion", "formats", "renaming", "report"},
+    {"conversion", "formats", "renaming"},
     {"checkpoint"},
-    {"composing", "gguf_names", "mapping", "testing", "transform", "verify"},
-    {"arranged"},
+    {"composing", "gguf_names", "pictures", "testing", "transform", "verify"},
+    {"arranged", "report"},
     {"plan"},
     {"load"},
     {"demo", "distributed"},

@@ -29,8 +29,8 @@ from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
 from .gguf_names import gguf_names
 from .load import LoadPlan, load, plan_load
-from .mapping import StorageDiff, StorageMap
-from .mapping import storage_map as map
+from .pictures import StorageDiff, StorageMap
+from .pictures import storage_map as map
 from .report import LoadReport
 from .schemes import (
     Affine,

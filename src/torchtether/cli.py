@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from .checkpoint.reader import Checkpoint, open_checkpoint
-from .drawing import clean, said_bytes
 from .errors import CheckpointError, TetherError
 from .formats import WRITABLE
-from .mapping import storage_map
+from .pictures import storage_map
+from .pictures.drawing import clean, said_bytes
 from .schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint

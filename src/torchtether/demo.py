@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from .checkpoint.reader import Checkpoint
 from .checkpoint.saver import save
-from .drawing import said_bytes
 from .exchange.scope import swapping
 from .load import load
+from .pictures.drawing import said_bytes
 from .progress import Meter
 from .ties.components import find_ties, named_tensors
 from .weights.weight import Weight

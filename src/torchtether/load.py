@@ -21,11 +21,11 @@ from .checkpoint.reader import Checkpoint
 from .conversion import materializing
 from .conversion.quantizing import keep_loading
 from .conversion.selection import Rules, globs_of, unmatched
-from .drawing import said_bytes
 from .errors import LoadError, SchemeError, TetherError
 from .exchange.exchange import Exchange
 from .exchange.optimizer_state import optimizers_of
 from .files import THREADS, Batch, Room, fresh
+from .pictures.drawing import said_bytes
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .progress import Meter, Progress, Tick, no_tick, ticking
 from .renaming import Rename

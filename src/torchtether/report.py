@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
-from .drawing import draw_timeline, said_bytes
 from .files.replacing import replacing
+from .pictures.drawing import draw_timeline, said_bytes
 from .progress import Sample
 from .weights.spec import Tie
 

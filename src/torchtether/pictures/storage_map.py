@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from .._checks import said
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..drawing import said_bytes
 from ..errors import ArgumentError
 from ..files import replacing
 from ..weights.spec import Tie
 from .difference import changes_between, grouped
+from .drawing import said_bytes
 from .facts import Group
 from .live import groups_of
 from .picture import bullets, draw, page, table, wide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..drawing import Scale, clean, cut_end, padded, said_bytes, width_of
+from .drawing import Scale, clean, cut_end, padded, said_bytes, width_of
 from .facts import Group
 from .rows import Row, rows_of
 

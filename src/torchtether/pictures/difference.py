@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..drawing import clean, said_bytes
+from .drawing import clean, said_bytes
 from .facts import Group, Held
 from .rows import counted, pattern_of
 

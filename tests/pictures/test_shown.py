@@ -12,8 +12,8 @@ from torch import nn
 
 import torchtether as tt
 from torchtether.cli import main
-from torchtether.drawing import Scale, clean, cut, width_of
-from torchtether.mapping.rows import pattern_of
+from torchtether.pictures.drawing import Scale, clean, cut, width_of
+from torchtether.pictures.rows import pattern_of
 
 NASTY = [
     "<script>alert(1)</script>",

@@ -12,7 +12,7 @@ from torch import nn
 import torchtether as tt
 from tests.catalog import SCHEMES
 from tests.ties.models import MODELS as TIED
-from torchtether.mapping.facts import extent, layout_of
+from torchtether.pictures.facts import extent, layout_of
 
 
 class Odd(nn.Module):

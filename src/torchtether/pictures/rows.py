@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..drawing import said_bytes
+from .drawing import said_bytes
 from .facts import Group, Held, Lane, Storage
 
 _LANES = 24

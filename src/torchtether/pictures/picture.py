@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..drawing import Scale, cut, cut_end, said_bytes
-from ..drawing.svg import CHARACTER, document, element, gaps, safe, style, words
+from .drawing import Scale, cut, cut_end, said_bytes
+from .drawing.svg import CHARACTER, document, element, gaps, safe, style, words
 from .facts import Group
 from .rows import Row, rows_of
 
