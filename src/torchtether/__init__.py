@@ -3,7 +3,6 @@
 from typing import Any as _Any
 
 from . import testing
-from .arrangements import Concat, Rotary, Split, Stack, Transpose
 from .checkpoint.reader import Checkpoint
 from .checkpoint.reader import open_checkpoint as open
 from .checkpoint.saver import save
@@ -27,10 +26,11 @@ from .errors import (
 )
 from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
-from .gguf_names import gguf_names
 from .load import LoadPlan, load, plan_load
 from .pictures import StorageDiff, StorageMap
 from .pictures import storage_map as map
+from .renaming.gguf import gguf_names
+from .renaming.rules import Concat, Rotary, Split, Stack, Transpose
 from .report import LoadReport
 from .schemes import (
     Affine,

@@ -16,7 +16,6 @@ from . import compiled
 from ._checks import check_callable, check_flag, check_module
 from ._gc import uncollected
 from ._signals import Deferred
-from .arranged import Arranged
 from .checkpoint.reader import Checkpoint
 from .conversion import materializing
 from .conversion.quantizing import keep_loading
@@ -28,7 +27,8 @@ from .files import THREADS, Batch, Room, fresh
 from .pictures.drawing import said_bytes
 from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .progress import Meter, Progress, Tick, no_tick, ticking
-from .renaming import Rename
+from .renaming.renamed_checkpoint import Arranged
+from .renaming.steps import Rename
 from .report import LoadReport
 from .schemes import Shape
 from .ties.components import Member, find_components, member_view, named_tensors, span_tensor, tie, untie

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import torchtether as tt
 from tests.load.test_rename_rules import EXPERTS, holder
 from tests.load.test_slices import count  # noqa: F401 - a fixture
-from torchtether import arranged
-from torchtether.arranged import _bounded
+from torchtether.renaming.renamed_checkpoint import _bounded
+from torchtether.renaming.steps import renamed_checkpoint as arranged
 
 MIB = 2**20
 ROWS, COLUMNS, EXPERTS_IN_ALL = 1024, 2048, 16  # 8 MiB each, 256 MiB in all

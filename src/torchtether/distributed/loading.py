@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..arranged import Arranged
 from ..conversion.materializing import forget_recipes
 from ..conversion.quantizing import keep_loading
 from ..conversion.selection import Rules
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange
 from ..load import LoadPlan, names_of_weights, plan_load
-from ..pieces import Range
 from ..plan import Device, Draft, Dtype, Step, Ties, is_filled
 from ..progress import Progress
-from ..renaming import Rename
+from ..renaming.pieces import Range
+from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.steps import Rename
 from ..report import LoadReport
 from ..schemes import Scheme, Shape
 from ..ties.components import Component, find_components, named_tensors

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError
-from ..pieces import Range
+from ..renaming.pieces import Range
 from ..schemes import Shape
 from ..ties.components import named_tensors
 from ..ties.storage import STOCK, is_strided, storage_id

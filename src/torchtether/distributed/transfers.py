@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 from ..formats import Writable
-from ..pieces import Range
+from ..renaming.pieces import Range
 from ..weights.ops.rows import part_rows
 from ..weights.weight import Weight
 from .ranks import Ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import RuleError
+from ..errors import RuleError
 
 NUMBER = "{}"
 """Where a target has the number of a piece."""

@@ -8,19 +8,19 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .arrangements import Named
-from .checkpoint.reader import Checkpoint, is_equal
-from .composing import Recipe, recipe
-from .errors import UnsupportedOpError
-from .files import scratch
-from .formats import Entry
+from ..checkpoint.reader import Checkpoint, is_equal
+from ..errors import UnsupportedOpError
+from ..files import scratch
+from ..formats import Entry
+from ..progress import Tick, no_tick
+from ..schemes import Plain, Shape
+from ..ties.storage import Block
+from ..weights.spec import View, WeightSpec
+from ..weights.weight import Weight
 from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
-from .progress import Tick, no_tick
-from .renaming import Rename, renamed
-from .schemes import Plain, Shape
-from .ties.storage import Block
-from .weights.spec import View, WeightSpec
-from .weights.weight import Weight
+from .quantized_rows import Recipe, recipe
+from .rules import Named
+from .steps import Rename, renamed
 
 _PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor
 

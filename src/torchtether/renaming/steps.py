@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ._checks import said
-from .arrangements import Concat, Named, Rotary, Split, Stack, Transpose
-from .errors import RuleError, TetherError
-from .ties.components import nearest
+from .._checks import said
+from ..errors import RuleError, TetherError
+from ..ties.components import nearest
+from .rules import Concat, Named, Rotary, Split, Stack, Transpose
 
 Rule = Concat | Split | Stack | Transpose | Rotary
 Substitution = tuple[str, str]
@@ -24,7 +24,7 @@ def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[s
     A rule that finds no name is a fault; a substitution, a mapping and a function need not find one.
 
     >>> import torch
-    >>> from torchtether.pieces import whole
+    >>> from torchtether.renaming.pieces import whole
     >>> from torchtether.schemes import Plain
     >>> from torchtether.weights.spec import WeightSpec
     >>> gamma = Named("model.norm.gamma", whole("model.norm.gamma", WeightSpec.of((2,), torch.float32, Plain())))

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .arrangements import Rotary
-from .checkpoint.reader import Checkpoint
-from .errors import CheckpointError, RuleError
-from .files import PAIRS
-from .renaming import Naming, Rule, Substitution
+from ..checkpoint.reader import Checkpoint
+from ..errors import CheckpointError, RuleError
+from ..files import PAIRS
+from .rules import Rotary
+from .steps import Naming, Rule, Substitution
 
 _DECODER: list[Substitution] = [
     (r"^token_embd\.", "model.embed_tokens."),

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checkpoint.reader import Checkpoint
-from .errors import SchemeError, UnsupportedOpError
+from ..checkpoint.reader import Checkpoint
+from ..errors import SchemeError, UnsupportedOpError
+from ..progress import Tick
+from ..schemes import Scheme, Shape
+from ..weights.ops.rows import part_rows, view_parts
+from ..weights.spec import WeightSpec, contiguous_stride
+from ..weights.weight import Weight
 from .pieces import Composed, Piece, in_halves
-from .progress import Tick
-from .schemes import Scheme, Shape
-from .weights.ops.rows import part_rows, view_parts
-from .weights.spec import WeightSpec, contiguous_stride
-from .weights.weight import Weight
 
 _FIX = "Load it from a float checkpoint, or dequantize it first."
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import torch
 
-from .schemes import Scheme, Shape
-from .weights.spec import WeightSpec
+from ..schemes import Scheme, Shape
+from ..weights.spec import WeightSpec
 
 Range = tuple[int, int]
 """From the first index to one past the last."""
