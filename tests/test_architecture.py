@@ -24,8 +24,7 @@ LEVELS = [
     {"conversion", "formats"},
     {"checkpoint"},
     {"pictures", "renaming", "testing", "transform", "verify"},
-    {"plan", "report"},
-    {"load"},
+    {"loading"},
     {"demo", "distributed"},
     {"cli"},
 ]

@@ -8,8 +8,8 @@ import torch
 
 import torchtether as tt
 from torchtether import progress
+from torchtether.loading.report import LoadReport
 from torchtether.progress import Meter
-from torchtether.report import LoadReport
 
 SIZE = 32 * 2**20
 SLACK = 8 * 2**20  # what else happens in the process

@@ -26,12 +26,12 @@ from .errors import (
 )
 from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
-from .load import LoadPlan, load, plan_load
+from .loading.contents import LoadPlan, load, plan_load
+from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap
 from .pictures import storage_map as map
 from .renaming.gguf import gguf_names
 from .renaming.rules import Concat, Rotary, Split, Stack, Transpose
-from .report import LoadReport
 from .schemes import (
     Affine,
     Biased,

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from .checkpoint.reader import Checkpoint
 from .checkpoint.saver import save
 from .exchange.scope import swapping
-from .load import load
+from .loading.contents import load
 from .pictures.drawing import said_bytes
 from .progress import Meter
 from .ties.components import find_ties, named_tensors

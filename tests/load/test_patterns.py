@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
-import torchtether.plan
+import torchtether.loading.matching
 from tests.load.models import Tied, build
 from torchtether.ties.components import named_tensors
 

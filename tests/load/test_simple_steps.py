@@ -8,7 +8,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.load.models import Tied, Turned, build
-from torchtether.plan import FLOATS, _Drafter
+from torchtether.loading.matching import FLOATS, _Drafter
 from torchtether.ties.components import named_tensors
 
 

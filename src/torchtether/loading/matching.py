@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._checks import as_device
-from .checkpoint.reader import Checkpoint
-from .conversion import materializing
-from .conversion.selection import Rules, schemes_for, unmatched
-from .errors import CheckpointError, TetherError, UnsupportedOpError
-from .renaming.renamed_checkpoint import Arranged
-from .renaming.steps import Rename
-from .schemes import Scheme, Shape
-from .ties.components import Component, Member, find_components, nearest, tie_of
-from .ties.storage import STOCK, is_strided
-from .weights.spec import Tie, View, order_of
-from .weights.weight import Weight
+from .._checks import as_device
+from ..checkpoint.reader import Checkpoint
+from ..conversion import materializing
+from ..conversion.selection import Rules, schemes_for, unmatched
+from ..errors import CheckpointError, TetherError, UnsupportedOpError
+from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.steps import Rename
+from ..schemes import Scheme, Shape
+from ..ties.components import Component, Member, find_components, nearest, tie_of
+from ..ties.storage import STOCK, is_strided
+from ..weights.spec import Tie, View, order_of
+from ..weights.weight import Weight
 
 Ties = Literal["match", "file", "model"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
-from .files.replacing import replacing
-from .pictures.drawing import draw_timeline, said_bytes
-from .progress import Sample
-from .weights.spec import Tie
+from ..files.replacing import replacing
+from ..pictures.drawing import draw_timeline, said_bytes
+from ..progress import Sample
+from ..weights.spec import Tie
 
 
 @dataclass(frozen=True)

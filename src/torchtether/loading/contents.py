@@ -12,31 +12,31 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import compiled
-from ._checks import check_callable, check_flag, check_module
-from ._gc import uncollected
-from ._signals import Deferred
-from .checkpoint.reader import Checkpoint
-from .conversion import materializing
-from .conversion.quantizing import keep_loading
-from .conversion.selection import Rules, globs_of, unmatched
-from .errors import LoadError, SchemeError, TetherError
-from .exchange.exchange import Exchange
-from .exchange.optimizer_state import optimizers_of
-from .files import THREADS, Batch, Room, fresh
-from .pictures.drawing import said_bytes
-from .plan import Device, Draft, Dtype, Step, Ties, draft, said_keys
-from .progress import Meter, Progress, Tick, no_tick, ticking
-from .renaming.renamed_checkpoint import Arranged
-from .renaming.steps import Rename
+from .. import compiled
+from .._checks import check_callable, check_flag, check_module
+from .._gc import uncollected
+from .._signals import Deferred
+from ..checkpoint.reader import Checkpoint
+from ..conversion import materializing
+from ..conversion.quantizing import keep_loading
+from ..conversion.selection import Rules, globs_of, unmatched
+from ..errors import LoadError, SchemeError, TetherError
+from ..exchange.exchange import Exchange
+from ..exchange.optimizer_state import optimizers_of
+from ..files import THREADS, Batch, Room, fresh
+from ..pictures.drawing import said_bytes
+from ..progress import Meter, Progress, Tick, no_tick, ticking
+from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.steps import Rename
+from ..schemes import Shape
+from ..ties.components import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
+from ..ties.storage import STOCK
+from ..weights.module_load import encoded_as
+from ..weights.ops.rows import part_rows
+from ..weights.spec import WeightSpec, order_of
+from ..weights.weight import Weight
+from .matching import Device, Draft, Dtype, Step, Ties, draft, said_keys
 from .report import LoadReport
-from .schemes import Shape
-from .ties.components import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
-from .ties.storage import STOCK
-from .weights.module_load import encoded_as
-from .weights.ops.rows import part_rows
-from .weights.spec import WeightSpec, order_of
-from .weights.weight import Weight
 
 _SHOWN = 12
 
