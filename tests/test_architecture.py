@@ -23,10 +23,9 @@ LEVELS = [
     {"exchange", "files"},
     {"conversion", "formats"},
     {"checkpoint"},
-    {"pictures", "renaming", "testing", "transform", "verify"},
+    {"pictures", "renaming", "testing"},
     {"loading"},
-    {"demo", "distributed"},
-    {"cli"},
+    {"cli", "distributed"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm", "rich"}

@@ -13,8 +13,8 @@ from torch import nn
 
 import torchtether as tt
 from tests.load.models import MODELS, Tied, Turned, build
-from torchtether import demo
-from torchtether.cli import main
+from torchtether.cli import demonstration
+from torchtether.cli.main import main
 from torchtether.progress import ticking
 from torchtether.schemes import NAMED
 
@@ -242,7 +242,7 @@ def test_ctrl_c_exits_130(monkeypatch, capsys):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run_demo", interrupt)
+    monkeypatch.setattr(demonstration, "run_demo", interrupt)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == "torchtether: interrupted\n"
 
@@ -250,7 +250,7 @@ def test_ctrl_c_exits_130(monkeypatch, capsys):
 def test_the_module_can_be_run(tmp_path):
     tt.save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     done = subprocess.run(
-        [sys.executable, "-m", "torchtether.cli", "inspect", str(tmp_path / "x.safetensors")],
+        [sys.executable, "-m", "torchtether.cli.main", "inspect", str(tmp_path / "x.safetensors")],
         capture_output=True,
         text=True,
         check=True,
@@ -261,10 +261,10 @@ def test_the_module_can_be_run(tmp_path):
 def test_the_demo_shows_what_differs(tmp_path, monkeypatch):
     """Both columns on a tiny model, in this process: stock loses what the demo says it loses, and we do not."""
     for name, value in {"VOCABULARY": 64, "WIDTH": 32, "DEPTH": 1, "HEADS": 2}.items():
-        monkeypatch.setattr(demo, name, value)
-    monkeypatch.setattr(demo.Transformer.__init__, "__defaults__", (64, 32, 1, 2))
-    tt.save(demo.Transformer(), tmp_path / "source", max_shard_size="8kB")
-    stock, ours = demo.run_stock(tmp_path), demo.run_ours(tmp_path)
+        monkeypatch.setattr(demonstration, name, value)
+    monkeypatch.setattr(demonstration.Transformer.__init__, "__defaults__", (64, 32, 1, 2))
+    tt.save(demonstration.Transformer(), tmp_path / "source", max_shard_size="8kB")
+    stock, ours = demonstration.run_stock(tmp_path), demonstration.run_ours(tmp_path)
     assert stock["after loading: tie"] == "lost; left on meta: head.weight"
     assert ours["after loading: tie"] == "kept"
     assert stock["Parameter objects kept"].startswith("1 of ")

@@ -14,8 +14,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.load.models import MODELS, Slices, Storage, Tied, build
-from torchtether import transform
-from torchtether.cli import main
+from torchtether.cli.main import main, transform
 from torchtether.files import write_tensors
 from torchtether.schemes import NAMED, scheme_from_text
 
@@ -390,7 +389,7 @@ def test_an_interrupt_at_any_tensor_leaves_nothing(source, tmp_path, monkeypatch
 _KILLED = """
 import os, signal, sys
 from torchtether import transform
-from torchtether.cli import main
+from torchtether.cli.main import main
 stock, left = transform._read, int(sys.argv.pop(1))
 def killed(*arguments):
     global left

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import torchtether as tt
 from tests.catalog import SCHEMES
-from torchtether import verify
-from torchtether.cli import main
+from torchtether.cli.main import main, verify
+from torchtether.cli.verify import verify_checkpoint
 from torchtether.files import KEY
-from torchtether.verify import verify_checkpoint
 
 # -- checksums --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +182,7 @@ def test_a_bound_that_all_rows_share_is_not_taken_from_some(tmp_path, monkeypatc
 _PEAK = """
 import sys
 from torchtether.progress import Meter
-from torchtether.verify import verify_checkpoint
+from torchtether.cli.verify import verify_checkpoint
 verify_checkpoint(sys.argv[3], against=sys.argv[4])  # imports, and what torch sets up once
 with Meter() as meter:
     report = verify_checkpoint(sys.argv[1], against=sys.argv[2])

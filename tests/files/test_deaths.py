@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from torchtether.cli import main
+from torchtether.cli.main import main
 from torchtether.files import locks, store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchtether as tt
-from torchtether.cli import main
+from torchtether.cli.main import main
 from torchtether.files import TensorFile, new_folder, replacing
 from torchtether.files.locks import hold
 from torchtether.files.names import name_beside
@@ -34,7 +34,7 @@ def source(tmp_path_factory):
 _FORKS = """
 import json, os, signal, sys, time
 import torchtether.transform, torchtether.verify
-from torchtether.cli import main
+from torchtether.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 for line in sys.stdin:
     words, number, after, errors = json.loads(line)

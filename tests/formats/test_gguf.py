@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import torchtether as tt
 from tests.formats.files import faults
 from tests.formats.ggufs import gguf
-from torchtether.cli import main
+from torchtether.cli.main import main
+from torchtether.cli.transform import quantize_checkpoint
 from torchtether.files import PACKINGS, PAIRS
 from torchtether.formats.gguf_blocks import CODECS
-from torchtether.transform import quantize_checkpoint
 
 
 def raw(packing, shape, seed=0):

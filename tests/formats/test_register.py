@@ -9,7 +9,7 @@ from torch import nn
 
 import torchtether as tt
 from torchtether import formats
-from torchtether.cli import main
+from torchtether.cli.main import main
 from torchtether.formats import Entry, Found
 
 SCHEME = tt.int8()

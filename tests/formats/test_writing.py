@@ -10,7 +10,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.formats.files import random, write
-from torchtether.cli import main
+from torchtether.cli.main import main
 from torchtether.files import KEY
 from torchtether.formats import WRITABLE, bitsandbytes, native
 

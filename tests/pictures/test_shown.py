@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchtether as tt
-from torchtether.cli import main
+from torchtether.cli.main import main
 from torchtether.pictures.drawing import Scale, clean, cut, width_of
 from torchtether.pictures.rows import pattern_of
 

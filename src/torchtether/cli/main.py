@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from .checkpoint.reader import Checkpoint, open_checkpoint
-from .errors import CheckpointError, TetherError
-from .formats import WRITABLE
-from .pictures import storage_map
-from .pictures.drawing import clean, said_bytes
-from .schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..errors import CheckpointError, TetherError
+from ..formats import WRITABLE
+from ..pictures import storage_map
+from ..pictures.drawing import clean, said_bytes
+from ..schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
+from ..weights.spec import View
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
-from .weights.spec import View
 
 Verb = Callable[[argparse.Namespace], None]
 
@@ -330,7 +330,7 @@ def _say_made(target: Path, report: TransformReport, done: str) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from .demo import run_demo
+    from .demonstration import run_demo
 
     run_demo()
 

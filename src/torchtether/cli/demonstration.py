@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint.reader import Checkpoint
-from .checkpoint.saver import save
-from .exchange.scope import swapping
-from .loading.contents import load
-from .pictures.drawing import said_bytes
-from .progress import Meter
-from .ties.components import find_ties, named_tensors
-from .weights.weight import Weight
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.saver import save
+from ..exchange.scope import swapping
+from ..loading.contents import load
+from ..pictures.drawing import said_bytes
+from ..progress import Meter
+from ..ties.components import find_ties, named_tensors
+from ..weights.weight import Weight
 
 VOCABULARY, WIDTH, DEPTH, HEADS = 16_384, 512, 6, 8
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import compiled
-from .checkpoint.reader import Checkpoint, view_of
-from .checkpoint.saver import Aliases
-from .checkpoint.writer import Group, check_target, write_groups
-from .errors import CheckpointError, RuleError, SchemeError
-from .files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
-from .formats import Contained, Entry, Writable, writable
-from .progress import Progress
-from .schemes import Scheme, dtype_name, resolve
-from .weights.spec import Tie, View, WeightSpec, contiguous_stride, order_of
-from .weights.weight import Weight
+from .. import compiled
+from ..checkpoint.reader import Checkpoint, view_of
+from ..checkpoint.saver import Aliases
+from ..checkpoint.writer import Group, check_target, write_groups
+from ..errors import CheckpointError, RuleError, SchemeError
+from ..files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
+from ..formats import Contained, Entry, Writable, writable
+from ..progress import Progress
+from ..schemes import Scheme, dtype_name, resolve
+from ..weights.spec import Tie, View, WeightSpec, contiguous_stride, order_of
+from ..weights.weight import Weight
 
 SMALLEST = 32
 """A matrix with a side below this is left alone by default: a gate or a position bias, nothing that saves memory."""

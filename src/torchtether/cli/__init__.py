@@ -1,0 +1,1 @@
+"""The command line: checkpoints without the code of their models."""
