@@ -29,7 +29,7 @@ PROTOCOL = {
 """Other classes, and why they are no TetherError."""
 
 
-NAMED_BY_CALLERS = {"files", "formats", "spec.py", "schemes"}
+NAMED_BY_CALLERS = {"files", "formats", "weights/spec.py", "schemes"}
 """What reads and unpacks does not know of which tensor; whoever calls it adds the name."""
 
 
@@ -39,7 +39,7 @@ def _raises():
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 called = node.exc.func
                 name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-                room = path.relative_to(SOURCE).parts[0]
+                room = next((place for place in NAMED_BY_CALLERS if path.relative_to(SOURCE).is_relative_to(place)), "")
                 yield pytest.param(name, node.exc, room, id=f"{path.relative_to(SOURCE)}:{node.lineno}")
 
 

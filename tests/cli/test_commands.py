@@ -12,7 +12,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 import torchtether as tt
-from tests.load.models import MODELS, Tied, Turned, build
+from tests.loading.models import MODELS, Tied, Turned, build
 from torchtether.cli import demonstration
 from torchtether.cli.main import main
 from torchtether.progress import ticking

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import torchtether as tt
-from tests.load.models import MODELS, Slices, Storage, Tied, build
-from torchtether.cli.main import main, transform
+from tests.loading.models import MODELS, Slices, Storage, Tied, build
+from torchtether.cli import transform
+from torchtether.cli.main import main
 from torchtether.files import write_tensors
 from torchtether.schemes import NAMED, scheme_from_text
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import torchtether as tt
 from tests.catalog import SCHEMES
-from torchtether.cli.main import main, verify
+from torchtether.cli import verify
+from torchtether.cli.main import main
 from torchtether.cli.verify import verify_checkpoint
 from torchtether.files import KEY
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from tests.load.models import Tied, Turned, build
-from tests.load.test_round_trip import assert_same
+from tests.checkpoint.test_round_trip import assert_same
+from tests.loading.models import Tied, Turned, build
 from torchtether.ties.components import named_tensors
 
 accelerate = pytest.importorskip("accelerate")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torchtether as tt
-from tests.load.models import Tied, Turned, build
-from tests.load.test_round_trip import assert_same
+from tests.checkpoint.test_round_trip import assert_same
+from tests.loading.models import Tied, Turned, build
 from torchtether.ties.components import named_tensors
 
 hub = pytest.importorskip("huggingface_hub")

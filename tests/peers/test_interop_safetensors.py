@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from tests.load.models import Fused, Odd, Slices, Storage, Tied, Turned, build
-from tests.load.test_round_trip import assert_same, bits
-from torchtether.ties.components import named_tensors
+from tests.checkpoint.test_round_trip import assert_same, bits
+from tests.loading.models import Fused, Odd, Slices, Storage, Tied, Turned, build
+from torchtether.ties.components import find_components, named_tensors
 
 pytestmark = pytest.mark.peers
 
@@ -198,7 +198,7 @@ def test_shared_tensors_come_back_exactly_or_are_refused(tmp_path, row, aliases)
         assert recorded == shared
         if not any(tensor.numel() for tensor in named.values()):
             continue  # nothing to share
-        live = [set(component.names) for component in tt.ties.find_components(found) if len(component.names) > 1]
+        live = [set(component.names) for component in find_components(found) if len(component.names) > 1]
         assert live == shared
 
 

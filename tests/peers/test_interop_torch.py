@@ -6,8 +6,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 import torchtether as tt
-from tests.load.models import Fused, Slices, Storage, Tied, Turned, build
-from tests.load.test_round_trip import assert_same
+from tests.checkpoint.test_round_trip import assert_same
+from tests.loading.models import Fused, Slices, Storage, Tied, Turned, build
 from tests.peers.patterns import build as build_pattern
 from torchtether.ties.components import named_tensors
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchtether as tt
-from tests.load.models import Tied, build
+from tests.loading.models import Tied, build
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 

@@ -216,7 +216,7 @@ class LoadReturnsPlain(_Broken):
 def _in_swapping():
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename.endswith(("_stock.py", "swapping.py")):
+        if frame.f_code.co_filename.endswith(("stock_call.py", "scope.py")):
             return True
         frame = frame.f_back
     return False

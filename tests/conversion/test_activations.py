@@ -1,0 +1,392 @@
+"""Dynamic activations: what is rounded and how, what keeps the setting, and what is left alone."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.ao.quantization.fx._decomposed
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchtether as tt
+from tests.catalog import each_quantized
+from tests.weights.kernel_cases import rounded as rounded_as_here
+from torchtether.weights import weight as weight_module
+from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.products import build, rounding
+
+EPS = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+both = pytest.mark.parametrize("to", ["int8", "float8"])
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(scheme, to="int8", rows=48, columns=256, dtype=torch.float32, bias=True):
+    torch.manual_seed(1)
+    layer = tt.quantize(nn.Linear(columns, rows, bias=bias, dtype=dtype), {"weight": scheme}).requires_grad_(False)
+    return tt.quantize_activations(layer, to)
+
+
+def rounded(x, to):
+    """The inputs as float64, rounded as torch's reference does (int8), or to the nearest of all float8 (by search)."""
+    if to == "int8":
+        ops, wide = torch.ops.quantized_decomposed, x.float()
+        scale, zero = ops.choose_qparams_per_token(wide, torch.int8)
+        return ops.quantize_per_token(wide, scale, zero, -128, 127, torch.int8).double() * scale
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    every = every[every.isfinite()]
+    scale = x.double().abs().amax(-1, keepdim=True) / 448
+    return every[((x.double() / scale).unsqueeze(-1) - every).abs().argmin(-1)] * scale
+
+
+def exact(layer, x, to):
+    values, bias = (t.detach().dequantize() if isinstance(t, tt.Weight) else t.detach() for t in layer.parameters())
+    return F.linear(rounded(x, to), values.double(), bias.double())
+
+
+def error(got, expected):
+    return float((got.detach().double() - expected).norm() / expected.norm())
+
+
+# -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+@both
+@each_quantized
+def test_every_scheme_multiplies_rounded_inputs(row, to):
+    layer = layer_of(row.scheme, to, columns=64)
+    x = gaussian(5, 64)
+    got = layer(x)
+    assert error(got, exact(layer, x, to)) <= 2e-3  # a tie of rounding may fall the other way
+    tt.quantize_activations(layer, None)
+    plain = layer(x)
+    assert 3e-3 < error(got, plain.double()) < (0.02 if to == "int8" else 0.05)
+    assert torch.equal(layer(x), plain)
+
+
+@both
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32), tt.int4(), tt.fp8(), tt.nf4()], ids=str)
+@pytest.mark.parametrize("shape", [(256,), (1, 256), (2, 3, 256), (0, 256), (40, 256)], ids=str)
+def test_every_dtype_and_shape(scheme, dtype, shape, to):
+    layer = layer_of(scheme, to, dtype=dtype)
+    x = (gaussian(*shape) * 100).to(dtype)
+    got = layer(x)
+    turned = layer(x.mT.contiguous().mT) if len(shape) > 1 else got
+    assert (got.dtype, got.shape) == (dtype, (*shape[:-1], 48))
+    codes, scale = rounding.codes_of(x, to)
+    values = layer.weight.dequantize().double()
+    expected = F.linear(codes.double() * scale.double(), values, layer.bias.double())
+    assert (got.double() - expected).norm() <= EPS[dtype] * expected.norm()
+    assert (got - turned).norm() <= EPS[dtype] * got.norm()
+
+
+@pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scheme", [tt.int4(), tt.int4(32), tt.int4(64, symmetric=True), tt.int8(), tt.fp8()], ids=str)
+def test_compiled_kernels_round_as_torch_does(scheme, dtype, monkeypatch):
+    layer, x = layer_of(scheme, dtype=dtype, columns=1000 // 128 * 128), gaussian(4, 896).to(dtype)
+    x[2] *= 300
+    x[3, 5] = 1000
+    by_kernel = layer(x)
+    monkeypatch.setattr(linear_module, "_by_kernel", lambda *_: None)
+    monkeypatch.setattr(weight_module, "SHORTCUTS", {})
+    by_torch = layer(x)
+    for one, other in zip(by_kernel, by_torch, strict=True):
+        assert (one - other).norm() <= EPS[dtype] * other.norm()
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(), tt.nf4()], ids=str)
+def test_rows_are_rounded_by_themselves(scheme, dtype, to):
+    layer, x = layer_of(scheme, to, bias=False, dtype=dtype), gaussian(5, 256)
+    x[1] *= 1e6
+    x[2] = 0
+    x[3] *= 2.0**-128
+    x = x.to(dtype)
+    whole = layer(x)
+    values = layer.weight.dequantize().double()
+    expected = F.linear(rounded_as_here(x, to), values)
+    for got, meant, one in zip(whole, expected, x, strict=True):
+        for made in (got, layer(one)):  # which another kernel may answer
+            assert (made.double() - meant).norm() <= 2 * EPS[dtype] * meant.norm() + 2.0**-130  # subnormal ones
+    assert torch.equal(whole[2], torch.zeros(48, dtype=dtype))
+    assert whole[3].isfinite().all()
+
+
+@both
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(), tt.fp8()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_not_finite_gives_nan(scheme, dtype, to):
+    layer, x = layer_of(scheme, to, dtype=dtype), gaussian(4, 256).to(dtype)
+    x[0, 0], x[1, 3], x[2, 200] = torch.inf, torch.nan, -torch.inf
+    out = layer(x)
+    assert out[:3].isnan().all()
+    assert out[3].isfinite().all()
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_gradients_pass_as_if_nothing_were_rounded(to):
+    layer, x, up = layer_of(tt.int8(), None), gaussian(5, 256).requires_grad_(), gaussian(5, 48, seed=2)
+    layer.requires_grad_()
+    expected = torch.autograd.grad(layer(x), (x, *layer.parameters()), up)
+    tt.quantize_activations(layer, to)
+    out = layer(x)
+    assert error(out, exact(layer, x.detach(), to)) <= 2e-3
+    for got, wanted in zip(torch.autograd.grad(out, (x, *layer.parameters()), up), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), out)
+
+
+@both
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [(tt.int8(), torch.bfloat16), (tt.int8(), torch.float32), (tt.Affine(bits=3, block=(1, 32)), torch.float32)],
+    ids=["a kernel", "no kernel", "no layout"],
+)
+def test_compiled_code_follows(scheme, dtype, backend, to):
+    layer, x = layer_of(scheme, None, dtype=dtype), gaussian(5, 256).to(dtype)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    torch.testing.assert_close(compiled(x), layer(x))
+    plain = layer(x)
+    tt.quantize_activations(layer, to)
+    torch.testing.assert_close(compiled(x), layer(x))
+    assert not torch.equal(compiled(x), plain)
+    assert graphs.frame_count == 2
+    x.requires_grad_()
+    compiled(x).sum().backward()
+    found, x.grad = x.grad, None
+    layer(x).sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+@both
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
+def test_exported_and_traced_programs_round(to):
+    layer, x = layer_of(tt.int4(), to), gaussian(5, 256)
+    program = torch.export.export(layer, (x,))
+    torch.testing.assert_close(program.module()(x), layer(x))
+    assert not any("torchtether" in str(node.target) for node in program.run_decompositions().graph.nodes)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))
+
+
+@both
+def test_autocast_rounds_too(to):
+    layer, x = layer_of(tt.int8(), to), gaussian(5, 256)
+    for grads in (False, True):
+        with torch.set_grad_enabled(grads), torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        assert out.dtype is torch.bfloat16
+        assert error(out, exact(layer, x, to)) < 2**-7
+
+
+# -- what keeps it ----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(64, 256)
+        self.head = nn.Linear(256, 64, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids):
+        return self.head(self.emb(ids))
+
+
+def set_of(model):
+    return {p.spec.activations if isinstance(p, tt.Weight) else "plain" for p in model.parameters()}
+
+
+def _saved_and_loaded(model, folder):
+    tt.save(model, folder / "m.safetensors")
+    fresh = Tied()
+    tt.load(fresh, folder / "m.safetensors")
+    return fresh
+
+
+def _loaded_again(model, folder, assign=None):
+    other = Tied()
+    if assign is None:
+        tt.save(other, folder / "f.safetensors")
+        tt.load(model, folder / "f.safetensors")
+    else:
+        model.load_state_dict(other.state_dict(), assign=assign)
+    return model
+
+
+def _swapped(model):
+    with tt.swapping():
+        return model.to(torch.bfloat16)
+
+
+def _unpickled(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    fresh = tt.quantize(Tied(), {"emb.weight": "int8"})
+    fresh.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    assert set_of(fresh) == {None}  # what a module is told stays with it
+    return pickle.loads(pickle.dumps(model))
+
+
+KEEPERS = {
+    "convert": lambda model, _: tt.convert(model, dtype=torch.bfloat16),
+    "to": lambda model, _: model.to(torch.bfloat16),
+    "swapping": lambda model, _: _swapped(model),
+    "quantize": lambda model, _: tt.quantize(model, {"emb.weight": "int4"}),
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: _unpickled(model),
+    "save and load": _saved_and_loaded,
+    "load": _loaded_again,
+    "load_state_dict": lambda model, folder: _loaded_again(model, folder, assign=False),
+    "load_state_dict, assign": lambda model, folder: _loaded_again(model, folder, assign=True),
+}
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_it_stays_through(keeper, tmp_path):
+    model = tt.quantize_activations(tt.quantize(Tied(), {"emb.weight": tt.int8()}), "int8")
+    made = KEEPERS[keeper](model, tmp_path)
+    assert set_of(made) == {"int8"}
+    assert made.head.weight is made.emb.weight
+    ids = torch.arange(8)
+    with torch.no_grad():
+        rounds = made(ids)
+        plain = tt.quantize_activations(made, None)(ids)
+    assert not torch.equal(rounds, plain)
+
+
+def test_it_ends_with_dequantize():
+    model = tt.quantize_activations(tt.quantize(Tied(), {"emb.weight": tt.int8()}), "int8")
+    tt.quantize(tt.dequantize(model), {"emb.weight": tt.int8()})
+    assert set_of(model) == {None}
+
+
+def test_views_of_a_weight_round_too():
+    weight = layer_of(tt.int8()).weight
+    for view in (weight[:5], weight.detach(), weight.view(48, 256), weight.t().t(), weight.clone(), weight.t()):
+        assert view.spec.activations == "int8"
+
+
+def test_only_those_that_are_named():
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "b", "c")})
+    tt.quantize(model, {"[ab].weight": "int8"})
+    tt.quantize_activations(model, only="a*")
+    assert [model[n].weight.spec.activations for n in "ab"] == ["int8", None]
+    tt.quantize_activations(model, "float8", only=["b.*"])
+    assert [model[n].weight.spec.activations for n in "ab"] == ["int8", "float8"]
+
+
+@pytest.mark.parametrize(
+    ("to", "only", "kind", "words"),
+    [
+        ("int4", None, tt.ArgumentError, "to: is 'int4', known are 'int8', 'float8' and None"),
+        (8, None, tt.ArgumentError, "to: is 8"),
+        ("int8", "c*", tt.RuleError, "c\\*: only= matches no Weight, the nearest is"),
+        ("int8", 3, tt.ArgumentError, "only: 3 is no glob"),
+    ],
+)
+def test_refusals_change_nothing(to, only, kind, words):
+    model = tt.quantize(nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "c")}), {"a.weight": "int8"})
+    with pytest.raises(kind, match=words):
+        tt.quantize_activations(model, to, only=only)
+    assert model["a"].weight.spec.activations is None
+
+
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(tt.RuleError, match="has no Weight"):
+        tt.quantize_activations(nn.Linear(4, 4))
+
+
+def test_what_is_left_alone():
+    x = gaussian(3, 256)
+    plain, weight = nn.Linear(256, 8), layer_of(tt.int8(), None, rows=256).weight
+    ways = [lambda: plain(x), lambda: x @ weight, lambda: F.embedding(torch.tensor([3]), weight), weight.dequantize]
+    before = [way() for way in ways]
+    weight.set_activations("int8")
+    assert all(map(torch.equal, before, [way() for way in ways]))
+
+
+def test_unknown_activations_of_a_file_are_refused():
+    record = {**layer_of(tt.int8()).weight.spec.to_json(), "activations": "int3"}
+    with pytest.raises(tt.SchemeError, match="unknown activations 'int3'"):
+        tt.WeightSpec.from_json(record)
+
+
+# -- products of 8 bits with 8 bits: on GPUs, of which there is none here ----------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Affine(block=(None, None), narrow_range=True, unit=1 / 127)], ids=str)
+def test_integers_with_integers(scheme):
+    weight, x = tt.Weight.encode(gaussian(48, 64), scheme), gaussian(32, 64, seed=3)
+    expected = rounded(x, "int8") @ weight.dequantize().double().T
+    assert error(rounding.int_mm(x, scheme, weight.parts), expected) <= 1e-3
+    x[0, 1], x[1, 1] = torch.nan, torch.inf
+    assert rounding.int_mm(x, scheme, weight.parts)[:2].isnan().all()
+
+
+ON_GPU = [(tt.int8(), "int8", "int_mm"), (tt.fp8(), "float8", "scaled_mm")]
+
+
+@pytest.mark.parametrize(("scheme", "to", "engine"), ON_GPU, ids=str)
+@pytest.mark.parametrize("is_below", [False, True], ids=["linear", "below autograd"])
+def test_on_a_gpu_torch_multiplies_codes_with_codes(scheme, to, engine, is_below, monkeypatch):
+    """Fake tensors: shapes, dtypes and which product is called."""
+    called = []
+    for name, real in rounding.ENGINES.items():
+        monkeypatch.setitem(rounding.ENGINES, name, lambda *a, name=name, real=real: called.append(name) or real(*a))
+    monkeypatch.setattr(linear_module, "capability", lambda device: (9, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layout = scheme.layout((48, 256))
+        parts = {n: torch.empty(p.shape, dtype=p.dtype or torch.bfloat16, device="cuda") for n, p in layout.items()}
+        spec = tt.WeightSpec.of((48, 256), torch.bfloat16, scheme).replace(activations=to)
+        weight = tt.Weight(parts, spec)
+        x = torch.empty(2, 16, 256, dtype=torch.bfloat16, device="cuda")
+        bias = torch.empty(48, dtype=torch.bfloat16, device="cuda")
+        with torch.no_grad():
+            flat = torch.addmm(bias, x.view(32, 256), weight.t()) if is_below else F.linear(x, weight, bias)
+        out = flat.view(2, 16, 48)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 16, 48), torch.bfloat16, "cuda")
+    assert called == [engine]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "dtype", "capability"),
+    [
+        ((48, 60), 32, torch.bfloat16, (9, 0)),
+        ((44, 64), 32, torch.bfloat16, (9, 0)),
+        ((48, 64), 16, torch.bfloat16, (7, 0)),
+        ((48, 64), 32, torch.bfloat16, (0, 0)),
+        ((3, 48, 64), 32, torch.bfloat16, (9, 0)),
+    ],
+)
+def test_what_those_products_do_not_take(shape, rows, dtype, capability):
+    for scheme, to, _ in ON_GPU:
+        assert rounding.engine_for(to, scheme, shape, rows, dtype, capability) is None
+
+
+@both
+@pytest.mark.parametrize(
+    "scheme",
+    [tt.int8(32), tt.int8(symmetric=False), tt.int4(32), tt.nf4(), tt.fp8("block"), tt.fp8("tensor"), tt.mxfp4()],
+    ids=str,
+)
+def test_schemes_that_those_products_do_not_know(scheme, to):
+    assert rounding.engine_for(to, scheme, (48, 256), 32, torch.bfloat16, (9, 0)) is None

@@ -1,0 +1,189 @@
+"""``convert`` keeps what it converts attached: kinds of models x optimizers x before and after the first step."""
+
+import pytest
+import torch
+
+from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of, watch
+from torchtether.conversion.converting import convert
+from torchtether.exchange.exchange import Exchange
+from torchtether.ties.components import find_components, find_ties
+
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+steps = pytest.mark.parametrize("steps", [0, 1])
+
+
+@kinds
+@optimizers
+@steps
+def test_objects_ties_grads_hooks_and_state_survive(kind, optimizer, steps):
+    made = rig(kind, optimizer, steps=steps)
+    before, ties = kept(made.model), [tie.names for tie in find_ties(made.model)]
+    assert convert(made.model, dtype=torch.float64, optimizer=made.optimizer) is made.model
+    assert kept(made.model) == before
+    assert [tie.names for tie in find_ties(made.model)] == ties
+    for tensor in tensors_of(made.model).values():
+        assert tensor.dtype == (torch.float64 if tensor.is_floating_point() else torch.int64)
+        assert tensor.grad_fn is None
+        assert tensor.grad is None or tensor.grad.dtype == torch.float64
+    for state in made.optimizer.state.values():
+        assert all(value.dtype == torch.float64 for value in state.values() if torch.is_tensor(value) and value.dim())
+
+    made.seen.clear()
+    made.step()
+    trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+    assert {name for how, name in made.seen if how == "grad"} == trained
+    assert {name for how, name in made.seen if how == "post"} == trained
+
+
+@kinds
+@optimizers
+@steps
+def test_training_goes_on_as_in_a_stock_conversion(kind, optimizer, steps):
+    """From the same state, the next step is bit for bit that of ``.to(bfloat16)`` with the state cast by hand."""
+    ours, stock = rig(kind, optimizer, steps=steps), rig(kind, optimizer, steps=steps)
+    if any(view for tie in find_ties(ours.model) for view in tie.views):
+        pytest.skip("torch splits views, so there is no stock conversion to agree with")
+    convert(ours.model, dtype=torch.bfloat16, optimizer=ours.optimizer)
+    if "first" in stock.model._buffers:
+        stock.model._buffers["first"] = None  # torch splits a buffer from its parameter
+    stock.model.to(torch.bfloat16)
+    stock.optimizer.load_state_dict(stock.optimizer.state_dict())
+    for _ in range(2):
+        assert ours.step() == stock.step()
+    theirs = dict(stock.model.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+
+
+@kinds
+def test_views_share_memory_afterwards(kind):
+    made = rig(kind)
+    ties = [tie for tie in find_ties(made.model) if not all(tie.objects)]
+    convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    for before, after in zip(ties, [tie for tie in find_ties(made.model) if not all(tie.objects)], strict=True):
+        geometry = [view and (view.size, view.stride, view.offset) for view in before.views]
+        assert geometry == [view and (view.size, view.stride, view.offset) for view in after.views]
+
+
+@kinds
+def test_handles_still_remove_and_later_hooks_fire(kind):
+    made = rig(kind)
+    convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    for handle in made.handles:
+        handle.remove()
+    for name, parameter in made.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad, name=name: made.seen.append(("late", name)))
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: made.seen.append(("later", name)))
+    made.seen.clear()
+    made.step()
+    trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+    assert set(made.seen) == {(how, name) for how in ("late", "later") for name in trained}
+
+
+@kinds
+@pytest.mark.parametrize("atomic", ["checked", "full"])
+def test_a_conversion_that_changes_nothing_touches_nothing(kind, atomic, monkeypatch):
+    made = rig(kind)
+    before = snapshot(made.model, made.optimizer)
+    monkeypatch.setattr(Exchange, "put", None)
+    convert(made.model, dtype=torch.float32, device="cpu", optimizer=made.optimizer, atomic=atomic)
+    convert(made.model, optimizer=made.optimizer, atomic=atomic)
+    assert snapshot(made.model, made.optimizer) == before
+
+
+@kinds
+def test_values_are_converted_once_per_piece_of_memory(kind, monkeypatch):
+    """As many conversions as pieces of memory, not as names or objects."""
+    made = rig(kind)
+    calls = []
+    watch(monkeypatch, lambda call: lambda *arguments: calls.append(arguments[1]) or call(*arguments))
+    pieces = [c for c in find_components(made.model) if any(m.tensor.is_floating_point() for m in c.members)]
+    convert(made.model, dtype=torch.float64)
+    assert len(calls) == len(pieces)
+
+
+@kinds
+def test_there_and_back_is_the_same_model(kind):
+    made = rig(kind)
+    before = snapshot(made.model, made.optimizer)
+    for dtype in (torch.float64, torch.float32):
+        convert(made.model, dtype=dtype, optimizer=made.optimizer)
+    after = snapshot(made.model, made.optimizer)
+    for name, shot in before.items():
+        if isinstance(shot, dict):
+            assert {k: v for k, v in after[name].items() if k != "memory"} == {
+                k: v for k, v in shot.items() if k != "memory"
+            }
+
+
+@kinds
+def test_moving_to_meta_keeps_everything_but_values(kind):
+    """Also a device that ``.data =`` cannot reach, and dtypes that differ inside one memory."""
+    made = rig(kind)
+    before, ties = kept(made.model), [tie.names for tie in find_ties(made.model)]
+    convert(made.model, device="meta", optimizer=made.optimizer)
+    assert kept(made.model) == before
+    assert [tie.names for tie in find_ties(made.model)] == ties
+    assert all(tensor.is_meta for tensor in tensors_of(made.model).values())
+    for state in made.optimizer.state.values():
+        assert all(value.is_meta for value in state.values() if torch.is_tensor(value) and value.dim())
+
+
+def test_memory_of_two_dtypes_moves_but_does_not_convert():
+    layer = torch.nn.Linear(4, 4)
+    layer.register_buffer("codes", layer.weight.data.view(torch.int32))
+    with pytest.raises(RuntimeError, match=r"weight: overlaps in memory with another dtype .*codes is torch.int32"):
+        convert(layer, dtype=torch.bfloat16)
+    convert(layer, device="meta")
+    (tie,) = find_ties(layer)
+    assert tie.names == ("weight", "codes")
+
+
+def test_an_average_model_and_its_average_convert():
+    model = torch.nn.Linear(4, 4)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+    average.update_parameters(model)
+    convert(model, dtype=torch.float64)
+    convert(average, dtype=torch.float64)
+    average.update_parameters(model)
+    assert torch.equal(average.module.weight, model.weight)
+    assert average.n_averaged.dtype == torch.int64
+
+
+def test_a_grad_is_converted_with_its_parameter():
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.grad = grad = torch.full((2, 2), 0.3)
+    convert(layer, dtype=torch.bfloat16)
+    assert layer.weight.grad is grad
+    assert torch.equal(grad, torch.full((2, 2), 0.3).bfloat16())
+    layer.bias.grad = torch.zeros(2, dtype=torch.bfloat16)  # torch accepts it only if the parameter says bfloat16
+
+
+def test_a_sparse_grad_survives():
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    convert(table, dtype=torch.float64)
+    assert table.weight.grad.is_sparse
+    assert table.weight.grad.dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch calls CSR a beta
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_parameters_convert_whole(layout):
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.eye(3).to_sparse(layout=layout))
+    weight = layer.weight
+    convert(layer, dtype=torch.float64)
+    assert layer.weight is weight
+    values = weight.detach().coalesce() if layout == torch.sparse_coo else weight
+    assert weight.dtype == values.values().dtype == torch.float64
+    assert torch.equal(weight.to_dense(), torch.eye(3, dtype=torch.float64))
+
+
+def test_complex_parameters_become_wider_complex():
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    convert(layer, device="cpu")
+    assert layer.weight.dtype == torch.complex64

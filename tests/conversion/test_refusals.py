@@ -1,0 +1,272 @@
+"""What cannot be converted is said before anything changes: which parameter, who holds it, and what to do."""
+
+import pickle
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchtether as tt
+from tests.conversion.models import KINDS, OPTIMIZERS, rig, snapshot, tied
+from torchtether import ConversionError, OptimizerError
+from torchtether.conversion.converting import convert
+
+
+@contextmanager
+def refused(made, match, error=ConversionError):
+    """The body raises ``error`` with a text of one line that matches, and nothing has changed."""
+    before = snapshot(made.model, made.optimizer)
+    with pytest.raises(error, match=match) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert snapshot(made.model, made.optimizer) == before
+
+
+HOLDERS = {
+    "weak reference": (weakref.ref, r"held by a weak reference \(variable 'holder' in .*\)\. Drop the reference"),
+    "weak proxy": (weakref.proxy, r"held by a weak reference"),
+    "weak dictionary": (lambda p: weakref.WeakValueDictionary({1: p}), r"a weakref.WeakValueDictionary"),
+    "weak tensor keys": (
+        lambda p: [d := torch.utils.weak.WeakTensorKeyDictionary(), d.__setitem__(p, 1)][0],
+        r"a weak reference in a torch.utils.weak.WeakIdKeyDictionary|a torch.utils.weak.WeakTensorKeyDictionary",
+    ),
+    "C++ weak reference": (torch._C._WeakTensorRef, r"held by a weak reference in C\+\+"),
+    "view": (lambda p: p.view(-1), r"held by a view of it \(a tensor of shape \(16,\) .*'holder'.*Delete the view"),
+    "view without grad": (
+        lambda p: torch.no_grad()(lambda: p[1:])(),
+        r"held by a view of it \(a tensor of shape \(3, 4\)",
+    ),
+    "live graph": (lambda p: (p * p).sum(), r"a live graph, between forward and backward .*SumBackward0.*Run backward"),
+    "graph without saved values": (lambda p: p.sum(), r"a live graph"),
+    "retained graph": (
+        lambda p: [loss := (p * p).sum(), loss.backward(retain_graph=True)][0],
+        r"a live graph, between forward and backward",
+    ),
+    "gradient edge": (torch.autograd.graph.get_gradient_edge, r"a live graph.*GradientEdge"),
+    "gradient node": (lambda p: p.expand_as(p).grad_fn.next_functions[0][0], r"outside of any visible graph"),
+}
+
+
+@pytest.mark.parametrize(("hold", "match"), HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("atomic", ["checked", "full"])
+def test_a_held_parameter_is_named_with_its_holder(hold, match, atomic):
+    made = rig(lambda: tied(2))
+    made.optimizer.zero_grad()
+    holder = hold(made.model.l0.weight)
+    with refused(made, r"l0\.weight \(= l1\.weight\): " + ".*" + match):
+        convert(made.model, dtype=torch.float64, optimizer=made.optimizer, atomic=atomic)
+    del holder
+    convert(made.model, dtype=torch.float64, optimizer=made.optimizer, atomic=atomic)
+
+
+def test_a_frozen_weight_that_a_graph_needs_is_held():
+    made = rig(KINDS["plain"])
+    made.model.requires_grad_(False)
+    held = made.model(torch.ones(3, 4, requires_grad=True))
+    with refused(made, r"b\.weight: held by a live graph.*AddmmBackward0"):
+        convert(made.model, dtype=torch.float64)
+    held.sum().backward()
+    convert(made.model, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_between_forward_and_backward(kind):
+    made = rig(kind)
+    made.seen.clear()
+    loss = made.model(torch.ones(3, 4)).sum()
+    before = {name: (id(p), p.dtype, p.detach().clone()) for name, p in made.model.named_parameters()}
+    with pytest.raises(ConversionError, match=r"a live graph, between forward and backward.*Run backward first"):
+        convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    for name, p in made.model.named_parameters():
+        assert (id(p), p.dtype) == before[name][:2]
+        assert torch.equal(p, before[name][2])
+    loss.backward()  # still goes where it should
+    assert made.seen
+    del loss  # where a model saves nothing for backward, a graph stays live as long as it is held
+    convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+
+
+def test_a_loss_that_was_backpropagated_does_not_hold():
+    """Its graph keeps a node of every parameter alive, but no gradient can pass it again."""
+    made = rig(KINDS["lstm"])
+    loss = made.model(torch.ones(3, 4)).square().sum()
+    loss.backward()
+    convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    made.step()
+
+
+def test_a_view_that_is_converted_too_does_not_hold():
+    made = rig(KINDS["plain"])
+    with torch.no_grad():
+        made.model.register_buffer("row", made.model.a.weight[0])
+    loss = made.model(torch.ones(3, 4)).square().sum()
+    loss.backward()
+    convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
+    assert made.model.row.data_ptr() == made.model.a.weight.data_ptr()
+
+
+def test_saved_tensor_hooks_are_not_run_by_the_search():
+    """Checkpointing recomputes, and offloading reads the disk, in the hook that unpacks a saved tensor."""
+    made = rig(KINDS["plain"])
+
+    def unpack(packed):
+        raise AssertionError("unpacked")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        held = made.model(torch.ones(3, 4)).square().sum()
+    with refused(made, "a live graph"):
+        convert(made.model, dtype=torch.float64)
+    del held
+
+
+def test_all_refusals_are_told_at_once():
+    made = rig(KINDS["plain"])
+    made.optimizer.zero_grad()
+    holder = weakref.ref(made.model.a.weight), made.model.b.bias.view(2, 2)
+    text = r"cannot convert 2 of 4 tensors: a\.weight: held by a weak.*; b\.bias: held by a view.*Drop.*Delete"
+    with refused(made, text):
+        convert(made.model, dtype=torch.float64)
+    del holder
+
+
+def test_many_refusals_are_cut_short():
+    made = rig(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(10)]))
+    refs = [weakref.ref(p) for p in made.model.parameters()]
+    with refused(made, r"20 of 20 tensors: .*; and 12 more\. "):
+        convert(made.model, dtype=torch.float64)
+    del refs
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.uint8])
+def test_integer_and_complex_targets(dtype):
+    made = rig(KINDS["plain"])
+    with refused(made, rf"cannot convert a model to {dtype}, .*use tt\.quantize"):
+        convert(made.model, dtype=dtype, optimizer=made.optimizer)
+
+
+def test_complex_parameters_into_a_real_dtype():
+    made = rig(KINDS["plain"])
+    made.model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    with refused(made, r"phase: is torch\.complex64, torch\.float64 would drop its imaginary part"):
+        convert(made.model, dtype=torch.float64)
+
+
+def test_meta_has_no_values_to_move():
+    made = rig(KINDS["plain"])
+    made.model.b.to("meta")
+    with refused(made, r"b\.weight: is on meta and has no values to move to cpu\. Use tt\.materialize"):
+        convert(made.model, device="cpu")
+    convert(made.model.b, dtype=torch.float64)  # stays on meta
+    assert made.model.b.weight.is_meta
+
+
+def test_lazy_modules():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+    with pytest.raises(ConversionError, match=r"1\.weight: is lazy .*Run one forward before you convert"):
+        convert(model, dtype=torch.float64)
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_a_buffer_in_a_graph():
+    made = rig(KINDS["plain"])
+    made.model.register_buffer("state", made.model.a.bias.detach().requires_grad_() * 2)
+    with refused(made, r"state: is the result of MulBackward0, not a leaf\. Detach it first"):
+        convert(made.model, dtype=torch.float64)
+
+
+def test_inference_mode():
+    made = rig(KINDS["plain"])
+    with refused(made, r"cannot convert inside torch\.inference_mode"), torch.inference_mode():
+        convert(made.model, dtype=torch.float64)
+
+
+def test_cached_parametrizations():
+    made = rig(KINDS["parametrized"])
+    with torch.nn.utils.parametrize.cached():
+        with torch.no_grad():
+            made.model(torch.ones(3, 4))
+        with refused(made, r"inside parametrize\.cached"):
+            convert(made.model, dtype=torch.float64)
+
+
+def test_weights_have_no_one_byte_compute_dtype():
+    made = rig(KINDS["quantized"])
+    with refused(made, r"a\.weight: is a Weight, torch\.float8_e4m3fn cannot be its compute dtype"):
+        convert(made.model, dtype=torch.float8_e4m3fn)
+
+
+def test_weights_that_share_some_parts():
+    made = rig(KINDS["plain"])
+    weight = tt.Weight.encode(torch.randn(4, 4), tt.int8())
+    other = tt.Weight({**weight.parts, "scale": weight.parts["scale"] * 2}, weight.spec)
+    made.model.a.weight = nn.Parameter(weight)
+    made.model.b.weight = nn.Parameter(other)
+    with refused(made, r"b\.weight: shares only a part of its memory with a\.weight", tt.TieError):
+        convert(made.model, device="meta")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_of_another_model(optimizer):
+    made, other = rig(KINDS["plain"], optimizer), rig(KINDS["plain"], optimizer)
+    with refused(made, r"a\.weight, a\.bias, .*the optimizer does not hold them, and .*holds 4", OptimizerError):
+        convert(made.model, dtype=torch.float64, optimizer=other.optimizer)
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ddp(process_group):
+    made = rig(KINDS["plain"])
+    wrapped = nn.parallel.DistributedDataParallel(made.model)
+    for module in (wrapped, nn.Sequential(wrapped)):
+        with refused(made, r"under DistributedDataParallel: .*then wrap it"):
+            convert(module, dtype=torch.float64)
+    with refused(made, r"DistributedDataParallel, whose reducer"):
+        convert(made.model, dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1(process_group):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with pytest.raises(ConversionError, match=r"under FullyShardedDataParallel \(FSDP1\)"):
+        convert(wrapped, dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp2_before_and_after_its_first_forward(process_group):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [id(p) for p in model.parameters()]
+    convert(model, dtype=torch.float64)
+    assert [id(p) for p in model.parameters()] == before
+    assert all(type(p).__name__ == "DTensor" and p.dtype == torch.float64 for p in model.parameters())
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    held = model[1].weight.full_tensor().detach().clone()
+    optimizer.step()
+    assert not torch.equal(model[1].weight.full_tensor(), held)
+    with pytest.raises(ConversionError, match="after its first forward"):
+        convert(model, dtype=torch.float32)
+
+
+def test_a_dtype_that_is_none():
+    made = rig(KINDS["plain"])
+    with refused(made, r"dtype='bfloat16' is a str"):
+        convert(made.model, dtype="bfloat16")

@@ -1,0 +1,255 @@
+"""Inside ``swapping()`` stock ``.to()`` and its relatives keep models attached, whatever they are made of."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
+from torchtether import ConversionError, OptimizerError, TieError, quantize
+from torchtether.exchange.scope import swapping
+from torchtether.ties.components import find_ties
+
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+given = pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+
+
+def geometry(model):
+    return [(t.names, [v and (v.size, v.stride, v.offset) for v in t.views], t.objects) for t in find_ties(model)]
+
+
+@kinds
+@given
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_everything_survives_a_stock_conversion(kind, given, optimizer, steps):
+    made = rig(kind, optimizer, steps=steps)
+    before, ties = kept(made.model), geometry(made.model)
+    with swapping(made.model if given else None, optimizer=made.optimizer):
+        assert made.model.double() is made.model
+    assert kept(made.model) == before
+    assert geometry(made.model) == ties
+    for tensor in tensors_of(made.model).values():
+        assert tensor.dtype == (torch.float64 if tensor.is_floating_point() else torch.int64)
+    for state in made.optimizer.state.values():
+        assert all(value.dtype == torch.float64 for value in state.values() if torch.is_tensor(value) and value.dim())
+
+    made.seen.clear()
+    made.step()
+    trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+    assert set(made.seen) == {(how, name) for how in ("grad", "post") for name in trained}
+
+
+@kinds
+@pytest.mark.parametrize(
+    "convert",
+    [
+        nn.Module.bfloat16,
+        nn.Module.float,
+        nn.Module.cpu,
+        lambda m: m.to("cpu", torch.float16),
+        lambda m: m.type(torch.float64),
+    ],
+    ids=["bfloat16", "no-op", "cpu", "to", "type"],
+)
+def test_values_are_those_of_torch(kind, convert):
+    ours, stock = rig(kind), rig(kind)
+    if not all(all(tie.objects) for tie in find_ties(ours.model)) or kind is KINDS["buffer_is_parameter"]:
+        pytest.skip("torch splits these")
+    before = kept(ours.model)
+    with swapping(ours.model, optimizer=ours.optimizer):
+        convert(ours.model)
+    convert(stock.model)
+    theirs = tensors_of(stock.model)
+    for name, tensor in tensors_of(ours.model).items():
+        assert (tensor.dtype, tensor.device) == (theirs[name].dtype, theirs[name].device)
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0)
+    assert kept(ours.model) == before
+
+
+@kinds
+@given
+def test_to_empty_and_back_keeps_objects_and_ties(kind, given):
+    made = rig(kind)
+    before, ties = kept(made.model), geometry(made.model)
+    with swapping(made.model if given else None, optimizer=made.optimizer):
+        made.model.to_empty(device="meta")
+        made.model.to_empty(device="cpu")
+    after = kept(made.model)
+    assert {name: facts[:3] + facts[4:] for name, facts in after.items()} == {
+        name: facts[:3] + facts[4:] for name, facts in before.items()
+    }
+    assert geometry(made.model) == ties
+    assert not any(tensor.is_meta for tensor in tensors_of(made.model).values())
+    assert not any(v.is_meta for s in made.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
+
+
+@kinds
+def test_training_inside_the_scope(kind):
+    """Everything is attached again as soon as the stock call is over, not only at the end of the scope."""
+    made = rig(kind)
+    ids = {name: id(tensor) for name, tensor in tensors_of(made.model).items()}
+    with swapping(made.model, optimizer=made.optimizer):
+        for convert in (nn.Module.double, nn.Module.float, nn.Module.double):
+            convert(made.model)
+            made.seen.clear()
+            made.step()
+            trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+            assert set(made.seen) == {(how, name) for how in ("grad", "post") for name in trained}
+            assert {name: id(tensor) for name, tensor in tensors_of(made.model).items()} == ids
+
+
+def test_a_submodule_can_be_converted_alone():
+    made = rig(KINDS["view_transposed"])
+    before = kept(made.model)
+    with swapping(made.model, optimizer=made.optimizer):
+        made.model.a.float()
+    assert kept(made.model) == before
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_next_step_is_that_of_a_stock_model(optimizer):
+    ours, stock = rig(KINDS["tied_3"], optimizer), rig(KINDS["tied_3"], optimizer)
+    with swapping(ours.model, optimizer=ours.optimizer):
+        ours.model.bfloat16()
+    stock.model.bfloat16()
+    stock.optimizer.load_state_dict(stock.optimizer.state_dict())
+    for _ in range(2):
+        assert ours.step() == stock.step()
+    for one, two in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+HOLDERS = {
+    "weak reference": (lambda m: weakref.ref(m.b.weight), "b.weight: held by a weak reference"),
+    "view": (lambda m: m.b.weight.view(-1), "b.weight: held by a view"),
+    "live graph": (lambda m: m(torch.ones(3, 4)).square().sum(), "a live graph, between forward and backward"),
+}
+
+
+@given
+@pytest.mark.parametrize(("hold", "match"), HOLDERS.values(), ids=HOLDERS)
+def test_refusals_come_before_the_first_change(hold, match, given):
+    """Torch itself finds them one by one, with the tensors before converted."""
+    made = rig(KINDS["plain"])
+    holder = hold(made.model)
+    before = snapshot(made.model, made.optimizer)
+    with pytest.raises(ConversionError, match=match), swapping(made.model if given else None, optimizer=made.optimizer):
+        made.model.double()
+    assert snapshot(made.model, made.optimizer) == before
+    del holder
+
+
+def test_refusals_of_the_place():
+    model = KINDS["plain"]()
+    with torch.inference_mode(), pytest.raises(ConversionError, match="inference_mode"), swapping(model):
+        pass
+    other = torch.optim.SGD(KINDS["plain"]().parameters())
+    with pytest.raises(OptimizerError), swapping(model, optimizer=other):
+        pass
+    with pytest.raises(ConversionError, match="lazy"), swapping():
+        nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)).double()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_flag_is_put_back_after_errors(before):
+    torch.__future__.set_swap_module_params_on_conversion(before)
+    try:
+        with pytest.raises(ZeroDivisionError), swapping():  # noqa: PT012
+            assert torch.__future__.get_swap_module_params_on_conversion()
+            with swapping():
+                pass
+            assert torch.__future__.get_swap_module_params_on_conversion()
+            raise ZeroDivisionError
+        assert torch.__future__.get_swap_module_params_on_conversion() == before
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_a_function_that_fails_in_the_middle_leaves_objects_hooks_and_ties_whole():
+    made = rig(KINDS["view_transposed"])
+    before, ties = kept(made.model), geometry(made.model)
+    calls = []
+
+    def fragile(tensor):
+        calls.append(tensor)
+        if len(calls) == 5:
+            raise MemoryError("injected")
+        return tensor.clone()
+
+    with pytest.raises(MemoryError), swapping(made.model, optimizer=made.optimizer):
+        made.model._apply(fragile)
+    assert kept(made.model) == before
+    assert geometry(made.model) == ties
+
+
+def test_views_that_end_in_two_dtypes_are_an_error():
+    made = rig(KINDS["view_transposed"])
+    with pytest.raises(TieError, match=r"a\.weight: shared memory, and cannot any more \(a\.weight torch\.float64"):  # noqa: SIM117
+        with swapping(made.model):
+            made.model._apply(lambda t: t.double() if t.shape == (6, 4) else t.clone())
+
+
+def test_a_buffer_that_is_replaced_on_purpose_stays_replaced():
+    model = nn.BatchNorm1d(4)
+    wider = torch.ones(8)
+    with swapping(model):
+        model.double()
+        model.running_mean = wider
+    assert model.running_mean is wider
+
+
+def test_nested_scopes_and_our_own_verbs_inside():
+    from torchtether.conversion.converting import convert
+
+    made = rig(KINDS["view_transposed"])
+    before, ties = kept(made.model), geometry(made.model)
+    with swapping(made.model, optimizer=made.optimizer), swapping(made.model, optimizer=made.optimizer):
+        made.model.double()
+        convert(made.model, dtype=torch.float32, optimizer=made.optimizer)
+        made.model.double()
+    assert kept(made.model) == before
+    assert geometry(made.model) == ties
+    assert made.optimizer.state[made.model.a.weight]["exp_avg"].dtype == torch.float64
+    made.step()
+
+
+@pytest.mark.parametrize("tied", [lambda w: w.data, lambda w: w.data.t()], ids=["storage", "transposed"])
+@pytest.mark.parametrize("move", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")], ids=["to", "to_empty"])
+def test_quantized_tensors_over_one_memory_share_it_on_meta(tied, move):
+    """Where there are no addresses, only the memory object tells that they do not share it any more."""
+    model = nn.Module()
+    model.one = nn.Parameter(torch.randn(16, 32), requires_grad=False)
+    model.two = nn.Parameter(tied(model.one), requires_grad=False)
+    quantize(model, {"*": "int8"})
+    ties = geometry(model)
+    assert ties
+    with swapping(model):
+        move(model)
+    assert geometry(model) == ties
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch calls all but COO a beta
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_sparse_csc,
+        lambda t: t.to_sparse_bsr((2, 2)),
+        lambda t: t.to_sparse_bsc((2, 2)),
+    ],
+    ids=["coo", "csr", "csc", "bsr", "bsc"],
+)
+def test_sparse_parameters_are_not_torn(sparse):
+    """``.data = `` of a compressed layout takes the new dtype and keeps the old values."""
+    model = nn.Module()
+    model.weight = weight = nn.Parameter(sparse(torch.eye(4)))
+    with swapping(model):
+        model.to(torch.float64)
+    assert model.weight is weight
+    held = weight.detach()
+    values = held.coalesce().values() if held.layout == torch.sparse_coo else held.values()
+    assert weight.dtype == values.dtype == torch.float64
+    assert torch.equal(held.to_dense(), torch.eye(4, dtype=torch.float64))

@@ -1,0 +1,176 @@
+"""Everything that stands in the way of a load is found first, said at once, and leaves the model as it was."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import torchtether as tt
+from tests.loading.models import Tied, build
+from torchtether.ties.components import named_tensors
+
+
+def state(drop=(), **changes):
+    made = {name: tensor.clone() for name, tensor in build(Tied).state_dict().items() if name not in drop}
+    return {**made, **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
+
+
+FLOAT = torch.ones(8, 8)
+
+FAULTS = {
+    "missing": (state(drop=["mid.bias"]), {}, "mid.bias: the checkpoint does not have it, the nearest is"),
+    "unexpected": (state(more=FLOAT), {}, "more: the model does not have it, the nearest is"),
+    "shape": (
+        state(mid__weight=torch.ones(4, 8)),
+        {},
+        r"mid.weight: the checkpoint has shape \(4, 8\), the model has \(8, 8\)",
+    ),
+    "int8": (
+        state(mid__weight=FLOAT.to(torch.int8)),
+        {},
+        "mid.weight: the checkpoint has torch.int8, codes without a scale",
+    ),
+    "packed": (
+        state(mid__weight=FLOAT.to(torch.uint8)),
+        {},
+        "mid.weight: the checkpoint has torch.uint8, codes without",
+    ),
+    "int32": (
+        state(mid__weight=FLOAT.to(torch.int32)),
+        {},
+        "mid.weight: the checkpoint has torch.int32, codes without",
+    ),
+    "float8": (
+        state(mid__weight=FLOAT.to(torch.float8_e4m3fn)),
+        {},
+        "mid.weight: the checkpoint has torch.float8_e4m3fn, codes without",
+    ),
+    "complex": (
+        state(mid__weight=FLOAT.to(torch.complex64)),
+        {},
+        "mid.weight: the checkpoint has torch.complex64, which",
+    ),
+    "float_for_int": (state(steps=torch.tensor(1.5)), {}, "steps: the checkpoint has torch.float32, which torch.int64"),
+    "dtype_integer": (state(), {"dtype": torch.int32}, "dtype: torch.int32 is not a dtype to compute in"),
+    "dtype_float8": (state(), {"dtype": torch.float8_e4m3fn}, "dtype: torch.float8_e4m3fn is .* Use quantize="),
+    "dtype_text": (state(), {"dtype": "float32"}, "dtype: float32 is not a dtype"),
+    "scheme_fit": (state(), {"quantize": {"norm.weight": tt.fp8("block")}}, "norm.weight: blocks of 128 rows need"),
+    "scheme_name": (state(), {"quantize": "int9"}, "unknown scheme 'int9'"),
+    "rule": (
+        state(),
+        {"quantize": {"middle.*": "int8"}},
+        "middle.*: this rule matches no parameter, the nearest is 'mid.",
+    ),
+    "conflict": (state(), {"quantize": {"head.weight": "int8", "emb.weight": "nf4"}}, "to which it is tied"),
+    "ties_word": (state(), {"ties": "mine"}, "ties: 'mine' is none of"),
+    "collision": (state(), {"rename": [(r"norm\.(weight|bias)", "norm.weight")]}, "norm.weight: .* both renamed to it"),
+    "tie": (state(head__weight=torch.zeros(12, 8)), {}, "head.weight: the model ties it to emb.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("meta", [True, False])
+def test_each_fault_is_one_line_and_leaves_the_model_untouched(tmp_path, fault, meta):
+    named, options, what = FAULTS[fault]
+    tt.save(named, tmp_path / "x")
+    model = build(Tied, meta=meta, seed=4)
+    before = {name: (tensor, tensor.clone()) for name, tensor in named_tensors(model).items()}
+    with pytest.raises(tt.LoadError, match=what) as caught:
+        tt.load(model, tmp_path / "x", **options)
+    assert "\n" not in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    for name, tensor in named_tensors(model).items():
+        assert tensor is before[name][0]
+        assert type(tensor) in (torch.Tensor, nn.Parameter)
+        assert tensor.is_meta == meta
+        assert meta or torch.equal(tensor, before[name][1])
+
+
+def test_all_faults_are_said_at_once(tmp_path):
+    named = state(drop=["mid.bias"], more=FLOAT, mid__weight=torch.ones(4, 8), steps=torch.tensor(1.5))
+    tt.save(named, tmp_path / "x")
+    plan = tt.plan_load(build(Tied), tmp_path / "x", dtype=torch.int8, quantize={"nope": "int8"})
+    plan.close()
+    assert {fault.partition(":")[0] for fault in plan.faults} == {
+        "mid.bias",
+        "more",
+        "mid.weight",
+        "steps",
+        "dtype",
+        "nope",
+    }
+    with pytest.raises(tt.LoadError) as caught:
+        plan.apply()
+    assert all(fault in str(caught.value) for fault in plan.faults)
+    assert all(fault in str(plan) for fault in plan.faults)
+
+
+def test_a_long_list_of_faults_is_cut_and_says_where_the_rest_is(tmp_path):
+    tt.save({f"n{i}": torch.ones(1) for i in range(200)}, tmp_path / "x")
+    with pytest.raises(tt.LoadError, match=r"and \d+ more\. All of them are in tt.plan_load") as caught:
+        tt.load(build(Tied), tmp_path / "x")
+    assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_values_that_cannot_be_encoded_are_found_before_anything_changes(tmp_path, meta):
+    bad = torch.ones(8, 8)
+    bad[3, 3] = float("nan")
+    tt.save(state(mid__weight=bad), tmp_path / "x")
+    model = build(Tied, meta=meta, seed=4)
+    before = named_tensors(model)
+    with pytest.raises(tt.TetherError, match="mid.weight.*finite"):
+        tt.load(model, tmp_path / "x", quantize={"mid.weight": "int8", "emb.weight": "int8"})
+    for name, tensor in named_tensors(model).items():
+        assert tensor is before[name]
+        assert type(tensor) in (torch.Tensor, nn.Parameter)
+        assert tensor.is_meta == meta
+
+
+def test_a_quantized_file_is_not_quantized_again(tmp_path):
+    model = build(Tied)
+    tt.quantize(model, {"mid.weight": "int8"})
+    tt.save(model, tmp_path / "x")
+    again = build(Tied, meta=True)
+    tt.load(again, tmp_path / "x", quantize={"mid.weight": "int8"})
+    with pytest.raises(
+        tt.LoadError, match=r"mid.weight: the checkpoint holds it as Affine.*the rules ask for Codebook"
+    ):
+        tt.load(build(Tied, meta=True), tmp_path / "x", quantize={"mid.weight": "nf4"})
+
+
+def test_half_of_a_weight_is_an_error(tmp_path):
+    model = build(Tied)
+    tt.quantize(model, {"mid.weight": "int8"})
+    tt.save(model, tmp_path / "x.safetensors")
+    from torchtether.files import TensorFile, replacing, write_tensors
+
+    with TensorFile(tmp_path / "x.safetensors") as file:
+        metadata = dict(file.header.metadata)
+        tensors = {key: file.read(key) for key in file.header.tensors if key != "mid.weight.scale"}
+    with replacing(tmp_path / "y.safetensors") as (out,):
+        write_tensors(out, tensors, metadata, name="y")
+    with pytest.raises(tt.CheckpointError, match=r"y.safetensors: mid.weight: its part 'mid.weight.scale' is absent"):
+        tt.load(build(Tied), tmp_path / "y.safetensors")
+
+
+def test_a_parameter_that_is_held_is_named_and_nothing_changes(tmp_path):
+    tt.save(state(), tmp_path / "x")
+    model = build(Tied, seed=4)
+    before = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
+    view = model.mid.weight[1:]
+    with pytest.raises(tt.ConversionError, match=r"mid.weight"):
+        tt.load(model, tmp_path / "x", dtype=torch.bfloat16)
+    assert view is not None
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_a_lazy_parameter_is_a_fault(tmp_path, meta):
+    tt.save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "x")
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.LazyLinear(2)
+    with pytest.raises(tt.LoadError, match="weight: it is lazy"):
+        tt.load(model, tmp_path / "x")

@@ -1,0 +1,69 @@
+"""Products beside float64: what README promises of sums holds by every row of the table, whatever processor this is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchtether as tt
+from tests.catalog import rand
+from tests.weights.kernel_cases import as_on, rounded
+from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.products import choose
+from torchtether.weights.products.table import HALVES, INTEGERS
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""What one rounding moves a number by, at most, in units of it."""
+SCHEMES = {
+    "int8": tt.int8(),
+    "int8, groups": tt.int8(64, symmetric=False),
+    "int4": tt.int4(),
+    "int4, small groups": tt.int4(8),
+    "fp8": tt.fp8(),
+    "nf4": tt.nf4(),
+    "3 bits": tt.Affine(bits=3, block=(1, 32)),
+}
+MACHINES = [(fast, compiled) for fast in (False, True) for compiled in (False, True)]
+
+
+def allowed(weight, x, bias, fast):
+    """The largest error that README has for it: one rounding of the result, and what else it says."""
+    layout, dtype, unit, activations = weight.kernel_layout, x.dtype, UNIT[x.dtype], weight.spec.activations
+    kernel = choose(layout, dtype, x.shape[0])
+    values, meant = weight.dequantize().double().abs(), rounded(x, activations).abs()
+    sums = F.linear(meant, values)
+    product = F.linear(rounded(x, activations), weight.to(torch.float32).dequantize().double())
+    # float32 sums of 512 numbers, in any order
+    most = unit * (product + bias.double()).abs() + 2.0**-19 * (sums + bias.double().abs())
+    is_twice = fast and dtype in HALVES and activations is not None
+    if dtype in HALVES and kernel == "compiled" and layout.kind in INTEGERS and (activations is None or is_twice):
+        most += 2.0**-15 * F.linear(meant.amax(-1, keepdim=True).expand_as(meant), values)  # inputs as fixed point
+    if is_twice or kernel == "int8pack":
+        most += unit * (1 + unit) * product.abs()
+    if dtype in HALVES and ((activations is None and kernel == "chunks") or is_twice):
+        most += unit * sums  # weights rounded first
+    return most + 2.0**-40
+
+
+@pytest.mark.parametrize(("fast", "compiled"), MACHINES, ids=str)
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+@pytest.mark.parametrize("activations", [None, "int8", "float8"])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_products_are_summed_in_float32_and_rounded_as_promised(
+    scheme, activations, dtype, fast, compiled, monkeypatch
+):
+    with as_on(fast, compiled):
+        weight = tt.Weight.encode(rand(40, 512), scheme).to(dtype)
+        weight.set_activations(activations)
+        values, bias = weight.to(torch.float32).dequantize().double(), (10 * rand(40)).to(dtype)
+        parts, told = list(weight.parts.values()), linear_module.told(weight.spec)
+        for rows in (1, 3, 5, 8, 16, 17, 64):
+            x = (rand(rows, 512) * torch.logspace(-2, 2, rows).view(-1, 1)).to(dtype)
+            expected = F.linear(rounded(x, activations), values, bias.double())
+            with torch.no_grad():
+                found = {"eager": F.linear(x, weight, bias), "by addmm": torch.addmm(bias, x, weight.t())}
+                if activations is None:
+                    found["in a graph"] = torch.ops.torchtether.linear.default(x, bias, parts, told)
+            for way, got in found.items():
+                assert got.dtype == dtype
+                off = (got.double() - expected).abs() / allowed(weight, x, bias, fast)
+                assert off.max() <= 1, (way, rows, choose(weight.kernel_layout, dtype, rows), float(off.max()))
