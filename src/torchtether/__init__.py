@@ -26,6 +26,7 @@ from .errors import (
 )
 from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
+from .geometry.views import View
 from .loading.contents import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap
@@ -48,11 +49,12 @@ from .schemes import (
     nf4,
     nvfp4,
 )
-from .ties.components import check_ties, find_ties, tie, untie
+from .ties.edit import tie, untie
+from .ties.records import check_ties, find_ties
 from .torch_private.versions import warn_if_untested as _warn_if_untested
 from .weights import module_load as _module_load  # noqa: F401 - registers its rule
 from .weights import ops as _ops  # noqa: F401 - registers the rules
-from .weights.spec import Tie, View, WeightSpec
+from .weights.spec import Tie, WeightSpec
 from .weights.weight import Weight
 from .weights.weight import rebuild_weight as rebuild_weight
 from .weights.wrapper import WrapperTensor

@@ -13,7 +13,7 @@ from torch import nn
 import torchtether as tt
 from tests.loading.models import MODELS, Fused, Odd, Slices, Storage, Tied, Turned, build
 from torchtether.files import DTYPES, KEY, TensorFile
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 def bits(tensor):

@@ -10,7 +10,7 @@ from torch import nn
 import torchtether as tt
 from tests.catalog import few_schemes
 from tests.ties.models import MODELS
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 def _meta(make):

@@ -6,7 +6,8 @@ import torch
 from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of, watch
 from torchtether.conversion.converting import convert
 from torchtether.exchange.exchange import Exchange
-from torchtether.ties.components import find_components, find_ties
+from torchtether.ties.components import find_components
+from torchtether.ties.records import find_ties
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -12,7 +12,7 @@ from torch import nn
 import torchtether as tt
 from tests.catalog import few_schemes, rand
 from torchtether.schemes import SCHEMES
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 def _model(device="cpu"):

@@ -10,7 +10,7 @@ from tests.conversion.models import KINDS, rig, snapshot, watch
 from torchtether import ConversionError
 from torchtether.conversion.converting import convert
 from torchtether.exchange import exchange
-from torchtether.ties.components import find_ties
+from torchtether.ties.records import find_ties
 
 optimizers = importlib.import_module("torchtether.exchange.optimizer_state")
 

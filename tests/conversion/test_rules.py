@@ -6,7 +6,7 @@ from torch import nn
 
 import torchtether as tt
 from torchtether.conversion.selection import schemes_for
-from torchtether.ties.components import find_ties
+from torchtether.ties.records import find_ties
 
 
 def _model():

@@ -7,7 +7,7 @@ import torch
 
 import torchtether as tt
 from tests.ties.test_transformers import MODELS
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers

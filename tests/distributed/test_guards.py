@@ -16,7 +16,7 @@ import torchtether as tt
 from tests.distributed.models import GPT, T5, Block, Stack, Storage, data, lora, loss_of
 from tests.distributed.spawn import spawn
 from tests.distributed.training import compare, mesh_of, train, whole
-from torchtether.ties.components import recorded_ties
+from torchtether.ties.records import recorded_ties
 
 WORDS = 25
 UNITS = (Block, "emb", "head")

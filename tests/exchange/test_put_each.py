@@ -12,7 +12,8 @@ from torchtether import ConversionError
 from torchtether.conversion.converting import convert
 from torchtether.exchange import exchange
 from torchtether.exchange.exchange import Exchange
-from torchtether.ties.components import distinct_tensors, find_components, parted
+from torchtether.ties.components import find_components, parted
+from torchtether.ties.names import distinct_tensors
 
 
 def facts(shot):

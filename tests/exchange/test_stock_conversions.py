@@ -9,7 +9,7 @@ from torch import nn
 from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
 from torchtether import ConversionError, OptimizerError, TieError, quantize
 from torchtether.exchange.scope import swapping
-from torchtether.ties.components import find_ties
+from torchtether.ties.records import find_ties
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 given = pytest.mark.parametrize("given", [True, False], ids=["given", "found"])

@@ -9,7 +9,7 @@ from torch import nn
 import torchtether as tt
 from tests.conversion.models import KINDS, kept, rig
 from tests.interrupts import count_steps, interrupted, nothing_held
-from torchtether.ties.components import find_ties
+from torchtether.ties.records import find_ties
 
 # an interrupt may come while a generator is closed, where Python reports it and goes on
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -11,7 +11,7 @@ import torchtether as tt
 from tests.conversion.models import KINDS, bits, kept, rig, snapshot, tensors_of
 from torchtether import ConversionError, TieError
 from torchtether.exchange.scope import swapping
-from torchtether.ties.components import find_ties
+from torchtether.ties.records import find_ties
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 assigns = pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])

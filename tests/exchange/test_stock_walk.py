@@ -14,7 +14,7 @@ from tests.exchange.test_put_each import facts
 from torchtether import ConversionError
 from torchtether.exchange.scope import swapping
 from torchtether.exchange.stock_call import StockCall
-from torchtether.ties.components import find_ties
+from torchtether.ties.records import find_ties
 
 TORCHS = nn.Module._apply
 

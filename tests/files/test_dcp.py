@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchtether as tt
 from tests.distributed.spawn import spawn
 from torchtether.files import DcpFile, Store
-from torchtether.weights.spec import View
+from torchtether.geometry.views import View
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64, torch.complex64)
 

@@ -8,7 +8,8 @@ import torch
 
 import torchtether as tt
 from torchtether.files import KEY, Record, replacing, write_tensors
-from torchtether.weights.spec import Tie, View
+from torchtether.geometry.views import View
+from torchtether.weights.spec import Tie
 
 F32 = "float32"
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.loading.models import Tied, build
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 def state(drop=(), **changes):

@@ -12,7 +12,7 @@ import torch
 import torchtether as tt
 from tests.loading.models import MODELS, Slices, Tied, Turned, build
 from torchtether.progress import resident_memory
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torchtether as tt
 from tests.checkpoint.test_round_trip import assert_same
 from tests.loading.models import MODELS, Fused, Storage, Tied, build
 from torchtether.files import TensorFile
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 def applied(plan, *rounds):

@@ -13,7 +13,8 @@ from tests.checkpoint.test_round_trip import assert_same
 from tests.loading.models import Fused, Odd, Slices, Tied, Turned, build
 from torchtether.files.pickled import NESTED
 from torchtether.schemes import NAMED, same_bits
-from torchtether.ties.components import find_components, named_tensors
+from torchtether.ties.components import find_components
+from torchtether.ties.names import named_tensors
 
 MODELS = (Tied, Turned, Fused, Slices, Odd)  # torch.save refuses memory that is shared under two dtypes
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.loading.models import MODELS, Fused, Tied, Turned, build
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch import nn
 import torchtether as tt
 from tests.checkpoint.test_round_trip import assert_same
 from tests.loading.models import Tied, Turned, build
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what accelerate warns about

@@ -6,7 +6,7 @@ import torch
 import torchtether as tt
 from tests.checkpoint.test_round_trip import assert_same
 from tests.loading.models import Tied, Turned, build
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 hub = pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.peers

@@ -15,7 +15,8 @@ from torch import nn
 import torchtether as tt
 from tests.checkpoint.test_round_trip import assert_same, bits
 from tests.loading.models import Fused, Odd, Slices, Storage, Tied, Turned, build
-from torchtether.ties.components import find_components, named_tensors
+from torchtether.ties.components import find_components
+from torchtether.ties.names import named_tensors
 
 pytestmark = pytest.mark.peers
 

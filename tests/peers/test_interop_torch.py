@@ -9,7 +9,7 @@ import torchtether as tt
 from tests.checkpoint.test_round_trip import assert_same
 from tests.loading.models import Fused, Slices, Storage, Tied, Turned, build
 from tests.peers.patterns import build as build_pattern
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # no process group; deprecations inside torch
 

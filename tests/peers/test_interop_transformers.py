@@ -5,7 +5,7 @@ import torch
 
 import torchtether as tt
 from tests.peers.patterns import TRANSFORMERS, build, outputs_of
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what transformers warns about
 

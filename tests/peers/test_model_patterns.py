@@ -12,7 +12,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.peers.patterns import PATTERNS, TRANSFORMERS, build, outputs_of
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what peers warn about
 

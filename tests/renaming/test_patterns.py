@@ -7,7 +7,7 @@ from torch import nn
 import torchtether as tt
 import torchtether.loading.matching
 from tests.loading.models import Tied, build
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 HALF, FULL, WIDE = torch.bfloat16, torch.float32, torch.float64
 

@@ -11,7 +11,7 @@ from torch import nn
 import torchtether as tt
 from tests.checkpoint.test_round_trip import bits
 from tests.strategies import filled
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn)
 

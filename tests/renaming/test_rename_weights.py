@@ -14,7 +14,7 @@ from tests.renaming.test_rename_rules import EXPERTS, QKV, holder
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.schemes import Part
 from torchtether.schemes.tables import NF4
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 SCHEMES = {
     "int8": tt.int8(),

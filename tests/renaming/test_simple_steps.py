@@ -9,7 +9,7 @@ from torch import nn
 import torchtether as tt
 from tests.loading.models import Tied, Turned, build
 from torchtether.loading.matching import FLOATS, _Drafter
-from torchtether.ties.components import named_tensors
+from torchtether.ties.names import named_tensors
 
 
 def _steps(plan):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchtether.errors import SchemeError
-from torchtether.schemes import Parts, Scheme, Shape, blocks, scheme_from_json
+from torchtether.geometry.views import Shape
+from torchtether.schemes import Parts, Scheme, blocks, scheme_from_json
 
 PATTERNS = (
     "normal",

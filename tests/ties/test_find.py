@@ -9,14 +9,10 @@ from torch import nn
 
 import torchtether as tt
 from tests.ties.models import MODELS, dtypes, fused, overlapping, six_way, transposed, two_way
-from torchtether.ties.components import (
-    find_components,
-    find_ties,
-    member_view,
-    named_tensors,
-    shared_components,
-    span_tensor,
-)
+from torchtether.ties.components import find_components, shared_components
+from torchtether.ties.names import named_tensors
+from torchtether.ties.records import find_ties
+from torchtether.ties.spans import member_view, span_tensor
 
 each_model = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 each_device = pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -9,7 +9,8 @@ from torch import nn
 
 import torchtether as tt
 from tests.ties.models import fused, six_way, transposed, two_way
-from torchtether.ties.components import check_ties, find_ties, recorded_ties, tie, untie
+from torchtether.ties.edit import tie, untie
+from torchtether.ties.records import check_ties, find_ties, recorded_ties
 
 
 def _pair():

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtether.ties.components import check_ties, find_components, find_ties, member_view, span_tensor
+from torchtether.ties.components import find_components
+from torchtether.ties.records import check_ties, find_ties
+from torchtether.ties.spans import member_view, span_tensor
 
 
 @st.composite

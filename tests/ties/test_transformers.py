@@ -5,7 +5,9 @@ import warnings
 import pytest
 import torch
 
-from torchtether.ties.components import check_ties, find_ties, named_tensors, untie
+from torchtether.ties.edit import untie
+from torchtether.ties.names import named_tensors
+from torchtether.ties.records import check_ties, find_ties
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 import torchtether as tt
 from tests.catalog import SCHEMES, each_scheme, few_schemes, rand
+from torchtether.geometry.views import contiguous_stride
 from torchtether.weights import graph_cache_key as _code
 from torchtether.weights.graph_cache_key import digest_of_code
 from torchtether.weights.inner import EmptyStorage
-from torchtether.weights.spec import contiguous_stride
 
 
 def weight_of(scheme=None, rows=16, columns=64, **kwargs):

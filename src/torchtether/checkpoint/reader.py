@@ -16,10 +16,11 @@ from .._gc import uncollected
 from ..errors import CheckpointError, TetherError
 from ..files import HIDDEN, Store, fresh, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
+from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Tick, no_tick
-from ..schemes import Shape, same_bits
+from ..schemes import same_bits
 from ..weights.ops.rows import part_rows, view_parts
-from ..weights.spec import Tie, View, WeightSpec, contiguous_stride
+from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .slices import TensorSlice
 

@@ -15,10 +15,13 @@ from .._checks import check_callable, check_path, said
 from ..errors import ArgumentError, CheckpointError, TieError
 from ..files import CODES, HIDDEN, Pairs, check_writable
 from ..formats import Contained, Writable, writable
+from ..geometry.blocks import blocks_of
+from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
-from ..ties.components import Component, find_components, member_view, tie_of
-from ..ties.storage import blocks_of
-from ..weights.spec import Tie, View, contiguous_stride
+from ..ties.components import Component, find_components
+from ..ties.records import tie_of
+from ..ties.spans import member_view
+from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .reader import view_of
 from .writer import Group, write_groups

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..errors import CheckpointError, UnsupportedOpError
 from ..files import Store
 from ..formats import Entry, is_in_parts
-from ..schemes import Shape
-from ..weights.spec import View, WeightSpec, contiguous_stride
+from ..geometry.views import Shape, View, contiguous_stride
+from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 
 Index = int | slice | EllipsisType

@@ -35,9 +35,9 @@ from ..files import (
     write_made,
 )
 from ..formats import Contained, Writable, native, restated
+from ..geometry.views import Shape, contiguous_stride
 from ..progress import Progress, Tick, ticking
-from ..schemes import Shape
-from ..weights.spec import Tie, WeightSpec, contiguous_stride
+from ..weights.spec import Tie, WeightSpec
 
 _NO_DIGEST = "0" * 32
 """As long as a digest of a header."""

@@ -23,7 +23,8 @@ from ..exchange.scope import swapping
 from ..loading.contents import load
 from ..pictures.drawing import said_bytes
 from ..progress import Meter
-from ..ties.components import find_ties, named_tensors
+from ..ties.names import named_tensors
+from ..ties.records import find_ties
 from ..weights.weight import Weight
 
 VOCABULARY, WIDTH, DEPTH, HEADS = 16_384, 512, 6, 8

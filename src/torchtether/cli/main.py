@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from .._dtypes import dtype_from_name, dtype_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import CheckpointError, TetherError
 from ..formats import WRITABLE
+from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, said_bytes
-from ..schemes import NAMED, Plain, Scheme, dtype_from_name, dtype_name, scheme_from_text
-from ..weights.spec import View
+from ..schemes import NAMED, Plain, Scheme, scheme_from_text
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
 

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from .. import compiled
+from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint, view_of
 from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import Group, check_target, write_groups
 from ..errors import CheckpointError, RuleError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
 from ..formats import Contained, Entry, Writable, writable
+from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
-from ..schemes import Scheme, dtype_name, resolve
-from ..weights.spec import Tie, View, WeightSpec, contiguous_stride, order_of
+from ..schemes import Scheme, resolve
+from ..weights.spec import Tie, WeightSpec, order_of
 from ..weights.weight import Weight
 
 SMALLEST = 32

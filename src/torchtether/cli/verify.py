@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
+from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Progress, Tick, ticking
-from ..schemes import Parts, Scheme, Shape, dtype_name, same_bits
+from ..schemes import Parts, Scheme, same_bits
 from ..schemes.blocks import flat
 from ..weights.ops.rows import part_rows, view_parts
-from ..weights.spec import View, contiguous_stride
 from ..weights.weight import Weight
 
 _PIECE = 2**18  # elements that are decoded and compared at a time, in float64

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._checks import check_module
 from ..errors import ArgumentError, ConversionError, RuleError
-from ..ties.components import is_sharded, named_tensors
+from ..ties.names import is_sharded, named_tensors
 from ..weights.spec import ACTIVATIONS
 from ..weights.weight import Weight
 from .selection import globs_of, unmatched

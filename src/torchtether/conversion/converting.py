@@ -13,8 +13,9 @@ from .._checks import as_device, check_module
 from ..errors import ConversionError
 from ..exchange.exchange import Atomic, Exchange, said
 from ..exchange.optimizer_state import Optimizers
-from ..ties.components import Component, member_view, parted, span_tensor
-from ..ties.storage import STOCK
+from ..geometry.blocks import STOCK
+from ..ties.components import Component, parted
+from ..ties.spans import member_view, span_tensor
 from ..weights.weight import Weight
 
 Model = TypeVar("Model", bound=nn.Module)

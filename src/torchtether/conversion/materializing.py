@@ -17,8 +17,11 @@ from .._checks import as_device, check_callable, check_module
 from ..errors import ConversionError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
-from ..ties.components import Component, find_components, member_view, named_tensors, span_tensor, tie_of
-from ..ties.storage import is_strided
+from ..geometry.blocks import is_strided
+from ..ties.components import Component, find_components
+from ..ties.names import named_tensors
+from ..ties.records import tie_of
+from ..ties.spans import member_view, span_tensor
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
 from .recording import Recipe, Recorder, Replay, recording

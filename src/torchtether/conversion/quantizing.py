@@ -15,7 +15,10 @@ from ..errors import ConversionError, SchemeError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..schemes import Scheme
-from ..ties.components import Component, Member, find_components, is_sharded, member_view, span_tensor, tie_of
+from ..ties.components import Component, Member, find_components
+from ..ties.names import is_sharded
+from ..ties.records import tie_of
+from ..ties.spans import member_view, span_tensor
 from ..weights.module_load import module_load
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ConversionError
-from ..ties.storage import is_strided, storage_id
+from ..geometry.blocks import is_strided
+from ..geometry.views import extent
+from ..torch_private.tensors import storage_id
 
 _SMALL = 2**20
 """Elements up to which a real tensor that enters the record is copied at once; larger ones when the record ends."""
@@ -363,8 +365,9 @@ class Replay:
         if laid == (ref.stride, ref.offset, ref.is_conj, ref.is_neg) and storage_id(tensor) not in self._taken:
             self._taken.add(storage_id(tensor))
             return tensor.untyped_storage()
-        extent = sum((n - 1) * step for n, step in zip(ref.size, ref.stride, strict=True)) + 1 if tensor.numel() else 0
-        memory = torch.empty(ref.offset + extent, dtype=ref.dtype, device=self.device).untyped_storage()
+        memory = torch.empty(
+            ref.offset + extent(ref.size, ref.stride), dtype=ref.dtype, device=self.device
+        ).untyped_storage()
         _over(memory, ref, self.device).copy_(tensor)
         return memory
 

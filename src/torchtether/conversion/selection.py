@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ArgumentError, RuleError, SchemeError
 from ..schemes import Scheme, resolve
-from ..ties.components import is_sharded, named_tensors, nearest
+from ..ties.names import is_sharded, named_tensors, nearest
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
 

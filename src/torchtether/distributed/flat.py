@@ -16,9 +16,10 @@ from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
 from ..errors import CheckpointError
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
-from ..schemes import Part, Shape
+from ..geometry.views import Shape, contiguous_stride
+from ..schemes import Part
 from ..weights.ops.rows import part_rows
-from ..weights.spec import WeightSpec, contiguous_stride
+from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .optimizers import optimizer_tensors
 from .ranks import Ranks

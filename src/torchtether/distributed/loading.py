@@ -16,6 +16,7 @@ from ..conversion.quantizing import keep_loading
 from ..conversion.selection import Rules
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange
+from ..geometry.views import Shape
 from ..loading.contents import LoadPlan, names_of_weights, plan_load
 from ..loading.matching import Device, Draft, Dtype, Step, Ties, is_filled
 from ..loading.report import LoadReport
@@ -23,8 +24,9 @@ from ..progress import Progress
 from ..renaming.pieces import Range
 from ..renaming.renamed_checkpoint import Arranged
 from ..renaming.steps import Rename
-from ..schemes import Scheme, Shape
-from ..ties.components import Component, find_components, named_tensors
+from ..schemes import Scheme
+from ..ties.components import Component, find_components
+from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
 from ..weights.ops.rows import part_rows
 from ..weights.weight import Weight

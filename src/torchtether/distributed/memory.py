@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..schemes import Plain, Scheme, Shape
+from ..geometry.views import Shape
+from ..schemes import Plain, Scheme
 from ..torch_private.fsdp2 import frees_before_copy
 from ..weights.ops.linear import SCRATCH
 from ..weights.ops.sharding import rows_per_rank

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError, LoadError, OptimizerError
 from ..exchange.optimizer_state import check_belongs
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp
-from ..ties.components import named_tensors
-from ..weights.spec import View, contiguous_stride
+from ..geometry.views import View, contiguous_stride
+from ..ties.names import named_tensors
 from .shadows import box_of, local_of, redone
 
 FOLDER = "optimizer"

@@ -14,10 +14,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError
+from ..geometry.blocks import STOCK, is_strided
+from ..geometry.views import Shape
 from ..renaming.pieces import Range
-from ..schemes import Shape
-from ..ties.components import named_tensors
-from ..ties.storage import STOCK, is_strided, storage_id
+from ..ties.names import named_tensors
+from ..torch_private.tensors import storage_id
 from ..weights.weight import Weight
 from .views import has_views, put_views, spread, viewed_owners
 

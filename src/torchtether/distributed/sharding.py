@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConversionError, OptimizerError, TieError
 from ..exchange.optimizer_state import Optimizers, optimizers_of
+from ..geometry.blocks import blocks_of
+from ..geometry.views import View
 from ..schemes import Plain
-from ..ties.components import find_ties, named_tensors
-from ..ties.components import tie as tie_names
-from ..ties.storage import blocks_of
+from ..ties.edit import tie as tie_names
+from ..ties.names import named_tensors
+from ..ties.records import find_ties
 from ..torch_private.fsdp2 import follow_buffer, sharded_slots
-from ..weights.spec import Tie, View
+from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .guards import guard
 from .unit_plan import UnitPlan

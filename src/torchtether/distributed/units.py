@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import RuleError, TetherError, TieError
 from ..schemes import Plain
-from ..ties.components import find_ties, named_tensors, nearest, recorded_ties
+from ..ties.names import named_tensors, nearest
+from ..ties.records import find_ties, recorded_ties
 from ..weights.ops.sharding import cut_block, rows_per_rank
 from ..weights.spec import Tie
 from ..weights.weight import Weight

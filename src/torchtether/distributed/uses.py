@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..ties.components import named_tensors
+from ..ties.names import named_tensors
 
 _VIEWS = {"T", "mT", "H", "mH", "data"}
 """Attributes that give a tensor over the same values; all others (``shape``, ``dtype``) read no value."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import TieError
-from ..schemes import Shape
-from ..ties.components import named_tensors
-from ..weights.spec import Tie, View, contiguous_stride
+from ..geometry.views import Shape, View, contiguous_stride
+from ..ties.names import named_tensors
+from ..weights.spec import Tie
 from ..weights.weight import Weight
 
 _KEY = "_torchtether_views"

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._signals import Arguments, Deferred, Result, renewed_after_fork, take
 from ..errors import ConversionError, TetherError
-from ..ties.components import named_tensors
-from ..ties.storage import STOCK
+from ..geometry.blocks import STOCK
+from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, is_forwarded, renew_shards
 from ..torch_private.modules import is_parametrization_cached
 from ..torch_private.tensors import as_class, impl_id, reset, seat_hooks, swap_impl

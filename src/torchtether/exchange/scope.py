@@ -18,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 from .._checks import check_module
 from .._signals import Deferred, take
 from ..errors import TetherError
-from ..ties.components import find_components, named_tensors, tie_of
+from ..ties.components import find_components
+from ..ties.names import named_tensors
+from ..ties.records import tie_of
 from ..torch_private.modules import Apply, replace_apply, stock_apply
 from ..torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes
 from ..torch_private.versions import check_torch

@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import TetherError, TieError
-from ..ties.components import Component, member_view, parted
-from ..ties.storage import STOCK, blocks_of
+from ..geometry.blocks import STOCK, blocks_of
+from ..ties.components import Component, parted
+from ..ties.spans import member_view
 from ..torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
 from .exchange import Replacement, check_held, check_place, grad_shell, is_wrapper, names_of, said, user_attributes

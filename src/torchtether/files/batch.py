@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..geometry.views import Shape
 from ..progress import Tick
-from ..schemes import Shape
 from .header import Stored
 from .memory import memory_of, pieces
 from .system import read_at_once

@@ -19,7 +19,8 @@ from typing import Any, cast
 import torch
 
 from ..errors import CheckpointError
-from ..schemes import Shape
+from ..geometry.groups import overlapping
+from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from .batch import Buffer
 from .dtypes import CODES
@@ -109,14 +110,12 @@ def _is_overlapping(chunks: Sequence[_Chunk]) -> bool:
     if len(chunks) < 2 or not chunks[0].sizes:
         return len(chunks) > 1
     along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    open_: list[_Chunk] = []  # those that reach past the start of the next one
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        open_ = [one for one in open_ if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
-        for one in open_:
-            pairs = zip(one.offsets, one.sizes, chunk.offsets, chunk.sizes, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in pairs):
-                return True
-        open_.append(chunk)
+    spans = [(chunk.offsets[along], chunk.offsets[along] + chunk.sizes[along]) for chunk in chunks]
+    for i, j in overlapping(spans):
+        one, two = chunks[i], chunks[j]
+        pairs = zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
+        if all(a < b + m and b < a + n for a, n, b, m in pairs):
+            return True
     return False
 
 

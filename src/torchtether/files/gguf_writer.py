@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..geometry.views import Shape
 from ..progress import Tick, no_tick
-from ..schemes import Shape
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import ALIGNMENT, MAGIC, RANK_LIMIT
 from .writer import write_bytes, write_tensor

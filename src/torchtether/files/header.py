@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..schemes import Shape
+from ..geometry.views import Shape
 from .dtypes import CODES, DTYPES, WITHOUT_TORCH
 from .strict_json import VALUES, are_counts, check_extent, parse_object, said
 

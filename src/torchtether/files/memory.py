@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..schemes import Shape
+from ..geometry.views import Shape
 from ..torch_private.observers import is_observed
 from ..torch_private.tensors import empty_on_cpu
 from .system import HUGE_PAGE, ask_for_huge_pages

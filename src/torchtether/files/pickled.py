@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TetherError, TieError
-from ..ties.components import Component, find_components, tie_of
-from ..weights.spec import Tie, View, WeightSpec
+from ..geometry.views import View, extent
+from ..ties.components import Component, find_components
+from ..ties.records import tie_of
+from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .header import Header, Stored
 from .pickle_calls import check_calls
@@ -140,11 +142,8 @@ def _check_plain(tensor: Tensor, where: str) -> None:
         raise CheckpointError(f"a {type(tensor).__name__} of layout {tensor.layout} cannot be read", name=where)
     if tensor.is_conj() or tensor.is_neg():
         raise CheckpointError("it is a lazy conjugate or negative", name=where, fix="Resolve it before saving.")
-    extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    if (
-        tensor.numel()
-        and (tensor.storage_offset() + extent) * tensor.element_size() > tensor.untyped_storage().nbytes()
-    ):
+    reach = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
+    if tensor.numel() and reach * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError("it reaches past its storage", name=where)
 
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
-from ..schemes import Shape
-from ..weights.spec import View
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, fresh, memory_of, private_map, scratch
@@ -45,19 +44,14 @@ _SEEK = 4096
 """Bytes that lie in one from which on a read of its own is cheaper than what lies around them."""
 
 
-def _is_worth_apart(size: Shape, stride: Shape, item: int, extent: int) -> bool:
+def _is_worth_apart(size: Shape, stride: Shape, item: int, reach: int) -> bool:
     """Whether elements with gaps between them are to be read piece by piece: pieces are long, and gaps are much."""
     run, order = 1, sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1)
     for step, count in order:
         if step != run:
             break
         run *= count
-    return run * item >= _SEEK and 4 * math.prod(size) <= 3 * extent
-
-
-def _extent(size: Shape, stride: Shape) -> int:
-    """Elements from the first to the last one, both counted."""
-    return sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+    return run * item >= _SEEK and 4 * math.prod(size) <= 3 * reach
 
 
 class TensorFile:
@@ -187,18 +181,18 @@ class TensorFile:
         made = fresh(view.size, bits)  # of malloc, pieces of 4 MiB that come and go would each leave a hole
         if made.numel():
             item = view.dtype.itemsize
-            if (view.offset + _extent(view.size, view.stride)) * item > self.stored(key).nbytes:
+            if (view.offset + extent(view.size, view.stride)) * item > self.stored(key).nbytes:
                 self._fail(f"{view} reaches past its {self.stored(key).nbytes} bytes", key)
             self._gather(key, made, view.stride, self.stored(key).start + view.offset * item, tick)
         return made.view(view.dtype)
 
     def _gather(self, key: str, out: Tensor, stride: Shape, at: int, tick: Tick) -> None:
         size, item = tuple(out.shape), out.element_size()
-        extent = _extent(size, stride)
+        reach = extent(size, stride)
         if out.is_contiguous() and all(n == 1 or s == t for n, s, t in zip(size, stride, out.stride(), strict=True)):
             self._read(memory_of(out), at, key, tick)
-        elif extent * item <= PIECE and not _is_worth_apart(size, stride, item, extent):
-            given = scratch((extent,), out.dtype)
+        elif reach * item <= PIECE and not _is_worth_apart(size, stride, item, reach):
+            given = scratch((reach,), out.dtype)
             self._read(memory_of(given), at, key, tick)
             out.copy_(given.as_strided(size, stride))
         else:  # along the longest stride, so that the halves hardly overlap in the file

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, TetherError
-from ..schemes import Shape
-from ..weights.spec import Tie, View, WeightSpec, contiguous_stride
+from ..geometry.views import Shape, View, contiguous_stride, extent
+from ..weights.spec import Tie, WeightSpec
 from .dtypes import CODES
 from .header import Stored
 from .strict_json import VALUES, check_extent, check_length, is_count, parse_object, said
@@ -286,11 +286,9 @@ def _check_view(view: View, nbytes: int, where: str) -> None:
     if view.dtype not in CODES or len(view.size) > 64:
         raise CheckpointError(f"an alias of {view.dtype} and rank {len(view.size)} cannot be", name=where)
     item = view.dtype.itemsize
-    extent = 0 if 0 in view.size else sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True)) + 1
-    if (view.offset + extent) * item > nbytes:
-        raise CheckpointError(
-            f"the alias reaches byte {(view.offset + extent) * item} of its owner's {nbytes}", name=where
-        )
+    reach = (view.offset + extent(view.size, view.stride)) * item
+    if reach > nbytes:
+        raise CheckpointError(f"the alias reaches byte {reach} of its owner's {nbytes}", name=where)
     if math.prod(max(n, 1) for n in view.size) * item > max(nbytes, 16):
         raise CheckpointError(f"the alias of size {view.size} is larger than its owner of {nbytes} bytes", name=where)
     if view.overlaps_itself:

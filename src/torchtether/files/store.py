@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..geometry.views import Shape, View
 from ..progress import Tick, no_tick
-from ..schemes import Shape
-from ..weights.spec import View
 from .batch import Batch
 from .beside import read_beside
 from .dcp import DcpFile

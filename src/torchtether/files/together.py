@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..schemes import Shape
+from ..geometry.views import Shape
 from ..torch_private.processors import one_core
 from .memory import SHIFT, clear_of, scratch
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..geometry.views import Shape
 from ..progress import Tick, no_tick
-from ..schemes import Shape
 from .checksum import Checksum
 from .header import digest, format_header
 from .memory import memory_of, pieces

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..schemes import Shape
-from ..weights.spec import contiguous_stride
+from ..geometry.views import Shape, contiguous_stride
 from . import (
     auto_round,
     awq,

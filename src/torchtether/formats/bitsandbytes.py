@@ -28,7 +28,8 @@ from torch import Tensor
 from ..errors import SchemeError
 from ..files import Stored
 from ..files.strict_json import parse_object
-from ..schemes import Affine, Codebook, Shape
+from ..geometry.views import Shape
+from ..schemes import Affine, Codebook
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight

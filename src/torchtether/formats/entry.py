@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import Packing, Pairs, Record, Stored
-from ..schemes import Plain, Scheme, Shape
+from ..geometry.views import Shape
+from ..schemes import Plain, Scheme
 from ..weights.spec import WeightSpec
 
 NOTHING: Mapping[str, Any] = {}

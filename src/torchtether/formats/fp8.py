@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import Stored
-from ..schemes import ScaledFloat, Shape
+from ..geometry.views import Shape
+from ..schemes import ScaledFloat
 from .entry import Contents, Entry, Found, expect, spec_of
 from .rows import Along, all_along
 

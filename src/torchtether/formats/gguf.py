@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..errors import SchemeError
 from ..files import GGUF_SUFFIX, PACKINGS, Packing, Pairs, Stored
-from ..schemes import Affine, Scheme, Shape
+from ..geometry.views import Shape
+from ..schemes import Affine, Scheme
 from ..schemes.bits import pack as packed
 from ..schemes.bits import unpack as unpacked
 from ..weights.spec import WeightSpec

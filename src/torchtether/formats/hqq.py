@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..schemes import Shape
+from ..geometry.views import Shape
 from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces

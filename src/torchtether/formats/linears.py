@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..files import Stored
-from ..schemes import Shape
+from ..geometry.views import Shape
 from ..schemes.blocks import Block
 from .entry import Contents, Entry, Found
 from .name_patterns import Clock, NamePattern, is_pattern

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ..files import Stored
-from ..schemes import ScaledFloat, Shape
+from ..geometry.views import Shape
+from ..schemes import ScaledFloat
 from .entry import NOTHING, Contents, Entry, Found, expect, spec_of
 from .rows import Along, all_along
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..files import part_key
-from ..schemes import Shape
+from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Found

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..schemes import Affine, ScaledFloat, Scheme, Shape
+from ..geometry.views import Shape
+from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces

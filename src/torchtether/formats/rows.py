@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..files import Stored
-from ..schemes import Shape
-from ..weights.spec import View, contiguous_stride
+from ..geometry.views import Shape, View, contiguous_stride
 from .entry import Entry
 
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from ..errors import CheckpointError, SchemeError
 from ..files import Stored
 from ..files.strict_json import parse_object
-from ..schemes import Affine, ScaledFloat, Scheme, Shape
+from ..geometry.views import Shape
+from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, Block, pieces
 from .entry import Contents, Entry, Found, expect, spec_of

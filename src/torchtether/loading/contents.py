@@ -24,13 +24,16 @@ from ..errors import LoadError, SchemeError, TetherError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import optimizers_of
 from ..files import THREADS, Batch, Room, fresh
+from ..geometry.blocks import STOCK
+from ..geometry.views import Shape
 from ..pictures.drawing import said_bytes
 from ..progress import Meter, Progress, Tick, no_tick, ticking
 from ..renaming.renamed_checkpoint import Arranged
 from ..renaming.steps import Rename
-from ..schemes import Shape
-from ..ties.components import Member, find_components, member_view, named_tensors, span_tensor, tie, untie
-from ..ties.storage import STOCK
+from ..ties.components import Member, find_components
+from ..ties.edit import tie, untie
+from ..ties.names import named_tensors
+from ..ties.spans import member_view, span_tensor
 from ..weights.module_load import encoded_as
 from ..weights.ops.rows import part_rows
 from ..weights.spec import WeightSpec, order_of

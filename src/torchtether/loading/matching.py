@@ -16,12 +16,15 @@ from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
 from ..conversion.selection import Rules, schemes_for, unmatched
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
+from ..geometry.blocks import STOCK, is_strided
+from ..geometry.views import Shape, View, overlaps_itself
 from ..renaming.renamed_checkpoint import Arranged
 from ..renaming.steps import Rename
-from ..schemes import Scheme, Shape
-from ..ties.components import Component, Member, find_components, nearest, tie_of
-from ..ties.storage import STOCK, is_strided
-from ..weights.spec import Tie, View, order_of
+from ..schemes import Scheme
+from ..ties.components import Component, Member, find_components
+from ..ties.names import nearest
+from ..ties.records import tie_of
+from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
 
 Ties = Literal["match", "file", "model"]
@@ -611,12 +614,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may lie in one place (``expand``), so that it cannot be written to."""
     if isinstance(tensor, Weight) or tensor.is_contiguous() or tensor.numel() == 0:
         return False
-    reach = 1
-    for step, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
-        if step < reach:
-            return True
-        reach += step * (size - 1)
-    return False
+    return overlaps_itself(tensor.shape, tensor.stride())
 
 
 def _near(name: str, names: Iterable[str]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..schemes import Shape
+from ..geometry.groups import Groups
+from ..geometry.views import Shape
 from ..weights.spec import Tie
 
 T = TypeVar("T")
@@ -96,23 +97,12 @@ class Group:
 
 def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
     """``items``, together where they have a key in common, directly or through each other, in order."""
-    parent = list(range(len(items)))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
     first: dict[object, int] = {}
+    groups = Groups(len(items))
     for i, own in enumerate(keys):
         for key in own:
-            one, two = root(first.setdefault(key, i)), root(i)
-            parent[max(one, two)] = min(one, two)
-    groups: dict[int, list[T]] = {}
-    for i, item in enumerate(items):
-        groups.setdefault(root(i), []).append(item)
-    return list(groups.values())
+            groups.join(first.setdefault(key, i), i)
+    return [[items[i] for i in group] for group in groups.lists()]
 
 
 def layout_of(shape: Shape, stride: Shape) -> str:
@@ -137,10 +127,3 @@ def layout_of(shape: Shape, stride: Shape) -> str:
     if steps == ordered[::-1]:
         return "contiguous"
     return "transposed" if len(steps) == 2 else "permuted"
-
-
-def extent(shape: Shape, stride: Shape, itemsize: int) -> int:
-    """The bytes from the first element to the end of the last."""
-    if 0 in shape:
-        return 0
-    return (sum((size - 1) * jump for size, jump in zip(shape, stride, strict=True)) + 1) * itemsize

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._dtypes import dtype_name
 from ..errors import TieError
-from ..schemes import Shape, dtype_name
-from ..ties.components import Tensors, find_components, named_tensors, tie_of
-from ..ties.storage import is_strided, storage_id
+from ..geometry.blocks import is_strided
+from ..geometry.views import Shape, extent
+from ..ties.components import find_components
+from ..ties.names import Tensors, named_tensors
+from ..ties.records import tie_of
+from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .facts import Group, Held, Lane, Storage, extent, joined, layout_of
+from .facts import Group, Held, Lane, Storage, joined, layout_of
 
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -196,7 +200,7 @@ def _piece(tensor: Tensor, part: str) -> _Piece:
     shape, stride = _geometry(tensor)
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
-    stop = start + extent(shape, stride, size)
+    stop = start + extent(shape, stride) * size
     layout = _layout(tensor, shape, stride)
     is_dense = stop - start == tensor.numel() * size and "overlapping" not in layout
     lane = Lane(0, part, dtype_name(tensor.dtype), shape, stride, layout, start, stop, is_dense)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
 from ..formats import Entry
-from ..schemes import Plain, dtype_name
-from ..weights.spec import Tie, View, contiguous_stride
-from .facts import Group, Held, Lane, Storage, extent, layout_of
+from ..geometry.views import View, contiguous_stride, extent
+from ..schemes import Plain
+from ..weights.spec import Tie
+from .facts import Group, Held, Lane, Storage, layout_of
 
 
 def groups_of_checkpoint(checkpoint: Checkpoint) -> tuple[Group, ...]:
@@ -58,7 +60,7 @@ def _lane(owner: int, view: View, part: str, nbytes: int, whole: Lane) -> Lane:
     if part:
         return Lane(owner, part, whole.dtype, whole.shape, whole.stride, whole.layout, 0, nbytes)
     size = view.dtype.itemsize
-    start, reach = view.offset * size, extent(view.size, view.stride, size)
+    start, reach = view.offset * size, extent(view.size, view.stride) * size
     layout = layout_of(view.size, view.stride)
     is_dense = reach == math.prod(view.size) * size and layout != "overlapping"
     return Lane(owner, "", dtype_name(view.dtype), view.size, view.stride, layout, start, start + reach, is_dense)

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import torch
 
-from ..schemes import Scheme, Shape
+from ..geometry.views import Shape
+from ..schemes import Scheme
 from ..weights.spec import WeightSpec
 
 Range = tuple[int, int]

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..errors import SchemeError, UnsupportedOpError
+from ..geometry.views import Shape, contiguous_stride
 from ..progress import Tick
-from ..schemes import Scheme, Shape
+from ..schemes import Scheme
 from ..weights.ops.rows import part_rows, view_parts
-from ..weights.spec import WeightSpec, contiguous_stride
+from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .pieces import Composed, Piece, in_halves
 

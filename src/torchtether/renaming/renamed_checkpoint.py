@@ -12,10 +12,11 @@ from ..checkpoint.reader import Checkpoint, is_equal
 from ..errors import UnsupportedOpError
 from ..files import scratch
 from ..formats import Entry
+from ..geometry.blocks import Block
+from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
-from ..schemes import Plain, Shape
-from ..ties.storage import Block
-from ..weights.spec import View, WeightSpec
+from ..schemes import Plain
+from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
 from .quantized_rows import Recipe, recipe
@@ -223,10 +224,9 @@ class Arranged(Mapping[str, Composed]):
         for piece in self._made[name].pieces:
             home, view = self._place(piece)
             item = view.dtype.itemsize
-            reach = sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True)) + 1
-            extent = 0 if 0 in view.size else reach
             start = view.offset * item
-            blocks.append(Block(home, start, start + extent * item, view.size, view.stride, item))
+            stop = start + extent(view.size, view.stride) * item
+            blocks.append(Block(home, start, stop, view.size, view.stride, item))
         return blocks
 
     def tied(self) -> Iterator[list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import RuleError
-from ..schemes import Shape
+from ..geometry.views import Shape
 from .patterns import NUMBER, TURN_BY_HAND, check_pattern, left_out, replaced, turned
 from .pieces import Composed, concatenated, keys_of, narrowed, reordered, selected, stacked, transposed
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .._checks import said
 from ..errors import RuleError, TetherError
-from ..ties.components import nearest
+from ..ties.names import nearest
 from .rules import Concat, Named, Rotary, Split, Stack, Transpose
 
 Rule = Concat | Split | Stack | Transpose | Rotary

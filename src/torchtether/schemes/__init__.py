@@ -9,7 +9,7 @@ from .flattened import Flattened
 from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
 from .plain import Plain
 from .scaled_float import ScaledFloat
-from .scheme import SCHEMES, Part, Parts, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
+from .scheme import SCHEMES, Part, Parts, Scheme, scheme_from_json
 from .spelled import scheme_from_text
 from .super_blocks import SuperBlocks
 
@@ -26,10 +26,7 @@ __all__ = [
     "Plain",
     "ScaledFloat",
     "Scheme",
-    "Shape",
     "SuperBlocks",
-    "dtype_from_name",
-    "dtype_name",
     "fp4",
     "fp8",
     "int4",

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import compiled
+from .._dtypes import dtype_name
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from .bits import pack, unpack
 from .blocks import (
     Block,
@@ -25,7 +27,7 @@ from .blocks import (
     store_scale,
 )
 from .decoding import Blocked, quiet, unmoved
-from .scheme import Part, Parts, Shape, dtype_name
+from .scheme import Part, Parts
 from .search import FITS, SMALLEST, least_squares
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,7 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .._dtypes import dtype_name
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from .bits import pack, unpack
 from .blocks import (
     Block,
@@ -24,7 +26,7 @@ from .blocks import (
     store_scale,
 )
 from .decoding import Blocked, unmoved
-from .scheme import Part, Parts, Shape, dtype_name
+from .scheme import Part, Parts
 from .search import FITS, SMALLEST, half_quadratic, least_squares
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

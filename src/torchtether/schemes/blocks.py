@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import compiled
+from .._dtypes import dtype_name
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
-from .scheme import Part, Shape, dtype_name
+from .scheme import Part
 
 CHUNK = 1 << 20
 """Elements that are computed at once: 4 MiB of float32, which stays in the cache."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import compiled
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
 from . import blocks
 from .bits import lookup, pack, table_of
@@ -32,7 +33,7 @@ from .blocks import (
 )
 from .decoding import decode_rows, reshapable, take_rows
 from .nearest import count_above, nearest_codes
-from .scheme import Part, Parts, Scheme, Shape
+from .scheme import Part, Parts, Scheme
 from .search import FITS, RATIOS, SMALLEST
 from .tables import DYNAMIC
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .._checks import said
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from .bits import pack, unpack
 from .blocks import TINY, Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
 from .decoding import Blocked, unmoved
-from .scheme import Part, Parts, Shape
+from .scheme import Part, Parts
 
 
 @dataclass(frozen=True)

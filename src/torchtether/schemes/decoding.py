@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import compiled
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from .blocks import Block, Grid, grid_over, rows
-from .scheme import Part, Parts, Scheme, Shape
+from .scheme import Part, Parts, Scheme
 
 
 def decode_rows(

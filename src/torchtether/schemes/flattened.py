@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
-from .scheme import Part, Parts, Scheme, Shape
+from ..geometry.views import Shape
+from .scheme import Part, Parts, Scheme
 
 
 @dataclass(frozen=True)

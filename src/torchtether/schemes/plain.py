@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..geometry.views import Shape
 from .blocks import rows
-from .scheme import Part, Parts, Scheme, Shape
+from .scheme import Part, Parts, Scheme
 
 
 @dataclass(frozen=True)

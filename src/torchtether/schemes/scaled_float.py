@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import compiled
+from .._dtypes import dtype_name
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
 from .bits import lookup, pack, table_of
 from .blocks import (
@@ -29,7 +31,7 @@ from .blocks import (
 )
 from .decoding import Blocked, quiet
 from .nearest import count_above
-from .scheme import Part, Parts, Shape, dtype_name
+from .scheme import Part, Parts
 from .tables import E2M1, E2M3
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .. import compiled
+from .._dtypes import dtype_from_name, dtype_name
 from ..errors import SchemeError
+from ..geometry.views import Shape
 
-Shape = tuple[int, ...]
 Parts = Mapping[str, Tensor]
 
 SCHEMES: dict[str, type[Scheme]] = {}
@@ -203,23 +204,6 @@ def scheme_from_json(record: Any) -> Scheme:
         return SCHEMES[kind](**fields)
     except TypeError as error:
         raise SchemeError(f"scheme {kind!r} cannot be built from its record: {error}") from None
-
-
-_DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` as ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """``"float32"`` as ``torch.float32``; raises SchemeError for anything that is not a dtype's name."""
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise SchemeError(f"unknown dtype {name!r}")
-    return _DTYPES[name]
 
 
 def _jsonable(value: Any) -> Any:

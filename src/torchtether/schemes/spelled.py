@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from .._dtypes import dtype_from_name
 from ..errors import RuleError, SchemeError
 from .named import NAMED, resolve
-from .scheme import Scheme, dtype_from_name
+from .scheme import Scheme
 
 _LONGEST = 500
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
+from ..geometry.views import Shape
 from .bits import lookup, pack, table_of, unpack
 from .blocks import TINY, Grid, check_finite, code_part, fold, grid_over, rows, source
 from .decoding import decode_rows, reshapable, take_rows, unmoved
 from .nearest import count_above, nearest_codes
-from .scheme import Part, Parts, Scheme, Shape
+from .scheme import Part, Parts, Scheme
 
 _HALF = torch.float16
 

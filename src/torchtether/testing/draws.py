@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..schemes import Shape
+from ..geometry.views import Shape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that values come in."""

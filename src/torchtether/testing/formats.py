@@ -16,7 +16,8 @@ from torch import Tensor
 from ..errors import CheckpointError, LawError, SchemeError, TetherError
 from ..files import Record, Store, Stored
 from ..formats import Contained, Contents, Entry, Format, Found, Writable, native
-from ..schemes import NAMED, Scheme, Shape, int4, resolve, same_bits
+from ..geometry.views import Shape
+from ..schemes import NAMED, Scheme, int4, resolve, same_bits
 from ..weights.weight import Weight
 from .draws import filled
 from .law import Broken, Law, NotApplicable, chosen, law, quiet, require, run

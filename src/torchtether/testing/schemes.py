@@ -18,7 +18,8 @@ from torch import Tensor
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.saver import save
 from ..errors import LawError, SchemeError, UnsupportedOpError
-from ..schemes import Parts, Scheme, Shape, same_bits, scheme_from_json
+from ..geometry.views import Shape
+from ..schemes import Parts, Scheme, same_bits, scheme_from_json
 from ..weights.weight import Weight
 from .draws import PATTERNS, SHAPES, Case, cases
 from .law import Law, NotApplicable, chosen, law, quiet, require, run

@@ -21,7 +21,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ..schemes import Shape
+from ..geometry.views import Shape
 from .draws import FLOATS, PATTERNS, filled
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

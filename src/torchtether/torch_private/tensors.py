@@ -132,3 +132,8 @@ def _ask_each(*tensors: Any) -> bool:
 
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _ask_each)
 """Whether one of the tensors (others are not) requires grad; a subclass is not asked through its own Python."""
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
+    return int(tensor.untyped_storage()._cdata)

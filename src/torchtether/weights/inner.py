@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dtypes import dtype_from_name, dtype_name
 from ..errors import UnsupportedOpError
-from ..schemes import dtype_from_name, dtype_name
 from ..torch_private.tensors import as_plain
 
 

@@ -11,61 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._dtypes import dtype_from_name, dtype_name
 from ..errors import SchemeError, TieError
-from ..schemes import Plain, Scheme, Shape, dtype_from_name, dtype_name, scheme_from_json
+from ..geometry.views import Shape, View, contiguous_stride
+from ..schemes import Plain, Scheme, scheme_from_json
 
 ACTIVATIONS = ("int8", "float8")
 """What a Weight can have the inputs of its products rounded to."""
-
-
-@dataclass(frozen=True)
-class View:
-    """The geometry of an alias over its owner's memory.
-
-    ``stride`` and ``offset`` count elements of ``dtype``; ``offset`` starts at the owner's first byte.
-
-    >>> import torch
-    >>> View(torch.float32, (3, 2), (1, 3)).to_json()
-    {'dtype': 'float32', 'size': [3, 2], 'stride': [1, 3], 'offset': 0}
-    """
-
-    dtype: torch.dtype
-    size: Shape
-    stride: Shape
-    offset: int = 0
-
-    @property
-    def overlaps_itself(self) -> bool:
-        """Whether two of its elements may share memory: not if each stride steps over all that smaller ones reach.
-
-        Of such views a small file could make a large tensor, and writing to one element would change another.
-        """
-        reach = 1
-        for jump, size in sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n > 1):
-            if jump < reach:
-                return True
-            reach = jump * (size - 1) + reach
-        return False
-
-    def to_json(self) -> dict[str, Any]:
-        """The view as JSON values, which ``from_json`` reads."""
-        return {
-            "dtype": dtype_name(self.dtype),
-            "size": list(self.size),
-            "stride": list(self.stride),
-            "offset": self.offset,
-        }
-
-    @staticmethod
-    def from_json(record: Any) -> View:
-        """What ``to_json`` wrote. Raises TieError for anything else."""
-        if not isinstance(record, dict) or record.keys() != {"dtype", "size", "stride", "offset"}:
-            raise TieError("a view record needs exactly dtype, size, stride and offset")
-        size, stride, offset = record["size"], record["stride"], record["offset"]
-        numbers = [*size, *stride, offset] if isinstance(size, list) and isinstance(stride, list) else [None]
-        if any(type(number) is not int or not 0 <= number < 2**48 for number in numbers) or len(size) != len(stride):
-            raise TieError(f"a view record holds a bad size {size!r}, stride {stride!r} or offset {offset!r}")
-        return View(dtype_from_name(record["dtype"]), tuple(size), tuple(stride), offset)
 
 
 @dataclass(frozen=True)
@@ -230,20 +182,6 @@ class WeightSpec:
             raise SchemeError(f"a weight record holds unknown activations {activations!r:.60}")
         scheme = scheme_from_json(record["scheme"])
         return WeightSpec(shape, stride, dtype_from_name(record["dtype"]), scheme, tie, activations)
-
-
-@lru_cache(maxsize=4096)
-def contiguous_stride(shape: Shape) -> Shape:
-    """The strides, in elements, of a contiguous tensor of ``shape``.
-
-    >>> contiguous_stride((2, 0, 3))
-    (3, 3, 1)
-    """
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def _numbers(value: Any, what: str) -> Shape:

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._checks import said
 from ..errors import TetherError, UnsupportedOpError
-from ..schemes import Plain, Shape
+from ..geometry.views import Shape, contiguous_stride
+from ..schemes import Plain
 from ..torch_private.tensors import as_plain
 from .inner import are_shared, empty_storage, from_pickle, share, to_pickle
-from .spec import WeightSpec, contiguous_stride
+from .spec import WeightSpec
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...files import Stored
-from ...schemes import Shape
+from ...geometry.views import Shape
 from ..entry import Contents
 
 ROLES = ("weight", "packed", "scale", "zero_point", "shape", "g_idx", "global_scale")

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...files import Stored
-from ...schemes import Affine, ScaledFloat, Scheme, Shape, bits
+from ...geometry.views import Shape
+from ...schemes import Affine, ScaledFloat, Scheme, bits
 from ..entry import Contents, Entry, Found, spec_of
 from .config import FLOAT, INT, MXFP4, MXFP6, MXFP8, NAIVE, NVFP4, PACK, UNKNOWN, Args, Config, Group, parse
 from .module import SUFFIX, Fault, Module

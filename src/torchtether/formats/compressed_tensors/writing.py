@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._dtypes import dtype_name
 from ...errors import SchemeError
-from ...schemes import Affine, ScaledFloat, Shape, bits, dtype_name
+from ...geometry.views import Shape
+from ...schemes import Affine, ScaledFloat, bits
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
 from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...errors import SchemeError, UnsupportedOpError
-from ...schemes import Part, Scheme, Shape, same_bits
+from ...geometry.views import Shape
+from ...schemes import Part, Scheme, same_bits
 from ..weight import Weight
 
 

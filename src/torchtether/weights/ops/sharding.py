@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
-from ...schemes import Part, Shape
+from ...geometry.views import Shape
+from ...schemes import Part
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
 from .rows import first_rows

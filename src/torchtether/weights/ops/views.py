@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
-from ...schemes import Flattened, Shape
+from ...geometry.views import Shape
+from ...schemes import Flattened
 from ..dispatch import refuse, rule
 from ..weight import Weight
 from .rows import cut_rows, first_rows, join_rows, shared_by_rows, take_rows, view_parts

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...schemes import Affine, Codebook, ScaledFloat, Scheme, Shape
+from ...geometry.views import Shape
+from ...schemes import Affine, Codebook, ScaledFloat, Scheme
 from ...schemes.scaled_float import ELEMENTS
 from ...schemes.tables import DYNAMIC
 

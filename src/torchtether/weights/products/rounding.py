@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...schemes import Affine, ScaledFloat, Scheme, Shape
+from ...geometry.views import Shape
+from ...schemes import Affine, ScaledFloat, Scheme
 
 _LARGEST = {"int8": 127, "float8": 448}
 _ONE = {"int8": 128.0, "float8": 512.0}

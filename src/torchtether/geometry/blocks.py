@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..torch_private.tensors import storage_id
+from .views import extent
+
 _HARDEST = 100_000
 """Steps for numpy's exact overlap test. It is a Diophantine problem; what is harder is called an overlap."""
 
@@ -80,11 +83,6 @@ class _Shadow:
         )
 
 
-def storage_id(tensor: Tensor) -> int:
-    """The identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def is_strided(tensor: Tensor) -> bool:
     """Whether the tensor is one strided piece of memory: not sparse, nested, lazy or a wrapper around others."""
     is_one = type(tensor) in STOCK or not (is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__"))
@@ -101,13 +99,12 @@ def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
     if not is_strided(tensor) or tensor.numel() == 0:
         return ()
     size, stride, itemsize = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
-    extent = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
     is_meta = tensor.is_meta if is_stock else tensor.untyped_storage().device.type == "meta"  # fake tensors lie there
     address: int = 0 if is_meta else tensor.data_ptr()
     space: Hashable = tensor.device
     if address == 0:  # meta, or freed: unknown, so only the same memory object can be shared
         space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize
-    return (Block(space, address, address + extent * itemsize, size, stride, itemsize),)
+    return (Block(space, address, address + extent(size, stride) * itemsize, size, stride, itemsize),)
 
 
 def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
@@ -125,8 +122,7 @@ def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
             address, nbytes = 0 if tensor.is_meta else tensor.data_ptr(), tensor.nbytes
         if address and nbytes:
             if not tensor.is_contiguous():
-                steps = zip(tensor.shape, tensor.stride(), strict=True)
-                nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
+                nbytes = extent(tensor.shape, tensor.stride()) * tensor.element_size()
             places.append((address, address + nbytes, i))
         elif nbytes and tensor.is_contiguous():
             memory = storage_id(tensor)

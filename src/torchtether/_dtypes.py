@@ -1,0 +1,23 @@
+"""The names of dtypes in files and records, without ``torch.`` before them."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import SchemeError
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """``"float32"`` as ``torch.float32``; raises SchemeError for anything that is not a dtype's name."""
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise SchemeError(f"unknown dtype {name!r}")
+    return _DTYPES[name]

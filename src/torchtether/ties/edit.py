@@ -1,0 +1,131 @@
+"""Make a tie, and undo one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_flag, check_module, check_name, said
+from ..errors import ArgumentError, TieError
+from ..torch_private.fsdp2 import fsdp2_state
+from .components import find_components
+from .names import check_known, is_sharded, named_tensors
+from .records import how_to_tie, record_ties
+
+
+def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, rows: slice | None = None) -> None:
+    """``alias`` is the very object that ``owner`` names, or with ``transpose`` or ``rows`` a view over its memory.
+
+    The values that ``alias`` had are gone.  An optimizer that was built before still holds the old parameter:
+    tie first.  The tie records of the Weights concerned say what is true afterwards.
+
+    Raises:
+        TieError: there is no such name, shape, dtype or device differ, or a parameter would become a buffer.
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 5, bias=False))
+    >>> tt.tie(model, "0.weight", "1.weight"); model[0].weight is model[1].weight
+    True
+    """
+    check_module(model)
+    check_flag(transpose, "transpose")
+    if rows is not None and not isinstance(rows, slice):
+        raise ArgumentError(f"is {said(rows)}, not a slice", name="rows", fix="Give slice(start, stop).")
+    check_name(owner, "owner")
+    check_name(alias, "alias")
+    tensors = named_tensors(model)
+    for name in (owner, alias):
+        check_known(name, tensors)
+        _check_unmanaged(model, name, tensors[name])
+    held, given = tensors[alias], tensors[owner]
+    if owner == alias or (held is given and not transpose and rows is None):
+        return
+    if isinstance(held, nn.Parameter) and not isinstance(given, nn.Parameter):
+        raise TieError(f"is a parameter, {owner} is a buffer", name=alias, fix=how_to_tie(alias, owner))
+    made = given
+    if transpose or rows is not None:
+        view = _view_for(owner, given.detach(), transpose, rows)
+        made = nn.Parameter(view, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else view
+    for what in ("shape", "dtype", "device"):
+        old, new = getattr(held, what), getattr(made, what)
+        if old != new:
+            old, new = (tuple(old), tuple(new)) if what == "shape" else (old, new)
+            raise TieError(
+                f"has {what} {old}, what {owner} gives has {new}", name=alias, fix="Make them equal before tying."
+            )
+    before = _component_names(model, alias)
+    _register(model, alias, made)
+    record_ties(model, {*before, owner, alias})
+
+
+def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) -> Tensor:
+    """The rows of ``given``, turned if wanted. Raises TieError where it has none, or is no matrix to turn."""
+    if rows is not None and (given.dim() == 0 or (rows.step is not None and rows.step < 1)):
+        what = f"has shape {tuple(given.shape)}, of which rows={rows} is no view"
+        raise TieError(what, name=owner, fix="Give a slice with a positive step, of a tensor that has rows.")
+    view = given if rows is None else given[rows]
+    if transpose and view.dim() > 2:
+        raise TieError(f"has {view.dim()} dimensions, transpose= turns two", name=owner, fix="Tie it as it is.")
+    return view.t() if transpose else view
+
+
+def untie(model: nn.Module, name: str) -> None:
+    """``name`` is a tensor of its own, with equal values; what it was tied to stays as it was.
+
+    An optimizer that was built before does not hold the new parameter: untie first.  A name that is not tied is left.
+
+    Raises:
+        TieError: there is no such name, or its module itself is registered twice.
+
+    >>> import torch, torchtether as tt
+    >>> layer = torch.nn.Linear(2, 2); layer.register_parameter("again", layer.weight)
+    >>> tt.untie(layer, "again"); tt.find_ties(layer)
+    ()
+    """
+    check_module(model)
+    check_name(name, "name")
+    tensors = named_tensors(model)
+    check_known(name, tensors)
+    before = _component_names(model, name)
+    if len(before) == 1:
+        return
+    held = tensors[name]
+    _check_unmanaged(model, name, held)
+    with torch.no_grad():
+        made = held.detach().clone()
+    if isinstance(held, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=held.requires_grad)
+    else:
+        made.requires_grad_(held.requires_grad)
+    _register(model, name, made)
+    record_ties(model, before)
+
+
+def _component_names(model: nn.Module, name: str) -> tuple[str, ...]:
+    return next(component.names for component in find_components(model) if name in component.names)
+
+
+def _check_unmanaged(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """FSDP2 puts its own parameters back at every forward, so what it manages is tied before, or not at all."""
+    if is_sharded(tensor) and any(fsdp2_state(module) is not None for module in model.modules()):
+        raise TieError("is under FSDP2, which would undo it", name=name, fix="Tie or untie before fully_shard.")
+
+
+def _register(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts ``tensor`` under ``name``. The module is looked up in the model's own table, never by getattr on text."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    path, _, leaf = name.rpartition(".")
+    module = modules[path]
+    twin = next((other for other, m in modules.items() if m is module and other != path), None)
+    if twin is not None:
+        raise TieError(
+            f"its module is registered as {twin!r} too, so both names would change",
+            name=name,
+            fix="Deepcopy one module.",
+        )
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    elif isinstance(module, nn.RNNBase):
+        setattr(module, leaf, tensor)  # keeps its flat list of weights in step
+    else:
+        module._parameters[leaf] = tensor  # type: ignore[assignment]

@@ -1,0 +1,70 @@
+"""Every tensor of a model under every name that it has."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from .._checks import said
+from ..errors import ArgumentError, TieError
+from ..geometry.blocks import STOCK
+
+Tensors = nn.Module | Mapping[str, Tensor]
+"""What has named tensors: a module, or a state dict of live tensors."""
+
+
+def named_tensors(model: Tensors) -> dict[str, Tensor]:
+    """Every parameter, then every other tensor, under every name that it has, in module order."""
+    if isinstance(model, nn.Module):
+        parameters: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for path, module in model.named_modules(remove_duplicate=False):  # one walk for both, on thousands of modules
+            before = f"{path}." if path else ""
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    parameters[before + leaf] = parameter
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers[before + leaf] = buffer
+        return parameters | buffers
+    if not isinstance(model, Mapping):
+        fix = "Give a torch.nn.Module."
+        raise ArgumentError(f"is {said(model)}, not a module", name="model", fix=fix)
+    for name, tensor in model.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ArgumentError(
+                f"maps {name!r:.40} to {said(tensor)}, not a name to a tensor", name="model", fix="Leave it out."
+            )
+    return dict(sorted(model.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
+
+
+def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Every parameter and buffer of ``modules`` once."""
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                found[id(tensor)] = tensor
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                found[id(buffer)] = buffer
+    return list(found.values())
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one of ``names`` that looks most like ``name``; empty if there are none."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)), "")
+
+
+def check_known(name: str, tensors: Iterable[str]) -> None:
+    known = list(tensors)
+    if name not in known:
+        near = nearest(name, known)
+        raise TieError("is not in the model", name=name, fix=f"The nearest name is {near!r}." if near else "")
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: this process has a part of it, or a copy that others have too."""
+    return type(tensor) not in STOCK and hasattr(tensor, "_local_tensor")

@@ -1,0 +1,221 @@
+"""Ties: the names of a component, owner first, found live and compared with what Weights carry.
+
+Object identity and shared storage are the live tie.  The record (``spec.tie`` of a Weight) is what survives files,
+processes and ``meta``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from .._checks import check_module, said
+from ..errors import ArgumentError, TieError
+from ..geometry.blocks import blocks_of
+from ..geometry.views import View
+from ..weights.spec import Tie
+from ..weights.weight import Weight
+from .components import Component, Member, find_components, shared_components
+from .names import named_tensors, nearest
+from .spans import same_parts
+
+
+def find_ties(model: nn.Module) -> tuple[Tie, ...]:
+    """Every group of names that share memory, in module order: one object, one storage, views, Weights over one part.
+
+    The owner is the tensor that covers the others: contiguous first, then a Parameter before a buffer, the larger
+    element, the higher rank, module order.  Where none covers all, it is the first in memory, and views reach past it.
+
+    Raises TieError where memory is shared in a way that a tie cannot say: see ``tt.map``, which shows it.
+
+    >>> import torch, torchtether as tt
+    >>> model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(5, 2), "head": torch.nn.Linear(2, 5, bias=False)})
+    >>> model["head"].weight = model["emb"].weight
+    >>> str(*tt.find_ties(model))
+    'emb.weight = head.weight'
+    """
+    made = (tie_of(component) for component in shared_components(model))
+    return tuple(tie for tie in made if tie is not None)
+
+
+def tie_of(component: Component, owner: str | None = None) -> Tie | None:
+    """The tie of one component, ``None`` if it has one name; ``owner`` forces the choice of its owner."""
+    if len(component.names) < 2:
+        return None
+    for member in component.members:
+        if len(component.members) > 1 and (member.tensor.is_conj() or member.tensor.is_neg()):
+            raise TieError(
+                "is a lazy conjugate or negative of memory that others share, which a tie cannot say",
+                name=member.names[0],
+                fix="Call .resolve_conj().resolve_neg() on it, or tt.untie.",
+            )
+    chosen = min(component.members, key=lambda member: _rank(component, member, owner))
+    names, views, objects = [*_owner_first(chosen.names, owner)], [None] * len(chosen.names), [True] * len(chosen.names)
+    for member in component.members:
+        if member is not chosen:
+            view = _relative(component, member, chosen)
+            names += member.names
+            views += [view] * len(member.names)  # type: ignore[list-item]
+            objects += [False] * len(member.names)
+    return Tie(tuple(names), tuple(views), tuple(objects))
+
+
+def _owner_first(names: tuple[str, ...], owner: str | None) -> tuple[str, ...]:
+    return (owner, *(name for name in names if name != owner)) if owner in names else names  # type: ignore[return-value]
+
+
+def _rank(component: Component, member: Member, owner: str | None) -> tuple[object, ...]:
+    tensor, view = member.tensor, member.view
+    blocks = blocks_of(tensor)
+    covers = component.nbytes == 0 or (blocks[0].start == component.start and blocks[0].nbytes == component.nbytes)
+    dense = component.nbytes == 0 or blocks[0].is_dense
+    return (
+        owner not in member.names,
+        not (covers and dense and tensor.is_contiguous()),
+        not (covers and dense),
+        view.offset != 0,
+        -sum(block.nbytes for block in blocks),
+        not isinstance(tensor, nn.Parameter),
+        -tensor.element_size(),
+        -tensor.dim(),
+    )
+
+
+def _relative(component: Component, member: Member, owner: Member) -> View | None:
+    """The geometry of ``member`` from the first byte of ``owner``; ``None`` where it is that of the owner."""
+    view, base = member.view, owner.view
+    if component.nbytes == 0:
+        return _relative_weight(member, owner)
+    bytes_in = view.offset * view.dtype.itemsize - base.offset * base.dtype.itemsize
+    if bytes_in < 0 or bytes_in % view.dtype.itemsize:
+        raise TieError(
+            f"begins {bytes_in} bytes from {owner.names[0]}, which a tie cannot say",
+            name=member.names[0],
+            fix="Register the tensor that covers both, or call tt.untie.",
+        )
+    view = replace(view, offset=bytes_in // view.dtype.itemsize)
+    return None if view == replace(base, offset=0) else view
+
+
+def _relative_weight(member: Member, owner: Member) -> View | None:
+    one, two = owner.tensor, member.tensor
+    if same_parts(one, two):
+        return None if one.stride() == two.stride() and one.dtype == two.dtype else member.view
+    if isinstance(one, Weight) and isinstance(two, Weight) and one.scheme == two.scheme:
+        for name, part in one.scheme.layout(one.spec.base).items():
+            held, cut = blocks_of(one.parts[name]), blocks_of(two.parts[name])
+            if part.span and held and cut and held[0].start <= cut[0].start and cut[0].stop <= held[0].stop:
+                entry = held[0].stride[0] * held[0].itemsize
+                return replace(member.view, offset=(cut[0].start - held[0].start) // entry * part.span)
+    raise TieError(
+        f"shares memory with {owner.names[0]} in a way that a tie cannot say", name=member.names[0], fix="Clone one."
+    )
+
+
+def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:
+    """The ties that the model's Weights carry, each once, in module order."""
+    tensors = (getattr(t, "_local_tensor", t) for t in named_tensors(model).values())  # rows carry the record, too
+    carried = (tensor.tie for tensor in tensors if isinstance(tensor, Weight))
+    return tuple(dict.fromkeys(tie for tie in carried if tie is not None))
+
+
+def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
+    """The Weights among ``names`` (all, if ``None``) carry the tie that is live now, and no other."""
+    wanted = None if names is None else set(names)
+    for component in find_components(model):
+        if wanted is None or not wanted.isdisjoint(component.names):
+            for member in component.members:
+                if isinstance(member.tensor, Weight):
+                    member.tensor._spec = member.tensor.spec.replace(tie=tie_of(component))
+
+
+def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
+    """Returns if the live ties are those of ``expected``, or of the records that the model's Weights carry.
+
+    With ``expected`` a tie that it does not name is an error; records speak for the names in them only.
+
+    Raises:
+        TieError: naming the first tensor whose tie is gone, new, or has another geometry.
+
+    >>> import torch, torchtether as tt
+    >>> tt.check_ties(torch.nn.Linear(2, 2), expected=[tt.Tie(("weight", "bias"))])
+    Traceback (most recent call last):
+    torchtether.errors.TieError: bias: is not tied to weight, as the record says. Call tt.tie(model, 'weight', 'bias').
+    """
+    check_module(model)
+    try:
+        records = recorded_ties(model) if expected is None else tuple(expected)
+        wrong = next((one for one in records if not isinstance(one, Tie)), None)
+    except TypeError:
+        records, wrong = (), expected  # type: ignore[assignment]
+    if wrong is not None:
+        raise ArgumentError(f"holds {said(wrong)}, not ties", name="expected", fix="Give what tt.find_ties returned.")
+    components: dict[str, Component | None] = dict.fromkeys(named_tensors(model))
+    components.update((name, component) for component in shared_components(model) for name in component.names)
+    claimed: dict[str, Tie] = {}
+    for tie in records:
+        for name in tie.names:
+            if name in claimed and not _equivalent(claimed[name], tie):
+                raise TieError(f"two records disagree: {claimed[name]}, and {tie}", name=name, fix="Call tt.tie again.")
+            claimed[name] = tie
+        _check_one(tie, components)
+    if expected is not None:
+        for component in components.values():
+            live = None if component is None else tie_of(component)
+            if live is not None and live.owner not in claimed:
+                alias = live.aliases[0]
+                raise TieError(f"is tied to {live.owner}, no record says so", name=alias, fix=how_to_untie(alias))
+
+
+def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
+    """Raises TieError unless ``tie`` is live; ``components`` has every name of the model, ``None`` for those alone."""
+    for name in tie.names:
+        if name not in components:
+            fix = f"The nearest name is {nearest(name, components)!r}." if nearest(name, components) else ""
+            raise TieError(f"is not in the model, the record ties it: {tie}", name=name, fix=fix)
+    component = components[tie.owner]
+    for name in tie.aliases:
+        if component is None or components[name] is not component:
+            raise TieError(f"is not tied to {tie.owner}, as the record says", name=name, fix=how_to_tie(tie.owner, name))
+    live = None if component is None else tie_of(component, tie.owner)
+    assert live is not None  # a tie has two names, and all of them are in this component
+    for name in live.names:
+        if name not in tie.names:
+            raise TieError(f"is tied to {tie.owner}, the record says {tie}", name=name, fix=how_to_untie(name))
+        now, then = _how(live, name), _how(tie, name)
+        if not _agree(live, tie, name):
+            fix = how_to_tie(tie.owner, name) if then == _SAME else "Call tt.tie again."
+            raise TieError(f"is {now} of {tie.owner}, the record says {then}", name=name, fix=fix)
+
+
+def _agree(live: Tie, record: Tie, name: str) -> bool:
+    """Dtypes are compared only where they differ inside the live tie: a record is older than the last conversion."""
+    i, j = live.names.index(name), record.names.index(name)
+    now, then = live.views[i], record.views[j]
+    if now is not None and then is not None:
+        return (now.size, now.stride, now.offset) == (then.size, then.stride, then.offset)
+    return now is then and live.objects[i] == record.objects[j]
+
+
+def _equivalent(one: Tie, two: Tie) -> bool:
+    return one.owner == two.owner and set(one.names) == set(two.names) and all(_agree(one, two, n) for n in one.names)
+
+
+_SAME = "the very object"
+
+
+def _how(tie: Tie, name: str) -> str:
+    view = tie.views[tie.names.index(name)]
+    if view is not None:
+        return f"a view (size {view.size}, stride {view.stride}, offset {view.offset})"
+    return _SAME if tie.objects[tie.names.index(name)] else "another tensor over the storage"
+
+
+def how_to_tie(owner: str, alias: str) -> str:
+    return f"Call tt.tie(model, {owner!r}, {alias!r})."
+
+
+def how_to_untie(name: str) -> str:
+    return f"Call tt.untie(model, {name!r})."
