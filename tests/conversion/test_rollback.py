@@ -9,12 +9,23 @@ import torch
 from tests.conversion.models import KINDS, rig, snapshot, watch
 from torchtether import ConversionError
 from torchtether.conversion.converting import convert
-from torchtether.exchange import exchange
+from torchtether.exchange import exchange, replacement
 from torchtether.ties.records import find_ties
 
 optimizers = importlib.import_module("torchtether.exchange.optimizer_state")
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def step_of(name):
+    """The step of an exchange that is called ``name``, in whichever file."""
+    return getattr(replacement, name, None) or getattr(exchange, name)
+
+
+def set_step(monkeypatch, name, function):
+    for module in (exchange, replacement):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, function)
 
 
 def failing(function, at):
@@ -57,19 +68,19 @@ def test_a_failing_conversion_function_changes_nothing(kind):
 def test_a_failure_between_the_steps_of_an_exchange_changes_nothing(kind, step):
     """Also where an object is half exchanged: its implementation is the new one, its class and hooks the old ones."""
     made = rig(kind)
-    original = getattr(exchange, step)
+    original = step_of(step)
 
     def patch(monkeypatch, at):
         broken = failing(original, at)
         # the way back may use the same steps
-        undo = exchange.Replacement.undo
+        undo = replacement.Replacement.undo
 
         def mended(self):
-            monkeypatch.setattr(exchange, step, original)
+            set_step(monkeypatch, step, original)
             undo(self)
 
-        monkeypatch.setattr(exchange.Replacement, "undo", mended)
-        monkeypatch.setattr(exchange, step, broken)
+        monkeypatch.setattr(replacement.Replacement, "undo", mended)
+        set_step(monkeypatch, step, broken)
 
     assert attempt(made, torch.float64, patch) >= 2
     made.step()
@@ -119,13 +130,13 @@ def test_without_full_a_failure_before_the_first_change_stays_itself(monkeypatch
 def test_without_full_no_object_is_left_half_exchanged(step, monkeypatch):
     made = rig(KINDS["subclass"])
     before = snapshot(made.model, made.optimizer)
-    original = getattr(exchange, step)
+    original = step_of(step)
     broken = failing(original, 0)
-    undo = exchange.Replacement.undo
+    undo = replacement.Replacement.undo
     monkeypatch.setattr(
-        exchange.Replacement, "undo", lambda self: (monkeypatch.setattr(exchange, step, original), undo(self))
+        replacement.Replacement, "undo", lambda self: (set_step(monkeypatch, step, original), undo(self))
     )
-    monkeypatch.setattr(exchange, step, broken)
+    set_step(monkeypatch, step, broken)
     with pytest.raises(MemoryError):
         convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
     assert snapshot(made.model, made.optimizer) == before
@@ -154,7 +165,7 @@ def test_state_follows_up_to_an_interrupt_right_after_a_change(kind, has_grads, 
         made.optimizer.zero_grad()
     done = []
     for step in ("reset", "swap_impl"):
-        original = getattr(exchange, step)
+        original = step_of(step)
 
         def interrupted(*arguments, original=original):
             if original(*arguments) is False:
@@ -164,7 +175,7 @@ def test_state_follows_up_to_an_interrupt_right_after_a_change(kind, has_grads, 
                 raise KeyboardInterrupt
             return True
 
-        monkeypatch.setattr(exchange, step, interrupted)
+        set_step(monkeypatch, step, interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(made.model, dtype=torch.float64, optimizer=made.optimizer)
     dtypes = [(p.dtype, made.optimizer.state[p]["exp_avg"].dtype) for p in made.model.parameters() if p.requires_grad]
@@ -185,14 +196,14 @@ def test_state_follows_up_to_an_interrupt_where_there_are_neither_hooks_nor_grad
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    original, done = exchange.swap_impl, []
+    original, done = step_of("swap_impl"), []
 
     def interrupted(*arguments):
         original(*arguments)
         done.append(arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exchange, "swap_impl", interrupted)
+    set_step(monkeypatch, "swap_impl", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(model, dtype=torch.float64, optimizer=optimizer)
     assert len(done) == 1

@@ -26,8 +26,9 @@ from ..torch_private.observers import GRAD_SWITCH, function_modes, never_compile
 from ..torch_private.versions import check_torch
 from ..weights.spec import order_of
 from ..weights.weight import Weight
-from .exchange import LOCK, check_place
+from .exchange import LOCK
 from .optimizer_state import Optimizers, check_belongs, optimizers_of
+from .refusals import check_place
 from .stock_call import StockCall
 
 _NEAR = 12

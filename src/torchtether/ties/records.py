@@ -178,7 +178,9 @@ def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
     component = components[tie.owner]
     for name in tie.aliases:
         if component is None or components[name] is not component:
-            raise TieError(f"is not tied to {tie.owner}, as the record says", name=name, fix=how_to_tie(tie.owner, name))
+            raise TieError(
+                f"is not tied to {tie.owner}, as the record says", name=name, fix=how_to_tie(tie.owner, name)
+            )
     live = None if component is None else tie_of(component, tie.owner)
     assert live is not None  # a tie has two names, and all of them are in this component
     for name in live.names:

@@ -1,0 +1,155 @@
+"""One tensor object and its next contents: made first, then exchanged in steps that can be undone."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ConversionError
+from ..geometry.blocks import STOCK
+from ..torch_private.tensors import as_class, impl_id, seat_hooks, swap_impl
+from ..weights.weight import Weight
+
+_CLASS = "_tether_class"  # under this attribute a Weight remembers the Parameter subclass that it stands in for
+
+
+def is_simple(held: Tensor, new: Tensor) -> bool:
+    """Whether a plain tensor or Parameter gets plain contents and has no grad or hooks that would have to follow."""
+    if type(held) not in STOCK or type(new) is not Tensor or new.requires_grad or not held.is_leaf:
+        return False
+    if held._backward_hooks is not None or held._post_accumulate_grad_hooks is not None:
+        return False
+    return held.grad is None and (not held.requires_grad or new.is_floating_point() or new.is_complex())
+
+
+class Replacement:
+    """One tensor and its next contents: everything that needs memory is made first, then steps that can be undone."""
+
+    def __init__(self, held: Tensor, new: Tensor, new_grad: Tensor | None = None, is_own: bool = False) -> None:
+        """``new_grad`` is what the grad becomes, if its dtype and device alone do not tell.
+
+        With ``is_own`` nobody else has ``new``, and it may become anything.
+        """
+        self.held, self.grad = held, held.grad if held.is_leaf else None
+        if held.requires_grad and not (new.is_floating_point() or new.is_complex()):
+            raise ConversionError(f"requires grad, its new contents are {new.dtype}", fix="Freeze it first.")
+        with torch.no_grad():
+            self.shell = _shell(held, new, is_own)
+            self.new_grad: Tensor | None = None
+            if self.grad is not None and new_grad is None:
+                self.new_grad = grad_shell(self.grad, new)
+            elif self.grad is not None and new_grad is not None:
+                self.new_grad = new_grad.detach().requires_grad_(self.grad.requires_grad)
+        if self.grad is not None:
+            try:
+                self.shell.grad = self.grad if self.new_grad is None else self.new_grad  # comes along with the contents
+            except RuntimeError as error:
+                raise ConversionError(
+                    f"has a grad of {self.grad.layout}, which cannot follow to {new.layout} ({error})",
+                    fix="Set its grad to None first.",
+                ) from None
+        self.old = (type(held), held.__dict__, impl_id(held), self.grad is not None and impl_id(self.grad))
+        self.old_slots: dict[str, Any] = {}
+        self.new_dict: dict[str, Any] | None = None
+        if is_wrapper(held) or is_wrapper(new):
+            self.old_slots = _slots(held)
+            self.new_dict = {**user_attributes(held, new), **self.shell.__dict__}
+            if isinstance(held, nn.Parameter) and not is_wrapper(held) and type(held) is not nn.Parameter:
+                self.new_dict[_CLASS] = type(held)
+            elif not is_wrapper(new):
+                self.new_dict.pop(_CLASS, None)
+
+    def apply(self) -> None:
+        """The implementation first, because only it can refuse; then class and attributes, hooks, and the grad."""
+        swap_impl(self.held, self.shell)
+        if self.new_dict is not None:
+            self.held.__class__ = type(self.shell)
+            self.held.__dict__ = self.new_dict
+            _fill_slots(self.held, _slots(self.shell))
+        seat_hooks(self.held)
+        if self.grad is not None and self.new_grad is not None:
+            swap_impl(self.grad, self.new_grad)
+
+    def undo(self) -> None:
+        """Everything is as before ``apply``, no matter how far it came."""
+        kind, attributes, impl, grad_impl = self.old
+        if self.grad is not None and self.new_grad is not None and impl_id(self.grad) != grad_impl:
+            swap_impl(self.grad, self.new_grad)
+        if impl_id(self.held) != impl:
+            swap_impl(self.held, self.shell)
+        if self.new_dict is not None:
+            self.held.__class__ = kind
+            self.held.__dict__ = attributes
+            _fill_slots(self.held, self.old_slots)
+        seat_hooks(self.held)
+
+
+def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
+    """An object of the class that ``held`` will have, over the memory of ``new``; if ``is_own``, ``new`` itself."""
+    is_parameter = isinstance(held, nn.Parameter)
+    if isinstance(new, Weight):
+        tie, activations = new.tie, new.spec.activations
+        if isinstance(held, Weight):
+            tie, activations = tie or held.tie, activations or held.spec.activations
+        is_same = tie is new.tie and activations == new.spec.activations
+        if is_own and is_same and new.is_leaf and new._base is None:
+            made: Tensor = new
+        else:
+            made = new.map(Tensor.detach, new.spec.replace(tie=tie, activations=activations))
+    elif is_wrapper(new):
+        made = new.detach()
+    else:
+        kind: type[Tensor] = type(held)
+        if is_wrapper(held):
+            kind = held.__dict__.get(_CLASS, nn.Parameter) if is_parameter else Tensor
+        made = new.detach() if kind is Tensor else as_class(kind, new, False)
+    made.requires_grad_(held.requires_grad)
+    if is_parameter and is_wrapper(new):
+        made._is_param = True
+    return made
+
+
+def grad_shell(grad: Tensor, new: Tensor) -> Tensor | None:
+    """The grad as it must be beside ``new``; ``None`` where it is so already."""
+    if grad.dtype == new.dtype and grad.device == new.device:
+        return None
+    made: Tensor
+    if grad.is_meta:
+        made = torch.zeros_like(grad, dtype=new.dtype, device=new.device)
+    else:
+        made = grad.detach().to(new.device, new.dtype)
+    return made.requires_grad_(grad.requires_grad)
+
+
+def user_attributes(held: Tensor, new: Tensor | None) -> dict[str, Any]:
+    """What was set on ``held`` from outside, without what its class keeps there itself.
+
+    Of a class of others only ``new`` tells which those are; while there is none, they are among the answer.
+    """
+    if isinstance(held, Weight):
+        return held._attributes()
+    if not is_wrapper(held):
+        return dict(held.__dict__)
+    names = held.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    kept_by_class = new.__dict__ if new is not None and type(new) is type(held) else {}
+    own = {*names, *kept_by_class, "_is_param"}
+    return {key: value for key, value in held.__dict__.items() if key not in own}
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    return type(tensor) not in STOCK and (isinstance(tensor, Weight) or is_traceable_wrapper_subclass(tensor))
+
+
+def _slots(tensor: Tensor) -> dict[str, Any]:
+    """The fields that a class keeps beside ``__dict__``, as DTensor does."""
+    names = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+    return {name: getattr(tensor, name) for name in names if hasattr(tensor, name)}
+
+
+def _fill_slots(tensor: Tensor, slots: dict[str, Any]) -> None:
+    for name, value in slots.items():
+        setattr(tensor, name, value)
