@@ -17,6 +17,7 @@ from tests.catalog import each_quantized
 from tests.weights.kernel_cases import rounded as rounded_as_here
 from torchtether.weights import weight as weight_module
 from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.ops import product
 from torchtether.weights.products import build, rounding
 
 EPS = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -95,7 +96,8 @@ def test_compiled_kernels_round_as_torch_does(scheme, dtype, monkeypatch):
     x[2] *= 300
     x[3, 5] = 1000
     by_kernel = layer(x)
-    monkeypatch.setattr(linear_module, "_by_kernel", lambda *_: None)
+    for module in (linear_module, product):
+        monkeypatch.setattr(module, "by_kernel", lambda *_: None)
     monkeypatch.setattr(weight_module, "SHORTCUTS", {})
     by_torch = layer(x)
     for one, other in zip(by_kernel, by_torch, strict=True):
@@ -352,7 +354,7 @@ def test_on_a_gpu_torch_multiplies_codes_with_codes(scheme, to, engine, is_below
     called = []
     for name, real in rounding.ENGINES.items():
         monkeypatch.setitem(rounding.ENGINES, name, lambda *a, name=name, real=real: called.append(name) or real(*a))
-    monkeypatch.setattr(linear_module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(product, "capability", lambda device: (9, 0))
     with FakeTensorMode(allow_non_fake_inputs=True):
         layout = scheme.layout((48, 256))
         parts = {n: torch.empty(p.shape, dtype=p.dtype or torch.bfloat16, device="cuda") for n, p in layout.items()}

@@ -16,7 +16,7 @@ from tests.distributed.models import Biased, Block, Stack, lora
 from tests.distributed.spawn import imagine
 from torchtether.distributed import plan_units
 from torchtether.distributed.memory import UnitParameter
-from torchtether.weights.ops.linear import _step
+from torchtether.weights.ops.product import rows_at_once
 
 IDS = (torch.zeros(2, 5, dtype=torch.long),)
 
@@ -309,6 +309,6 @@ def test_what_is_decoded_at_once_is_what_products_decode():
         for dtype in (torch.float32, torch.bfloat16):
             parts = tt.int8().empty(shape, dtype, "meta")
             weight = tt.Weight(parts, tt.WeightSpec.of(shape, dtype, tt.int8()))
-            step = _step(weight) or shape[0]
+            step = rows_at_once(weight) or shape[0]
             parameter = UnitParameter(("w",), shape, dtype, tt.int8(), False)
             assert parameter.decoded_bytes() == min(step, shape[0]) * shape[1] * dtype.itemsize

@@ -15,7 +15,7 @@ import torch
 
 import torchtether as tt
 from tests.catalog import SCHEMES
-from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.ops import graph_ops
 from torchtether.weights.products import build, layout, table
 
 F = torch.nn.functional
@@ -29,7 +29,7 @@ EPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20
 def as_on(fast, compiled=True):
     """The table answers as on a machine with fast products of 16 bits or without, with a compiler or without."""
     layout._found.cache_clear()  # which keep what it has answered
-    linear_module._known.cache_clear()
+    graph_ops._known.cache_clear()
     is_there = compiled and build.is_possible()
     says = {"has_fast_halves": mock.Mock(return_value=fast), "build": mock.Mock(wraps=build)}
     says["build"].is_possible = lambda: is_there
@@ -38,7 +38,7 @@ def as_on(fast, compiled=True):
             yield
     finally:
         layout._found.cache_clear()
-        linear_module._known.cache_clear()
+        graph_ops._known.cache_clear()
 
 
 def pick(generator, values):
@@ -92,7 +92,7 @@ KINDS = ("plain", "vector", "cube", "turned", "every other", "wide rows", "expan
 
 def in_graph(x, weight, bias):
     """The op of compiled graphs, which is given an ``x`` with a batch of its own."""
-    parts, told = list(weight.parts.values()), linear_module.told(weight.spec)
+    parts, told = list(weight.parts.values()), graph_ops.told(weight.spec)
     return torch.ops.torchtether.linear.default(x, bias, parts, told)
 
 

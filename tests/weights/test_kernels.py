@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
 from tests.weights.kernel_cases import EPS, as_on
-from torchtether.weights.ops import linear as linear_module
+from torchtether.weights.ops import graph_ops
+from torchtether.weights.ops import product as product_module
 from torchtether.weights.products import TABLE, build, choose, chunks, cpu, int8pack, kernels_for, layout_of, table
 
 needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
@@ -260,7 +261,7 @@ def test_an_embedding_gathers_from_the_storage_that_linear_reads(row, dtype):
 
 def test_every_row_of_the_table_has_its_measurement():
     for row in TABLE:
-        assert row.kernel in linear_module.KERNELS
+        assert row.kernel in product_module.KERNELS
         assert row.measured
         assert set(row.kinds) <= set(build.KINDS)
 
@@ -424,8 +425,8 @@ def test_a_trace_sees_what_else_takes_the_shortcut():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("limit", [1 << 30, 1 << 12], ids=["whole", "chunks"])
 def test_a_gradient_without_vectors_for_halves_is_summed_in_float32(limit, dtype, monkeypatch):
-    monkeypatch.setattr(linear_module, "CACHED", limit)
-    monkeypatch.setattr(linear_module, "SCRATCH", limit)
+    monkeypatch.setattr(product_module, "CACHED", limit)
+    monkeypatch.setattr(product_module, "SCRATCH", limit)
     weight, up = weight_of(tt.int8(), 1024).to(dtype).requires_grad_(False), rand(5, 1024).to(dtype)
     exact = up.double() @ weight.dequantize().double()
     for fast in (False, True):
@@ -526,12 +527,12 @@ def test_threads_call_at_once():
 WITHOUT_MEMORY = """
 import resource, torch, torch.nn.functional as F, torchtether as tt
 from torchtether.weights.products import cpu
-from torchtether.weights.ops import linear
+from torchtether.weights.ops import graph_ops
 torch.set_num_threads(2)
 torch.set_grad_enabled(False)
 small = tt.Weight.encode(torch.randn(8, 2048), SCHEME).to(torch.bfloat16)
 wide = tt.Weight.encode(torch.ones(2, 2**24), SCHEME).to(torch.bfloat16)
-x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), linear.told(small.spec))
+x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), graph_ops.told(small.spec))
 expected, room = F.linear(x.expand(64, -1), small), torch.ones(2, 2**24, dtype=torch.bfloat16)
 torch.ops.torchtether.linear.default(x.expand(64, -1), None, *told)
 cpu.decode(wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room)  # threads are there
@@ -669,8 +670,8 @@ def test_copies_and_pickles_carry_nothing_of_the_kernel():
 @pytest.mark.parametrize("shape", [(7,), (2, 3)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_gradients_through_a_frozen_weight_in_chunks(row, dtype, shape, with_bias, monkeypatch):
-    monkeypatch.setattr(linear_module, "CACHED", 256)
-    monkeypatch.setattr(linear_module, "SCRATCH", 256)
+    monkeypatch.setattr(product_module, "CACHED", 256)
+    monkeypatch.setattr(product_module, "SCRATCH", 256)
     weight = torch.nn.Parameter(weight_of(row.scheme, 600, dtype=dtype), requires_grad=False)
     values = weight.dequantize().double()
     x = rand(*shape, 256).to(dtype).requires_grad_()
@@ -737,13 +738,13 @@ def test_batches_that_lie_in_any_order_compile(product):
 
 
 def test_chunks_never_decode_the_whole(monkeypatch):
-    monkeypatch.setattr(linear_module, "CACHED", 256)
+    monkeypatch.setattr(product_module, "CACHED", 256)
     monkeypatch.setattr(tt.Affine, "decode", lambda *args: pytest.fail("decoded") if args[2][0] > 256 else None)
     weight = torch.nn.Parameter(weight_of(tt.int8(), 600), requires_grad=False)
     build.load("INT8")
     sizes, decode = [], cpu.decode
     monkeypatch.setattr(cpu, "decode", lambda *a, **k: sizes.append(k["stop"] - k["start"]) or decode(*a, **k))
-    monkeypatch.setattr(linear_module, "KERNELS", dict.fromkeys(linear_module.KERNELS, lambda *args: None))
+    monkeypatch.setattr(product_module, "KERNELS", dict.fromkeys(product_module.KERNELS, lambda *args: None))
     if build.load("INT8") is not None:
         F.linear(rand(3, 256).bfloat16().requires_grad_(), weight).sum().backward()
         assert sizes == [256, 256, 88] * 2
@@ -903,7 +904,7 @@ OPS = torch.ops.torchtether
 
 
 def told_and_parts(weight):
-    return list(weight.parts.values()), linear_module.told(weight.spec)
+    return list(weight.parts.values()), graph_ops.told(weight.spec)
 
 
 def test_ops_of_graphs_pass_torchs_own_checks():
@@ -923,9 +924,9 @@ def test_what_a_graph_is_told_of_a_weight_stands_between_quotes_and_says_all(row
     """Inductor writes it into Python, and with ``cpp_wrapper`` into C++, where it escapes nothing."""
     weight = weight_of(row.scheme)
     weight.set_activations("int8")
-    told = linear_module.told(weight.spec)
+    told = graph_ops.told(weight.spec)
     assert not set(told) & set('"\\\n')
-    assert linear_module._known(told).spec == weight.spec.replace(tie=None)
+    assert graph_ops._known(told).spec == weight.spec.replace(tie=None)
 
 
 @each_machine
@@ -970,7 +971,7 @@ def test_in_a_graph_no_python_runs_for_as_many_rows_as_the_table_says(scheme, dt
         x, told = rand(most + 1, 1024).to(dtype), told_and_parts(weight)
         OPS.linear.default(x[:1], None, *told)
         with monkeypatch.context() as patch:
-            patch.setattr(linear_module, "_known", lambda told: pytest.fail("Python ran"))
+            patch.setattr(graph_ops, "_known", lambda told: pytest.fail("Python ran"))
             made = OPS.linear.default(x[:most], None, *told)
         assert is_near(made, x[:most], weight)
         assert is_near(OPS.linear.default(x, None, *told), x, weight)

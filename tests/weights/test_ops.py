@@ -196,7 +196,7 @@ def test_linear_and_embedding_agree_with_decoded_values(row):
 
 @few_schemes
 def test_chunked_linear_is_the_whole_linear(row, monkeypatch):
-    monkeypatch.setattr("torchtether.weights.ops.linear.SCRATCH", 64)
+    monkeypatch.setattr("torchtether.weights.ops.product.SCRATCH", 64)
     weight = tt.Weight.encode(rand(300, COLUMNS), row.scheme)
     x, bias = rand(5, COLUMNS), rand(300)
     expected = torch.nn.functional.linear(x, weight.dequantize(), bias)

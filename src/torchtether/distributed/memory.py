@@ -24,7 +24,7 @@ import torch
 from ..geometry.views import Shape
 from ..schemes import Plain, Scheme
 from ..torch_private.fsdp2 import frees_before_copy
-from ..weights.ops.linear import SCRATCH
+from ..weights.ops.product import SCRATCH
 from ..weights.ops.sharding import rows_per_rank
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..dispatch import rule
 from ..weight import Weight
-from .linear import matrix_product
+from .below_autograd import matrix_product
 
 aten = torch.ops.aten
 

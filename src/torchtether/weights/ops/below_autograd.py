@@ -1,0 +1,56 @@
+"""Where a graph is recorded, autograd calls ``mm`` and ``addmm`` with the Weight, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...torch_private.observers import is_observed
+from ..weight import Weight
+from .graph_ops import in_graph
+from .product import by_kernel, decoded_linear, gradient, rounded_linear, same
+
+aten = torch.ops.aten
+
+
+def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """What ``mm``, ``addmm`` and ``linear`` of a matrix and a Weight give, without its values in whole.
+
+    ``None`` for every other call, which is then answered with the decoded values.
+    """
+    bias: Tensor | None
+    if op is aten.mm.default:
+        (x, weight), bias = args, None
+    elif op is aten.addmm.default and not kwargs and len(args) == 3:
+        bias, x, weight = args
+        if not isinstance(bias, Tensor) or bias.dim() != 1:
+            return None
+    elif op is aten.linear.default and not kwargs:
+        x, weight, bias = (*args, None)[:3]
+    else:
+        return None
+    if not isinstance(weight, Weight) or isinstance(x, Weight) or isinstance(bias, Weight):
+        return None
+    if weight.dim() != 2 or weight.scheme.transparent or x.dtype is not weight.dtype or x.dim() == 0:
+        return None
+    turned = op is not aten.linear.default  # (K, N), as mm takes it
+    if weight.spec.is_contiguous is turned and not (turned and bias is None):
+        return None
+    is_gradient = turned and weight.spec.is_contiguous
+    base = weight if weight.spec.is_contiguous else weight.map(same, weight.spec.permute(weight.spec.order))
+    if not base.spec.is_contiguous:
+        return None
+    if torch.compiler.is_compiling():
+        made = in_graph(x, base, bias, is_gradient)
+        if made is None and base.spec.activations is not None and not is_gradient:
+            return rounded_linear(torch.nn.functional.linear, x, base, bias)
+        return made
+    if is_gradient:
+        return gradient(x, base)
+    layout = None if is_observed() else base.kernel_layout
+    made = None
+    if layout is not None:
+        made = by_kernel(layout, layout.pick_from(base), x, bias, base.dtype)
+    return decoded_linear(torch.nn.functional.linear, x, base, bias) if made is None else made

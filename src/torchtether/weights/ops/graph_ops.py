@@ -1,0 +1,98 @@
+"""The ops that stand in a compiled graph for a product with a Weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..products import Layout, binding, kernels_for, layout_of
+from ..spec import WeightSpec
+from ..weight import Weight
+from .product import by_kernel, decoded_linear, gradient
+
+LIBRARY = torch.library.Library("torchtether", "DEF")
+"""The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
+
+``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` says what it is (``told``).
+Once kernels are built, ``linear`` runs on the CPU without Python (``binding.remember``); what does not suit goes to
+``any_linear``.
+A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
+"""
+
+LIBRARY.define("linear(Tensor x, Tensor? bias, Tensor[] parts, str weight) -> Tensor")
+LIBRARY.define("any_linear(Tensor x, Tensor? bias, Tensor[] parts, str weight) -> Tensor")
+LIBRARY.define("gradient(Tensor x, Tensor[] parts, str weight) -> Tensor")
+
+
+def in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -> Tensor | None:
+    layout = base.kernel_layout
+    if layout is None or torch.compiler.is_exporting() or base.device.type != "cpu":
+        return None  # the compiler fuses the decoding
+    if not kernels_for(layout, base.dtype):
+        return None
+    parts, weight = list(base.parts.values()), told(base.spec)
+    if is_gradient:
+        return torch.ops.torchtether.gradient.default(x, parts, weight)  # type: ignore[no-any-return]
+    return torch.ops.torchtether.linear.default(x, bias, parts, weight)  # type: ignore[no-any-return]
+
+
+_QUOTES = str.maketrans("'\"", "\"'")  # torch writes the text into C++ as it is, between double quotes
+
+
+def told(spec: WeightSpec) -> str:
+    """What the ops are told of a Weight: its spec as JSON, with single quotes."""
+    return json.dumps(spec.replace(tie=None).to_json(), sort_keys=True).translate(_QUOTES)
+
+
+class _Known(NamedTuple):
+    spec: WeightSpec
+    names: tuple[str, ...]
+    layout: Layout | None
+    order: tuple[int, ...]  # which parts the kernels take
+
+
+@lru_cache(maxsize=4096)
+def _known(weight: str) -> _Known:
+    spec = WeightSpec.from_json(json.loads(weight.translate(_QUOTES)))
+    names, layout = tuple(spec.scheme.layout(spec.shape)), layout_of(spec.scheme, spec.shape, spec.activations)
+    return _Known(spec, names, layout, tuple(map(names.index, layout.parts)) if layout is not None else ())
+
+
+def _weight_of(known: _Known, parts: Sequence[Tensor]) -> Weight:
+    return Weight(dict(zip(known.names, parts, strict=True)), known.spec)
+
+
+def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight: str) -> Tensor:
+    """``x @ weight.T + bias``."""
+    known = _known(weight)
+    if known.layout is not None:
+        made = by_kernel(known.layout, [parts[i] for i in known.order], x, bias, x.dtype)
+        if made is not None:
+            binding.remember(weight, known.layout, len(parts), known.order)
+            return made
+    return decoded_linear(torch.nn.functional.linear, x, _weight_of(known, parts), bias)
+
+
+torch.library.impl(LIBRARY, "linear", "CompositeExplicitAutograd")(linear_in_graph)
+torch.library.impl(LIBRARY, "any_linear", "CPU")(linear_in_graph)
+
+
+@torch.library.impl(LIBRARY, "gradient", "CPU")
+def gradient_in_graph(x: Tensor, parts: list[Tensor], weight: str) -> Tensor:
+    """``x @ weight``."""
+    return gradient(x, _weight_of(_known(weight), parts))
+
+
+@torch.library.register_fake("torchtether::linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_linear(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _known(weight).spec.shape[0]))
+
+
+@torch.library.register_fake("torchtether::gradient", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_gradient(x: Tensor, parts: list[Tensor], weight: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _known(weight).spec.shape[1]))

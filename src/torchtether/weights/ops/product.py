@@ -1,0 +1,173 @@
+"""One product with a Weight: by a kernel of the table, or with its values, a chunk of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedOpError
+from ...torch_private.observers import is_observed, untraced
+from ...torch_private.tensors import any_requires_grad
+from ..products import ANY, Layout, chunks, cpu, int8pack, kernels_for, rounding
+from ..weight import Weight
+from .rows import cut_rows
+
+SCRATCH = 32 * 2**20
+"""Bytes of decoded weight above which products decode row chunks instead of the whole."""
+
+CACHED = 8 * 2**20
+"""The same for dtypes of 16 bits, so that chunks stay in the cache. In float32 the bits of one product count more."""
+
+KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
+    "compiled": cpu.linear,
+    "int8pack": int8pack.linear,
+}
+
+
+def records_graph(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any_requires_grad(*tensors)
+
+
+def traced(weight: Weight) -> Tensor:
+    """The values, which are a constant of the trace; it has no place for a Weight."""
+    if records_graph(weight):
+        fix = "Call requires_grad_(False) on it, or trace inside torch.no_grad()."
+        raise UnsupportedOpError("torch.jit.trace cannot follow a Weight that requires grad", fix=fix)
+    with untraced():
+        return weight.values_of()
+
+
+def plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(weight, Weight) and is_batch(input):
+            folded: Tensor = op(input.flatten(0, -2), weight, bias)
+            return folded.view(*input.shape[:-1], weight.shape[0])
+        made: Tensor = op(input, weight, bias)
+    return made
+
+
+def is_batch(x: Any) -> bool:
+    """Whether torch would rather repeat a Weight for each matrix of ``x`` than copy ``x`` to make it one matrix."""
+    return is_strided(x) and not x.is_contiguous()
+
+
+def is_strided(x: Any) -> bool:
+    is_plain = isinstance(x, Tensor) and not isinstance(x, Weight) and not x.is_nested
+    return is_plain and x.layout is torch.strided and x.dim() > 2
+
+
+def by_kernel(
+    layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """The product by the first kernel of the table that takes it, ``None`` if none does."""
+    if x.dtype is not dtype:
+        return None
+    for kernel, most in layout.choices.get(dtype) or kernels_for(layout, dtype):
+        if most == ANY or x.numel() <= most * layout.columns:
+            made = KERNELS[kernel](layout, parts, x, bias)
+            if made is not None:
+                return made
+    return None
+
+
+def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if weight.spec.activations is not None:
+        return rounded_linear(op, input, weight, bias)
+    step = rows_at_once(weight)
+    if step is None or input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type):
+        return plain_linear(op, input, weight.values_of(), bias)
+    with torch._C.DisableTorchFunctionSubclass():
+        return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, decoder(weight))
+
+
+def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """The same of rounded inputs, where no kernel rounds them itself; no graph is recorded of it.
+
+    Rounded once, at the end; on processors with fast products of 16 bits, and on GPUs, the product is also rounded
+    before it has its scale and the bias.
+    """
+    kind, exact = weight.spec.activations, weight.map(same, weight.spec.replace(activations=None))
+    assert kind is not None
+    fits = x.dim() > 0 and x.shape[-1] == weight.shape[-1] > 0 and x.is_floating_point()
+    if not fits or x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type):
+        x = rounding.rounded(x, kind) if fits else x  # what it becomes, or why it cannot, is torch's to say
+        return plain_linear(op, x, exact.values_of(), bias)
+    made = _by_engine(kind, x, exact)
+    if made is None:
+        units, scale = rounding.units_of(x, kind)
+        if chunks.is_slow(x):
+            units, wide = units.float(), exact.to(torch.float32)
+            assert isinstance(wide, Weight)
+            exact = wide
+        made = _unrounded(op, units, exact).to(scale.dtype) * scale
+    return (made if bias is None else made + bias).to(x.dtype)
+
+
+def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
+    if torch.compiler.is_compiling():
+        return plain_linear(op, x, weight.values_of(), None)
+    layout = None if is_observed() else weight.kernel_layout
+    made = None
+    if layout is not None:
+        made = by_kernel(layout, layout.pick_from(weight), x, None, weight.dtype)
+    return decoded_linear(op, x, weight, None) if made is None else made
+
+
+def _by_engine(kind: str, x: Tensor, weight: Weight) -> Tensor | None:
+    """The product of 8-bit codes with 8-bit codes, ``None`` where torch has none for them."""
+    if not x.is_cuda or not weight.is_cuda or not weight.spec.is_contiguous:
+        return None
+    rows = x.numel() // x.shape[-1]
+    engine = rounding.engine_for(kind, weight.scheme, tuple(weight.shape), rows, x.dtype, capability(x.device))
+    if engine is None:
+        return None
+    made = rounding.ENGINES[engine](x.reshape(rows, x.shape[-1]), weight.scheme, weight.parts)
+    return made.view(*x.shape[:-1], made.shape[-1])
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """What the GPU can do, (0, 0) where there is none: fake tensors have devices that are not there."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+def rows_at_once(weight: Weight) -> int | None:
+    """How many rows to decode at once; ``None``: all, because they are few, or because rows cannot be cut there."""
+    limit = min(SCRATCH, CACHED) if weight.dtype.itemsize == 2 and weight.is_cpu else SCRATCH
+    if weight.dim() != 2 or weight.scheme.transparent or not weight.spec.is_contiguous:
+        return None
+    if weight.numel() * weight.dtype.itemsize <= limit:
+        return None
+    columns = weight.shape[1]
+    step = max(limit // (columns * weight.dtype.itemsize) // 256 * 256, 256)
+    spans = [part.span for part in weight.scheme.layout(weight.spec.base).values()]
+    return None if any(span and step * columns % span for span in spans) else step
+
+
+def decoder(weight: Weight) -> chunks.Decode:
+    layout = None if is_observed() else weight.kernel_layout
+    parts = layout.pick_from(weight) if layout is not None else ()
+
+    def decode(start: int, stop: int, out: Tensor | None) -> Tensor:
+        if layout is not None:
+            made = cpu.decode(layout, parts, weight.dtype, start=start, stop=stop, out=out)
+            if made is not None:
+                return made
+        shape = (stop - start, weight.shape[1])
+        return weight.scheme.decode(cut_rows(weight, start, stop), shape, weight.dtype)
+
+    return decode
+
+
+def same(part: Tensor) -> Tensor:
+    return part
+
+
+def gradient(x: Tensor, base: Weight) -> Tensor:
+    """``x @ base``."""
+    step = rows_at_once(base)
+    if step is None:
+        return chunks.times(x, base.values_of()).to(x.dtype)
+    return chunks.product(x, base.shape[0], base.shape[1], step, decoder(base))
