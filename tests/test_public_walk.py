@@ -94,8 +94,8 @@ CALLS = {
     "untie(name)": lambda v, s, t: tt.untie(pair(), v),
     "check_optimizer(model)": lambda v, s, t: tt.check_optimizer(v, torch.optim.SGD(pair().parameters())),
     "check_optimizer(optimizer)": lambda v, s, t: tt.check_optimizer(pair(), v),
-    "map(model)": lambda v, s, t: tt.map(v),
-    "diff(earlier)": lambda v, s, t: tt.map(pair()).diff(v),
+    "map(model)": lambda v, s, t: tt.storage_map(v),
+    "diff(earlier)": lambda v, s, t: tt.storage_map(pair()).diff(v),
     "Weight.encode(values)": lambda v, s, t: tt.Weight.encode(v, tt.int8()),
     "Weight.encode(scheme)": lambda v, s, t: tt.Weight.encode(torch.zeros(4, 4), v),
     **{
@@ -254,7 +254,11 @@ VERBS = {
     "materialize": tt.materialize,
     "find_ties": tt.find_ties,
     "check_ties": lambda model: tt.check_ties(model, tt.find_ties(model)),
-    "map": lambda model: (str(tt.map(model)), tt.map(model).to_html(), tt.map(model).diff(tt.map(model))),
+    "storage_map": lambda model: (
+        str(tt.storage_map(model)),
+        tt.storage_map(model).to_html(),
+        tt.storage_map(model).diff(tt.storage_map(model)),
+    ),
     "swapping": lambda model: _stock(model),
 }
 
@@ -319,7 +323,7 @@ def test_an_odd_model_comes_back_from_a_file(odd, tmp_path):
             tt.save(model, tmp_path)
         return
     tt.save(model, tmp_path)
-    tt.map(tmp_path).to_svg()
+    tt.storage_map(tmp_path).to_svg()
     with tt.open(tmp_path) as checkpoint:
         for name, tensor in model.state_dict().items():
             assert torch.equal(checkpoint[name], tensor), name

@@ -161,7 +161,7 @@ del values
 
 # %% And what is not read costs nothing now: private pages of the file, fetched at first use.
 mapped = model()
-report, _ = measured("tt.load(map=True)", lambda: tt.load(mapped, path, map=True))
+report, _ = measured("tt.load(mmap=True)", lambda: tt.load(mapped, path, mmap=True))
 assert report.mapped == size
 assert report.bytes == 0
 measured("... and its first use", lambda: sum(float(p.detach().sum()) for p in mapped.parameters()))
@@ -172,6 +172,6 @@ kept = mapped[0].bias.detach().clone()
 mapped = None
 if mapped_bytes() is not None:
     assert mapped_bytes() == 0
-print(tt.map({"kept": kept}))
+print(tt.storage_map({"kept": kept}))
 
 # %% Now break it: keep `mapped[0].bias.detach()` without `.clone()`, and see which assertion notices.

@@ -38,7 +38,7 @@ class Training:
         self.optimizer = make(self.model.parameters(), lr=0.1, **options)
         self.step()
         self.ties = tt.find_ties(self.model)
-        self.before = tt.map(self.model)
+        self.before = tt.storage_map(self.model)
 
     def count(self, parameter):
         self.calls += 1
@@ -89,7 +89,7 @@ assert one.moves()
 momentum = one.optimizer.state[one.model.emb.weight]["momentum_buffer"]
 assert momentum.dtype == torch.float32  # twice the memory that you think, for parameters of 16 bits
 assert not one.keeps_ties()  # `first` and `mid.weight` train apart from now on
-print(tt.map(one.model).diff(one.before))
+print(tt.storage_map(one.model).diff(one.before))
 
 # %% Adam notices, in the middle of a step: some parameters have moved, others have not.
 adam = Training(torch.optim.AdamW)
@@ -107,7 +107,7 @@ with mode(torch.__future__.set_overwrite_module_params_on_conversion):
     two.model.to(torch.bfloat16)
 assert not two.holds_the_model()
 assert not two.moves()  # step() runs, and nothing learns
-changes = dict(tt.map(two.model).diff(two.before).changes)
+changes = dict(tt.storage_map(two.model).diff(two.before).changes)
 print("emb.weight:", changes["emb.weight"])
 assert "another object" in changes["emb.weight"]
 
@@ -142,7 +142,7 @@ assert four.moves()
 assert four.sees_gradients()
 assert four.optimizer.state[four.model.emb.weight]["momentum_buffer"].dtype == torch.bfloat16
 tt.check_optimizer(four.model, four.optimizer)
-print(tt.map(four.model).diff(four.before))
+print(tt.storage_map(four.model).diff(four.before))
 
 # %% Adam too.
 five = Training(torch.optim.AdamW)

@@ -25,8 +25,8 @@ assert turned.stride() == (1, 4)
 assert turned.untyped_storage()._cdata == matrix.untyped_storage()._cdata  # the very same memory
 assert turned.contiguous().data_ptr() != matrix.data_ptr()  # that is a copy
 
-# %% `tt.map` draws it: one bar for each storage, and on it what lies there. (`.to_html(path)` makes a page of it.)
-made = tt.map({"matrix": matrix, "column": column, "turned": turned, "copy": turned.contiguous()})
+# %% `tt.storage_map` draws it: one bar for each storage, and on it what lies there. (`.to_html(path)` makes a page.)
+made = tt.storage_map({"matrix": matrix, "column": column, "turned": turned, "copy": turned.contiguous()})
 print(made)
 assert len(made.groups) == 2  # the copy stands alone
 shared = made.groups[0].storages[0]
@@ -38,15 +38,15 @@ wide = torch.zeros(1, 4).expand(1000, 4)
 assert wide.untyped_storage().nbytes() == 16
 small = torch.zeros(1_000_000)[:2]
 assert small.untyped_storage().nbytes() == 4_000_000
-print(tt.map({"wide": wide, "small": small}))
-assert "4 MB that no tensor reaches" in tt.map({"small": small}).summary
+print(tt.storage_map({"wide": wide, "small": small}))
+assert "4 MB that no tensor reaches" in tt.storage_map({"small": small}).summary
 
 # %% On `meta` there are storages without memory: who shares what is known, where it lies is not.
 with torch.device("meta"):
     fused = torch.empty(12, 4)
     part = fused[4:8]
 assert (fused.data_ptr(), part.data_ptr()) == (0, 64)  # distances from nothing
-assert tt.map({"fused": fused, "part": part}).ties[0].names == ("fused", "part")
+assert tt.storage_map({"fused": fused, "part": part}).ties[0].names == ("fused", "part")
 
 # %% What goes wrong without us, silently: address 0 taken for an address. Two weights on meta look tied, and are not.
 with torch.device("meta"):
@@ -68,8 +68,8 @@ two = TwoTensor(torch.zeros(3, 4), torch.ones(3, 4))
 assert two.data_ptr() == 0
 names, _ = two.__tensor_flatten__()
 assert names == ["a", "b"]
-print(tt.map({"two": two}))
-assert tt.map({"two": two}).nbytes == 2 * 48
+print(tt.storage_map({"two": two}))
+assert tt.storage_map({"two": two}).nbytes == 2 * 48
 
 # %% So wrappers by address all look tied, too; and their `nbytes` says what the values would take.
 wrapped = nn.ModuleDict({"one": nn.Linear(64, 4, bias=False), "other": nn.Linear(64, 4, bias=False)})
@@ -82,7 +82,7 @@ assert weight.nbytes == 4 * 64 + 4 * 4  # held: a byte for each value, a scale f
 
 # %% A Weight is its parts and one frozen spec. Its strides are real; views of it share the parts, or raise.
 print(weight)
-print(tt.map(wrapped))
+print(tt.storage_map(wrapped))
 assert {name: tuple(part.shape) for name, part in weight.parts.items()} == {"qdata": (4, 64), "scale": (4, 1)}
 across = weight.detach().t()
 assert across.stride() == (1, 64)
@@ -90,7 +90,7 @@ assert across.parts["qdata"].data_ptr() == weight.parts["qdata"].data_ptr()
 rows = weight.detach()[1:3]
 assert rows.parts["qdata"].data_ptr() == weight.parts["qdata"].data_ptr() + 64
 assert torch.equal(rows.dequantize(), weight.dequantize()[1:3])
-shown = tt.map({"weight": weight, "across": across, "rows": rows})
+shown = tt.storage_map({"weight": weight, "across": across, "rows": rows})
 print(shown)
 assert shown.nbytes == weight.nbytes  # three tensors, one memory
 
@@ -106,10 +106,10 @@ else:
 wrapped.other.weight = wrapped.one.weight
 (tie,) = tt.find_ties(wrapped)
 print(tie)
-before = tt.map(wrapped)
+before = tt.storage_map(wrapped)
 tt.convert(wrapped, dtype=torch.bfloat16)
 assert tt.find_ties(wrapped) == (tie,)
-print(tt.map(wrapped).diff(before))
+print(tt.storage_map(wrapped).diff(before))
 assert wrapped.one.weight.parts["scale"].dtype == torch.float32  # quantization fixed it; only the outside changed
 
 # %% Now break it: make `rows` a `.clone()` of the rows, run again, and see what the map says of it.

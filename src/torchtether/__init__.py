@@ -29,8 +29,7 @@ from .exchange.scope import swapping
 from .geometry.views import View
 from .loading.contents import LoadPlan, load, plan_load
 from .loading.report import LoadReport
-from .pictures import StorageDiff, StorageMap
-from .pictures import storage_map as map
+from .pictures import StorageDiff, StorageMap, storage_map
 from .renaming.gguf import gguf_names
 from .renaming.rules import Concat, Rotary, Split, Stack, Transpose
 from .schemes import (
@@ -74,7 +73,7 @@ __all__ = [
     # many machines
     "distributed",
     # pictures
-    "map", "StorageMap", "StorageDiff",
+    "storage_map", "StorageMap", "StorageDiff",
     # the nouns
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from .errors import ArgumentError
 
 
-def said(value: object) -> str:
+def describe(value: object) -> str:
     """What ``value`` is, for people.
 
-    >>> said(3), said(int), said(None)
+    >>> describe(3), describe(int), describe(None)
     ('an int', 'the class int', 'None')
     """
     if value is None:
@@ -29,32 +29,32 @@ def check_module(model: object, name: str = "model") -> None:
     """Raises ArgumentError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         fix = "Give an instance of it." if isinstance(model, type) else "Give a torch.nn.Module."
-        raise ArgumentError(f"is {said(model)}, not a module", name=name, fix=fix)
+        raise ArgumentError(f"is {describe(model)}, not a module", name=name, fix=fix)
 
 
 def check_path(path: object, name: str = "path") -> None:
     """Raises ArgumentError unless ``path`` is text or a path object."""
     text = path.__fspath__() if isinstance(path, PathLike) and not isinstance(path, type) else path
     if not isinstance(text, str):
-        raise ArgumentError(f"is {said(path)}, not a path", name=name, fix="Give text, or a pathlib.Path.")
+        raise ArgumentError(f"is {describe(path)}, not a path", name=name, fix="Give text, or a pathlib.Path.")
 
 
 def check_tensor(tensor: object, name: str) -> None:
     """Raises ArgumentError unless ``tensor`` is a tensor."""
     if not isinstance(tensor, Tensor):
-        raise ArgumentError(f"is {said(tensor)}, not a tensor", name=name, fix="Give a torch.Tensor.")
+        raise ArgumentError(f"is {describe(tensor)}, not a tensor", name=name, fix="Give a torch.Tensor.")
 
 
 def check_name(value: object, name: str) -> None:
     """Raises ArgumentError unless ``value`` is text."""
     if not isinstance(value, str):
-        raise ArgumentError(f"is {said(value)}, not the name of a tensor", name=name, fix="Give text.")
+        raise ArgumentError(f"is {describe(value)}, not the name of a tensor", name=name, fix="Give text.")
 
 
 def check_flag(value: object, name: str) -> None:
     """Raises ArgumentError unless ``value`` is a bool; text such as "no" would count as true."""
     if not isinstance(value, (bool, int)):
-        raise ArgumentError(f"is {said(value)}, not a bool", name=name, fix="Give True or False.")
+        raise ArgumentError(f"is {describe(value)}, not a bool", name=name, fix="Give True or False.")
 
 
 def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_module: bool = False) -> None:
@@ -64,10 +64,10 @@ def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_mod
     """
     if value is None or callable(value) or (or_flag and isinstance(value, bool)):
         if is_of_module and isinstance(value, type):
-            raise ArgumentError(f"is {said(value)}, not a function", name=name, fix="Give a function of a module.")
+            raise ArgumentError(f"is {describe(value)}, not a function", name=name, fix="Give a function of a module.")
         return
     word = "a bool or a function" if or_flag else "a function"
-    raise ArgumentError(f"is {said(value)}, not {word}", name=name, fix=f"Give {word}, or None.")
+    raise ArgumentError(f"is {describe(value)}, not {word}", name=name, fix=f"Give {word}, or None.")
 
 
 def as_device(device: Any, name: str = "device") -> torch.device:
@@ -80,7 +80,7 @@ def as_device(device: Any, name: str = "device") -> torch.device:
     except (TypeError, RuntimeError) as error:
         why = _first_line(error).partition(", got")[0] if isinstance(device, (str, int)) else ""
         raise ArgumentError(
-            f"{device!r} is no device" if len(repr(device)) < 40 else f"is {said(device)}, not a device",
+            f"{device!r} is no device" if len(repr(device)) < 40 else f"is {describe(device)}, not a device",
             name=name,
             fix=f"Give 'cpu', 'cuda:0' or a torch.device{f' ({why})' if why else ''}.",
         ) from None

@@ -109,7 +109,7 @@ def write(size, folder):
     """Both checkpoints, of the same values."""
     write_checkpoint(folder / "files", on_meta(size), 1)
     model = on_meta(size)
-    tt.load(model, folder / "files", map=True)
+    tt.load(model, folder / "files", mmap=True)
     tt.distributed.save(model, folder / "dcp", format="dcp")
 
 

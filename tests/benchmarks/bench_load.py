@@ -357,12 +357,12 @@ def bitsandbytes_after(folder, options):
     return run
 
 
-def torchtether(folder, options, map=False):
+def torchtether(folder, options, mmap=False):
     model = on_meta(options["size"], many=options.get("many", 0))
     wanted = {name: options[name] for name in ("quantize", "dtype") if name in options}
 
     def run():
-        tt.load(model, folder, map=map, **wanted)
+        tt.load(model, folder, mmap=mmap, **wanted)
         return model
 
     return run
@@ -494,7 +494,7 @@ CONTENDERS = {
     "torchao after": torchao_after,
     "quanto after": quanto_after,
     "bitsandbytes after": bitsandbytes_after,
-    "torchtether mapped": lambda folder, options: torchtether(folder, options, map=True),
+    "torchtether mapped": lambda folder, options: torchtether(folder, options, mmap=True),
     "safetensors mapped": lambda folder, options: safetensors_assign(folder, options, own=False),
     "safetensors own": safetensors_assign,
     "safetensors loop": safetensors_loop,

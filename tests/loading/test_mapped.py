@@ -1,4 +1,4 @@
-"""``map=True``: the memory of a parameter is private pages of the file, and all else is as if it had been read."""
+"""``mmap=True``: the memory of a parameter is private pages of the file, and all else is as if it had been read."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ def saved(tmp_path):
 
 def mapped(path, kind=Tied, **options):
     model = build(kind, meta=True)
-    return model, tt.load(model, path, map=True, **options)
+    return model, tt.load(model, path, mmap=True, **options)
 
 
 def is_over(tensor, path):
@@ -55,7 +55,7 @@ def test_a_mapped_model_is_the_model_that_is_read(tmp_path, suffix, kind):
         tt.save(source, path)
     one, two = build(kind, meta=True), build(kind, meta=True)
     objects = named_tensors(two)
-    read, made = tt.load(one, path), tt.load(two, path, map=True)
+    read, made = tt.load(one, path), tt.load(two, path, mmap=True)
     assert made.bytes + made.mapped == read.bytes
     assert read.mapped == 0
     assert made.mapped > 0 or kind is Slices  # which no stored tensor covers
@@ -144,7 +144,7 @@ def test_names_that_are_only_called_otherwise_are_mapped_and_composed_ones_are_r
     with torch.device("meta"):
         model = torch.nn.ModuleDict({"qk": torch.nn.Linear(2, 3, bias=False), "out": torch.nn.Linear(2, 2, bias=False)})
     rename = [tt.Concat(["^q$", "^k$"], "qk.weight"), ("^o$", "out.weight")]
-    report = tt.load(model, path, rename=rename, map=True)
+    report = tt.load(model, path, rename=rename, mmap=True)
     assert is_over(model["out"].weight, path)
     assert not is_over(model["qk"].weight, path)
     assert (report.mapped, report.bytes) == (16, 24)
@@ -177,7 +177,7 @@ def test_a_tensor_that_is_not_aligned_is_read(tmp_path):
         model = torch.nn.Module()
         model.b = torch.nn.Parameter(torch.empty(2))
         model.register_buffer("a", torch.empty(1, dtype=torch.uint8))
-    report = tt.load(model, path, map=True)
+    report = tt.load(model, path, mmap=True)
     assert (report.mapped, report.bytes) == (1, 8)
     assert is_over(model.a, path)
     assert not is_over(model.b, path)
@@ -188,7 +188,7 @@ def test_a_real_model_is_filled_where_it_is(saved):
     source, path = saved
     model = build(Tied, seed=5)
     place = model.mid.weight.data_ptr()
-    assert tt.load(model, path, map=True).mapped == 0
+    assert tt.load(model, path, mmap=True).mapped == 0
     assert model.mid.weight.data_ptr() == place
     assert torch.equal(model.mid.weight, source.mid.weight)
 
@@ -196,7 +196,7 @@ def test_a_real_model_is_filled_where_it_is(saved):
 def test_a_plan_says_what_it_will_map_and_apply_may_come_in_parts(saved):
     source, path = saved
     model = build(Tied, meta=True)
-    plan = tt.plan_load(model, path, map=True)
+    plan = tt.plan_load(model, path, mmap=True)
     assert "on cpu, mapped" in str(plan)
     told = []
     first = plan.apply(only="mid.*", progress=lambda done, all: told.append((done, all)))
@@ -210,7 +210,7 @@ def test_a_plan_says_what_it_will_map_and_apply_may_come_in_parts(saved):
 def test_a_file_that_shrank_before_it_is_mapped_is_an_error_and_nothing_changes(saved):
     _, path = saved
     model = build(Tied, meta=True)
-    plan = tt.plan_load(model, path, map=True)
+    plan = tt.plan_load(model, path, mmap=True)
     os.truncate(path, path.stat().st_size - 8)
     with pytest.raises(tt.errors.CheckpointError, match=r"the file ended at byte \d+, before its last one"):
         plan.apply()
@@ -225,7 +225,7 @@ def test_pages_that_are_not_used_are_not_in_memory_and_descriptors_are_given_bac
     with torch.device("meta"):
         model = torch.nn.Linear(8, 2**22, bias=False)
     before, descriptors = resident_memory(), len(os.listdir("/proc/self/fd"))
-    tt.load(model, path, map=True)
+    tt.load(model, path, mmap=True)
     after = resident_memory()
     assert after.anonymous - before.anonymous < 2**24
     assert after.mapped - before.mapped < 2**24
@@ -239,7 +239,7 @@ def test_the_process_ends_in_order_while_tensors_are_mapped(saved):
     code = (
         "import torch, torchtether as tt\n"
         "from tests.loading.models import Tied, build\n"
-        f"model = build(Tied, meta=True); tt.load(model, {str(path)!r}, map=True)\n"
+        f"model = build(Tied, meta=True); tt.load(model, {str(path)!r}, mmap=True)\n"
         "print(float(model.mid.weight.sum()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

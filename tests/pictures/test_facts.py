@@ -64,7 +64,7 @@ MODELS = dict(_models())
 @pytest.mark.parametrize("name", MODELS)
 def test_a_map_knows_every_name_every_byte_and_every_tie(name):
     model = MODELS[name]()
-    made = tt.map(model)
+    made = tt.storage_map(model)
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -117,7 +117,7 @@ def test_storages_are_those_that_torch_counts(name):
 
     for tensor in (*model.parameters(), *model.buffers()):
         walk(tensor)
-    made = tt.map(model)
+    made = tt.storage_map(model)
     assert made.nbytes == sum(seen.values())
     assert sum(len(group.storages) for group in made.groups) == len(seen)
 
@@ -140,9 +140,9 @@ def test_a_layout_is_what_torch_says(shape, order, step):
 def test_a_map_keeps_nothing_alive_and_changes_nothing():
     tensor = torch.zeros(1000)
     alive = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
-    made = tt.map({"a": tensor})
+    made = tt.storage_map({"a": tensor})
     other = nn.Parameter(torch.ones(2))
-    tt.map({"b": other})
+    tt.storage_map({"b": other})
     torch.utils.swap_tensors(other, nn.Parameter(torch.zeros(3)))  # refuses what has weak references
     del tensor
     gc.collect()
@@ -152,7 +152,7 @@ def test_a_map_keeps_nothing_alive_and_changes_nothing():
 
 def test_two_storages_over_one_memory_are_one():
     array = np.zeros(10, dtype=np.float32)
-    made = tt.map({"all": torch.from_numpy(array), "half": torch.from_numpy(array[5:])})
+    made = tt.storage_map({"all": torch.from_numpy(array), "half": torch.from_numpy(array[5:])})
     (group,) = made.groups
     (storage,) = group.storages
     assert storage.nbytes == 40
@@ -162,15 +162,15 @@ def test_two_storages_over_one_memory_are_one():
 
 def test_a_state_dict_is_mapped_like_its_model():
     model = MODELS["odd"]()
-    assert {held.names[0] for group in tt.map(model.state_dict()).groups for held in group.tensors} <= set(
-        tt.map(model).names
+    assert {held.names[0] for group in tt.storage_map(model.state_dict()).groups for held in group.tensors} <= set(
+        tt.storage_map(model).names
     )
 
 
 @pytest.mark.parametrize("wrong", [3, None, [torch.zeros(2)], {"a": 1}, {1: torch.zeros(1)}, (x for x in "ab")])
 def test_what_is_no_model_is_refused_by_name(wrong):
     with pytest.raises(TypeError, match=r"^model: ") as caught:
-        tt.map(wrong)
+        tt.storage_map(wrong)
     assert "\n" not in str(caught.value)
 
 
@@ -181,7 +181,7 @@ def test_meta_has_the_same_map():
         model["b"].weight = model["a"].weight
         model["view"] = nn.Module()
         model["view"].t = nn.Parameter(model["a"].weight.data.t())
-    made = tt.map(model)
+    made = tt.storage_map(model)
     assert made.nbytes == 4 * 32 + 4 * 8
     assert len(made.ties) == 1
     assert {held.device for group in made.groups for held in group.tensors} == {"meta"}
@@ -195,13 +195,13 @@ def test_a_checkpoint_has_the_map_of_its_model(tmp_path):
     model["quantized"] = nn.Linear(64, 4)
     tt.quantize(model, {"quantized.weight": "int8"})
     tt.save(model, tmp_path, max_shard_size=1000)
-    live, stored = tt.map(model), tt.map(tmp_path)
+    live, stored = tt.storage_map(model), tt.storage_map(tmp_path)
     assert live.nbytes == stored.nbytes
     assert sorted(live.names) == sorted(stored.names)
     assert set(live.ties) == set(stored.ties)
     with tt.open(tmp_path) as checkpoint:
-        assert tt.map(checkpoint) == stored
-    assert "model-0000" in str(tt.map(tmp_path).to_html())
+        assert tt.storage_map(checkpoint) == stored
+    assert "model-0000" in str(tt.storage_map(tmp_path).to_html())
 
     def facts(made):
         return {

@@ -66,7 +66,7 @@ def _svg_texts(svg):
 
 @pytest.mark.parametrize("make", [Layers, nn.Module, lambda: nn.Linear(1, 1), lambda: nn.LazyLinear(3)])
 def test_a_picture_is_well_formed_and_stands_alone(make, tmp_path):
-    made = tt.map(make())
+    made = tt.storage_map(make())
     svg, html = made.to_svg(tmp_path / "map.svg"), made.to_html(tmp_path / "map.html")
     assert (tmp_path / "map.svg").read_text() == svg
     assert (tmp_path / "map.html").read_text() == html
@@ -79,11 +79,11 @@ def test_a_picture_is_well_formed_and_stands_alone(make, tmp_path):
 
 @pytest.mark.parametrize("name", NASTY, ids=range(len(NASTY)))
 def test_names_cannot_break_out(name):
-    made = tt.map({name: torch.zeros(3), name + "!": torch.ones(3)})
-    for text in (made.to_svg(), made.to_html(), made.diff(tt.map({})).to_html()):
+    made = tt.storage_map({name: torch.zeros(3), name + "!": torch.ones(3)})
+    for text in (made.to_svg(), made.to_html(), made.diff(tt.storage_map({})).to_html()):
         _check_alone(text)
     ElementTree.fromstring(made.to_svg())
-    for line in (*str(made).splitlines(), *str(made.diff(tt.map({}))).splitlines(), repr(made)):
+    for line in (*str(made).splitlines(), *str(made.diff(tt.storage_map({}))).splitlines(), repr(made)):
         assert line.isprintable()
     assert all(width_of(line) <= 120 for line in str(made).splitlines())
 
@@ -110,7 +110,7 @@ def test_a_scale_keeps_the_order_and_shows_everything(amounts):
 
 
 def test_alike_groups_are_one_line_with_their_count():
-    text = str(tt.map(Layers(300)))
+    text = str(tt.storage_map(Layers(300)))
     assert "layers.*.weight x300" in text
     assert len(text.splitlines()) == 1 + 2 + 2
     assert pattern_of("l.3.w2.10") == "l.*.w2.*"
@@ -118,7 +118,7 @@ def test_alike_groups_are_one_line_with_their_count():
 
 def test_beyond_the_limit_the_rest_is_counted():
     model = nn.ModuleList(nn.Linear(i + 1, 1, bias=False) for i in range(100))
-    made = tt.map(model)
+    made = tt.storage_map(model)
     lines = made.to_text(limit=10).splitlines()
     assert len(lines) == 12
     assert "and 90 names more" in lines[-1]
@@ -133,25 +133,25 @@ def test_many_names_of_one_object_stay_short():
     model.first = nn.Parameter(torch.zeros(2))
     for i in range(200):
         model.register_parameter(f"name{i}", model.first)
-    assert len(str(tt.map(model)).splitlines()) < 40
-    assert len(str(tt.map({"a": torch.zeros(4), **{f"v{chr(97 + i)}": torch.zeros(4) for i in range(26)}}))) > 0
+    assert len(str(tt.storage_map(model)).splitlines()) < 40
+    assert len(str(tt.storage_map({"a": torch.zeros(4), **{f"v{chr(97 + i)}": torch.zeros(4) for i in range(26)}}))) > 0
 
 
 def test_ties_are_drawn_as_links():
-    svg = tt.map(Layers()).to_svg()
+    svg = tt.storage_map(Layers()).to_svg()
     root = ElementTree.fromstring(svg)
     space = "{http://www.w3.org/2000/svg}"
     dots = [node for node in root.iter(f"{space}circle") if node.get("class") == "tie"]
     assert len(dots) == 2 + 1  # two names, and the key
     assert len({dot.get("cx") for dot in dots[1:]}) == 1
-    untied = tt.map(nn.Linear(2, 2)).to_svg()
+    untied = tt.storage_map(nn.Linear(2, 2)).to_svg()
     assert untied.count('class="tie"') == 1
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (5, 10), (2, 4)])
 def test_a_bar_lies_where_its_bytes_do(start, stop):
     whole = torch.zeros(10)
-    svg = tt.map({"whole": whole, "cut": whole[start:stop]}).to_svg()
+    svg = tt.storage_map({"whole": whole, "cut": whole[start:stop]}).to_svg()
     root = ElementTree.fromstring(svg)
     space = "{http://www.w3.org/2000/svg}"
     frame, first, second = [
@@ -172,16 +172,16 @@ def test_a_bar_lies_where_its_bytes_do(start, stop):
 
 def test_nothing_changed():
     model = Layers()
-    diff = tt.map(model).diff(tt.map(model))
+    diff = tt.storage_map(model).diff(tt.storage_map(model))
     assert not diff
     assert str(diff).splitlines()[1:] == ["nothing has changed"]
 
 
 def test_a_quantization_is_told_by_name():
     model = Layers()
-    before = tt.map(model)
+    before = tt.storage_map(model)
     tt.quantize(model, {"layers.*.weight": "int8"})
-    diff = tt.map(model).diff(before)
+    diff = tt.storage_map(model).diff(before)
     assert {name for name, _ in diff.changes} == {f"layers.{i}.weight" for i in range(6)}
     assert "layers.*.weight x6: plain -> Affine(bits=8); 256 B -> 96 B" in str(diff)
 
@@ -190,44 +190,44 @@ def test_a_stock_load_is_seen_to_break_ties_and_objects():
     with torch.device("meta"):
         stock, ours = Layers(), Layers()
     source = Layers()
-    before = tt.map(stock)
+    before = tt.storage_map(stock)
     stock.load_state_dict({name: tensor.clone() for name, tensor in source.state_dict().items()}, assign=True)
-    changes = dict(tt.map(stock).diff(before).changes)
+    changes = dict(tt.storage_map(stock).diff(before).changes)
     assert "another object" in changes["emb.weight"]
     assert "no longer tied to emb.weight" in changes["head.weight"]
-    before = tt.map(ours)
+    before = tt.storage_map(ours)
     ours.to_empty(device="cpu")
     tt.tie(ours, "emb.weight", "head.weight")
-    text = str(tt.map(ours).diff(before))
+    text = str(tt.storage_map(ours).diff(before))
     assert "meta -> cpu" in text
 
 
 def test_our_conversion_keeps_objects_and_ties():
     model = Layers()
-    before = tt.map(model)
+    before = tt.storage_map(model)
     tt.convert(model, dtype=torch.bfloat16)
-    changes = tt.map(model).diff(before).changes
+    changes = tt.storage_map(model).diff(before).changes
     assert {what.split(";")[0] for _, what in changes} == {"float32 -> bfloat16"}
     assert not any("another object" in what or "tied" in what for _, what in changes)
 
 
 def test_what_comes_goes_moves_and_is_tied():
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
-    before = tt.map(model)
+    before = tt.storage_map(model)
     tt.tie(model, "a.weight", "b.weight")
-    changes = dict(tt.map(model).diff(before).changes)
+    changes = dict(tt.storage_map(model).diff(before).changes)
     assert "tied to a.weight" in changes["b.weight"]
-    before = tt.map(model)
+    before = tt.storage_map(model)
     kept = model["a"].weight.data
     model["a"].weight.data = torch.zeros(3, 3)
-    assert "in other memory" in dict(tt.map(model).diff(before).changes)["a.weight"]
+    assert "in other memory" in dict(tt.storage_map(model).diff(before).changes)["a.weight"]
     assert kept is not None
-    before = tt.map(model)
+    before = tt.storage_map(model)
     del model["b"]
     model["c"] = nn.Linear(1, 1, bias=False)
-    assert dict(tt.map(model).diff(before).changes) == {"c.weight": "is new", "b.weight": "is gone"}
+    assert dict(tt.storage_map(model).diff(before).changes) == {"c.weight": "is new", "b.weight": "is gone"}
     with pytest.raises(TypeError, match="earlier"):
-        tt.map(model).diff(3)
+        tt.storage_map(model).diff(3)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_the_command_maps_and_compares(tmp_path, capsys, monkeypatch, columns):
 
 def test_what_cannot_be_written_is_one_error(tmp_path):
     with pytest.raises(tt.CheckpointError, match="cannot be written"):
-        tt.map(nn.Linear(1, 1)).to_html(tmp_path / "none" / "a.html")
+        tt.storage_map(nn.Linear(1, 1)).to_html(tmp_path / "none" / "a.html")
 
 
 # -- the timeline of a load -------------------------------------------------------------------------------------------

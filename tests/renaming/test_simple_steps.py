@@ -85,7 +85,7 @@ def _facts(model):
 
 
 @pytest.mark.parametrize("quantize", [None, {"mid.weight": None, "*": "int8"}], ids=["plain", "some"])
-@pytest.mark.parametrize("options", [{}, {"dtype": {"norm.*": torch.float64}}, {"map": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dtype": {"norm.*": torch.float64}}, {"mmap": True}], ids=str)
 @pytest.mark.parametrize("make", [Tied, Turned])
 def test_what_comes_of_the_short_way(tmp_path, monkeypatch, make, options, quantize):
     """Bits, strides, memory: everything that the long way makes, in the same objects."""

@@ -92,7 +92,7 @@ KINDS = ("plain", "vector", "cube", "turned", "every other", "wide rows", "expan
 
 def in_graph(x, weight, bias):
     """The op of compiled graphs, which is given an ``x`` with a batch of its own."""
-    parts, told = list(weight.parts.values()), graph_ops.told(weight.spec)
+    parts, told = list(weight.parts.values()), graph_ops.text_of(weight.spec)
     return torch.ops.torchtether.linear.default(x, bias, parts, told)
 
 

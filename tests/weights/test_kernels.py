@@ -532,7 +532,7 @@ torch.set_num_threads(2)
 torch.set_grad_enabled(False)
 small = tt.Weight.encode(torch.randn(8, 2048), SCHEME).to(torch.bfloat16)
 wide = tt.Weight.encode(torch.ones(2, 2**24), SCHEME).to(torch.bfloat16)
-x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), graph_ops.told(small.spec))
+x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), graph_ops.text_of(small.spec))
 expected, room = F.linear(x.expand(64, -1), small), torch.ones(2, 2**24, dtype=torch.bfloat16)
 torch.ops.torchtether.linear.default(x.expand(64, -1), None, *told)
 cpu.decode(wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room)  # threads are there
@@ -904,7 +904,7 @@ OPS = torch.ops.torchtether
 
 
 def told_and_parts(weight):
-    return list(weight.parts.values()), graph_ops.told(weight.spec)
+    return list(weight.parts.values()), graph_ops.text_of(weight.spec)
 
 
 def test_ops_of_graphs_pass_torchs_own_checks():
@@ -924,7 +924,7 @@ def test_what_a_graph_is_told_of_a_weight_stands_between_quotes_and_says_all(row
     """Inductor writes it into Python, and with ``cpp_wrapper`` into C++, where it escapes nothing."""
     weight = weight_of(row.scheme)
     weight.set_activations("int8")
-    told = graph_ops.told(weight.spec)
+    told = graph_ops.text_of(weight.spec)
     assert not set(told) & set('"\\\n')
     assert graph_ops._known(told).spec == weight.spec.replace(tie=None)
 

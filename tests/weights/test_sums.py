@@ -55,7 +55,7 @@ def test_products_are_summed_in_float32_and_rounded_as_promised(
         weight = tt.Weight.encode(rand(40, 512), scheme).to(dtype)
         weight.set_activations(activations)
         values, bias = weight.to(torch.float32).dequantize().double(), (10 * rand(40)).to(dtype)
-        parts, told = list(weight.parts.values()), graph_ops.told(weight.spec)
+        parts, told = list(weight.parts.values()), graph_ops.text_of(weight.spec)
         for rows in (1, 3, 5, 8, 16, 17, 64):
             x = (rand(rows, 512) * torch.logspace(-2, 2, rows).view(-1, 1)).to(dtype)
             expected = F.linear(rounded(x, activations), values, bias.double())

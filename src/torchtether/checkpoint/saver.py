@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._checks import check_callable, check_path, said
+from .._checks import check_callable, check_path, describe
 from ..errors import ArgumentError, CheckpointError, TieError
 from ..files import CODES, HIDDEN, Pairs, check_writable
 from ..formats import Contained, Writable, writable
@@ -128,7 +128,9 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a state dict holds, as the live objects."""
     found: Mapping[str, Any] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     if not isinstance(found, Mapping):
-        raise ArgumentError(f"is {said(model)}, not a module or a state dict", name="model", fix="Give one of these.")
+        raise ArgumentError(
+            f"is {describe(model)}, not a module or a state dict", name="model", fix="Give one of these."
+        )
     for name, tensor in found.items():
         if not isinstance(name, str) or not name:
             raise CheckpointError("a tensor needs a name that is not empty", name=repr(name))

@@ -21,7 +21,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import save
 from ..exchange.scope import swapping
 from ..loading.contents import load
-from ..pictures.drawing import said_bytes
+from ..pictures.drawing import describe_bytes
 from ..progress import Meter
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
@@ -86,7 +86,7 @@ def run_demo() -> None:
         size = sum(tensor.nbytes for tensor in source.parameters())
         console.print(
             f"A transformer of {size // 4 / 1e6:.0f} M parameters, its head tied to its embedding: "
-            f"{said_bytes(size)} in {count} shards.\n"
+            f"{describe_bytes(size)} in {count} shards.\n"
             "Built on meta, with an AdamW that exists before the weights do; then loaded (ours: int8 on the way in),\n"
             "one training step, .bfloat16(), save, reload.",
             highlight=False,
@@ -136,7 +136,7 @@ def run_stock(folder: Path) -> Column:
     save_model(model, str(path))
     again = Transformer().bfloat16()
     load_model(again, str(path))
-    column["file"] = f"{said_bytes(path.stat().st_size)} (save_model: ties known to the model's code only)"
+    column["file"] = f"{describe_bytes(path.stat().st_size)} (save_model: ties known to the model's code only)"
     column["read without the model"] = _read_alone(path)
     column["reloaded"] = _compare(model, again)
     return column
@@ -164,7 +164,7 @@ def run_ours(folder: Path) -> Column:
     with torch.device("meta"):
         again = Transformer()
     load(again, path)
-    column["file"] = f"{said_bytes(path.stat().st_size)} (ties and schemes in its record)"
+    column["file"] = f"{describe_bytes(path.stat().st_size)} (ties and schemes in its record)"
     column["read without the model"] = _read_alone(path)
     column["reloaded"] = _compare(model, again)
     return column
@@ -213,11 +213,11 @@ def _describe_load(
     column["Parameter objects kept"] = _kept(model, before)
     column["optimizer holds"] = _live(model, optimizer)
     column["weights"] = (
-        f"{said_bytes(sum(t.nbytes for t in once))}, {schemes} of them int8"
+        f"{describe_bytes(sum(t.nbytes for t in once))}, {schemes} of them int8"
         if schemes
-        else (f"{said_bytes(sum(t.nbytes for t in once))}, float32")
+        else (f"{describe_bytes(sum(t.nbytes for t in once))}, float32")
     )
-    column["peak while loading"] = "unknown" if meter.peak is None else said_bytes(meter.peak)
+    column["peak while loading"] = "unknown" if meter.peak is None else describe_bytes(meter.peak)
     column["seconds"] = f"{meter.seconds:.2f}"
 
 

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, TetherError
 from ..formats import WRITABLE
 from ..geometry.views import View
 from ..pictures import storage_map
-from ..pictures.drawing import clean, said_bytes
+from ..pictures.drawing import clean, describe_bytes
 from ..schemes import NAMED, Plain, Scheme, scheme_from_text
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
@@ -175,20 +175,20 @@ def _show(checkpoint: Checkpoint) -> None:
     rows = [("name", "dtype", "shape", "bytes", "kind")]
     for name in checkpoint:
         spec = checkpoint.spec(name)
-        nbytes = said_bytes(checkpoint.nbytes(name)) if name in checkpoint.entries else ""
+        nbytes = describe_bytes(checkpoint.nbytes(name)) if name in checkpoint.entries else ""
         shape = " x ".join(map(str, spec.shape)) or "()"
         rows.append((name, dtype_name(spec.dtype), shape, nbytes, _kind(checkpoint, name)))
     _print_table(rows)
     print("")
     _show_ties(checkpoint)
     for scheme, (count, size) in _totals(checkpoint).items():
-        print(f"{scheme}: {count} tensors, {said_bytes(size)}")
+        print(f"{scheme}: {count} tensors, {describe_bytes(size)}")
     for name, what in checkpoint.faults.items():
         print(clean(f"fault: {name}: {what}"))
     files = len(checkpoint.store.files)
     total = sum(checkpoint.nbytes(name) for name in checkpoint.entries)
     print(
-        f"{len(checkpoint)} tensors, {said_bytes(total)} in {files} file{'s' * (files > 1)}, "
+        f"{len(checkpoint)} tensors, {describe_bytes(total)} in {files} file{'s' * (files > 1)}, "
         f"format {checkpoint.format}, {len(checkpoint.ties)} ties"
     )
 
@@ -283,7 +283,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         raise CheckpointError(f"{report.faults[0]}{more}", name=str(arguments.path))
     count, stored = report.without_checksum, report.stored
     without = f"; {count} of {stored} stored tensors have no checksum" if count else ""
-    print(f"{report.tensors} tensors, {said_bytes(report.bytes)}: nothing wrong{without}")
+    print(f"{report.tensors} tensors, {describe_bytes(report.bytes)}: nothing wrong{without}")
 
 
 def _show_differences(report: VerifyReport) -> None:
@@ -308,7 +308,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
     )
-    _say_made(arguments.target, report, "quantized")
+    _print_made(arguments.target, report, "quantized")
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -322,11 +322,11 @@ def _convert(arguments: argparse.Namespace) -> None:
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
     )
-    _say_made(arguments.target, report, "converted")
+    _print_made(arguments.target, report, "converted")
 
 
-def _say_made(target: Path, report: TransformReport, done: str) -> None:
-    before, after = said_bytes(report.bytes_before), said_bytes(report.bytes_after)
+def _print_made(target: Path, report: TransformReport, done: str) -> None:
+    before, after = describe_bytes(report.bytes_before), describe_bytes(report.bytes_after)
     print(f"{target}: {len(report.changed)} of {report.tensors} tensors {done}, {before} -> {after}")
 
 

@@ -12,7 +12,15 @@ import time
 from pathlib import Path
 
 from . import toolchain
-from .toolchain import find_built, find_compiler, has_failed, is_switched_off, own_folder, said_compiler, said_processor
+from .toolchain import (
+    compiler_version,
+    find_built,
+    find_compiler,
+    has_failed,
+    is_switched_off,
+    own_folder,
+    processor_flags,
+)
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _INCLUDED = tuple(Path(__file__).with_name(name) for name in ("encode.h", "encode_avx2.h"))
@@ -120,7 +128,7 @@ class Build:
                 return self._settle("no folder to keep it in")
             name = hashlib.sha256()
             sources = [path.read_bytes() for path in (_SOURCE, *_INCLUDED)]
-            for word in (*sources, repr(_FLAGS).encode(), said_compiler(compiler), said_processor()):
+            for word in (*sources, repr(_FLAGS).encode(), compiler_version(compiler), processor_flags()):
                 name.update(hashlib.sha256(word).digest())
         except OSError as error:
             return self._settle(f"no place for it: {error}")

@@ -177,7 +177,7 @@ def decode_affine(
         *(scale.data_ptr(), None if lows is None else lows.data_ptr(), stride, 0.0 if lows is not None else zero),
         *(unit, out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
     )
-    said_written(out)
+    note_written(out)
     return True
 
 
@@ -192,7 +192,7 @@ def decode_table(codes: Tensor, width: int, scale: Tensor, table: Tensor, out: T
         *(codes.data_ptr(), bits, *out.shape, width, codes.stride(0), scale.data_ptr(), stride, table.data_ptr()),
         *(out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
     )
-    said_written(out)
+    note_written(out)
     return True
 
 
@@ -206,7 +206,7 @@ def _one_per_run(scale: Tensor) -> tuple[Tensor, int]:
     return scale, scale.shape[1] if scale.shape[0] > 1 else 0
 
 
-def said_written(out: Tensor) -> None:
+def note_written(out: Tensor) -> None:
     """Autograd knows of it, as of any in-place op."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .loops import DTYPES, can_read, library_for, said_written
+from .loops import DTYPES, can_read, library_for, note_written
 
 
 class Recipe(ctypes.Structure):
@@ -91,7 +91,7 @@ def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tenso
     rows = values.nbytes // recipe.row
     made: int = library.tt_encode(ctypes.addressof(recipe), values.data_ptr(), rows, *_addresses(recipe, places))
     for place in places:
-        said_written(place)
+        note_written(place)
     return bool(made)
 
 

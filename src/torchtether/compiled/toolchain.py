@@ -40,14 +40,14 @@ def find_compiler(variable: str, names: Iterable[str]) -> list[str]:
     return []
 
 
-def said_compiler(command: Sequence[str]) -> bytes:
+def compiler_version(command: Sequence[str]) -> bytes:
     """Which compiler it is, and what else it is told, so that another one builds anew."""
     path = Path(command[0]).resolve()
     found = path.stat()
     return f"{path} {found.st_size} {found.st_mtime_ns} {list(command[1:])}".encode()
 
 
-def said_processor() -> bytes:
+def processor_flags() -> bytes:
     """What code for this processor may use: a home folder may be shared by several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()

@@ -13,7 +13,7 @@ from .._checks import as_device, check_module
 from ..errors import ConversionError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
-from ..exchange.refusals import describe_names
+from ..exchange.refusals import format_names
 from ..geometry.blocks import STOCK
 from ..ties.components import Component, parted
 from ..ties.spans import member_view, span_tensor
@@ -137,9 +137,9 @@ def _check_shared(components: list[Component], dtype: torch.dtype | None) -> Non
             continue
         span_tensor(component)
         if component.dtype is None and dtype is not None:
-            dtypes = ", ".join(f"{describe_names(m.names)} is {m.tensor.dtype}" for m in component.members)
+            dtypes = ", ".join(f"{format_names(m.names)} is {m.tensor.dtype}" for m in component.members)
             raise ConversionError(
                 f"overlaps in memory with another dtype ({dtypes}), so {dtype} cannot be given to one of them",
-                name=describe_names(component.members[0].names),
+                name=format_names(component.members[0].names),
                 fix="Convert the device only, or call tt.untie on one.",
             )

@@ -44,8 +44,9 @@ def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str
         tie = tie_of.get(name)
         first = name if tie is None else next(other for other in tie.names if other in asked)
         if asked[first] != scheme:
+            wanted, other = _describe_scheme(scheme), _describe_scheme(asked[first])
             raise RuleError(
-                f"the rules ask for {_say(scheme)}, and for {_say(asked[first])} under {first}, to which it is tied",
+                f"the rules ask for {wanted}, and for {other} under {first}, to which it is tied",
                 name=name,
                 fix="Ask for the same under both names, or call tt.untie.",
             )
@@ -119,7 +120,7 @@ def _resolve(glob: str, scheme: Scheme | str) -> Scheme:
         raise error.named(glob) from None
 
 
-def _say(scheme: Scheme | None) -> str:
+def _describe_scheme(scheme: Scheme | None) -> str:
     return "no scheme" if scheme is None else str(scheme)
 
 

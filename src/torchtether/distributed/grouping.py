@@ -120,7 +120,7 @@ class Grouping:
         self.units -= merged
         made = frozenset(outer).union(*merged)
         self.units.add(frozenset(made))
-        self.notes.append(f"{' = '.join(group.names)}: {_said(self.paths(made))} are one unit")
+        self.notes.append(f"{' = '.join(group.names)}: {_format_paths(self.paths(made))} are one unit")
 
     def _hoist(self, group: Group, owners: set[int]) -> None:
         """Units below the first module that is above all names, and runs at all uses, are no more."""
@@ -132,7 +132,9 @@ class Grouping:
         dropped = {unit for unit in self.units if unit & below}
         if not dropped:
             dropped = {unit for unit in self.units if any(unit & set(self._above(name)) for name in group.names)}
-        self.notes.append(f"{' = '.join(group.names)}: moved outwards, so {_said(self._labels(dropped))} are no units")
+        self.notes.append(
+            f"{' = '.join(group.names)}: moved outwards, so {_format_paths(self._labels(dropped))} are no units"
+        )
         self._drop(dropped)
 
     def _labels(self, units: set[Key]) -> tuple[str, ...]:
@@ -176,6 +178,6 @@ def _until(above: Sequence[int], stop: set[int]) -> list[int]:
     return found
 
 
-def _said(paths: Sequence[str]) -> str:
+def _format_paths(paths: Sequence[str]) -> str:
     shown = ", ".join(paths[:4])
     return shown + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

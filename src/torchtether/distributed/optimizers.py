@@ -41,18 +41,18 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
         said = {"params": [names[id(param)] for param in group["params"]]}
         for key, value in group.items():
             if key != "params":
-                said[key] = _said(value, f"group {i}.{key}", made)
+                said[key] = _jsonable(value, f"group {i}.{key}", made)
         groups.append(said)
         for param in group["params"]:
             name = names[id(param)]
             held = optimizer.state.get(param, {})
-            state[name] = {key: _said(value, f"{name}.{key}", made) for key, value in held.items()}
+            state[name] = {key: _jsonable(value, f"{name}.{key}", made) for key, value in held.items()}
     text = json.dumps({"v": 1, "groups": groups, "state": state})
     made[_GROUPS] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return made
 
 
-def _said(value: Any, key: str, made: dict[str, Tensor]) -> Any:
+def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         made[key] = value
         return {"tensor": key}

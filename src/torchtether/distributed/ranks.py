@@ -48,13 +48,13 @@ class Ranks:
             yield
         except BaseException as error:
             with contextlib.suppress(Exception):  # ranks that are gone are no news any more
-                self.gather(_said(error))
+                self.gather(_describe_error(error))
             raise
         for rank, said in enumerate(self.gather("", kind)):
             if said:
                 raise kind(f"rank {rank} failed: {said}", fix="Nothing was done on the other ranks.")
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     text = str(error) if isinstance(error, TetherError) else f"{type(error).__name__}: {error}"
     return text or type(error).__name__

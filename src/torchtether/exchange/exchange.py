@@ -21,7 +21,7 @@ from ..torch_private.tensors import as_class, reset, swap_impl
 from ..torch_private.versions import check_torch
 from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
-from .refusals import check_held, check_place, describe_names, is_distributed, names_of
+from .refusals import check_held, check_place, format_names, is_distributed, names_of
 from .replacement import Replacement, is_simple
 
 Atomic = Literal["checked", "full"]
@@ -242,4 +242,4 @@ class Exchange:
 
     def name(self, held: Tensor) -> str:
         """The names under which the model has ``held``, in words; they take a walk, so only errors ask."""
-        return describe_names(names_of(self._model).get(id(held), ()))
+        return format_names(names_of(self._model).get(id(held), ()))

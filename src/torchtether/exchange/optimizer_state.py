@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._checks import check_module, said
+from .._checks import check_module, describe
 from ..errors import ArgumentError, OptimizerError
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -35,7 +35,9 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     for one in found:
         if not hasattr(one, "param_groups") or isinstance(one, type):
             raise ArgumentError(
-                f"is {said(one)}, not an optimizer", name="optimizer", fix="Give a torch.optim.Optimizer, or several."
+                f"is {describe(one)}, not an optimizer",
+                name="optimizer",
+                fix="Give a torch.optim.Optimizer, or several.",
             )
     return found
 

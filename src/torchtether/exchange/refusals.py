@@ -70,7 +70,7 @@ def check_held(tensors: list[Tensor], model: nn.Module, verb: str, refs: set[int
     if not faults:
         return
     names = names_of(model)
-    told = [(describe_names(names.get(id(t), ())), *faults[id(t)]) for t in tensors if id(t) in faults]
+    told = [(format_names(names.get(id(t), ())), *faults[id(t)]) for t in tensors if id(t) in faults]
     fixes = " ".join(dict.fromkeys(fix for _, _, fix in told))
     if len(told) == 1:
         raise ConversionError(told[0][1], name=told[0][0], fix=fixes)
@@ -97,7 +97,7 @@ def names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
     return names
 
 
-def describe_names(names: tuple[str, ...]) -> str:
+def format_names(names: tuple[str, ...]) -> str:
     """``a.weight (= b.weight)``: a name with its aliases."""
     if not names:
         return "a tensor outside the model"

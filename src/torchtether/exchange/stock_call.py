@@ -19,7 +19,7 @@ from ..torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
 from .module_caches import Caches
 from .optimizer_state import Before, Optimizers, follow
-from .refusals import check_held, check_place, describe_names, names_of
+from .refusals import check_held, check_place, format_names, names_of
 from .replacement import Replacement, grad_shell, is_wrapper, user_attributes
 
 _OPEN = 8
@@ -173,7 +173,7 @@ class StockCall:
         try:
             Replacement(held, new, new_grad).apply()
         except TetherError as error:
-            raise error.named(describe_names(names_of(self._root)[id(held)])) from None
+            raise error.named(format_names(names_of(self._root)[id(held)])) from None
 
     def touch(self, tensor: Any) -> None:
         """Remembers ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
@@ -210,7 +210,7 @@ class StockCall:
     def named(self, error: TetherError, tensor: Any = None) -> TetherError:
         """``error`` about ``tensor`` by its names in the model, if it has some."""
         names = names_of(self._root).get(id(tensor)) if id(tensor) in self._tensors else None
-        return error.named(describe_names(names)) if names else error
+        return error.named(format_names(names)) if names else error
 
     def fresh(self, made: Any) -> Any:
         """``made``, or a plain tensor over it if a conversion with nothing to do gave a Parameter subclass itself.
@@ -315,10 +315,10 @@ class StockCall:
         if mixed and all(m.tensor.dtype == m.view.dtype for m in members) and len({device for _, device in kinds}) == 1:
             return torch.empty(component.nbytes, dtype=torch.uint8, device=members[0].tensor.device)
         if mixed or len(kinds) > 1:
-            told = ", ".join(f"{describe_names(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
+            told = ", ".join(f"{format_names(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
             raise TieError(
                 f"shared memory, and cannot any more ({told})",
-                name=describe_names(members[0].names),
+                name=format_names(members[0].names),
                 fix="Give all of them one dtype and device, or call tt.untie first.",
             )
         assert component.dtype is not None
@@ -329,7 +329,7 @@ class StockCall:
 def _contradiction(names: tuple[str, ...]) -> TieError:
     return TieError(
         "the state dict gives these tied names different values",
-        name=describe_names(names),
+        name=format_names(names),
         fix="Make them equal, drop all but one, or call tt.untie.",
     )
 
@@ -337,7 +337,7 @@ def _contradiction(names: tuple[str, ...]) -> TieError:
 def _overlap(names: tuple[str, ...]) -> TieError:
     return TieError(
         "the state dict gives this and a name that shares its memory different values",
-        name=describe_names(names),
+        name=format_names(names),
         fix="Make them equal, drop the aliases, or call tt.untie.",
     )
 

@@ -14,7 +14,7 @@ import torch
 from ..errors import CheckpointError
 from ..geometry.views import Shape
 from .dtypes import CODES, DTYPES, WITHOUT_TORCH
-from .strict_json import VALUES, are_counts, check_extent, parse_object, said
+from .strict_json import VALUES, are_counts, check_extent, parse_object, short_repr
 
 HEADER_LIMIT = 100_000_000  # bytes; the reference reader and writer refuse more
 _METADATA = "__metadata__"
@@ -109,7 +109,7 @@ def _parsed(entry: Any, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[torch.dt
         kind = kinds[code, tuple(shape)] = _kind(code, shape)
     dtype, size, nbytes = kind
     if not are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"it has the bad data_offsets {said(offsets)}")
+        raise CheckpointError(f"it has the bad data_offsets {short_repr(offsets)}")
     start, stop = offsets
     if stop - start != nbytes:
         raise CheckpointError(f"its data_offsets span {stop - start} bytes, {code} of shape {size} takes {nbytes}")
@@ -120,9 +120,9 @@ def _kind(code: Any, shape: Any) -> _Kind:
     """What a dtype and a shape come to, as a header has them; raises CheckpointError for what they cannot be."""
     if not isinstance(code, str) or code not in DTYPES:
         known = "a dtype that torch does not have" if code in WITHOUT_TORCH else "no dtype of the format"
-        raise CheckpointError(f"it has dtype {said(code)}, {known}")
+        raise CheckpointError(f"it has dtype {short_repr(code)}, {known}")
     if not are_counts(shape) or len(shape) > _RANK_LIMIT:
-        raise CheckpointError(f"it has the bad shape {said(shape)}")
+        raise CheckpointError(f"it has the bad shape {short_repr(shape)}")
     if math.prod(shape if 0 not in shape else [n for n in shape if n]) >= 2**60:  # also beside a 0 torch takes 64 bits
         raise CheckpointError(f"it has the impossible shape {shape}")
     if code == "F4":

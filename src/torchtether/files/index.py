@@ -14,7 +14,7 @@ from .header import HEADER_LIMIT
 from .names import INDEX_SUFFIX, SUFFIX, stem_of
 from .opening import read_file
 from .replacing import check_whole
-from .strict_json import check_extent, parse_object, said
+from .strict_json import check_extent, parse_object, short_repr
 
 GGUF_SUFFIX = ".gguf"
 
@@ -134,13 +134,13 @@ def read_index(path: Path) -> Index:
             plain.add(file)
         else:
             raise CheckpointError(
-                f"the index puts it in {said(file)}, which is not a file beside the index", name=f"{name}: {key}"
+                f"the index puts it in {short_repr(file)}, which is not a file beside the index", name=f"{name}: {key}"
             )
     if not weight_map:
         raise CheckpointError("the index names no file", name=name, fix="Is it the index of a checkpoint?")
     index = Index(path, weight_map, metadata)
     if index.headers is not None and not isinstance(index.headers, dict):
-        raise CheckpointError(f"{HEADERS} in its metadata is {said(index.headers)}, not an object", name=name)
+        raise CheckpointError(f"{HEADERS} in its metadata is {short_repr(index.headers)}, not an object", name=name)
     for file in index.files:
         if not file.is_file():
             raise CheckpointError(

@@ -34,7 +34,7 @@ from ..geometry.views import Shape, View, contiguous_stride, extent
 from ..weights.spec import Tie, WeightSpec
 from .dtypes import CODES
 from .header import Stored
-from .strict_json import VALUES, check_extent, check_length, is_count, parse_object, said
+from .strict_json import VALUES, check_extent, check_length, is_count, parse_object, short_repr
 
 KEY = "torchtether"
 HIDDEN = "torchtether.storage."
@@ -126,7 +126,7 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
     found = parse_object(text, name=name, what=_WHAT, floats=True, values=_values(len(stored)))
     if found.get("v") != 1 or not found.keys() <= _FIELDS:
         raise CheckpointError(
-            f"the record has version {said(found.get('v'))} and fields {', '.join(sorted(found))[:80]}, this package"
+            f"the record has version {short_repr(found.get('v'))}, fields {', '.join(sorted(found))[:80]}, this package"
             " reads version 1",
             name=name,
             fix="Upgrade torchtether.",
@@ -170,7 +170,7 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
         ) from None
     if not spec.dtype.is_floating_point or list(layout) != entry["parts"]:
         raise CheckpointError(
-            f"the weight record names parts {said(entry['parts'])}, {spec.scheme} has {list(layout)}", name=where
+            f"the weight record names parts {short_repr(entry['parts'])}, {spec.scheme} has {list(layout)}", name=where
         )
     for part, (dtype, shape) in layout.items():
         found = stored.get(part_key(key, part))
@@ -202,7 +202,7 @@ def _strides(entry: Any, stored: Stored | None, *, where: str) -> Shape:
         raise CheckpointError("its strides are recorded, it is not stored", name=where)
     fits = isinstance(entry, list) and len(entry) == len(stored.shape) and all(is_count(n) for n in entry)
     if not fits or not _is_dense(stored.shape, tuple(entry)):
-        raise CheckpointError(f"strides {said(entry)} do not lay out shape {stored.shape} densely", name=where)
+        raise CheckpointError(f"strides {short_repr(entry)} do not lay out shape {stored.shape} densely", name=where)
     return tuple(entry)
 
 

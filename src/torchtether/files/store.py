@@ -23,7 +23,7 @@ from .names import SUFFIX
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
 from .record import KEY, Record, parse_record
-from .strict_json import said
+from .strict_json import short_repr
 
 _ZIP = b"PK\x03\x04"
 
@@ -200,7 +200,7 @@ def _check_headers(files: list[TensorFile], index: Index) -> None:
         known, found = index.headers.get(file.path.name), file.header_digest()
         if known != found:
             raise CheckpointError(
-                f"it is not of the save of {index.path.name}: its header has the digest {found}, not {said(known)}",
+                f"it is not of the save of {index.path.name}: its header has digest {found}, not {short_repr(known)}",
                 name=file.name,
                 fix="Save again, or fetch all files of one save.",
             )

@@ -47,7 +47,7 @@ def parse_object(
         if len(made) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError(f"the {what} holds the key {said(twice)} twice", name=name)
+            raise CheckpointError(f"the {what} holds the key {short_repr(twice)} twice", name=name)
         for key in made:
             if len(key) > _NAME_LIMIT:
                 check_length(key, name=name)
@@ -133,13 +133,13 @@ def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) 
 def check_length(key: str, *, name: str) -> None:
     """Raises CheckpointError if ``key``, which the file ``name`` holds, is no name but a way to fill memory."""
     if len(key) > _NAME_LIMIT:
-        raise CheckpointError(f"{said(key)} has {len(key)} characters, more than {_NAME_LIMIT}", name=name)
+        raise CheckpointError(f"{short_repr(key)} has {len(key)} characters, more than {_NAME_LIMIT}", name=name)
 
 
-def said(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """``value`` as an error shows it: of what is long only a part.
 
-    >>> said("a"), len(said("x" * 1000))
+    >>> short_repr("a"), len(short_repr("x" * 1000))
     ("'a'", 80)
     """
     return _SHORT.repr(value)

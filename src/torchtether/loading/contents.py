@@ -26,7 +26,7 @@ from ..exchange.optimizer_state import optimizers_of
 from ..files import THREADS, Batch, Room, fresh
 from ..geometry.blocks import STOCK
 from ..geometry.views import Shape
-from ..pictures.drawing import said_bytes
+from ..pictures.drawing import describe_bytes
 from ..progress import Meter, Progress, Tick, no_tick, ticking
 from ..renaming.renamed_checkpoint import Arranged
 from ..renaming.steps import Rename
@@ -38,7 +38,7 @@ from ..weights.module_load import encoded_as
 from ..weights.ops.rows import part_rows
 from ..weights.spec import WeightSpec, order_of
 from ..weights.weight import Weight
-from .matching import Device, Draft, Dtype, Step, Ties, draft, said_keys
+from .matching import Device, Draft, Dtype, Step, Ties, draft, format_keys
 from .report import LoadReport
 
 _SHOWN = 12
@@ -82,11 +82,11 @@ class LoadPlan:
         found: Draft,
         options: dict[str, Any],
         optimizer: Any = None,
-        map: bool = False,
+        mmap: bool = False,
     ) -> None:
         self.model: nn.Module = model
         self.checkpoint: Checkpoint = checkpoint
-        self._options, self._optimizer, self._map = options, optimizer, map
+        self._options, self._optimizer, self._mmap = options, optimizer, mmap
         self._done: set[str] = set()
         self._take(found)
 
@@ -109,9 +109,11 @@ class LoadPlan:
         return self._draft
 
     def __str__(self) -> str:
-        lines = [f"{self.checkpoint!r}: {len(self.steps)} steps, {said_bytes(self.bytes)}, {len(self.faults)} faults"]
+        lines = [
+            f"{self.checkpoint!r}: {len(self.steps)} steps, {describe_bytes(self.bytes)}, {len(self.faults)} faults"
+        ]
         lines += [f"  fault: {fault}" for fault in self.faults]
-        lines += [f"  {_said(step, self._draft.given, self._is_mapped(step))}" for step in self.steps]
+        lines += [f"  {_describe_step(step, self._draft.given, self._is_mapped(step))}" for step in self.steps]
         return "\n".join(lines)
 
     def check(self) -> None:
@@ -174,7 +176,7 @@ class LoadPlan:
             meter.seconds,
             meter.peak,
             meter.mapped_peak,
-            _said_encoder(encoder),
+            _describe_encoder(encoder),
             meter.timeline,
         )
 
@@ -214,7 +216,7 @@ class LoadPlan:
         self.check()
 
     def _is_mapped(self, step: Step) -> bool:
-        return self._map and _is_mappable(step, self._draft.given)
+        return self._mmap and _is_mappable(step, self._draft.given)
 
     def _stream(self, steps: Sequence[Step], tick: Tick) -> int:
         """First everything that takes new memory for a tensor on meta, which can fail without harm; then the rest.
@@ -222,7 +224,7 @@ class LoadPlan:
         Returns how many bytes have been mapped.
         """
         given = self._draft.given
-        mapped = {id(step) for step in steps if self._is_mapped(step)} if self._map else set()
+        mapped = {id(step) for step in steps if self._is_mapped(step)} if self._mmap else set()
         plain: list[Step] = []
         stored: list[tuple[str, Shape]] = []
         fresh: list[Step] = []
@@ -330,7 +332,7 @@ def plan_load(
     ties: Ties = "match",
     rename: Rename = None,
     optimizer: Any = None,
-    map: bool = False,
+    mmap: bool = False,
 ) -> LoadPlan:
     """What ``load`` with the same arguments would do; the model is untouched. See ``load`` for the arguments.
 
@@ -345,7 +347,7 @@ def plan_load(
     """
     check_module(model)
     check_flag(strict, "strict")
-    check_flag(map, "map")
+    check_flag(mmap, "mmap")
     optimizer = optimizers_of(optimizer)
     options: dict[str, Any] = {
         "quantize": quantize,
@@ -358,7 +360,7 @@ def plan_load(
     with uncollected():
         checkpoint = Checkpoint(path)
         try:
-            return LoadPlan(model, checkpoint, draft(model, checkpoint, **options), options, optimizer, map)
+            return LoadPlan(model, checkpoint, draft(model, checkpoint, **options), options, optimizer, mmap)
         except BaseException:
             checkpoint.close()
             raise
@@ -376,7 +378,7 @@ def load(
     rename: Rename = None,
     progress: Progress = None,
     optimizer: Any = None,
-    map: bool = False,
+    mmap: bool = False,
 ) -> LoadReport:
     """The model holds the values of the checkpoint at ``path``, in the Parameter objects that it had before.
 
@@ -440,7 +442,7 @@ def load(
             ties=ties,
             rename=rename,
             optimizer=optimizer,
-            map=map,
+            mmap=mmap,
         )
 
 
@@ -689,7 +691,7 @@ def _encoder(count: int) -> str:
     return "compiled" if compiled.BUILD.library() is not None else "torch ops"
 
 
-def _said_encoder(before: str) -> str:
+def _describe_encoder(before: str) -> str:
     """``LoadReport.encoder``, afterwards."""
     if before != "torch ops":
         return before
@@ -730,11 +732,11 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
-def _said(step: Step, given: Arranged, is_mapped: bool) -> str:
+def _describe_step(step: Step, given: Arranged, is_mapped: bool) -> str:
     spec = given.spec(step.sources[0].name)
     names = " = ".join([step.name, *(name for name in step.component.names if name != step.name)])
     keys = [key for s in step.sources for key in given.keys_of(s.name) if given.keys_of(s.name) != (s.name,)]
     how = "filled" if step.in_place else "mapped" if is_mapped else "new"
     scheme = "" if step.scheme is None and not step.is_given else f" as {step.scheme or spec.scheme}"
-    origin = f" from {said_keys(keys)}" if keys else ""
+    origin = f" from {format_keys(keys)}" if keys else ""
     return f"{names}{origin}: {list(spec.shape)} {spec.dtype} -> {step.dtype} on {step.device}{scheme}, {how}"

@@ -543,7 +543,7 @@ class _Drafter:
         for i, name in enumerate(surplus):
             what = "it" if self.given.is_as_it_is(name) else f"{name}, which the rules make of it"
             near = _near(name, self.known) if i < _GUESSES else ""
-            self._fault(said_keys(self.given.keys_of(name)), f"the model does not have {what}{near}")
+            self._fault(format_keys(self.given.keys_of(name)), f"the model does not have {what}{near}")
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
@@ -586,7 +586,7 @@ def is_recorded(component: Component, modules: dict[str, nn.Module]) -> bool:
     return bool(materializing.recipes_of(component, modules))
 
 
-def said_keys(keys: Sequence[str]) -> str:
+def format_keys(keys: Sequence[str]) -> str:
     """The keys in a line; of many the first."""
     more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
     return ", ".join(keys[:_KEYS]) + more

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from ..files.replacing import replacing
-from ..pictures.drawing import draw_timeline, said_bytes
+from ..pictures.drawing import describe_bytes, draw_timeline
 from ..progress import Sample
 from ..weights.spec import Tie
 
@@ -45,12 +45,12 @@ class LoadReport:
     """Memory over time, above what there was before; few hundred moments, whatever the load took."""
 
     def __str__(self) -> str:
-        words = [f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"]
+        words = [f"{self.tensors} tensors, {describe_bytes(self.bytes)} in {self.seconds:.2f} s"]
         if self.mapped:
-            words.append(f"{said_bytes(self.mapped)} mapped")
+            words.append(f"{describe_bytes(self.mapped)} mapped")
         if self.peak is not None:
-            mapped = "" if self.mapped_peak is None else f" (mapped {said_bytes(self.mapped_peak)})"
-            words.append(f"peak {said_bytes(self.peak)}{mapped}")
+            mapped = "" if self.mapped_peak is None else f" (mapped {describe_bytes(self.mapped_peak)})"
+            words.append(f"peak {describe_bytes(self.peak)}{mapped}")
         if self.quantized:
             words.append(f"{len(self.quantized)} quantized" + (f" by {self.encoder}" if self.encoder else ""))
         if self.tied:
@@ -74,8 +74,8 @@ class LoadReport:
             ("anonymous memory", "parameter", [sample.anonymous for sample in self.timeline]),
             ("pages of mapped files", "second", [sample.mapped for sample in self.timeline]),
         )
-        title = f"{self.tensors} tensors, {said_bytes(self.bytes)} in {self.seconds:.2f} s"
-        text = draw_timeline([sample.seconds for sample in self.timeline], curves, title, said_bytes)
+        title = f"{self.tensors} tensors, {describe_bytes(self.bytes)} in {self.seconds:.2f} s"
+        text = draw_timeline([sample.seconds for sample in self.timeline], curves, title, describe_bytes)
         if path is not None:
             with replacing(Path(path)) as [file]:
                 file.write(text.encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .drawing import clean, said_bytes
+from .drawing import clean, describe_bytes
 from .facts import Group, Held
 from .rows import counted, pattern_of
 
@@ -59,7 +59,7 @@ def _changed(old: Known, new: Known) -> list[str]:
     if one.scheme != two.scheme:
         words.append(f"{one.scheme or 'plain'} -> {two.scheme or 'plain'}")
     if one.nbytes != two.nbytes:
-        words.append(f"{said_bytes(one.nbytes)} -> {said_bytes(two.nbytes)}")
+        words.append(f"{describe_bytes(one.nbytes)} -> {describe_bytes(two.nbytes)}")
     if one.requires_grad != two.requires_grad and "tensor" not in (one.kind, two.kind):
         words.append("requires grad" if two.requires_grad else "frozen")
     if one.identity and two.identity and one.identity != two.identity:

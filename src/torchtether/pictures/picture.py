@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .drawing import Scale, cut, cut_end, said_bytes
+from .drawing import Scale, cut, cut_end, describe_bytes
 from .drawing.svg import CHARACTER, document, element, gaps, safe, style, words
 from .facts import Group
 from .rows import Row, rows_of
@@ -59,7 +59,7 @@ def _row(
     room = int((_LABEL - indent - 6) / CHARACTER) - len(times)
     made = [words(x_label + indent, line, cut(row.label, room) + times, "strong" if row.is_first else None)]
     if row.nbytes is not None:
-        made.append(words(x_bar - 52, line, said_bytes(row.nbytes), None, "end"))
+        made.append(words(x_bar - 52, line, describe_bytes(row.nbytes), None, "end"))
     if row.device and (row.nbytes is not None or row.is_first):
         made.append(words(x_bar - 8, line, cut(row.device, 6), "faint", "end"))
     if row.total > 0:
@@ -127,7 +127,7 @@ def _axis(scale: Scale, x: float, height: float) -> Iterable[str]:
     for tick in scale.ticks:
         at = x + scale.length(tick) * _BAR
         yield element("path", d=f"M{at:.2f} {_TOP - 4:g}V{height - 12:g}", klass="rule")
-        yield words(at, _TOP - 8, said_bytes(tick), "faint", "middle")
+        yield words(at, _TOP - 8, describe_bytes(tick), "faint", "middle")
 
 
 _PAGE = (

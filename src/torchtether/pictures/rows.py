@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .drawing import said_bytes
+from .drawing import describe_bytes
 from .facts import Group, Held, Lane, Storage
 
 _LANES = 24
@@ -61,7 +61,7 @@ def rows_of(groups: Sequence[Group], limit: int | None) -> list[Row]:
     if rest:
         names = sum(len(group.names) for group in rest)
         storages = sum(len(group.storages) for group in rest)
-        size = said_bytes(sum(group.nbytes for group in rest))
+        size = describe_bytes(sum(group.nbytes for group in rest))
         made.append(
             Row(f"and {counted(names, 'name')} more", f"{size} in {counted(storages, 'storage')}", is_first=True)
         )
@@ -129,13 +129,17 @@ def _group_rows(like: Sequence[Group], tied: int) -> Iterator[Row]:
     for i, storage in enumerate(group.storages):
         if i == _LANES:
             size = sum(one.nbytes for one in group.storages[i:])
-            yield Row(f"{counted(len(group.storages) - i, 'storage')} more", said_bytes(size), 1)
+            yield Row(f"{counted(len(group.storages) - i, 'storage')} more", describe_bytes(size), 1)
             return
         note = storage.where if count == 1 else ""
         if len(storage.lanes) > 1 or not _covers(storage.lanes[0], storage):
-            used = "" if storage.reached == storage.nbytes else f", {said_bytes(storage.reached)} of it reached"
+            used = "" if storage.reached == storage.nbytes else f", {describe_bytes(storage.reached)} of it reached"
             frame = Row(
-                "storage", f"{said_bytes(storage.nbytes)}{used}", colour="rest", nbytes=storage.nbytes, is_frame=True,
+                "storage",
+                f"{describe_bytes(storage.nbytes)}{used}",
+                colour="rest",
+                nbytes=storage.nbytes,
+                is_frame=True,
                 device=storage.device, total=storage.nbytes, stop=storage.nbytes, is_meta=storage.device == "meta",
                 is_first=is_first, count=count if is_first else 1, note=note,
             )  # fmt: skip
@@ -208,7 +212,7 @@ def _facts(held: Held, lane: Lane | None = None) -> str:
     if lane is not None and lane.start:
         words.append(f"from byte {lane.start:,}")
     if held.decoded:
-        words.append(f"{said_bytes(held.nbytes)}, decoded {said_bytes(held.decoded)}")
+        words.append(f"{describe_bytes(held.nbytes)}, decoded {describe_bytes(held.decoded)}")
     if held.scheme:
         words.append(held.scheme)
     if held.note:

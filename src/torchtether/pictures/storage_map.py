@@ -9,13 +9,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from .._checks import said
+from .._checks import describe
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import ArgumentError
 from ..files import replacing
 from ..weights.spec import Tie
 from .difference import changes_between, grouped
-from .drawing import said_bytes
+from .drawing import describe_bytes
 from .facts import Group
 from .live import groups_of
 from .picture import bullets, draw, page, table, wide
@@ -41,7 +41,7 @@ def storage_map(model: Mapped) -> StorageMap:
     >>> import torch, torchtether as tt
     >>> model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(50, 8), "head": torch.nn.Linear(8, 50, bias=False)})
     >>> model["head"].weight = model["emb"].weight
-    >>> print(tt.map(model))
+    >>> print(tt.storage_map(model))
     1 storage of 1.6 kB: 1 tensor under 2 names, 1 tie; without ties it would be 3.2 kB
       1.6 kB  cpu  ████████████████████  emb.weight       float32 [50, 8]
                                            = head.weight  the same object
@@ -55,7 +55,7 @@ def storage_map(model: Mapped) -> StorageMap:
         return StorageMap(groups_of(model), type(model).__name__)
     if not isinstance(model, Mapping):
         what = "a module, a mapping of tensors or a checkpoint's path"
-        raise ArgumentError(f"is {said(model)}, not {what}", name="model", fix="Give one of these.")
+        raise ArgumentError(f"is {describe(model)}, not {what}", name="model", fix="Give one of these.")
     return StorageMap(groups_of(model), type(model).__name__)
 
 
@@ -67,7 +67,7 @@ class StorageMap:
 
     >>> import torch, torchtether as tt
     >>> both = torch.arange(6.0)
-    >>> print(tt.map({"all": both, "last": both[4:], "other": torch.zeros(2)}))
+    >>> print(tt.storage_map({"all": both, "last": both[4:], "other": torch.zeros(2)}))
     2 storages of 32 B: 3 tensors under 3 names, 1 tie; without ties it would be 40 B
         24 B  cpu  ░░░░░░░░░░░░░░░░░░░░  storage  24 B
                    ████████████████████    all    float32 [6]
@@ -97,17 +97,17 @@ class StorageMap:
     def summary(self) -> str:
         """How much there is, in one line."""
         storages, tensors = (sum(len(getattr(g, what)) for g in self.groups) for what in ("storages", "tensors"))
-        words = f"{counted(storages, 'storage')} of {said_bytes(self.nbytes)}: {counted(tensors, 'tensor')} under "
+        words = f"{counted(storages, 'storage')} of {describe_bytes(self.nbytes)}: {counted(tensors, 'tensor')} under "
         words += counted(len(self.names), "name")
         lost = sum(s.nbytes - s.reached for group in self.groups for s in group.storages)
         sizes = {name: held.nbytes for group in self.groups for held in group.tensors for name in held.names}
         single = self.nbytes + sum(sizes.get(alias, 0) for tie in self.ties for alias in tie.aliases)
         decoded = sum(held.decoded - held.nbytes for group in self.groups for held in group.tensors if held.decoded)
         if self.ties:
-            words += f", {counted(len(self.ties), 'tie')}; without ties it would be {said_bytes(single)}"
+            words += f", {counted(len(self.ties), 'tie')}; without ties it would be {describe_bytes(single)}"
         if decoded:
-            words += f"; decoded, {said_bytes(self.nbytes + decoded)}"
-        return words + (f"; {said_bytes(lost)} that no tensor reaches" if lost else "")
+            words += f"; decoded, {describe_bytes(self.nbytes + decoded)}"
+        return words + (f"; {describe_bytes(lost)} that no tensor reaches" if lost else "")
 
     def __str__(self) -> str:
         return self.to_text()
@@ -148,15 +148,15 @@ class StorageMap:
 
         >>> import torch, torchtether as tt
         >>> model = torch.nn.Linear(4, 4, bias=False)
-        >>> before = tt.map(model)
+        >>> before = tt.storage_map(model)
         >>> _ = model.bfloat16()
-        >>> print(tt.map(model).diff(before))
+        >>> print(tt.storage_map(model).diff(before))
         64 B in 1 storage -> 32 B in 1 storage, 0 ties -> 0 ties
         weight: float32 -> bfloat16; 64 B -> 32 B
         """
         if not isinstance(earlier, StorageMap):
-            fix = "Give what tt.map returned before."
-            raise ArgumentError(f"is {said(earlier)}, not a storage map", name="earlier", fix=fix)
+            fix = "Give what tt.storage_map returned before."
+            raise ArgumentError(f"is {describe(earlier)}, not a storage map", name="earlier", fix=fix)
         return StorageDiff(earlier, self)
 
 
@@ -169,9 +169,9 @@ class StorageDiff:
 
     >>> import torch, torchtether as tt
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
-    >>> before = tt.map(model)
+    >>> before = tt.storage_map(model)
     >>> _ = tt.quantize(model, "int8")
-    >>> print(tt.map(model).diff(before))
+    >>> print(tt.storage_map(model).diff(before))
     512 B in 2 storages -> 192 B in 4 storages, 0 ties -> 0 ties
     *.weight x2: plain -> Affine(bits=8); 256 B -> 96 B
     """
@@ -212,7 +212,7 @@ class StorageDiff:
 
 def _size(one: StorageMap) -> tuple[str, str]:
     storages = counted(sum(len(group.storages) for group in one.groups), "storage")
-    return f"{said_bytes(one.nbytes)} in {storages}", counted(len(one.ties), "tie")
+    return f"{describe_bytes(one.nbytes)} in {storages}", counted(len(one.ties), "tie")
 
 
 def _written(text: str, path: str | PathLike[str] | None) -> str:

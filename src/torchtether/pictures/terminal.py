@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .drawing import Scale, clean, cut_end, padded, said_bytes, width_of
+from .drawing import Scale, clean, cut_end, describe_bytes, padded, width_of
 from .facts import Group
 from .rows import Row, rows_of
 
@@ -26,7 +26,7 @@ def lines_of(groups: Sequence[Group], limit: int | None = 40, width: int = _WIDT
 
 
 def _line(row: Row, scale: Scale, bar: int, devices: int, label: int, width: int) -> str:
-    size = "" if row.nbytes is None else said_bytes(row.nbytes)
+    size = "" if row.nbytes is None else describe_bytes(row.nbytes)
     facts = row.facts + (f", {row.note}" if row.note else "")
     line = "  ".join((padded(size, 8, right=True), padded(row.device, devices), _bar(row, scale, bar),
                       padded(_label(row), label), clean(facts)))  # fmt: skip

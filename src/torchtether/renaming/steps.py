@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .._checks import said
+from .._checks import describe
 from ..errors import RuleError, TetherError
 from ..ties.names import nearest
 from .rules import Concat, Named, Rotary, Split, Stack, Transpose
@@ -58,7 +58,7 @@ def _steps(rename: Rename) -> list[Rule | Naming]:
     try:
         return [_step(step) for step in rename]
     except TypeError:
-        raise RuleError(f"is {said(rename)}, not a list of rules", name="rename", fix=_FIX) from None
+        raise RuleError(f"is {describe(rename)}, not a list of rules", name="rename", fix=_FIX) from None
 
 
 def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Naming:
@@ -90,7 +90,7 @@ def _called(function: Naming, name: str) -> str | None:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RuleError(f"its function fails for {name!r} with {why}", name="rename", fix=_NAMING) from error
     if made is not None and not isinstance(made, str):
-        raise RuleError(f"its function makes {said(made)} of {name!r}, not a name", name="rename", fix=_NAMING)
+        raise RuleError(f"its function makes {describe(made)} of {name!r}, not a name", name="rename", fix=_NAMING)
     return made
 
 

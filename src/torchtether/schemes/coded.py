@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._checks import said
+from .._checks import describe
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from .bits import pack, unpack
@@ -173,7 +173,7 @@ class BlockScheme(Blocked):
         found = self.fit(x)
         shape = tuple(x.shape[:-1])
         wanted = dict.fromkeys(self.numbers, shape)
-        given = {name: tuple(one.shape) for name, one in found.items()} if isinstance(found, dict) else said(found)
+        given = {name: tuple(one.shape) for name, one in found.items()} if isinstance(found, dict) else describe(found)
         if given != wanted:
             raise SchemeError(
                 f"fit gives {given}, for values of shape {tuple(x.shape)} it must give {wanted}",
@@ -192,7 +192,7 @@ class BlockScheme(Blocked):
     def _whole(self, made: Tensor, x: Tensor, what: str) -> Tensor:
         """``made`` expanded to the shape of ``x``."""
         if not isinstance(made, Tensor):
-            raise SchemeError(f"{what} gives {said(made)}, not a tensor", name=type(self).__name__)
+            raise SchemeError(f"{what} gives {describe(made)}, not a tensor", name=type(self).__name__)
         try:
             return made.expand(x.shape)
         except RuntimeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_flag, check_module, check_name, said
+from .._checks import check_flag, check_module, check_name, describe
 from ..errors import ArgumentError, TieError
 from ..torch_private.fsdp2 import fsdp2_state
 from .components import find_components
@@ -30,7 +30,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
     check_module(model)
     check_flag(transpose, "transpose")
     if rows is not None and not isinstance(rows, slice):
-        raise ArgumentError(f"is {said(rows)}, not a slice", name="rows", fix="Give slice(start, stop).")
+        raise ArgumentError(f"is {describe(rows)}, not a slice", name="rows", fix="Give slice(start, stop).")
     check_name(owner, "owner")
     check_name(alias, "alias")
     tensors = named_tensors(model)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from .._checks import said
+from .._checks import describe
 from ..errors import ArgumentError, TieError
 from ..geometry.blocks import STOCK
 
@@ -31,11 +31,13 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
         return parameters | buffers
     if not isinstance(model, Mapping):
         fix = "Give a torch.nn.Module."
-        raise ArgumentError(f"is {said(model)}, not a module", name="model", fix=fix)
+        raise ArgumentError(f"is {describe(model)}, not a module", name="model", fix=fix)
     for name, tensor in model.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ArgumentError(
-                f"maps {name!r:.40} to {said(tensor)}, not a name to a tensor", name="model", fix="Leave it out."
+                f"maps {name!r:.40} to {describe(tensor)}, not a name to a tensor",
+                name="model",
+                fix="Leave it out.",
             )
     return dict(sorted(model.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from .._checks import check_module, said
+from .._checks import check_module, describe
 from ..errors import ArgumentError, TieError
 from ..geometry.blocks import blocks_of
 from ..geometry.views import View
@@ -28,7 +28,7 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
     The owner is the tensor that covers the others: contiguous first, then a Parameter before a buffer, the larger
     element, the higher rank, module order.  Where none covers all, it is the first in memory, and views reach past it.
 
-    Raises TieError where memory is shared in a way that a tie cannot say: see ``tt.map``, which shows it.
+    Raises TieError where memory is shared in a way that a tie cannot say: see ``tt.storage_map``, which shows it.
 
     >>> import torch, torchtether as tt
     >>> model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(5, 2), "head": torch.nn.Linear(2, 5, bias=False)})
@@ -151,7 +151,9 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     except TypeError:
         records, wrong = (), expected  # type: ignore[assignment]
     if wrong is not None:
-        raise ArgumentError(f"holds {said(wrong)}, not ties", name="expected", fix="Give what tt.find_ties returned.")
+        raise ArgumentError(
+            f"holds {describe(wrong)}, not ties", name="expected", fix="Give what tt.find_ties returned."
+        )
     components: dict[str, Component | None] = dict.fromkeys(named_tensors(model))
     components.update((name, component) for component in shared_components(model) for name in component.names)
     claimed: dict[str, Tie] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from .._checks import check_tensor, said
+from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
 from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
@@ -99,7 +99,7 @@ class Weight(Tensor):
         check_tensor(values, "values")
         if not isinstance(scheme, Scheme):
             fix = "Give one such as tt.int8()."
-            raise ArgumentError(f"is {said(scheme)}, not a scheme", name="scheme", fix=fix)
+            raise ArgumentError(f"is {describe(scheme)}, not a scheme", name="scheme", fix=fix)
         if not values.is_floating_point() and not scheme.transparent:
             raise SchemeError(f"a {values.dtype} tensor has no values to quantize", fix="Convert it to a float first.")
         if isinstance(values, Weight):

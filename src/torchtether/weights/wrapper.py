@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._checks import said
+from .._checks import describe
 from ..errors import TetherError, UnsupportedOpError
 from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Plain
@@ -91,7 +91,7 @@ class WrapperTensor(Tensor):
             one = fields[name]
             if not isinstance(one, Tensor) and (one is not None or one is first):
                 fix = "Give a tensor." if one is first else "Give a tensor, or None."
-                raise TetherError(f"{name} is {said(one)}, not an inner tensor", name=cls.__name__, fix=fix)
+                raise TetherError(f"{name} is {describe(one)}, not an inner tensor", name=cls.__name__, fix=fix)
         for name in cls.metadata_names:
             if isinstance(fields[name], Tensor):
                 fix = "Name it in inner_names."

@@ -60,10 +60,10 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
     return room + text if right else text + room
 
 
-def said_bytes(count: float) -> str:
+def describe_bytes(count: float) -> str:
     """A number of bytes for people.
 
-    >>> said_bytes(2_469_606_400)
+    >>> describe_bytes(2_469_606_400)
     '2.47 GB'
     """
     for unit in ("B", "kB", "MB"):

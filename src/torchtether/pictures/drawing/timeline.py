@@ -13,11 +13,11 @@ def draw_timeline(
     seconds: Sequence[float],
     curves: Sequence[tuple[str, str, Sequence[float]]],
     title: str,
-    said: Callable[[float], str],
+    describe: Callable[[float], str],
 ) -> str:
     """An SVG document with one step curve for each of ``curves``: its name, its colour, and an amount per moment.
 
-    ``said`` words an amount. Amounts may be below 0; no moments at all give an empty frame.
+    ``describe`` words an amount. Amounts may be below 0; no moments at all give an empty frame.
     """
     last = max(seconds, default=0.0) or 1.0
     amounts = [amount for _, _, series in curves for amount in series]
@@ -35,7 +35,7 @@ def draw_timeline(
     for quarter in range(5):
         amount = low + (high - low) * quarter / 4
         made.append(element("path", d=f"M{_LEFT} {y(amount):.2f}H{right}", klass="rule"))
-        made.append(words(_LEFT - 8, y(amount) + 4, said(amount), "faint", "end"))
+        made.append(words(_LEFT - 8, y(amount) + 4, describe(amount), "faint", "end"))
         moment = last * quarter / 4
         made.append(words(x(moment), bottom + 18, f"{moment:.3g} s", "faint", "middle"))
     key = _LEFT
@@ -44,7 +44,7 @@ def draw_timeline(
             points = [(x(moment), y(amount)) for moment, amount in zip(seconds, series, strict=True)]
             path = f"M{points[0][0]:.2f} {points[0][1]:.2f}" + "".join(f"H{a:.2f}V{b:.2f}" for a, b in points[1:])
             made.append(element("path", d=path, klass="curve", stroke=f"var(--{colour})"))
-        label = f"{name}, at most {said(max(series, default=0.0))}"
+        label = f"{name}, at most {describe(max(series, default=0.0))}"
         made.append(element("rect", x=key, y=27.0, width=10, height=10, rx=2, klass=colour))
         made.append(words(key + 16, 36, label))
         key += 40 + 6.7 * len(label)

@@ -159,7 +159,7 @@ def _forked(task: Callable[[], str]) -> tuple[int, str]:
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 1)
             os.dup2(silence, 2)
-            os.write(writing, _said(task).encode()[:4096])
+            os.write(writing, _answer_of(task).encode()[:4096])
             code = 0
         finally:
             os._exit(code)
@@ -214,10 +214,10 @@ def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: 
 
 
 def _answer(pipe: Any, task: Callable[..., str], args: tuple) -> None:  # pragma: no cover - in other processes
-    pipe.send(_said(lambda: task(*args)))
+    pipe.send(_answer_of(lambda: task(*args)))
 
 
-def _said(task: Callable[[], str]) -> str:
+def _answer_of(task: Callable[[], str]) -> str:
     try:
         return task()
     except BaseException as error:

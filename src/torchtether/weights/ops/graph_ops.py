@@ -18,7 +18,7 @@ from .product import by_kernel, decoded_linear, gradient
 LIBRARY = torch.library.Library("torchtether", "DEF")
 """The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
 
-``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` says what it is (``told``).
+``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` says what it is (``text_of``).
 Once kernels are built, ``linear`` runs on the CPU without Python (``binding.remember``); what does not suit goes to
 ``any_linear``.
 A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
@@ -35,7 +35,7 @@ def in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) ->
         return None  # the compiler fuses the decoding
     if not kernels_for(layout, base.dtype):
         return None
-    parts, weight = list(base.parts.values()), told(base.spec)
+    parts, weight = list(base.parts.values()), text_of(base.spec)
     if is_gradient:
         return torch.ops.torchtether.gradient.default(x, parts, weight)  # type: ignore[no-any-return]
     return torch.ops.torchtether.linear.default(x, bias, parts, weight)  # type: ignore[no-any-return]
@@ -44,7 +44,7 @@ def in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) ->
 _QUOTES = str.maketrans("'\"", "\"'")  # torch writes the text into C++ as it is, between double quotes
 
 
-def told(spec: WeightSpec) -> str:
+def text_of(spec: WeightSpec) -> str:
     """What the ops are told of a Weight: its spec as JSON, with single quotes."""
     return json.dumps(spec.replace(tie=None).to_json(), sort_keys=True).translate(_QUOTES)
 

@@ -19,7 +19,14 @@ from pathlib import Path
 
 from ..._signals import renewed_after_fork
 from ...compiled import toolchain
-from ...compiled.toolchain import find_built, find_compiler, is_switched_off, own_folder, said_compiler, said_processor
+from ...compiled.toolchain import (
+    compiler_version,
+    find_built,
+    find_compiler,
+    is_switched_off,
+    own_folder,
+    processor_flags,
+)
 from .binding import Kernels, bind
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -81,7 +88,7 @@ def _command() -> tuple[str, ...] | None:
 def _key(command: tuple[str, ...]) -> str:
     """What a build depends on: the source, the command, the compiler and the processor."""
     known = hashlib.sha256(b"".join(source.read_bytes() for source in (SOURCE, *INCLUDED)))
-    known.update(said_compiler(command) + said_processor())
+    known.update(compiler_version(command) + processor_flags())
     return known.hexdigest()[:24]
 
 
