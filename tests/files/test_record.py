@@ -43,7 +43,7 @@ LIES = {
     "duplicate": ('{"v": 1, "v": 1}', "twice"),
     "deep": ("[" * 200_000, "nested too deeply|not JSON"),
     "version": ('{"v": 2}', "version 2"),
-    "field": ({"more": 1}, "version 1 and fields"),
+    "field": ({"more": 1}, "version 1, fields"),
     "kind": ({"ties": {}}, "ties in the record is not a list"),
     "nan": ('{"v": 1, "weights": {"w": NaN}}', "number NaN"),
     "infinite": ('{"v": 1, "weights": {"w": 1e999}}', "number 1e999"),
