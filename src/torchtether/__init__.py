@@ -27,7 +27,7 @@ from .errors import (
 from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
 from .geometry.views import View
-from .loading.contents import LoadPlan, load, plan_load
+from .loading.plan import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap, storage_map
 from .renaming.gguf import gguf_names

@@ -218,7 +218,7 @@ def break_planning(where):
     def refuse(*_, **__):
         raise tt.CheckpointError("this disk is gone", name=where)
 
-    torchtether.distributed.loading.plan_load = refuse
+    torchtether.distributed.loading.make_plan = refuse
 
 
 def break_reading(where):

@@ -12,7 +12,7 @@ from torchtether import compiled
 from torchtether.compiled.build import Build
 from torchtether.schemes import same_bits
 
-load_room = importlib.import_module("torchtether.loading.contents")
+load_room = importlib.import_module("torchtether.loading.encoding")
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_both_encoders_give_the_same_model(checkpoint, scheme, monkeypatch):
     assert report.encoder == "compiled"
     assert "quantized by compiled" in str(report)
     monkeypatch.setattr(compiled.BUILD, "_library", None)
-    monkeypatch.setattr(load_room, "_ENCODED", 96)  # row by row
+    monkeypatch.setattr(load_room, "_ROWS", 96)  # row by row
     two, report = loaded(checkpoint, scheme)
     assert report.encoder.startswith("torch ops")
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
@@ -125,7 +125,7 @@ AWKWARD = {
 def test_rows_are_encoded_straight_from_the_file(tmp_path, name, dtype, monkeypatch):
     if not compiled.BUILD.wait():
         pytest.skip(compiled.BUILD.state)
-    monkeypatch.setattr(load_room, "_ENCODED", 700)  # several jobs for each
+    monkeypatch.setattr(load_room, "_ROWS", 700)  # several jobs for each
     monkeypatch.setattr(load_room, "_READ", 512)  # and several reads for each job
     model = nn.Linear(AWKWARD[name][1], AWKWARD[name][0], dtype=dtype)
     nn.init.normal_(model.weight)

@@ -8,7 +8,8 @@ from torch import nn
 
 import torchtether as tt
 from tests.loading.models import Tied, Turned, build
-from torchtether.loading.matching import FLOATS, _Drafter
+from torchtether.loading import matching
+from torchtether.loading.options import FLOATS
 from torchtether.ties.names import named_tensors
 
 
@@ -51,7 +52,7 @@ def test_models(tmp_path, monkeypatch, make, options, quantize, meta):
     tt.save(build(make), tmp_path / "x")
     model = build(make, meta=meta)
     with_short = tt.plan_load(model, tmp_path / "x", quantize=quantize, **options)
-    monkeypatch.setattr(_Drafter, "_simple", lambda self, component: None)
+    monkeypatch.setattr(matching, "_simple_step", lambda draft, component: None)
     without = tt.plan_load(model, tmp_path / "x", quantize=quantize, **options)
     assert with_short.steps or options.get("strict") is False
     assert _steps(with_short) == _steps(without)
@@ -67,7 +68,7 @@ def test_every_pair_of_dtypes(tmp_path, monkeypatch, device):
     for options in ({}, {"dtype": torch.float16}):
         with_short = tt.plan_load(model, tmp_path / "x", **options)
         with monkeypatch.context() as patched:
-            patched.setattr(_Drafter, "_simple", lambda self, component: None)
+            patched.setattr(matching, "_simple_step", lambda draft, component: None)
             without = tt.plan_load(model, tmp_path / "x", **options)
         assert _steps(with_short) == _steps(without)
         assert with_short.faults == without.faults
@@ -93,12 +94,12 @@ def test_what_comes_of_the_short_way(tmp_path, monkeypatch, make, options, quant
     found = []
     for is_short in (True, False):
         if not is_short:
-            monkeypatch.setattr(_Drafter, "_simple", lambda self, component: None)
+            monkeypatch.setattr(matching, "_simple_step", lambda draft, component: None)
         model = build(make, meta=True)
         model.norm.weight.requires_grad_(False)
         before = {name: id(tensor) for name, tensor in named_tensors(model).items()}
         plan = tt.plan_load(model, tmp_path / "x", quantize=quantize, **options)
-        assert any(step.as_it_is for step in plan.steps) == is_short
+        assert any(step.is_as_stored for step in plan.steps) == is_short
         report = plan.apply()
         plan.close()
         assert {name: id(tensor) for name, tensor in named_tensors(model).items()} == before

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import save
 from ..exchange.scope import swapping
-from ..loading.contents import load
+from ..loading.plan import load
 from ..pictures.drawing import describe_bytes
 from ..progress import Meter
 from ..ties.names import named_tensors

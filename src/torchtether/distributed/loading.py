@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,17 @@ from torch.distributed.tensor import DTensor
 from ..conversion.materializing import forget_recipes
 from ..conversion.quantizing import keep_loading
 from ..conversion.selection import Rules
-from ..errors import LoadError, TetherError
+from ..errors import LoadError
 from ..exchange.exchange import Exchange
-from ..geometry.views import Shape
-from ..loading.contents import LoadPlan, names_of_weights, plan_load
-from ..loading.matching import Device, Draft, Dtype, Step, Ties, is_filled
+from ..loading.options import Device, Dtype, LoadOptions, Ties
+from ..loading.plan import LoadPlan, make_plan, restrict_plan
 from ..loading.report import LoadReport
+from ..loading.restricting import Box
+from ..loading.steps import Step, names_of_weights
 from ..progress import Progress
-from ..renaming.pieces import Range
-from ..renaming.renamed_checkpoint import Arranged
 from ..renaming.steps import Rename
-from ..schemes import Scheme
-from ..ties.components import Component, find_components
 from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
-from ..weights.ops.rows import part_rows
-from ..weights.weight import Weight
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow
@@ -84,14 +79,7 @@ def load(
     36
     """
     ranks = Ranks(process_group)
-    options: dict[str, Any] = {
-        "quantize": quantize,
-        "dtype": dtype,
-        "device": device,
-        "strict": strict,
-        "ties": ties,
-        "rename": rename,
-    }
+    options = LoadOptions(quantize, dtype, device, strict, ties, rename)
     work: _Whole | _Sharded | None = None
     state: OptimizerLoad | None = None
     try:
@@ -117,8 +105,8 @@ def load(
 class _Whole:
     """The load of a model of which every rank has all, so that it is that of one process."""
 
-    def __init__(self, model: nn.Module, path: Path | str, options: dict[str, Any], optimizer: Any) -> None:
-        self._plan = plan_load(model, path, optimizer=optimizer, **options)
+    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
+        self._plan = make_plan(model, path, options, optimizer)
         try:
             self._plan.check()
         except BaseException:
@@ -126,129 +114,65 @@ class _Whole:
             raise
 
     def read(self, progress: Progress) -> LoadReport:
+        """Load all of the model."""
         return self._plan.apply(progress=progress)
 
     def finish(self) -> None:
-        pass
+        """Do nothing: what has been read is in the model."""
 
     def close(self) -> None:
+        """Close the files."""
         self._plan.close()
 
 
 class _Sharded:
     """The load of a model with DTensors: planned on a shadow of the whole, read into a shadow of this rank's part."""
 
-    def __init__(self, model: nn.Module, path: Path | str, options: dict[str, Any], optimizer: Any) -> None:
-        self._model, self._options, self._optimizer = model, options, optimizer
+    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
         self._held = named_tensors(model)
-        self._whole = plan_load(stand_in(model, whole_shadow, views=True), path, **options)
+        self._part = stand_in(model, local_shadow)
+        whole = make_plan(stand_in(model, whole_shadow, views=True), path, options)
         try:
-            found = self._whole.draft
-            found.faults += self._faults_of_ties(found)
-            found.steps = [self._without_views(step, found) for step in found.steps]
-            self._part = stand_in(model, local_shadow)
-            self._boxes = self._cut(found)
-            self._plan, self._together = self._localized(found)
-            self._whole.faults = tuple(found.faults)
-            self._whole.check()
+            boxes, faults = self._boxes(whole)
+            self._plan = restrict_plan(whole, self._part, boxes, self._place, faults)
+            self._plan.check()
             self._check_exchange()
         except BaseException:
-            self.close()
+            whole.close()
             raise
 
     def close(self) -> None:
-        self._whole.close()
+        """Close the files."""
+        self._plan.close()
 
     # -- planning -------------------------------------------------------------------------------------------------
 
-    def _faults_of_ties(self, found: Draft) -> list[str]:
-        names = [*found.untie, *(alias for _, alias in found.tie)]
-        return [
+    def _boxes(self, whole: LoadPlan) -> tuple[dict[str, Box], list[str]]:
+        """Return this rank's box of each sharded tensor that ``whole`` loads, under its names there, and the faults."""
+        draft, boxes = whole.draft, dict[str, Box]()
+        faults = [
             f"{name}: the checkpoint ties it otherwise, and ties of a sharded model cannot change. "
             "Change them before fully_shard, or load with ties='model'."
-            for name in names
+            for name in (*draft.untie, *(alias for _, alias in draft.tie))
         ]
-
-    def _without_views(self, step: Step, found: Draft) -> Step:
-        """``step`` reads the owner alone; names that are views of it have been compared with it, or were left out."""
-        sources = tuple(source for source in step.sources if source.name in self._held)
-        if not sources:
-            name = step.sources[0].name
-            found.faults.append(
-                f"{step.name}: the checkpoint has only {name}, a view of it. "
-                "Load it in one process, or store the owner too: save with tt.save."
-            )
-        return step._replace(sources=sources or step.sources)
-
-    def _cut(self, found: Draft) -> dict[str, tuple[Range, ...]]:
-        """The box of this rank, by every name of each sharded tensor that is loaded."""
-        boxes: dict[str, tuple[Range, ...]] = {}
-        for step in found.steps:
+        for step in whole.steps:
             held = self._held[step.name]
-            if not isinstance(held, DTensor) or step.sources[0].name not in self._held:
-                continue
-            try:
-                box = box_of(held)
-            except NotImplementedError as error:
-                found.faults.append(f"{step.name}: {error}. Redistribute it first.")
-                continue
-            boxes.update((source.name, box) for source in step.sources)
-        return boxes
+            if isinstance(held, DTensor):
+                try:
+                    boxes.update(dict.fromkeys(step.component.names, box_of(held)))
+                except NotImplementedError as error:
+                    faults.append(f"{step.name}: {error}. Redistribute it first.")
+        return boxes, faults
 
-    def _localized(self, found: Draft) -> tuple[LoadPlan, list[Step]]:
-        """The plan for this rank's part, and the steps for which every rank needs all rows."""
-        given = found.given.cut(self._boxes)
-        components = find_components(self._part)
-        home = {name: component for component in components for name in component.names}
-        steps: list[Step] = []
-        together: list[Step] = []
-        for step in found.steps:
-            held, name = self._held[step.name], step.sources[0].name
-            if not isinstance(held, DTensor):
-                steps.append(step._replace(component=home[step.name], device=self._device(step)))
-            elif name in self._boxes:
-                mine = self._local(step, home[step.name], given, found)
-                is_together = not step.is_given and step.scheme is not None and _needs_all(step.scheme, held.shape)
-                (together if is_together else steps).append(mine)
-        local = dataclasses.replace(found, given=given, steps=steps, components=components)
-        options = {**self._options, "device": self._options["device"] or self._home_device()}
-        return LoadPlan(self._part, self._whole.checkpoint, local, options), together
-
-    def _local(self, step: Step, component: Component, given: Arranged, found: Draft) -> Step:
-        name = step.sources[0].name
-        spec = self._whole.draft.given.spec(name)
-        if step.is_given and not spec.is_contiguous:
-            found.faults.append(
-                f"{step.name}: the checkpoint holds it with the strides {spec.stride}, and FSDP2 shards contiguous "
-                "Weights. Dequantize the checkpoint first, and quantize it as it is loaded."
-            )
-            return step
-        try:
-            if step.is_given:
-                given.check(name)
-            elif step.scheme is not None and not step.scheme.transparent:
-                _check_rows(step.scheme, tuple(self._held[step.name].shape), self._boxes[name])
-        except TetherError as error:
-            found.faults.append(
-                f"{step.name}: {error.what}. Use another number of ranks, a scheme with other blocks, or no scheme."
-            )
-            return step
-        local = step._replace(component=component, device=self._device(step), nbytes=given.nbytes(name))
-        return local._replace(in_place=is_filled(local))
-
-    def _device(self, step: Step) -> torch.device:
-        """Where it goes: as asked, else where it is, else (from ``meta``) where its ranks compute."""
-        if not step.held.is_meta or any(name in self._whole.draft.devices for name in step.component.names):
-            return step.device
-        held = self._held[step.name]
+    def _place(self, name: str) -> torch.device:
+        """Return the device of the tensor ``name``: where FSDP2 keeps it, or where the ranks of its mesh compute."""
+        held = self._held[name]
         if isinstance(held, DTensor):
-            return torch.device("cpu") if step.name in self._offloaded else device_of(held.device_mesh)
-        return self._home_device()
-
-    def _home_device(self) -> torch.device:
+            return torch.device("cpu") if name in self._offloaded else device_of(held.device_mesh)
         return device_of(next(iter(sharded_tensors(self._model).values())).device_mesh)
 
-    @property
+    @cached_property
     def _offloaded(self) -> set[str]:
         """The parameters that FSDP2 keeps on the CPU."""
         states = [fsdp2_state(module) for module in self._model.modules()]
@@ -256,10 +180,11 @@ class _Sharded:
         return {name for name, tensor in self._held.items() if id(tensor) in held}
 
     def _changed(self) -> list[Step]:
-        return [step for step in (*self._plan.steps, *self._together) if not step.in_place]
+        """Return the steps that give new contents to tensors of this rank."""
+        return [step for step in self._plan.steps if not step.in_place]
 
     def _check_exchange(self) -> None:
-        """Raises, before anything is read, what would refuse to be exchanged when it has been read."""
+        """Raise, before anything is read, if a tensor would refuse to be exchanged when it has been read."""
         held = [self._held[name] for step in self._changed() for name in step.component.names]
         if held:
             with Exchange(self._model, optimizer=self._optimizer, verb="load") as exchange:
@@ -268,46 +193,16 @@ class _Sharded:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read(self, progress: Progress) -> LoadReport:
-        """This rank's part is read, into new memory where it was on ``meta``; the model knows nothing of it yet."""
-        for step in self._together:
-            self._encode_together(step)
-        report = self._plan.apply(progress=progress)
-        return dataclasses.replace(
-            report,
-            tensors=report.tensors + len(self._together),
-            bytes=report.bytes + sum(self._all_bytes(step) for step in self._together),
-            quantized={**report.quantized, **{step.name: str(step.scheme) for step in self._together}},
-            tied=(*report.tied, *(step.tie for step in self._together if step.tie is not None)),
-        )
-
-    def _all_bytes(self, step: Step) -> int:
-        return self._whole.draft.given.nbytes(step.sources[0].name)
-
-    def _encode_together(self, step: Step) -> None:
-        """All rows are read and encoded, as one process would, and this rank's kept."""
-        name, held = step.sources[0].name, step.held
-        values = self._whole.draft.given.read_briefly(name).to(step.device)
-        assert step.scheme is not None
-        made = Weight.encode(values, step.scheme, tie=step.tie)
-        del values
-        (start, stop), *_ = self._boxes[name]
-        rows = made.narrow(0, start, stop - start).to(step.dtype)
-        assert isinstance(rows, Weight)
-        parts = {role: part.clone() for role, part in rows.parts.items()}
-        mine = Weight(parts, rows.spec.replace(tie=step.tie))
-        if step.in_place and isinstance(held, Weight):
-            held.set_parts(mine.parts)
-            return
-        with Exchange(self._part, verb="load") as exchange:
-            exchange.put(held, mine)
+        """Read this rank's part, into new memory where it was on ``meta``; the model knows nothing of it yet."""
+        return self._plan.apply(progress=progress)
 
     # -- afterwards -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The model's tensors are what has been read, and FSDP2 gathers those."""
+        """Give the model's tensors what has been read, and have FSDP2 gather those."""
         read, changed = named_tensors(self._part), self._changed()
         names = [name for step in changed for member in step.component.members for name in member.names[:1]]
-        names += [name for name in self._whole.draft.recorded if self._held[name].is_meta and not read[name].is_meta]
+        names += [name for name in self._plan.draft.recorded if self._held[name].is_meta and not read[name].is_meta]
         if names:
             with Exchange(self._model, optimizer=self._optimizer, verb="load") as exchange:
                 exchange.check([self._held[name] for name in names])
@@ -315,7 +210,7 @@ class _Sharded:
                     held, new = self._held[name], read[name].detach()
                     exchange.put(held, redone(held, new) if isinstance(held, DTensor) else new)
                 keep_loading(self._model, exchange, names_of_weights(changed))
-        if self._whole.draft.recorded:
+        if self._plan.draft.recorded:
             self._take_attributes()
         for module in self._model.modules():
             state = fsdp2_state(module)
@@ -323,20 +218,10 @@ class _Sharded:
                 renew_shards(state)
 
     def _take_attributes(self) -> None:
-        """Tensors that are mere attributes of modules, which ``tt.on_meta`` recorded too."""
+        """Take over tensors that are mere attributes of modules, which ``tt.on_meta`` recorded too."""
         for module, part in zip(self._model.modules(), self._part.modules(), strict=True):
             for name, value in vars(part).items():
                 before = vars(module).get(name)
                 if isinstance(value, Tensor) and isinstance(before, Tensor) and before.is_meta and not value.is_meta:
                     vars(module)[name] = value
         forget_recipes(self._model)
-
-
-def _needs_all(scheme: Scheme, shape: Sequence[int]) -> bool:
-    """Whether the values of some rows cannot be encoded without the others."""
-    return not scheme.transparent and any(part.span == 0 for part in scheme.layout(tuple(shape)).values())
-
-
-def _check_rows(scheme: Scheme, shape: Shape, box: Sequence[Range]) -> None:
-    start, stop = box[0]
-    part_rows(scheme.layout(shape), shape, start, stop)

@@ -50,3 +50,12 @@ def renew_flat_weights(module: nn.RNNBase) -> None:
 def is_parametrization_cached() -> bool:
     """Whether ``parametrize.cached()`` is active and holds computed weights, which a conversion would leave stale."""
     return bool(getattr(parametrize, "_cache_enabled", 0)) and bool(getattr(parametrize, "_cache", None))
+
+
+def transient_names(model: nn.Module) -> set[str]:
+    """Return the names of buffers that are not persistent; torch tells them apart in this private set alone."""
+    return {
+        f"{path}.{leaf}" if path else leaf
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf in module._non_persistent_buffers_set
+    }

@@ -1,0 +1,112 @@
+"""The checks of a checkpoint as a whole: its ties, its copies, and the names that one side has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..errors import CheckpointError
+from ..ties.names import nearest
+from .steps import Draft, format_keys
+
+_GUESSES = 8
+"""Names for which the nearest name is searched; each search takes a while, and more of them help nobody."""
+
+
+def check_file_ties(draft: Draft) -> None:
+    """Add a fault for each pair of names that the file ties and the model keeps apart, as ``ties=`` asks."""
+    tied = list(draft.given.tied())
+    if not tied:
+        return
+    home = {name: component for component in draft.targets.components for name in component.names}
+    for names in tied:
+        present = [name for name in names if name in home]
+        for i, name in enumerate(present):
+            for other in present[:i]:
+                if home[name] is not home[other] and draft.given.shares(name, other):
+                    _keep_apart_or_tie(draft, other, name)
+                    break
+
+
+def _keep_apart_or_tie(draft: Draft, owner: str, name: str) -> None:
+    """Add the fault, or with ``ties="file"`` the tie to make, of two names that only the file ties."""
+    ties, is_all = draft.targets.options.ties, draft.given.find(owner) == draft.given.find(name)
+    if ties == "match" and is_all:
+        draft.add_fault(
+            name,
+            f"the checkpoint ties it to {owner}, the model keeps them apart. "
+            f"Call tt.tie(model, {owner!r}, {name!r}), or load with ties='file' (tied) or 'model' (two copies).",
+        )
+    elif ties != "model" and not is_all:
+        draft.add_fault(
+            name,
+            f"the checkpoint ties it to {owner}, in part or transposed, the model keeps them apart. "
+            "Tie them in the model, or load with ties='model' (two copies).",
+        )
+    elif ties == "file":
+        draft.tie.append((owner, name))
+        for argument, asked in (("dtype", draft.targets.dtypes), ("device", draft.targets.devices)):
+            if asked.get(name) != asked.get(owner):  # type: ignore[attr-defined]
+                draft.add_fault(
+                    name,
+                    f"the checkpoint ties it to {owner}, and {argument}= asks for different things under the two names",
+                )
+
+
+def check_copies(draft: Draft) -> None:
+    """Add a fault for each copy in the file that is not equal to its original."""
+    checkpoint = draft.given.checkpoint
+    for alias in checkpoint.copies:
+        try:
+            checkpoint.check_copy(alias)
+        except CheckpointError as error:
+            draft.faults.append(str(error))
+
+
+def check_leftovers(draft: Draft) -> None:
+    """Report missing and unexpected names, each of them a fault if the load is strict."""
+    given, targets, strict = draft.given, draft.targets, draft.targets.options.strict
+    known = {name for component in targets.components for name in component.names}
+    unused = targets.transient - {*draft.used}
+    odd = (given.listed - known) | (given.listed & unused)
+    left = [name for name in given if name in odd] if odd else []
+    left = [name for name in left if not all(given.checkpoint.is_padding(key) for key in given.keys_of(name))]
+    keys = [given.keys_of(name) for name in left] + [made.keys for made in given.broken.values()]
+    draft.unexpected = list(dict.fromkeys(key for some in keys for key in some))
+    broken = []
+    for name, made in given.broken.items():
+        broken += [*made.wrong] if strict or name in known else []
+        broken += [*made.lacks] if strict else []
+    draft.faults += dict.fromkeys(broken)
+    if strict:
+        _refuse_missing(draft)
+        _refuse_unexpected(draft, [name for name in left if name not in known], known)
+
+
+def _refuse_missing(draft: Draft) -> None:
+    """Add a fault for each name that the checkpoint lacks, unless a fault of the rules explains it."""
+    broken = draft.given.broken.keys()
+    components = draft.targets.components if broken else ()
+    explained = {n for c in components if not broken.isdisjoint(c.names) for n in c.names}
+    for i, name in enumerate(name for name in draft.missing if name not in explained):
+        near = _near(name, draft.given) if i < _GUESSES else ""
+        draft.add_fault(name, f"the checkpoint does not have it{near}")
+    for name in draft.lost:
+        draft.add_fault(
+            name,
+            "it is a non-persistent buffer on meta, which the checkpoint does not have either. "
+            "Build the model under tt.on_meta().",
+        )
+
+
+def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) -> None:
+    """Add a fault for each name of ``surplus``, which the model lacks."""
+    for i, name in enumerate(surplus):
+        what = "it" if draft.given.is_as_it_is(name) else f"{name}, which the rules make of it"
+        near = _near(name, known) if i < _GUESSES else ""
+        draft.add_fault(format_keys(draft.given.keys_of(name)), f"the model does not have {what}{near}")
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    """Return the name of ``names`` that is spelled most like ``name``, in words; empty if none is like it."""
+    found = nearest(name, names)
+    return f", the nearest is {found!r}" if found else ""

@@ -1,0 +1,369 @@
+"""The plan of a load: printed, checked, and applied, all at once or some names at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import compiled
+from .._checks import check_callable, check_flag, check_module
+from .._gc import uncollected
+from ..checkpoint.reader import Checkpoint
+from ..conversion import materializing
+from ..conversion.selection import Rules, globs_of, unmatched
+from ..errors import LoadError
+from ..exchange.optimizer_state import optimizers_of
+from ..pictures.drawing import describe_bytes
+from ..progress import Meter, Progress, ticking
+from ..renaming.steps import Rename
+from ..ties.edit import tie, untie
+from ..ties.names import named_tensors
+from ..weights.weight import Weight
+from .contents import is_mappable
+from .encoding import describe_encoder, start_encoder
+from .matching import match
+from .options import Device, Dtype, LoadOptions, Ties
+from .report import LoadReport
+from .restricting import Box, restrict
+from .steps import Draft, Step, describe_step
+from .stream import move_buffers, stream
+
+_SHOWN = 12
+"""Faults that an error gives."""
+
+_CPU = torch.device("cpu")
+
+
+class LoadPlan:
+    """What ``load`` will do: every step, and every fault, found without touching the model.
+
+    ``faults`` is a tuple of one-line texts, empty if the load can go ahead; ``print(plan)`` shows steps and faults.
+    ``left`` names what has not been loaded yet.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save(torch.nn.Linear(2, 3), folder)
+    ...     plan = tt.plan_load(torch.nn.Linear(2, 4, device="meta"), folder)
+    ...     print(len(plan.faults), plan.left, plan.faults[0].partition(": ")[2])
+    2 () the checkpoint has shape (3, 2), the model has (4, 2)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        found: Draft,
+        options: LoadOptions,
+        optimizer: Any = None,
+        mmap: bool = False,
+    ) -> None:
+        self.model: nn.Module = model
+        self.checkpoint: Checkpoint = checkpoint
+        self._options, self._optimizer, self._mmap = options, optimizer, mmap
+        self._done: set[str] = set()
+        self._take(found)
+
+    def _take(self, found: Draft) -> None:
+        self.steps: tuple[Step, ...] = tuple(found.steps)
+        self.faults: tuple[str, ...] = tuple(found.faults)
+        self.missing_keys: tuple[str, ...] = tuple(found.missing)
+        self.unexpected_keys: tuple[str, ...] = tuple(found.unexpected)
+        self.bytes: int = sum(step.nbytes_read for step in self.steps)
+        self._draft = found
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The names that ``apply`` will load, because it has not yet; one of each tied group."""
+        return tuple(step.name for step in self.steps if not self._done.issuperset(step.component.names))
+
+    @property
+    def draft(self) -> Draft:
+        """What the steps were found with: the checkpoint, arranged, ties to change, buffers to compute."""
+        return self._draft
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.checkpoint!r}: {len(self.steps)} steps, {describe_bytes(self.bytes)}, {len(self.faults)} faults"
+        ]
+        lines += [f"  fault: {fault}" for fault in self.faults]
+        lines += [f"  {describe_step(step, self._draft.given, self._is_mapped(step))}" for step in self.steps]
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Raises LoadError, with every fault in its text, if there is one."""
+        if self.faults:
+            more = f" | and {len(self.faults) - _SHOWN} more" if len(self.faults) > _SHOWN else ""
+            count = "" if len(self.faults) == 1 else f"{len(self.faults)} faults: "
+            raise LoadError(
+                f"{count}{' | '.join(self.faults[:_SHOWN])}{more}",
+                name=str(self.checkpoint.path),
+                fix="" if len(self.faults) <= _SHOWN else "All of them are in tt.plan_load(...).faults.",
+            )
+
+    def apply(self, *, only: str | Sequence[str] | None = None, progress: Progress = None) -> LoadReport:
+        """What is ``left`` is loaded; with ``only``, the names that a glob matches and what is tied to them.
+
+        Everything else stays exactly as it was, what is on ``meta`` there included; a later ``apply`` does the rest.
+        Each step is done once: after an error, ``apply`` goes on with the steps that were not finished. Buffers that
+        ``tt.on_meta`` recorded come back together, with the ``apply`` whose ``only`` covers the last of them and leaves
+        nothing else on ``meta``.
+
+        Raises LoadError, before anything changes, if there is a fault, a glob matches no name of the model, or the
+        model has changed since.
+
+        >>> import torch, torchtether as tt, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+        ...     tt.save(torch.nn.Linear(2, 3, device="cpu"), folder)
+        ...     plan = tt.plan_load(torch.nn.Linear(2, 3), folder)
+        ...     print(plan.apply(only="*bias").on_meta, plan.left)
+        ...     print(plan.apply().on_meta, plan.left)
+        ('weight',) ('weight',)
+        () ()
+        """
+        self.check()
+        check_callable(progress, "progress", or_flag=True)
+        tensors = named_tensors(self.model)
+        wanted = self._wanted(only, list(tensors))
+        if self._draft.tie or self._draft.untie:
+            self._take_file_ties(wanted)
+            tensors = named_tensors(self.model)
+        steps = list(self.steps) if only is None and not self._done else self._left_of(wanted)
+        _check_unchanged(tensors, steps)
+        nbytes = sum(step.nbytes_read for step in steps)
+        encoded = sum(step.held.numel() for step in steps if step.is_encoded)
+        encoder = start_encoder(encoded)
+        with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
+            given, is_mapped = self._draft.given, {id(step) for step in steps if self._is_mapped(step)}
+            stream(self.model, given, steps, is_mapped, self._optimizer, self._done, tick)
+            if wanted.issuperset(self._draft.recorded):
+                self._replay()
+        mapped = sum(step.nbytes for step in steps if id(step) in is_mapped)
+        compiled.expect(encoded)  # for the next load, where this one left no core for a compiler
+        return LoadReport(
+            self.missing_keys,
+            self.unexpected_keys,
+            tuple(step.tie for step in steps if step.tie is not None),
+            {s.name: str(s.held.scheme) for s in steps if isinstance(s.held, Weight) and not s.held.scheme.transparent},
+            tuple(name for name, tensor in tensors.items() if tensor.is_meta),  # the objects are those of before
+            len(steps),
+            nbytes - mapped,
+            mapped,
+            meter.seconds,
+            meter.peak,
+            meter.mapped_peak,
+            describe_encoder(encoder),
+            meter.timeline,
+        )
+
+    def _left_of(self, wanted: set[str]) -> list[Step]:
+        """Those of the steps that have not been done, and whose names are ``wanted``."""
+        every = ((step, step.component.names) for step in self.steps)
+        return [step for step, names in every if not wanted.isdisjoint(names) and not self._done.issuperset(names)]
+
+    def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:
+        """Those of the model's ``names`` that ``only`` matches, with all that they share memory with."""
+        if only is None:
+            return set(names)
+        globs = globs_of(only)
+        for glob, near in unmatched(globs, names).items():
+            raise LoadError(f"only= matches no tensor of the model{near}", name=glob, fix="Correct or remove it.")
+        wanted = {name for name in names if any(fnmatchcase(name, glob) for glob in globs)}
+        for group in (*(component.names for component in self._draft.targets.components), *self._draft.tie):
+            if not wanted.isdisjoint(group):
+                wanted.update(group)
+        return wanted
+
+    def _take_file_ties(self, wanted: set[str]) -> None:
+        """``ties="file"``: the model gets the file's ties first, which makes new Parameters of the names concerned."""
+        here = [name for name in self._draft.untie if name in wanted]
+        pairs = [pair for pair in self._draft.tie if not wanted.isdisjoint(pair)]
+        if not here and not pairs:
+            return
+        is_all = (len(here), len(pairs)) == (len(self._draft.untie), len(self._draft.tie))
+        _check_unchanged(named_tensors(self.model), self.steps)
+        for name in here:
+            untie(self.model, name)
+        for owner, alias in pairs:
+            tie(self.model, owner, alias)
+        if is_all:
+            self._options = replace(self._options, ties="match")
+        self._take(match(self.model, self.checkpoint, self._options))
+        self.check()
+
+    def _is_mapped(self, step: Step) -> bool:
+        """Return whether ``step`` maps its file instead of reading it."""
+        return self._mmap and is_mappable(step, self._draft.given)
+
+    def _replay(self) -> None:
+        """What ``tt.on_meta`` recorded and no file stores is computed again, exactly as the constructors did.
+
+        If something else is missing too, all of it stays on meta, for ``tt.materialize``.
+        """
+        if not self._draft.recorded:
+            return
+        left = {name for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
+        if left <= set(self._draft.recorded):
+            places = {name: self._draft.targets.devices.get(name, _CPU) for name in self._draft.recorded}
+            first = next(iter(places.values()))
+            materializing.materialize(self.model, first)
+            move_buffers(self.model, {n: place for n, place in places.items() if place != first}, self._optimizer)
+
+    def close(self) -> None:
+        """The files are closed; the plan cannot be applied any more."""
+        self.checkpoint.close()
+
+
+def plan_load(
+    model: nn.Module,
+    path: Path | str,
+    *,
+    quantize: Rules = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    strict: bool = True,
+    ties: Ties = "match",
+    rename: Rename = None,
+    optimizer: Any = None,
+    mmap: bool = False,
+) -> LoadPlan:
+    """What ``load`` with the same arguments would do; the model is untouched. See ``load`` for the arguments.
+
+    Only headers are read, and the values of names that must agree because they are tied.
+    Raises CheckpointError if the files cannot be read; everything else is in ``faults``.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save(torch.nn.Linear(2, 3), folder)
+    ...     tt.plan_load(torch.nn.Linear(2, 4), folder).faults[0]
+    'weight: the checkpoint has shape (3, 2), the model has (4, 2)'
+    """
+    options = LoadOptions(quantize, dtype, device, strict, ties, rename)
+    return make_plan(model, path, options, optimizer, mmap)
+
+
+def make_plan(
+    model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any = None, mmap: bool = False
+) -> LoadPlan:
+    """Return the plan of ``plan_load``, which describes the arguments and the errors."""
+    check_module(model)
+    check_flag(options.strict, "strict")
+    check_flag(mmap, "mmap")
+    optimizer = optimizers_of(optimizer)
+    with uncollected():
+        checkpoint = Checkpoint(path)
+        try:
+            return LoadPlan(model, checkpoint, match(model, checkpoint, options), options, optimizer, mmap)
+        except BaseException:
+            checkpoint.close()
+            raise
+
+
+def load(
+    model: nn.Module,
+    path: Path | str,
+    *,
+    quantize: Rules = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    strict: bool = True,
+    ties: Ties = "match",
+    rename: Rename = None,
+    progress: Progress = None,
+    optimizer: Any = None,
+    mmap: bool = False,
+) -> LoadReport:
+    """The model holds the values of the checkpoint at ``path``, in the Parameter objects that it had before.
+
+    ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin)
+    ``quantize``  rules as of ``tt.quantize``; a Weight that the model holds stays one without them
+    ``dtype``     float tensors get this (compute) dtype. By default a tensor on ``meta`` takes that of the file, as
+                  ``load_state_dict(assign=True)`` does, and a real one keeps its own, as ``assign=False`` does
+    ``device``    where tensors go. By default real ones stay where they are, and those on ``meta`` go to the CPU.
+                  Both take globs over the model's names too: ``{"*norm*": torch.float32, "*": torch.bfloat16}``; the
+                  first match wins, ``None`` and no match mean the default, tied names are asked for the same
+    ``strict``    a missing or unexpected key is a fault; otherwise it is reported, what is missing stays as it is, and
+                  what a rule cannot complete counts as missing, its pieces as unexpected
+    ``ties``      where file and model disagree about what is tied: ``"match"`` is a fault; ``"model"`` keeps the
+                  model's ties and takes the owner's values; ``"file"`` changes the model's, and the names concerned get
+                  new Parameters
+    ``rename``    what the file's names are called in the model: a mapping, a function that may return ``None`` to leave
+                  a name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack``, ``tt.Transpose`` or ``tt.Rotary``, or a list
+                  of these and (regex, replacement) pairs, applied in order, each to the names as the one before has
+                  left them; ``tt.gguf_names`` makes one for a file of llama.cpp
+    ``progress``  ``True`` for a bar, or a function of (bytes done, bytes in all)
+    ``optimizer`` its state follows its parameters' device and dtype
+    ``map``       tensors on ``meta`` that go to the CPU as the file has them, plain or quantized by ``tt.save``, are
+                  not read: their memory is private pages of the file, which the system reads when they are first used,
+                  and may drop again. Writing to them, as training does, copies the pages concerned and never reaches
+                  the file. What must be converted, encoded, composed or laid out anew is read as without it
+
+    A mapped file may be deleted or replaced (``tt.save`` replaces): the model keeps the old one. Nobody may write into
+    it or cut it short meanwhile: the model would see the new bytes, or the process end with SIGBUS at the next use.
+    That it has all its bytes is checked when it is mapped, not later. It stays mapped until its last tensor is gone.
+
+    A real tensor that keeps dtype and device is filled where it is, so whatever shares its memory sees the values.
+    Tied names are loaded once; a name that the file leaves out because it is tied to another is satisfied. A weight
+    that the file holds quantized becomes a ``Weight``. Non-persistent buffers that are real are left alone; on ``meta``
+    they come back as ``tt.on_meta`` recorded them, or from the file.
+
+    Raises:
+        CheckpointError: a file is absent or damaged; nothing has changed.  A file that is cut short or cannot be read
+            while real tensors are being filled is found too late for that: the error names tensors that are done and
+            those that are not.
+        LoadError: the checkpoint does not fit the model; all faults are listed, and nothing has changed.
+        ConversionError: something holds a parameter that must be exchanged; nothing has changed.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+    ...     tt.save(torch.nn.Linear(2, 3, device="cpu"), folder)
+    ...     model = torch.nn.Linear(2, 3)
+    ...     weight = model.weight
+    ...     report = tt.load(model, folder)
+    >>> model.weight is weight, weight.device.type, report.missing_keys
+    (True, 'cpu', ())
+    """
+    options = LoadOptions(quantize, dtype, device, strict, ties, rename)
+    with uncollected():  # until the plan is gone too: of small tensors, looking through it takes a tenth of the time
+        plan = make_plan(model, path, options, optimizer, mmap)
+        try:
+            return plan.apply(progress=progress)
+        finally:
+            plan.close()
+            del plan
+
+
+def restrict_plan(
+    plan: LoadPlan,
+    model: nn.Module,
+    boxes: Mapping[str, Box],
+    place: Callable[[str], torch.device],
+    faults: Sequence[str] = (),
+) -> LoadPlan:
+    """Return the plan that loads into ``model``, a part of the model of ``plan``, what that plan loads into the whole.
+
+    ``boxes``   the indices that ``model`` holds, for each name of which it does not hold all
+    ``place``   returns the device of the tensor of a name, for tensors on ``meta`` for which no device was asked
+    ``faults``  are added to those of ``plan``
+
+    Both plans read the same checkpoint. Of a tensor with a box only the box is read, unless its scheme needs all rows.
+    """
+    return LoadPlan(
+        model, plan.checkpoint, restrict(plan.draft, model, boxes, place, faults), plan.draft.targets.options
+    )
+
+
+def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
+    """Raise LoadError unless the model's tensors are those of ``steps``."""
+    for step in steps:
+        for member in step.component.members:
+            tensor = member.tensor
+            for name in member.names:
+                if now.get(name) is not tensor:
+                    what = "it is another tensor than when the load was planned"
+                    raise LoadError(what, name=member.names[0], fix="Plan again.")

@@ -1,0 +1,99 @@
+"""A plan for the part of a model that one process holds: of each tensor one box, and only its values are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import TetherError
+from ..renaming.pieces import Range
+from ..renaming.renamed_checkpoint import Arranged
+from ..ties.components import Component, find_components
+from ..weights.ops.rows import part_rows
+from .steps import Draft, Source, Step
+
+Box = tuple[Range, ...]
+"""The indices of a tensor that are held, by dimension, from the first to one past the last."""
+
+
+def restrict(
+    found: Draft,
+    model: nn.Module,
+    boxes: Mapping[str, Box],
+    place: Callable[[str], torch.device],
+    faults: Sequence[str] = (),
+) -> Draft:
+    """Return the draft that loads into ``model`` what ``found`` loads into the whole of it.
+
+    ``model`` holds of each name in ``boxes`` that box, of any other tensor all. ``place`` gives the device of a tensor
+    on ``meta`` for which none was asked. Names that ``model`` lacks are views of what it has, and not read.
+    """
+    components = find_components(model)
+    home = {name: component for component in components for name in component.names}
+    read = [_without_views(step, home) for step in found.steps]
+    whole = {step.sources[0].name for step in read if _needs_all_rows(step)}
+    names = {source.name for step in read for source in step.sources} & boxes.keys() & home.keys()
+    given = found.given.cut({name: boxes[name] for name in names - whole})
+    devices = {**{name: place(name) for name in found.recorded if name in home}, **found.targets.devices}
+    targets = dataclasses.replace(found.targets, components=components, devices=devices)
+    draft = dataclasses.replace(found, given=given, targets=targets, steps=[], faults=[*found.faults, *faults])
+    for step in read:
+        name, asked = step.sources[0].name, found.targets.devices
+        if name not in home:
+            draft.add_fault(
+                step.name,
+                f"the checkpoint has only {name}, a view of it. "
+                "Load it in one process, or store the owner too: save with tt.save.",
+            )
+            continue
+        is_free = step.held.is_meta and asked.keys().isdisjoint(step.component.names)
+        local = step._replace(component=home[step.name], device=place(step.name) if is_free else step.device)
+        if name not in boxes:
+            draft.steps.append(local)
+            continue
+        what = _fault_of_cut(step, found.given, given, boxes[name])
+        if what:
+            draft.add_fault(step.name, what)
+            continue
+        local = local._replace(nbytes=given.nbytes(name), kept=boxes[name][0] if name in whole else None)
+        draft.steps.append(local.with_form_of_model())
+    return draft
+
+
+def _without_views(step: Step, home: Mapping[str, Component]) -> Step:
+    """Return ``step`` without sources that are views: they have been compared with the owner, or were left out."""
+    sources = [
+        Source(next(i for i, member in enumerate(home[name].members) if name in member.names), name)
+        for _, name in step.sources
+        if name in home
+    ]
+    return step._replace(sources=tuple(sources) or step.sources)
+
+
+def _needs_all_rows(step: Step) -> bool:
+    """Return whether the values of some rows cannot be encoded without the others."""
+    if not step.is_encoded or step.scheme is None:
+        return False
+    return any(part.span == 0 for part in step.scheme.layout(tuple(step.held.shape)).values())
+
+
+def _fault_of_cut(step: Step, whole: Arranged, cut: Arranged, box: Box) -> str:
+    """Return what forbids that ``box`` alone is loaded; empty if nothing does."""
+    name = step.sources[0].name
+    if step.is_given and not whole.spec(name).is_contiguous:
+        return (
+            f"the checkpoint holds it with the strides {whole.spec(name).stride}, and FSDP2 shards contiguous "
+            "Weights. Dequantize the checkpoint first, and quantize it as it is loaded."
+        )
+    try:
+        if step.is_given:
+            cut.check(name)
+        elif step.is_encoded and step.scheme is not None:
+            shape = tuple(step.held.shape)
+            part_rows(step.scheme.layout(shape), shape, *box[0])
+    except TetherError as error:
+        return f"{error.what}. Use another number of ranks, a scheme with other blocks, or no scheme."
+    return ""

@@ -1,0 +1,133 @@
+"""The steps of a load: one for each tensor of the model, with the names that fill it and the form that it will have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..geometry.views import overlaps_itself
+from ..renaming.pieces import Range
+from ..renaming.renamed_checkpoint import Arranged
+from ..schemes import Scheme
+from ..ties.components import Component
+from ..weights.spec import Tie
+from ..weights.weight import Weight
+from .options import Targets, fault
+
+_KEYS = 6
+"""Keys of one tensor that one line names."""
+
+
+class Source(NamedTuple):
+    """One name of the model that the renamed checkpoint fills, and the index of the member that has it."""
+
+    member: int
+    name: str
+
+
+class Step(NamedTuple):
+    """The load of one component of the model: its memory is filled, or its tensors get new contents.
+
+    ``sources``     in order of precedence; where they overlap they agree, or the first has been chosen
+    ``scheme``      the scheme that the values are encoded in
+    ``is_given``    the checkpoint holds the Weight already
+    ``is_as_stored`` new memory needs nothing but the stored bytes: a plain tensor of one name, on meta, is to have
+                    dtype, shape and strides of the plain tensor that is stored
+    ``kept``        the rows that the component holds of values that can only be encoded as a whole
+    """
+
+    name: str
+    component: Component
+    tie: Tie | None
+    sources: tuple[Source, ...]
+    dtype: torch.dtype
+    device: torch.device
+    scheme: Scheme | None
+    is_given: bool
+    in_place: bool
+    nbytes: int
+    is_as_stored: bool = False
+    kept: Range | None = None
+
+    @property
+    def held(self) -> Tensor:
+        """Return the tensor of the owner."""
+        members = self.component.members
+        return members[0].tensor if len(members) == 1 else self.component.member(self.name).tensor
+
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether values of the checkpoint are encoded in ``scheme``."""
+        return not self.is_given and self.scheme is not None and not self.scheme.transparent
+
+    @property
+    def nbytes_read(self) -> int:
+        """Return the bytes that are read: those of real tensors that are encoded twice, once to try; see ``stream``."""
+        return self.nbytes if self.scheme is None or self.held.is_meta or not self.is_encoded else 2 * self.nbytes
+
+    def with_form_of_model(self) -> Step:
+        """Return the step, in place if dtype, device and scheme of the tensor are those that it will have."""
+        held, device, dtype = self.held, self.device, self.dtype
+        present = held.scheme if isinstance(held, Weight) and not held.scheme.transparent else None
+        stays = device == held.device and dtype == held.dtype and not held.is_meta
+        fits = present is not None if self.is_given else self.scheme == present and not _overlaps_itself(held)
+        return self._replace(in_place=stays and fits)
+
+
+@dataclass
+class Draft:
+    """Hold the steps of a load, the faults that forbid it, and what it leaves out; ``given`` is read by the steps."""
+
+    given: Arranged
+    targets: Targets
+    steps: list[Step] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    recorded: list[str] = field(default_factory=list)
+    """Non-persistent buffers on ``meta`` that ``tt.on_meta`` recorded, and that will be computed again."""
+    used: list[str] = field(default_factory=list)
+    """Non-persistent buffers on ``meta`` that the checkpoint fills."""
+    lost: list[str] = field(default_factory=list)
+    """Non-persistent buffers on ``meta`` that have neither a record nor a stored tensor."""
+    untie: list[str] = field(default_factory=list)
+    """Names to untie in the model first, with ``ties="file"``."""
+    tie: list[tuple[str, str]] = field(default_factory=list)
+    """Pairs of owner and alias to tie in the model first, with ``ties="file"``."""
+
+    def add_fault(self, name: str, what: str) -> None:
+        """Append the fault ``what`` of the tensor or argument ``name``."""
+        self.faults.append(fault(name, what))
+
+
+def names_of_weights(steps: Iterable[Step]) -> list[str]:
+    """Return the names under which ``steps`` make Weights."""
+    return [name for step in steps if isinstance(step.held, Weight) for name in step.component.names]
+
+
+def format_keys(keys: Sequence[str]) -> str:
+    """Return the keys in one line; of many the first."""
+    more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
+    return ", ".join(keys[:_KEYS]) + more
+
+
+def describe_step(step: Step, given: Arranged, is_mapped: bool) -> str:
+    """Return the line of ``step`` in a printed plan."""
+    spec = given.spec(step.sources[0].name)
+    names = " = ".join([step.name, *(name for name in step.component.names if name != step.name)])
+    keys = [key for s in step.sources for key in given.keys_of(s.name) if given.keys_of(s.name) != (s.name,)]
+    how = "filled" if step.in_place else "mapped" if is_mapped else "new"
+    scheme = "" if step.scheme is None and not step.is_given else f" as {step.scheme or spec.scheme}"
+    origin = f" from {format_keys(keys)}" if keys else ""
+    return f"{names}{origin}: {list(spec.shape)} {spec.dtype} -> {step.dtype} on {step.device}{scheme}, {how}"
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether two elements may lie in one place (``expand``), so that the tensor cannot be written to."""
+    if isinstance(tensor, Weight) or tensor.is_contiguous() or tensor.numel() == 0:
+        return False
+    return overlaps_itself(tensor.shape, tensor.stride())

@@ -1,0 +1,132 @@
+"""Steps carried out: first all new memory, which can fail without harm, then what is filled where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._signals import Deferred
+from ..conversion.quantizing import keep_loading
+from ..errors import LoadError, TetherError
+from ..exchange.exchange import Exchange
+from ..files import Batch
+from ..geometry.views import Shape
+from ..progress import Tick
+from ..renaming.renamed_checkpoint import Arranged
+from ..ties.components import find_components
+from ..ties.spans import member_view, span_tensor
+from .contents import encode_whole, fill, mapped_contents, new_contents
+from .steps import Step, names_of_weights
+
+_FEW = 4
+"""Names that an error gives of tensors that are done, and of those that are not."""
+
+_CPU = torch.device("cpu")
+
+
+def stream(
+    model: nn.Module,
+    given: Arranged,
+    steps: Sequence[Step],
+    mapped: Collection[int],
+    optimizer: Any,
+    done: set[str],
+    tick: Tick,
+) -> None:
+    """Carry out ``steps``, those whose ids are in ``mapped`` by mapping; add their names to ``done``, each when done.
+
+    Values that a scheme cannot hold are found before anything changes: of real tensors they are encoded once to try.
+    """
+    plain: list[Step] = []
+    stored: list[tuple[str, Shape]] = []
+    new: list[Step] = []
+    renewed: list[Step] = []
+    filled: list[Step] = []
+    for step in steps:
+        is_meta = step.held.is_meta
+        entry = given.stored(step.name) if step.is_as_stored and is_meta and step.device == _CPU else None
+        if entry is not None and id(step) not in mapped:
+            plain.append(step)
+            stored.append((entry.keys["tensor"], entry.stride))
+            continue
+        (filled if step.in_place else new if is_meta else renewed).append(step)
+        if not is_meta and step.is_encoded:
+            encode_whole(step, given, tick)
+    if filled or renewed:
+        given.checkpoint.store.check_sizes()
+    if plain or new or renewed:
+        with Exchange(model, optimizer=optimizer, verb="load") as exchange:
+            held = [step.held for step in plain] + [m.tensor for step in new for m in step.component.members]
+            exchange.check(held + [member.tensor for step in renewed for member in step.component.members])
+            batch = Batch()
+            made = given.checkpoint.store.make_later(stored, batch)
+            for step in new:
+                exchange.safe_point()
+                made += (
+                    mapped_contents(step, given, tick) if id(step) in mapped else new_contents(step, given, tick, batch)
+                )
+            exchange.during(batch.run, tick)
+            exchange.put_own(held, made)
+            keep_loading(model, exchange, names_of_weights(new))
+            done.update([step.name for step in plain])
+            done.update(name for step in new for name in step.component.names)
+            for step in renewed:
+                exchange.safe_point()
+                _put(exchange, step, new_contents(step, given, tick))
+                keep_loading(model, exchange, names_of_weights([step]))
+                done.update(step.component.names)
+    if filled:
+        _fill(given, steps, filled, done, tick)
+
+
+def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer: Any) -> None:
+    """Move the buffers named in ``places``, and what shares their memory, to the devices there."""
+    components = [component for component in find_components(model) if component.names[0] in places]
+    if not components:
+        return
+    with Exchange(model, optimizer=optimizer, verb="load") as exchange:
+        exchange.check([member.tensor for component in components for member in component.members])
+        for component in components:
+            span = span_tensor(component).to(places[component.names[0]])
+            for member in component.members:
+                exchange.put(member.tensor, member_view(span, member))
+
+
+def _put(exchange: Exchange, step: Step, contents: Sequence[Tensor]) -> None:
+    """Put ``contents`` into the members: a function of its own, so that no variable keeps them alive afterwards."""
+    for member, new in zip(step.component.members, contents, strict=True):
+        exchange.put(member.tensor, new)
+
+
+def _fill(given: Arranged, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:
+    """Fill the tensors of ``filled`` where they are, one after the other, after all others of ``steps``.
+
+    Raises CheckpointError or LoadError, which say how far it came, if some of ``steps`` have been done.
+    """
+    try:
+        with Deferred() as signals:
+            for step in filled:
+                signals.deliver()
+                fill(step, given, tick)
+                done.update(step.component.names)
+    except Exception as error:
+        finished = [step.name for step in steps if done.issuperset(step.component.names)]
+        left = [step.name for step in steps if not done.issuperset(step.component.names)]
+        if not finished:
+            raise
+        kind = type(error) if isinstance(error, TetherError) else LoadError
+        raise kind(
+            f"the load stopped after {len(finished)} of {len(steps)} tensors ({_few(finished)} done, {_few(left)} "
+            f"not): {type(error).__name__}: {error}",
+            fix="Load again from a whole checkpoint: the first of those not done may have values of both.",
+        ) from error
+    finally:
+        torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return the first of ``names`` in words."""
+    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
