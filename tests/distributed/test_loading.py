@@ -356,10 +356,9 @@ def test_training_goes_on_as_on_one_process(paths, rules):
 
 def test_without_a_process_group_it_is_tt_load(paths):
     with tt.on_meta():
-        model = Tied(101)
+        model, again = Tied(101), Tied(101)
     report = tt.distributed.load(model, paths["float"], quantize={"emb.weight": "int8"})
     check(model, loaded(paths["float"], quantize={"emb.weight": "int8"}))
-    again = Tied(101)
     other = tt.load(again, paths["float"], quantize={"emb.weight": "int8"})
     timing = {"seconds": 0.0, "peak": None, "mapped_peak": None}
     assert dataclasses.replace(report, **timing) == dataclasses.replace(other, **timing)

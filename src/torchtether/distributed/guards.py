@@ -21,6 +21,7 @@ from torch import nn
 
 from ..errors import ConversionError
 from ..torch_private.fsdp2 import changed_dtypes, fsdp2_state, is_forwarded, renew_shards, reseat_slots, stale_shards
+from ..weights.ops.padding import lacks_padding
 from ..weights.spec import Tie
 
 _ASSIGN = "assign_to_params_buffers"  # how torch tells hooks that it was given
@@ -65,7 +66,7 @@ def check_shards(model: nn.Module) -> None:
                 name=param._param_fqn or param._module_info.param_name,
                 fix=f"Convert before the first forward, or give fully_shard an mp_policy; .to({before}) goes back.",
             )
-        if stale_shards(state):
+        if stale_shards(state, lacks_padding):
             renew_shards(state)
             reseat_slots(state)
 

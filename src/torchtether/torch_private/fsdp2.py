@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -93,8 +93,11 @@ class _BufferSlot:
         self._module._buffers[name] = tensor.detach() if self._detached else tensor
 
 
-def stale_shards(state: Any) -> list[Any]:
-    """FSDP2's records of which the parameter has been replaced, or its memory, since FSDP2 looked last."""
+def stale_shards(state: Any, lacks_padding: Callable[[Tensor], bool]) -> list[Any]:
+    """Return FSDP2's records of which the parameter has been replaced, or its memory, since FSDP2 looked last.
+
+    ``lacks_padding`` returns whether a tensor subclass was never padded, as FSDP2 pads what it shards.
+    """
     found = []
     for param in _fsdp2_params(state):
         info = param._module_info
@@ -107,7 +110,7 @@ def stale_shards(state: Any) -> list[Any]:
         elif type(local) is Tensor and not local.is_meta and local.numel():
             if local.untyped_storage()._cdata != flat.untyped_storage()._cdata:
                 found.append(param)
-        elif local.shape != param.padded_sharded_param_size and getattr(local, "_room", local) is None:
+        elif local.shape != param.padded_sharded_param_size and lacks_padding(local):
             found.append(param)
     return found
 

@@ -28,6 +28,9 @@ FOLDS: dict[Any, Rule] = {}
 SHORTCUTS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any] | None], Any]] = {}
 """What is tried before the rule of a function, with its arguments and keywords: it answers ``None`` if it cannot."""
 
+ATTACHED: set[str] = set()
+"""Attributes that rules keep on a Weight for themselves; its copies and pickles are without them."""
+
 HOOKS: dict[str, Rule] = {}
 """What torch asks of a tensor by the name of a method: FSDP2's two all-gather hooks."""
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
-from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
+from .dispatch import ATTACHED, FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
 from .graph_cache_key import digest_of_code
 from .inner import are_shared, from_pickle, share, to_pickle
 from .products import PREFIX, Layout, layout_of
@@ -50,8 +50,6 @@ class Weight(Tensor):
     _spec: WeightSpec
     _names: tuple[str, ...]
     _cut: tuple[str, ...]
-    _is_room: bool = False  # made by new_zeros, to be filled with fewer rows: a cut may go through its last block
-    _room: Weight | None = None  # the room whose first rows these are: what is padded for a collective
     _kernel_layout: Layout | None
     _is_param: bool
 
@@ -209,11 +207,6 @@ class Weight(Tensor):
         spec = self._spec.replace(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype)
         return self.map(lambda _: tensor, spec, cut=())
 
-    def roomed(self, other: Weight) -> Weight:
-        """This Weight, which is padded as ``other`` is."""
-        self._is_room, self._room = other._is_room, other._room
-        return self
-
     def set_parts(self, parts: Mapping[str, Tensor]) -> None:
         """Copies ``parts`` into the storage of these; all of them fit or nothing is written."""
         held = self.parts
@@ -352,11 +345,10 @@ class Weight(Tensor):
             "_spec",
             "_names",
             "_cut",
-            "_is_room",
-            "_room",
             "_kernel_layout",
             "_is_param",
             *(_PART + name for name in self._names),
+            *ATTACHED,
         }
         return {key: value for key, value in self.__dict__.items() if key not in own}
 

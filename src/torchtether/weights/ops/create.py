@@ -12,6 +12,7 @@ from torch import Tensor
 from ...schemes import Scheme
 from ..dispatch import rule
 from ..weight import Weight
+from .padding import mark_padded
 
 aten = torch.ops.aten
 
@@ -47,8 +48,8 @@ def new_rows(
         if shared:  # rows of this Weight go in there, which need the parts that all of its rows need
             held = {name: weight.parts[name].detach().to(zeros.device, copy=True) for name in shared}
             made = made.with_parts(_zeros_beside(weight.scheme, zeros, {**made.parts, **held}))
-    made._is_room, made._spec = True, made.spec.replace(tie=weight.tie, activations=weight.spec.activations)
-    return made
+    made._spec = made.spec.replace(tie=weight.tie, activations=weight.spec.activations)
+    return mark_padded(made)
 
 
 def _zeros_beside(scheme: Scheme, zeros: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:

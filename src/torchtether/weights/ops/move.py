@@ -10,6 +10,7 @@ from torch import Tensor
 from ...errors import UnsupportedOpError
 from ..dispatch import refuse, rule
 from ..weight import Weight
+from .padding import copy_padding, keep_padding, whole_of
 from .rows import first_rows
 
 aten = torch.ops.aten
@@ -18,12 +19,12 @@ aten = torch.ops.aten
 @rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default, kind="lifted")
 def lift(op: Any, weight: Weight) -> Weight:
     """The same parts under a new wrapper."""
-    return weight.map(op).roomed(weight)
+    return keep_padding(weight.map(op), weight)
 
 
 @rule(aten._pin_memory.default, kind="lifted")
 def pin_memory(op: Any, weight: Weight, device: Any = None) -> Weight:
-    return _as_room(weight.map(lambda part: op(part, device), cut=()), weight)
+    return copy_padding(weight.map(lambda part: op(part, device), cut=()), weight)
 
 
 @rule(aten.is_pinned.default, kind="lifted")
@@ -47,11 +48,12 @@ def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None 
 @rule(aten._to_copy.default, kind="lifted")
 def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
     """Parts move; a float dtype becomes the compute dtype, and the parts keep theirs."""
-    if weight._room is not None and "memory_format" not in kwargs:  # padded for a collective, so its copy is, too
-        return first_rows(to_copy(op, weight._room, **kwargs), weight.shape[0])
+    whole = whole_of(weight)
+    if whole is not weight and "memory_format" not in kwargs:  # padded for a collective, so its copy is, too
+        return first_rows(to_copy(op, whole, **kwargs), weight.shape[0])
     dtype = kwargs.pop("dtype", None) or weight.dtype
     if weight.scheme.transparent:
-        return _as_room(weight.around(op(weight.values_of(), dtype=dtype, **kwargs)), weight)
+        return copy_padding(weight.around(op(weight.values_of(), dtype=dtype, **kwargs)), weight)
     memory_format = kwargs.pop("memory_format", None)
     if (
         not dtype.is_floating_point or dtype.itemsize < 2 or dtype.is_complex
@@ -63,12 +65,7 @@ def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
             fix="Call .dequantize() first.",
         )
     parts = weight.scheme.convert(weight.map(lambda part: op(part, **kwargs)).parts, dtype)
-    return _as_room(weight.with_parts(parts, weight.spec.replace(dtype=dtype)), weight)
-
-
-def _as_room(made: Weight, weight: Weight) -> Weight:
-    made._is_room = weight._is_room
-    return made
+    return copy_padding(weight.with_parts(parts, weight.spec.replace(dtype=dtype)), weight)
 
 
 def _keeps(weight: Weight, memory_format: torch.memory_format | None) -> bool:

@@ -15,10 +15,11 @@ from ...errors import SchemeError, UnsupportedOpError
 from ...geometry.views import Shape
 from ...schemes import Part, Scheme, same_bits
 from ..weight import Weight
+from .padding import is_padded, keep_padding, mark_rows
 
 
 def first_rows(weight: Tensor, count: int) -> Tensor:
-    """The first ``count`` rows of ``weight``, which was made with room for more; plain tensors are cut as they are."""
+    """Return the first ``count`` rows of ``weight``, which may be padded; plain tensors are cut as they are."""
     if not isinstance(weight, Weight):
         return weight[:count]
     if weight.scheme.transparent:
@@ -29,12 +30,11 @@ def first_rows(weight: Tensor, count: int) -> Tensor:
         base = (count, *weight.spec.base[1:])
         spec = weight.spec.shaped(base, tie=weight.tie)
         made = weight.with_parts(
-            cut_rows(weight, 0, count), spec, cut=() if weight._is_room else shared_by_rows(weight)
+            cut_rows(weight, 0, count), spec, cut=() if is_padded(weight) else shared_by_rows(weight)
         )
     if count == weight.shape[0]:
-        return made.roomed(weight)
-    made._room = weight if weight._is_room else None
-    return made
+        return keep_padding(made, weight)
+    return mark_rows(made, weight)
 
 
 def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
@@ -42,11 +42,11 @@ def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
 
     Raises UnsupportedOpError where a block would be cut in two, or the scheme does not take so few rows.
 
-    What lies in a room behind its first rows is padding, so those may end within a block.
+    The first rows of a padded Weight may end within a block: only padding lies behind them.
     """
     base = weight.spec.base
-    is_padded = weight._is_room and start == 0
-    cuts = part_rows(weight.scheme.layout(base), base, start, stop, is_padded=is_padded)
+    ends_in_padding = is_padded(weight) and start == 0
+    cuts = part_rows(weight.scheme.layout(base), base, start, stop, ends_in_padding=ends_in_padding)
     try:
         weight.scheme.layout((stop - start, *base[1:]))
     except SchemeError as error:
@@ -67,11 +67,11 @@ def shared_by_rows(weight: Weight) -> tuple[str, ...]:
 
 
 def part_rows(
-    layout: Mapping[str, Part], shape: Shape, start: int, stop: int, *, is_padded: bool = False
+    layout: Mapping[str, Part], shape: Shape, start: int, stop: int, *, ends_in_padding: bool = False
 ) -> dict[str, slice | None]:
     """The dim-0 entries of each part that hold rows ``start:stop`` of ``shape``; ``None`` for a part that all need.
 
-    With ``is_padded`` nothing of interest lies behind ``stop``, as if the tensor ended there.
+    With ``ends_in_padding`` nothing of interest lies behind ``stop``, as if the tensor ended there.
 
     Raises UnsupportedOpError where a block would be cut in two, and says at which multiples of rows none is.
 
@@ -87,7 +87,7 @@ def part_rows(
             cuts[name] = slice(start, stop)
         elif span == 0:
             cuts[name] = None
-        elif start * row % span or (stop * row % span and stop != shape[0] and not is_padded):
+        elif start * row % span or (stop * row % span and stop != shape[0] and not ends_in_padding):
             rows = math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
             raise UnsupportedOpError(
                 f"rows {start}:{stop} of a Weight of shape {tuple(shape)} cut a block of {span} elements of {name!r}",

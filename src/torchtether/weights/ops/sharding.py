@@ -1,7 +1,6 @@
 """What FSDP2 and DTensor ask of a Weight: its bytes are gathered and scattered part by part, never its values.
 
-A rank's shard is a Weight of its rows.  FSDP2 pads it: it asks ``new_zeros`` for as many rows as the fullest rank has
-(*room*), and keeps the first of them; what is gathered is the room, so that every rank gives equally many bytes.
+A rank's shard is a Weight of its rows.  FSDP2 pads it, and the padded Weight is gathered; see ``padding``.
 Parts that all rows need (one scale for the tensor, column groups) are whole on every rank and not gathered.
 """
 
@@ -20,6 +19,7 @@ from ...geometry.views import Shape
 from ...schemes import Part
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
+from .padding import keep_padding, mark_padded, whole_of
 from .rows import first_rows
 from .values import read
 
@@ -63,16 +63,16 @@ def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], No
     FSDP2 reads the signature.  With five arguments it demands that each input has the padded size of the parameter,
     which only a transparent Weight has; with one it takes the bytes of the parts as they are.
     """
-    room = weight if weight._room is None else weight._room
+    whole = whole_of(weight)
 
     def tensor(
         mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        values, dtype = room.values_of(), mp_policy.param_dtype
+        values, dtype = whole.values_of(), mp_policy.param_dtype
         return (values if dtype is None or not values.is_floating_point() else values.to(dtype),), None
 
     def parts(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        return tuple(_bytes(room.parts[name]) for name in _cut_parts(room)), None
+        return tuple(_bytes(whole.parts[name]) for name in _cut_parts(whole)), None
 
     return tensor if weight.scheme.transparent else parts
 
@@ -94,8 +94,7 @@ def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
         else:
             given = [_bytes(weight.parts[name]).to(device) for name in names] if is_alone else outputs
             made = _joined(weight, dict(zip(names, given, strict=True)), param_dtype)
-        made._is_room = True  # FSDP2 cuts off the padding
-        return made, ()
+        return mark_padded(made), ()  # FSDP2 cuts off the padding
 
     return hook
 
@@ -115,14 +114,14 @@ def _bytes(part: Tensor) -> Tensor:
 
 def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
     """The Weight whose parts are ``gathered``, the bytes of equally many rows from each rank, one after the other."""
-    room = weight if weight._room is None else weight._room
-    nbytes = {name: room.parts[name].nbytes for name in gathered}
+    whole = whole_of(weight)
+    nbytes = {name: whole.parts[name].nbytes for name in gathered}
     ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
-    base = (room.spec.base[0] * ranks, *room.spec.base[1:])
+    base = (whole.spec.base[0] * ranks, *whole.spec.base[1:])
     device = next((given.device for given in gathered.values()), weight.device)  # shards may be kept on the CPU
     if cut_block(weight.scheme.layout(base), base, ranks):  # then the first rank has all rows, or it could not be cut
         gathered = {name: given[: nbytes[name]] for name, given in gathered.items()}
-        base = room.spec.base
+        base = whole.spec.base
     parts = {}
     for name, part in weight.scheme.layout(base).items():
         held = weight.parts[name]
@@ -149,16 +148,16 @@ def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(op: Any, weight: Weight, pad: Sequence[int], value: float = 0) -> Any:
-    """Zeros below the last row are room, as DTensor asks for it before it gathers; anything else reads the values."""
+    """Return a padded Weight for zeros below the last row, as DTensor asks before it gathers; else read the values."""
     *others, below = [0, 0, *pad][1:] if pad else [0]
     is_below = len(pad) == 2 * weight.dim() > 0 and not any(others) and below >= 0 == value
     if not is_below or not weight.spec.is_contiguous:
         return read(op, weight, pad, value)
-    return roomy(weight, weight.shape[0] + below)
+    return padded_below(weight, weight.shape[0] + below)
 
 
-def roomy(weight: Weight, rows: int) -> Weight:
-    """The rows of ``weight``, copied, and zeros below them up to ``rows``."""
+def padded_below(weight: Weight, rows: int) -> Weight:
+    """Return the rows of ``weight``, copied, and zeros below them up to ``rows``."""
     made = weight.new_zeros((rows, *weight.shape[1:]))
     assert isinstance(made, Weight)
     if weight.shape[0]:
@@ -181,13 +180,12 @@ def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name:
         made = _joined(
             weight, {n: wait(op(_bytes(weight.parts[n]), group_size, group_name)) for n in names}, weight.dtype
         )
-    made._is_room = True
-    return made
+    return mark_padded(made)
 
 
 def wait_tensor(op: Any, weight: Weight) -> Weight:
     """The Weight itself: its collectives have waited."""
-    return weight.map(aten.alias.default).roomed(weight)
+    return keep_padding(weight.map(aten.alias.default), weight)
 
 
 def scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from ...geometry.views import Shape
 from ...schemes import Flattened
 from ..dispatch import refuse, rule
 from ..weight import Weight
+from .padding import is_padded, keep_padding
 from .rows import cut_rows, first_rows, join_rows, shared_by_rows, take_rows, view_parts
 from .values import read
 
@@ -98,7 +99,7 @@ def _infer(size: Shape, numel: int) -> Shape:
 def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
     spec = weight.spec
     if tuple(shape) == spec.shape:
-        return weight.map(aten.alias.default).roomed(weight)
+        return keep_padding(weight.map(aten.alias.default), weight)
     if (
         spec.is_contiguous
         and isinstance(spec.scheme, Flattened)
@@ -145,7 +146,7 @@ def as_strided(
         or not (tuple(size) == shape or is_rows)
     ):
         raise _cannot(op, weight, f"as {tuple(size)} with stride {tuple(stride)} cannot share its storage")
-    return _rows(op, weight, 0, 0, size[0]) if is_rows else weight.map(aten.alias.default).roomed(weight)
+    return _rows(op, weight, 0, 0, size[0]) if is_rows else keep_padding(weight.map(aten.alias.default), weight)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------
@@ -156,8 +157,8 @@ def _rows(op: Any, weight: Weight, dim: int, start: int, stop: int) -> Weight:
     dim %= weight.dim()
     spec = weight.spec
     if (start, stop) == (0, spec.shape[dim]):
-        return weight.map(aten.alias.default).roomed(weight)
-    if weight._is_room and start == 0 == dim:
+        return keep_padding(weight.map(aten.alias.default), weight)
+    if is_padded(weight) and start == 0 == dim:
         return first_rows(weight, stop)  # type: ignore[return-value]
     if spec.order[dim] != 0 or (weight.dim() == 1 and any(p.span != 1 for p in _layout(weight) if p.span)):
         raise _cannot(op, weight, f"along dim {dim} cannot share its storage: the scheme works along that dimension")
@@ -174,7 +175,7 @@ def _layout(weight: Weight) -> list[Any]:
 def slice_rows(
     op: Any, weight: Weight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Weight:
-    if weight.scheme.transparent and not (weight._is_room and dim == 0 and not start and step == 1):
+    if weight.scheme.transparent and not (is_padded(weight) and dim == 0 and not start and step == 1):
         return _on_tensor(op, weight, dim, start, end, step)  # type: ignore[no-any-return]
     first, last, _ = slice(start, None if end is None or end >= _WHOLE else end).indices(weight.shape[dim])
     if step != 1:
