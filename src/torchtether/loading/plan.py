@@ -35,16 +35,16 @@ from .steps import Draft, Step, describe_step
 from .stream import move_buffers, stream
 
 _SHOWN = 12
-"""Faults that an error gives."""
+"""Faults that an error lists."""
 
 _CPU = torch.device("cpu")
 
 
 class LoadPlan:
-    """What ``load`` will do: every step, and every fault, found without touching the model.
+    """Hold the steps and the faults of a load, found without touching the model; ``apply`` carries it out.
 
     ``faults`` is a tuple of one-line texts, empty if the load can go ahead; ``print(plan)`` shows steps and faults.
-    ``left`` names what has not been loaded yet.
+    ``left`` names the tensors that have not been loaded yet; ``bytes`` counts what the steps read.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -70,6 +70,7 @@ class LoadPlan:
         self._take(found)
 
     def _take(self, found: Draft) -> None:
+        """Make the steps of ``found`` those of the plan."""
         self.steps: tuple[Step, ...] = tuple(found.steps)
         self.faults: tuple[str, ...] = tuple(found.faults)
         self.missing_keys: tuple[str, ...] = tuple(found.missing)
@@ -79,12 +80,12 @@ class LoadPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The names that ``apply`` will load, because it has not yet; one of each tied group."""
+        """Return the names that ``apply`` will load, because it has not yet; one of each tied group."""
         return tuple(step.name for step in self.steps if not self._done.issuperset(step.component.names))
 
     @property
     def draft(self) -> Draft:
-        """What the steps were found with: the checkpoint, arranged, ties to change, buffers to compute."""
+        """Return the steps with the renamed checkpoint that they read, ties to change, and buffers to compute."""
         return self._draft
 
     def __str__(self) -> str:
@@ -96,7 +97,7 @@ class LoadPlan:
         return "\n".join(lines)
 
     def check(self) -> None:
-        """Raises LoadError, with every fault in its text, if there is one."""
+        """Raise LoadError, with every fault in its text, if there is one."""
         if self.faults:
             more = f" | and {len(self.faults) - _SHOWN} more" if len(self.faults) > _SHOWN else ""
             count = "" if len(self.faults) == 1 else f"{len(self.faults)} faults: "
@@ -107,9 +108,9 @@ class LoadPlan:
             )
 
     def apply(self, *, only: str | Sequence[str] | None = None, progress: Progress = None) -> LoadReport:
-        """What is ``left`` is loaded; with ``only``, the names that a glob matches and what is tied to them.
+        """Load what is ``left``; with ``only``, the names that a glob matches and the names tied to them.
 
-        Everything else stays exactly as it was, what is on ``meta`` there included; a later ``apply`` does the rest.
+        Everything else stays exactly as it was, tensors on ``meta`` included; a later ``apply`` does the rest.
         Each step is done once: after an error, ``apply`` goes on with the steps that were not finished. Buffers that
         ``tt.on_meta`` recorded come back together, with the ``apply`` whose ``only`` covers the last of them and leaves
         nothing else on ``meta``.
@@ -162,12 +163,12 @@ class LoadPlan:
         )
 
     def _left_of(self, wanted: set[str]) -> list[Step]:
-        """Those of the steps that have not been done, and whose names are ``wanted``."""
+        """Return the steps that have not been done and have a name in ``wanted``."""
         every = ((step, step.component.names) for step in self.steps)
         return [step for step, names in every if not wanted.isdisjoint(names) and not self._done.issuperset(names)]
 
     def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:
-        """Those of the model's ``names`` that ``only`` matches, with all that they share memory with."""
+        """Return those of the model's ``names`` that ``only`` matches, with the names that share their memory."""
         if only is None:
             return set(names)
         globs = globs_of(only)
@@ -180,7 +181,7 @@ class LoadPlan:
         return wanted
 
     def _take_file_ties(self, wanted: set[str]) -> None:
-        """``ties="file"``: the model gets the file's ties first, which makes new Parameters of the names concerned."""
+        """Give the model the file's ties, for ``ties="file"``, which makes new Parameters of the names concerned."""
         here = [name for name in self._draft.untie if name in wanted]
         pairs = [pair for pair in self._draft.tie if not wanted.isdisjoint(pair)]
         if not here and not pairs:
@@ -201,7 +202,7 @@ class LoadPlan:
         return self._mmap and is_mappable(step, self._draft.given)
 
     def _replay(self) -> None:
-        """What ``tt.on_meta`` recorded and no file stores is computed again, exactly as the constructors did.
+        """Compute what ``tt.on_meta`` recorded and no file stores again, exactly as the constructors did.
 
         If something else is missing too, all of it stays on meta, for ``tt.materialize``.
         """
@@ -215,7 +216,7 @@ class LoadPlan:
             move_buffers(self.model, {n: place for n, place in places.items() if place != first}, self._optimizer)
 
     def close(self) -> None:
-        """The files are closed; the plan cannot be applied any more."""
+        """Close the files; the plan cannot be applied any more."""
         self.checkpoint.close()
 
 
@@ -232,7 +233,7 @@ def plan_load(
     optimizer: Any = None,
     mmap: bool = False,
 ) -> LoadPlan:
-    """What ``load`` with the same arguments would do; the model is untouched. See ``load`` for the arguments.
+    """Return the plan of ``load`` with the same arguments, which it describes; the model is untouched.
 
     Only headers are read, and the values of names that must agree because they are tied.
     Raises CheckpointError if the files cannot be read; everything else is in ``faults``.
@@ -278,7 +279,7 @@ def load(
     optimizer: Any = None,
     mmap: bool = False,
 ) -> LoadReport:
-    """The model holds the values of the checkpoint at ``path``, in the Parameter objects that it had before.
+    """Load the values of the checkpoint at ``path`` into ``model``, in the Parameter objects that it has.
 
     ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin)
     ``quantize``  rules as of ``tt.quantize``; a Weight that the model holds stays one without them
@@ -298,7 +299,7 @@ def load(
                   left them; ``tt.gguf_names`` makes one for a file of llama.cpp
     ``progress``  ``True`` for a bar, or a function of (bytes done, bytes in all)
     ``optimizer`` its state follows its parameters' device and dtype
-    ``map``       tensors on ``meta`` that go to the CPU as the file has them, plain or quantized by ``tt.save``, are
+    ``mmap``      tensors on ``meta`` that go to the CPU as the file has them, plain or quantized by ``tt.save``, are
                   not read: their memory is private pages of the file, which the system reads when they are first used,
                   and may drop again. Writing to them, as training does, copies the pages concerned and never reaches
                   the file. What must be converted, encoded, composed or laid out anew is read as without it
@@ -311,6 +312,10 @@ def load(
     Tied names are loaded once; a name that the file leaves out because it is tied to another is satisfied. A weight
     that the file holds quantized becomes a ``Weight``. Non-persistent buffers that are real are left alone; on ``meta``
     they come back as ``tt.on_meta`` recorded them, or from the file.
+
+    With ``quantize`` (or Weights in the model already) real tensors are read and encoded twice, the first time to find
+    values that no scheme can hold before anything changes, without memory for a second model; both are reported and
+    count as progress. A model on ``meta`` is read and encoded once.
 
     Raises:
         CheckpointError: a file is absent or damaged; nothing has changed.  A file that is cut short or cannot be read

@@ -1,4 +1,4 @@
-"""What a load did, in words, numbers and a picture."""
+"""The report of a load, in words, numbers and a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..weights.spec import Tie
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did. ``missing_keys`` and ``unexpected_keys`` are torch's words; with ``strict`` both are empty.
+    """Report what a load did. ``missing_keys`` and ``unexpected_keys`` are torch's words; both empty if ``strict``.
 
     ``unexpected_keys`` also names non-persistent buffers that the file stores and the model computes itself.
 
@@ -28,10 +28,10 @@ class LoadReport:
     tied: tuple[Tie, ...] = ()
     quantized: Mapping[str, str] = field(default_factory=dict)
     on_meta: tuple[str, ...] = ()
-    """What has no memory yet, because the checkpoint did not have it, or ``only`` left it out."""
+    """Names of tensors without memory, because the checkpoint did not have it, or ``only`` left it out."""
     tensors: int = 0
     bytes: int = 0
-    """Read from the files."""
+    """Bytes read from the files; of real tensors that are encoded twice, because they are encoded once to try."""
     mapped: int = 0
     """Bytes that were not read: parameters lie over private pages of the files, which are read at first use."""
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class LoadReport:
     mapped_peak: int | None = None
     """Resident pages of mapped files at their highest, above what there was before: the system can drop those."""
     encoder: str = ""
-    """What encoded the weights: ``compiled`` loops, or ``torch ops`` and why; empty if nothing was encoded."""
+    """Encoder of the weights: ``compiled`` loops, or ``torch ops`` and why; empty if nothing was encoded."""
     timeline: tuple[Sample, ...] = field(default=(), repr=False, compare=False)
     """Memory over time, above what there was before; few hundred moments, whatever the load took."""
 
@@ -65,7 +65,7 @@ class LoadReport:
         return "; ".join(words)
 
     def to_svg(self, path: str | PathLike[str] | None = None) -> str:
-        """Memory over the time of the load as an SVG document; written to ``path`` too, if there is one.
+        """Return memory over the time of the load as an SVG document; write it to ``path`` too, if there is one.
 
         Without a timeline, as where the system does not tell, it is an empty frame. Raises CheckpointError if ``path``
         cannot be written.
