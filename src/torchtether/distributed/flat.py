@@ -29,7 +29,7 @@ from .shadows import Shadowed, box_of, local_of, redone
 def state_dict(
     model: nn.Module | Mapping[str, Tensor], optimizer: Any = None, *, aliases: Aliases = "drop"
 ) -> dict[str, Tensor]:
-    """The tensors of ``model`` by name, over the memory that it uses, for ``torch.distributed.checkpoint``.
+    """Return the tensors of ``model`` by name, over the memory that it uses, for ``torch.distributed.checkpoint``.
 
         dcp.async_save(tt.distributed.state_dict(model, optimizer), checkpoint_id=path)
 
@@ -64,7 +64,7 @@ def state_dict(
 def save_dcp(
     ranks: Ranks, model: nn.Module | Mapping[str, Tensor], path: Path, optimizer: Any, aliases: Aliases
 ) -> None:
-    """A new folder by ``torch.distributed.checkpoint`` is at ``path``, by one rename when all ranks have written."""
+    """Write a folder by ``torch.distributed.checkpoint`` to ``path``, by one rename when all ranks are done."""
     with ranks.all_or_none(CheckpointError):
         if ranks.is_fake:
             raise CheckpointError("the process group is a fake one", name="format", fix="Save from real ranks.")
@@ -88,12 +88,12 @@ def save_dcp(
 
 
 def as_bytes(text: str) -> Tensor:
-    """``text`` in UTF-8, as a tensor of bytes."""
+    """Return ``text`` in UTF-8, as a tensor of bytes."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """``tensor`` without a graph, contiguous, and without a transparent Weight around it."""
+    """Return ``tensor`` without a graph, contiguous, and without a transparent Weight that wraps it."""
     if isinstance(tensor, DTensor):
         local = local_of(tensor)
         return redone(tensor, (local.values_of() if isinstance(local, Weight) else local).detach().contiguous())
@@ -102,7 +102,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _parts(name: str, tensor: Tensor, shadow: Weight) -> dict[str, Tensor]:
-    """The parts of a Weight; where its rows are sharded, parts that have something of each row are too."""
+    """Return the parts of a Weight; where its rows are sharded, so are parts that have something of each row."""
     if not isinstance(tensor, DTensor):
         assert isinstance(tensor, Weight)
         return {part_key(name, role): part.detach() for role, part in tensor.parts.items()}
@@ -125,7 +125,7 @@ def _parts(name: str, tensor: Tensor, shadow: Weight) -> dict[str, Tensor]:
 
 
 def _by_rows(layout: Part, base: Shape, part: Tensor) -> tuple[torch.Size, Tensor]:
-    """The shape of the whole part, and this rank's share of it, with as many rows as the Weight has."""
+    """Return the shape of the whole part, and this rank's share of it, with as many rows as the Weight has."""
     shape = tuple(layout.shape)
     row = base[0] and _numel(base) // base[0]
     if shape[0] != base[0] and layout.span and row % layout.span == 0:
@@ -135,7 +135,7 @@ def _by_rows(layout: Part, base: Shape, part: Tensor) -> tuple[torch.Size, Tenso
 
 
 def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout: Part) -> None:
-    """Raises CheckpointError if a DTensor would have other rows here than the Weight has."""
+    """Raise CheckpointError if a DTensor would have other rows here than the Weight has."""
     try:
         start, stop = box_of(whole)[0]
         scale = layout.shape[0] // max(whole.shape[0], 1)

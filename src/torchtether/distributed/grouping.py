@@ -16,8 +16,8 @@ ROOT: Key = frozenset()
 
 
 @dataclass(frozen=True)
-class Group:
-    """Names that must lie in one unit, and the stacks of modules that run where one of them is used otherwise."""
+class TiedNames:
+    """Hold names that must lie in one unit, and the stacks of modules that run where one of them is used otherwise."""
 
     names: tuple[str, ...]
     stacks: tuple[tuple[int, ...], ...] = ()
@@ -25,7 +25,7 @@ class Group:
 
 @dataclass
 class Grouping:
-    """The units over ``model``: ``wanted`` modules one by one at first, then as tied groups ask for it."""
+    """Hold the units of ``model``: ``wanted`` modules one by one at first, then as tied groups ask for it."""
 
     model: nn.Module
     wanted: Sequence[nn.Module]
@@ -43,8 +43,8 @@ class Grouping:
         self.units = {frozenset({id(module)}) for module in self.wanted if module is not self.model}
         self._tried: set[tuple[str, ...]] = set()
 
-    def settle(self, groups: Iterable[Group]) -> None:
-        """Changes the units until each of ``groups`` lies in one of them, where it is gathered whenever it is used."""
+    def settle(self, groups: Iterable[TiedNames]) -> None:
+        """Change the units until each of ``groups`` lies in one of them, where it is gathered whenever it is used."""
         groups = list(groups)
         while True:
             split = next((group for group in groups if self._is_split(group)), None)
@@ -57,16 +57,16 @@ class Grouping:
             self._drop(circle)
 
     def home(self, name: str) -> Key:
-        """The unit of the tensor ``name``: that of the innermost module above it; ``ROOT`` if there is none."""
+        """Return the unit of the tensor ``name``: that of the innermost module above it; ``ROOT`` if there is none."""
         return self.homes([name])[name]
 
     def homes(self, names: Iterable[str]) -> dict[str, Key]:
-        """The unit of each of ``names``."""
+        """Return the unit of each of ``names``."""
         unit_of = {module: unit for unit in self.units for module in unit}
         return {n: next((unit_of[m] for m in self._above(n) if m in unit_of), ROOT) for n in names}
 
     def order(self) -> list[Key]:
-        """The units, inner ones first: the order in which FSDP2 must be told of them; else that of the modules."""
+        """Return the units, inner ones first, as ``fully_shard`` must be called; else in the order of the modules."""
         rank = {module: place for place, module in enumerate(self._path_of)}
         left = sorted(self.units, key=lambda unit: min(rank[module] for module in unit))
         done: list[Key] = []
@@ -77,27 +77,27 @@ class Grouping:
         return done
 
     def paths(self, unit: Key) -> tuple[str, ...]:
-        """The first path of each module of ``unit``, in module order; the empty path is the root's."""
+        """Return the first path of each module of ``unit``, in module order; the empty path is the root's."""
         return tuple(path for module, path in self._path_of.items() if module in unit) if unit else ("",)
 
     # -- how it is done -----------------------------------------------------------------------------------------------
 
     def _above(self, name: str) -> list[int]:
-        """The modules above a tensor (or module), innermost first, without the root."""
+        """Return the modules above a tensor (or module), innermost first, without the root."""
         path, found = name.rpartition(".")[0], []
         while path:
             found.append(id(self._modules[path]))
             path = path.rpartition(".")[0]
         return found
 
-    def _is_split(self, group: Group) -> bool:
+    def _is_split(self, group: TiedNames) -> bool:
         homes = set(self.homes(group.names).values())
         if len(homes) > 1:
             return True
         (unit,) = homes
         return unit != ROOT and any(not unit & set(stack) for stack in group.stacks)
 
-    def _join(self, group: Group) -> None:
+    def _join(self, group: TiedNames) -> None:
         key = tuple(sorted(group.names))
         owners = {self._owner(name) for name in group.names}
         is_used_elsewhere = len(set(self.homes(group.names).values())) == 1
@@ -122,8 +122,8 @@ class Grouping:
         self.units.add(frozenset(made))
         self.notes.append(f"{' = '.join(group.names)}: {_format_paths(self.paths(made))} are one unit")
 
-    def _hoist(self, group: Group, owners: set[int]) -> None:
-        """Units below the first module that is above all names, and runs at all uses, are no more."""
+    def _hoist(self, group: TiedNames, owners: set[int]) -> None:
+        """Remove the units below the first module that is above all names and runs at all uses."""
         common: set[int] | None = None
         chains = [self._above(name) for name in group.names] + [list(reversed(stack)) for stack in group.stacks]
         for chain in chains:
@@ -141,11 +141,11 @@ class Grouping:
         return tuple(path for unit in self.order_or_any(units) for path in self.paths(unit))
 
     def order_or_any(self, units: set[Key]) -> list[Key]:
-        """``units`` in the order of their first modules."""
+        """Return ``units`` in the order of their first modules."""
         return sorted(units, key=lambda unit: self.paths(unit))
 
     def _owner(self, name: str) -> int:
-        """The module that runs when ``name`` is needed: that which holds it, or the first above that has a forward."""
+        """Return the module that runs when ``name`` is needed: its holder, or the first above that has a forward."""
         path = name.rpartition(".")[0]
         while path and type(self._modules[path]).forward is nn.Module.forward:  # ParameterList and other containers
             path = path.rpartition(".")[0]
@@ -155,11 +155,11 @@ class Grouping:
         self.units -= units
 
     def _is_inside(self, inner: Key, outer: Key) -> bool:
-        """Whether a module of ``inner`` lies below one of ``outer``."""
+        """Return whether a module of ``inner`` lies below one of ``outer``."""
         return any(self._outside[module] & outer for module in inner)
 
     def _circle(self) -> set[Key]:
-        """Units of which each has to be inside of another one."""
+        """Return units of which each has to be inside of another one."""
         left = set(self.units)
         lists = [unit for unit in left if len(unit) > 1]
         for one in lists:

@@ -20,7 +20,15 @@ import torch
 from torch import nn
 
 from ..errors import ConversionError
-from ..torch_private.fsdp2 import changed_dtypes, fsdp2_state, is_forwarded, renew_shards, reseat_slots, stale_shards
+from ..torch_private.fsdp2 import (
+    changed_dtypes,
+    fsdp2_state,
+    is_forwarded,
+    name_of_parameter,
+    renew_shards,
+    reseat_slots,
+    stale_shards,
+)
 from ..weights.ops.padding import lacks_padding
 from ..weights.spec import Tie
 
@@ -28,14 +36,14 @@ _ASSIGN = "assign_to_params_buffers"  # how torch tells hooks that it was given
 
 
 def guard(model: nn.Module, ties: Iterable[Tie]) -> None:
-    """From now on ``model``, which FSDP2 shards, is watched: its loads, and each forward."""
+    """Watch the loads and each forward of ``model``, which FSDP2 shards, from now on."""
     model.register_load_state_dict_pre_hook(_before_load(tuple(ties)))
     model.register_load_state_dict_post_hook(lambda module, keys: resync(module))
     model.register_forward_pre_hook(lambda module, args: check_shards(module), prepend=True)
 
 
 def resync(model: nn.Module) -> None:
-    """FSDP2 gathers the tensors that the parameters of ``model`` are now, and every tied name is one object again.
+    """Have FSDP2 gather the tensors that the parameters of ``model`` are now, and make tied names one object again.
 
     For after changes that FSDP2 was not told of.  Torch itself tells it of one name of a tied parameter only.
     """
@@ -48,7 +56,7 @@ def resync(model: nn.Module) -> None:
 
 
 def check_shards(model: nn.Module) -> None:
-    """Returns if FSDP2 and the parameters agree; memory that it has not seen is looked up again.
+    """Return if FSDP2 and the parameters agree; look up memory again that it has not seen.
 
     Raises:
         ConversionError: parameters have another dtype than at the first forward.
@@ -63,7 +71,7 @@ def check_shards(model: nn.Module) -> None:
             raise ConversionError(
                 f"was {before} at the first forward and is {param.sharded_param.dtype} now: FSDP2 holds buffers of the "
                 "old dtype",
-                name=param._param_fqn or param._module_info.param_name,
+                name=name_of_parameter(param),
                 fix=f"Convert before the first forward, or give fully_shard an mp_policy; .to({before}) goes back.",
             )
         if stale_shards(state, lacks_padding):

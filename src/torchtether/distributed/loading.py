@@ -44,7 +44,7 @@ def load(
     optimizer: Any = None,
     process_group: Any = None,
 ) -> LoadReport:
-    """Every rank holds its part of the values at ``path``, in the Parameter objects that it had before.
+    """Load this rank's part of the values at ``path``, into the Parameter objects that it has.
 
     The arguments are those of ``tt.load``; every rank of ``process_group`` (by default all) calls it, with the same
     ones. Sharded parameters (``fully_shard``, any DTensor) on ``meta`` get memory for this rank's rows alone, on the
@@ -103,7 +103,7 @@ def load(
 
 
 class _Whole:
-    """The load of a model of which every rank has all, so that it is that of one process."""
+    """Load a model of which every rank has all, as one process does."""
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
         self._plan = make_plan(model, path, options, optimizer)
@@ -126,7 +126,7 @@ class _Whole:
 
 
 class _Sharded:
-    """The load of a model with DTensors: planned on a shadow of the whole, read into a shadow of this rank's part."""
+    """Load a model with DTensors: planned on a shadow of the whole, read into a shadow of this rank's part."""
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
@@ -174,7 +174,7 @@ class _Sharded:
 
     @cached_property
     def _offloaded(self) -> set[str]:
-        """The parameters that FSDP2 keeps on the CPU."""
+        """Return the parameters that FSDP2 keeps on the CPU."""
         states = [fsdp2_state(module) for module in self._model.modules()]
         held = {id(param) for state in states if state is not None for param in offloaded_parameters(state)}
         return {name for name, tensor in self._held.items() if id(tensor) in held}

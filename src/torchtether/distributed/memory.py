@@ -6,7 +6,7 @@ The model of the peaks is FSDP2's on torch 2.13 to 2.15, and agrees with the all
   (torch 2.15 frees it before the next one is copied out, torch 2.13 after);
 - in backward the unit before is gathered meanwhile, and the flat input of the last reduce-scatter still lives;
 - the gradients of a tied parameter meet in autograd, where two of them and their sum exist at once, at the very end;
-- the root, and units of several modules, stay gathered around the others;
+- the root, and units of several modules, stay gathered outer the others;
 - a product with a Weight decodes it while its unit is gathered: all of it, or the rows that are decoded at once.
 
 Where a kernel multiplies with the codes themselves, less is needed.  Decoding takes some hundred KiB of its own.
@@ -30,7 +30,7 @@ from ..weights.ops.sharding import rows_per_rank
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """One parameter of a unit: its names, and what is needed to count its bytes."""
+    """Describe one parameter of a unit: its names, and the facts that its bytes follow from."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -44,16 +44,16 @@ class UnitParameter:
 
     @property
     def name(self) -> str:
-        """Its first name."""
+        """Return its first name."""
         return self.names[0]
 
     @property
     def count(self) -> int:
-        """Its rows; a scalar, which cannot be sharded, counts as one."""
+        """Return its number of rows; a scalar, which cannot be sharded, counts as one."""
         return self.shape[0] if self.shape else 1
 
     def rows(self, rank: int, ranks: int) -> tuple[int, int]:
-        """The first of the rows that ``rank`` holds, and the one after the last: the rule of ``torch.chunk``."""
+        """Return the first of the rows that ``rank`` holds, and the one after the last: the rule of ``torch.chunk``."""
         each = rows_per_rank(self.count, ranks)
         return min(rank * each, self.count), min((rank + 1) * each, self.count)
 
@@ -61,27 +61,27 @@ class UnitParameter:
         return self.scheme.nbytes((rows, *self.shape[1:]) if self.shape else (), dtype)
 
     def shared_bytes(self) -> int:
-        """The bytes of the parts that every row needs, which are whole on each rank."""
+        """Return the bytes of the parts that every row needs, which are whole on each rank."""
         parts = self.scheme.layout(self.shape).values()
         return sum(math.prod(p.shape) * (p.dtype or self.dtype).itemsize for p in parts if p.span == 0)
 
     def shard_bytes(self, ranks: int) -> int:
-        """What each rank allocates: the rows of the fullest one, because FSDP2 pads the others."""
+        """Return the bytes that each rank allocates: the rows of the fullest one, because FSDP2 pads the others."""
         return self._size(rows_per_rank(self.count, ranks), self.dtype)
 
     def held_bytes(self, rank: int, ranks: int) -> int:
-        """The bytes of the rows that ``rank`` holds, without padding."""
+        """Return the bytes of the rows that ``rank`` holds, without padding."""
         start, stop = self.rows(rank, ranks)
         return self._size(stop - start, self.dtype) if stop > start else 0
 
     def gathered_bytes(self, ranks: int, dtype: torch.dtype | None = None) -> int:
-        """What an all-gather gives: the padded rows of all ranks, floats in ``dtype``."""
+        """Return the bytes that an all-gather gives: the padded rows of all ranks, floats in ``dtype``."""
         own = dtype if dtype is not None and isinstance(self.scheme, Plain) and self.dtype.is_floating_point else None
         rows = rows_per_rank(self.count, ranks)
         return ranks * (self._size(rows, own or self.dtype) - self.shared_bytes())
 
     def decoded_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """The values of a Weight that a product has decoded at once: rows of a matrix, all of anything else."""
+        """Return the bytes that a product decodes of a Weight at once: some rows of a matrix, all of anything else."""
         if self.scheme.transparent or not self.shape:
             return 0
         row = math.prod(self.shape[1:]) * (dtype or self.dtype).itemsize
@@ -90,13 +90,13 @@ class UnitParameter:
         return min(self.shape[0], max(SCRATCH // row // 256 * 256, 256)) * row
 
     def grad_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """The bytes of one whole gradient; 0 if frozen."""
+        """Return the bytes of one whole gradient; 0 if frozen."""
         return math.prod(self.shape) * (dtype or self.dtype).itemsize if self.requires_grad else 0
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most bytes of whole parameters, decoded values and gradients that a rank has beside its shards, and when."""
+    """Hold the most bytes of whole parameters, decoded values and gradients beside the shards of a rank, and when."""
 
     forward: int
     forward_at: str
@@ -106,13 +106,13 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one unit adds up to, in bytes."""
+    """Hold the bytes of one unit."""
 
     label: str
     gathered: int
     grads: int
     meeting: int
-    """What autograd holds more while the gradients of the largest tied parameter meet: another one, and their sum."""
+    """Bytes that autograd adds while gradients of the largest tied parameter meet: another gradient, and the sum."""
     scattered: int
     """The flat input of the reduce-scatter."""
     shards: int
@@ -120,7 +120,7 @@ class Cost:
     decoded: int
     """The values that the largest product with a Weight has decoded at once."""
     stays: bool
-    """Whether it is gathered while other units run."""
+    """True if it is gathered while other units run."""
 
 
 def cost(
@@ -132,7 +132,7 @@ def cost(
     *,
     stays: bool = False,
 ) -> Cost:
-    """The bytes that gathering and reducing ``parameters`` together takes."""
+    """Return the bytes that gathering and reducing ``parameters`` together takes."""
     reduce_dtype = reduce_dtype or param_dtype
 
     def padded(one: UnitParameter, dtype: torch.dtype | None) -> int:
@@ -151,18 +151,18 @@ def cost(
 
 
 def peaks(units: Sequence[Cost], *, keeps: bool = False) -> Peaks:
-    """The peaks of a step over ``units`` in the order in which they run; the root comes last, and is gathered first.
+    """Return the peaks of a step over ``units`` in the order in which they run; the root, gathered first, comes last.
 
     ``keeps`` says that units stay gathered after forward (``reshard_after_forward=False``); the root always does.
     """
-    around = [unit for unit in reversed(units) if unit.stays]
+    outer = [unit for unit in reversed(units) if unit.stays]
     inner = [unit for unit in units if not unit.stays]
-    return Peaks(*_forward(around, inner, keeps), *_backward(around, inner, keeps))
+    return Peaks(*_forward(outer, inner, keeps), *_backward(outer, inner, keeps))
 
 
-def _forward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
+def _forward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
     most, label, held, flat = 0, "", 0, 0
-    for unit in (*around, *inner):
+    for unit in (*outer, *inner):
         both = max(flat + unit.gathered, 2 * unit.gathered) if frees_before_copy() else flat + 2 * unit.gathered
         if held + both > most:
             most, label = held + both, unit.label
@@ -170,17 +170,17 @@ def _forward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tupl
             most, label = held + 2 * unit.gathered + unit.decoded, unit.label
         held += unit.gathered if unit.stays or keeps else 0
         flat = unit.gathered
-    for unit in around:  # the head comes last
+    for unit in outer:  # the head comes last
         if held + flat + unit.decoded > most:
             most, label = held + flat + unit.decoded, unit.label
     return most, label
 
 
-def _backward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
-    base = sum(unit.gathered for unit in around)
-    most, label = base + max((unit.gathered for unit in around[1:]), default=0), around[0].label if around else ""
-    most = max(most, base + max((unit.decoded for unit in around), default=0))
-    waiting = sum(unit.meeting // 2 for unit in around)  # the head's gradient, for that of the embedding
+def _backward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
+    base = sum(unit.gathered for unit in outer)
+    most, label = base + max((unit.gathered for unit in outer[1:]), default=0), outer[0].label if outer else ""
+    most = max(most, base + max((unit.decoded for unit in outer), default=0))
+    waiting = sum(unit.meeting // 2 for unit in outer)  # the head's gradient, for that of the embedding
     flat = done = 0
     for place, unit in reversed(list(enumerate(inner))):
         held = sum(other.gathered for other in inner[:place]) if keeps else 0
@@ -190,7 +190,7 @@ def _backward(around: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tup
         if at > most:
             most, label = at, unit.label
         flat, done = unit.scattered, done + unit.shards
-    grads = sum(unit.grads for unit in around)
-    meeting, scattered = (max((getattr(unit, key) for unit in around), default=0) for key in ("meeting", "scattered"))
+    grads = sum(unit.grads for unit in outer)
+    meeting, scattered = (max((getattr(unit, key) for unit in outer), default=0) for key in ("meeting", "scattered"))
     at = done + grads + max(flat + base + meeting, scattered)
-    return (at, max(around, key=lambda unit: unit.grads).label) if around and at > most else (most, label)
+    return (at, max(outer, key=lambda unit: unit.grads).label) if outer and at > most else (most, label)

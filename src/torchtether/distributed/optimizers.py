@@ -19,7 +19,7 @@ from ..ties.names import named_tensors
 from .shadows import box_of, local_of, redone
 
 FOLDER = "optimizer"
-"""Where it is stored in the folder of a checkpoint in safetensors files."""
+"""Name of its file in the folder of a checkpoint in safetensors files."""
 
 _GROUPS = "groups"
 _LIMIT = 2**26  # bytes of text
@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
-    """The state of ``optimizer`` by ``parameter.key``, and under ``groups``, as JSON in bytes, all that is no tensor.
+    """Return the state of ``optimizer`` by ``parameter.key``, and under ``groups`` as JSON in bytes what is no tensor.
 
     A tied parameter has one entry, under its first name. Raises OptimizerError if the optimizer is another model's,
     CheckpointError for a value that JSON has no words for.
@@ -38,11 +38,11 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
     made: dict[str, Tensor] = {}
     groups, state = [], {}
     for i, group in enumerate(optimizer.param_groups):
-        said = {"params": [names[id(param)] for param in group["params"]]}
+        entry = {"params": [names[id(param)] for param in group["params"]]}
         for key, value in group.items():
             if key != "params":
-                said[key] = _jsonable(value, f"group {i}.{key}", made)
-        groups.append(said)
+                entry[key] = _jsonable(value, f"group {i}.{key}", made)
+        groups.append(entry)
         for param in group["params"]:
             name = names[id(param)]
             held = optimizer.state.get(param, {})
@@ -63,7 +63,7 @@ def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
 
 
 class OptimizerLoad:
-    """What a checkpoint says of an optimizer: checked first, then read, then given to it."""
+    """Load the state that a checkpoint has of an optimizer: checked first, then read, then given to it."""
 
     def __init__(self, model: nn.Module, optimizer: Any, source: DcpFile | Store) -> None:
         self._model, self._optimizer, self._source = model, optimizer, source
@@ -77,7 +77,7 @@ class OptimizerLoad:
 
     @staticmethod
     def find(model: nn.Module, optimizer: Any, path: Path) -> OptimizerLoad | None:
-        """The load of the state stored with the checkpoint at ``path``; ``None`` if none is."""
+        """Return the load of the state stored with the checkpoint at ``path``; ``None`` if none is."""
         if optimizer is None:
             return None
         if is_dcp(path):
@@ -137,7 +137,7 @@ class OptimizerLoad:
                     yield value["tensor"]
 
     def read(self) -> int:
-        """Everything is in memory, as the parameters are sharded; returns how many bytes that took."""
+        """Read everything into memory, as the parameters are sharded; return the number of bytes."""
         self._nbytes = 0
         tensors = {name: tensor for name, tensor in named_tensors(self._model).items()}
         self._made = {
@@ -153,10 +153,11 @@ class OptimizerLoad:
     def _group_of(self, name: str) -> Mapping[str, Any]:
         return next((group for group in self._groups if name in group["params"]), {})
 
-    def _value(self, said: Any, param: Tensor | None, group: Mapping[str, Any]) -> Any:
-        if "tensor" not in said:
-            return tuple(said["value"]) if said.get("tuple") else said["value"]
-        key = said["tensor"]
+    def _value(self, entry: Any, param: Tensor | None, group: Mapping[str, Any]) -> Any:
+        """Return the value of ``entry``; of a tensor like ``param`` this rank's part, on the device that it is for."""
+        if "tensor" not in entry:
+            return tuple(entry["value"]) if entry.get("tuple") else entry["value"]
+        key = entry["tensor"]
         stored = self._tensors[key]
         is_like = param is not None and stored.shape == tuple(param.shape) and len(stored.shape) > 0
         if not is_like or param is None:
@@ -175,7 +176,7 @@ class OptimizerLoad:
         return local.to(param.device)
 
     def finish(self) -> None:
-        """The optimizer has the state and the options of the checkpoint."""
+        """Give the optimizer the state and the options of the checkpoint."""
         tensors = named_tensors(self._model)
         for name, entries in self._made.items():
             self._optimizer.state[tensors[name]] = entries
@@ -186,7 +187,7 @@ class OptimizerLoad:
 
 
 def _names(model: nn.Module, optimizer: Any) -> dict[int, str]:
-    """The first name of each tensor, by ``id``; raises OptimizerError if the optimizer holds one without a name."""
+    """Return the first name of each tensor by ``id``; raise OptimizerError if the optimizer holds one without."""
     names: dict[int, str] = {}
     for name, tensor in named_tensors(model).items():
         names.setdefault(id(tensor), name)

@@ -12,7 +12,7 @@ from ..errors import LoadError, TetherError
 
 
 class Ranks:
-    """The processes of ``group`` (by default all); a process that belongs to no group is alone, and nothing waits.
+    """Hold the processes of ``group`` (by default all); a process that belongs to no group is alone, and never waits.
 
     >>> Ranks().gather("here")
     ['here']
@@ -28,7 +28,7 @@ class Ranks:
         self.count = 1 if self.is_alone else dist.get_world_size(group)
 
     def gather(self, value: Any, kind: type[TetherError] = LoadError) -> list[Any]:
-        """What every rank gave, by rank; each has come this far when it returns. Raises ``kind`` if one is gone."""
+        """Return the values of all ranks, by rank, when each has called it; raise ``kind`` if a rank is gone."""
         if self.is_alone:
             return [value]
         found: list[Any] = [None] * self.count
@@ -40,7 +40,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def all_or_none(self, kind: type[TetherError]) -> Iterator[None]:
-        """What happens inside has happened on every rank, or every rank raises: its own error, or one of ``kind``.
+        """Run the block on every rank, or raise on every rank: its own error, or one of ``kind``.
 
         No rank may leave the block early for another reason, or wait inside for one that may have failed.
         """
@@ -50,9 +50,9 @@ class Ranks:
             with contextlib.suppress(Exception):  # ranks that are gone are no news any more
                 self.gather(_describe_error(error))
             raise
-        for rank, said in enumerate(self.gather("", kind)):
-            if said:
-                raise kind(f"rank {rank} failed: {said}", fix="Nothing was done on the other ranks.")
+        for rank, message in enumerate(self.gather("", kind)):
+            if message:
+                raise kind(f"rank {rank} failed: {message}", fix="Nothing was done on the other ranks.")
 
 
 def _describe_error(error: BaseException) -> str:

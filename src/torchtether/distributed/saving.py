@@ -36,7 +36,7 @@ def save(
     progress: Progress = None,
     process_group: Any = None,
 ) -> None:
-    """The tensors of ``model``, whichever rank holds them, are at ``path``: the bytes that one process would write.
+    """Write the tensors of ``model``, whichever rank holds them, to ``path``: the bytes that one process would write.
 
     The arguments are those of ``tt.save``; ``"safetensors"`` is its ``"native"``. Every rank of ``process_group`` (by
     default all) calls it with the same ones, and sees the same file system. The files of a save in shards
@@ -91,7 +91,7 @@ def save(
 
 
 class _Save:
-    """What is to be written, which every rank knows whole, and how this rank takes part."""
+    """Write the files of this rank; every rank knows all that is to be written."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Save:
             self._check_alone()
         self.files: FilePlan = plan_files(groups, path, target, max_shard_size)
         self.written: dict[Path, tuple[Path, str]] = {}
-        """Where this rank's files are, beside their targets, and the digests of their headers."""
+        """Return the paths of this rank's files, beside their targets, and the digests of their headers."""
 
     def _check_alone(self) -> None:
         for name, tensor in self._sharded.items():
@@ -126,7 +126,7 @@ class _Save:
                 )
 
     def agree(self) -> None:
-        """Returns if all ranks are about to write the same tensors; what each of them holds is known then."""
+        """Raise unless all ranks are about to write the same tensors; note what each of them holds."""
         layout = [(str(file), [(g.layout, g.ties, g.weights) for g in shard]) for file, shard in self._shards()]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()
         found = self._ranks.gather((digest, self._boxes), CheckpointError)
@@ -142,7 +142,7 @@ class _Save:
         return list(zip(self.files.targets, self.files.shards, strict=True))
 
     def write(self, stack: contextlib.ExitStack, progress: Progress) -> None:
-        """This rank's files are on the disk, beside their targets, until ``stack`` is closed."""
+        """Write this rank's files beside their targets, where they stay until ``stack`` is closed."""
         count, rank = self._ranks.count, self._ranks.rank
         mine = self._shards()[rank::count]
         total = sum(group.nbytes for _, shard in mine for group in shard)
@@ -171,7 +171,7 @@ class _Save:
         opened.sync()
 
     def change(self, written: Mapping[Path, tuple[Path, str]]) -> Change:
-        """Return what puts the files of all ranks in place, given what each has ``written``."""
+        """Return the function that puts the files of all ranks in place, given what each has ``written``."""
         pairs = [(written[target][0], target) for target in self.files.targets]
         return self.files.change(pairs, {target.name: written[target][1] for target in self.files.targets})
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError
@@ -18,32 +17,34 @@ from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape
 from ..renaming.pieces import Range
 from ..ties.names import named_tensors
+from ..torch_private.fsdp2 import local_shape_and_offset
+from ..torch_private.modules import set_tables, tables_of
 from ..torch_private.tensors import storage_id
 from ..weights.weight import Weight
 from .views import has_views, put_views, spread, viewed_owners
 
 
 def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTensor]:
-    """Every DTensor of ``model`` under every name that it has."""
+    """Return every DTensor of ``model`` under every name that it has."""
     return {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor)}
 
 
 def reshard(model: nn.Module) -> None:
-    """No FSDP2 module shows gathered parameters, as the root does between forward and backward."""
+    """Have no FSDP2 module show gathered parameters, as the root does between forward and backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """What this rank holds of ``tensor``, without a graph."""
+    """Return this rank's part of ``tensor``, without a graph."""
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local
 
 
 def box_of(tensor: DTensor) -> tuple[Range, ...]:
-    """The indices of ``tensor`` that this rank holds, by dimension, from the first to one past the last.
+    """Return the indices of ``tensor`` that this rank holds, by dimension, from the first to one past the last.
 
     Raises NotImplementedError for placements that give a rank no box: partial sums.
     """
@@ -60,7 +61,7 @@ def box_of(tensor: DTensor) -> tuple[Range, ...]:
                 each = -(-(stop - start) // ranks)  # the rule of torch.chunk
                 box[placement.dim] = (min(start + place * each, stop), min(start + (place + 1) * each, stop))
     else:  # FSDP2 over tensor parallelism of the same dimension; torch knows the order of those shards
-        shape, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, tensor.placements)
+        shape, offset = local_shape_and_offset(tuple(tensor.shape), mesh, tensor.placements)
         box = [(start, start + size) for start, size in zip(offset, shape, strict=True)]
     size, local = tuple(stop - start for start, stop in box), tuple(local_of(tensor).shape)
     if size != local:
@@ -69,7 +70,7 @@ def box_of(tensor: DTensor) -> tuple[Range, ...]:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where the ranks of ``mesh`` compute; of several devices of a kind the current one."""
+    """Return the device on which the ranks of ``mesh`` compute; of several devices of a kind the current one."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()
@@ -77,7 +78,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def redone(tensor: DTensor, local: Tensor) -> Tensor:
-    """A DTensor that is ``tensor`` with another local tensor, of any dtype and device."""
+    """Return a DTensor that is ``tensor`` with another local tensor, of any dtype and device."""
     with torch.no_grad():
         return DTensor.from_local(
             local,
@@ -93,7 +94,7 @@ def redone(tensor: DTensor, local: Tensor) -> Tensor:
 
 
 def whole_shadow(tensor: Tensor) -> Tensor:
-    """A tensor of the shape, dtype and device of all of ``tensor``, without its memory; what is no DTensor, itself."""
+    """Return a tensor of shape, dtype and device of all of ``tensor``, without its memory; ``tensor`` if no DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     local, shape = local_of(tensor), tuple(tensor.shape)
@@ -107,7 +108,7 @@ def whole_shadow(tensor: Tensor) -> Tensor:
 
 
 def local_shadow(tensor: Tensor) -> Tensor:
-    """Another object over the memory that this rank holds of ``tensor``."""
+    """Return another object over the memory that this rank holds of ``tensor``."""
     if is_lazy(tensor):
         return tensor
     held = local_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -123,7 +124,7 @@ def local_shadow(tensor: Tensor) -> Tensor:
 
 
 def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: bool = False) -> nn.Module:
-    """The modules of ``model`` again, with the shadow of each tensor; ties of objects are ties of their shadows.
+    """Return twins of the modules of ``model``, with the shadow of each tensor; tied objects have one shadow.
 
     With ``views`` names that are views of sharded parameters are there too, over the shadows of those.
 
@@ -149,9 +150,13 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
             made = modules[id(module)] = object.__new__(_plain_class(module))
             state = {key: dict_again(value) for key, value in vars(module).items()}
             made.__dict__.update(state)
-            made.__dict__["_parameters"] = {name: of_tensor(held) for name, held in module._parameters.items()}
-            made.__dict__["_buffers"] = {name: of_tensor(held) for name, held in module._buffers.items()}
-            made.__dict__["_modules"] = {name: of_module(child) for name, child in module._modules.items()}
+            tables = tables_of(module)
+            set_tables(
+                made,
+                {name: of_tensor(held) for name, held in tables.parameters.items()},
+                {name: of_tensor(held) for name, held in tables.buffers.items()},
+                {name: of_module(child) for name, child in tables.modules.items()},
+            )
         return modules[id(module)]
 
     made = of_module(model)
@@ -162,7 +167,7 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
 
 
 def dict_again(value: Any) -> Any:
-    """``value``; of torch's own dictionaries of hooks and tensors a copy, so that what is added stays there."""
+    """Return ``value``; of torch's own dictionaries of hooks and tensors a copy, so that what is added stays there."""
     return value.copy() if isinstance(value, dict) else value
 
 
@@ -173,7 +178,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _spread(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element that looks like ``shape``; on ``meta``, where nothing takes memory, the real thing."""
+    """Return one element expanded to ``shape``; on ``meta``, where nothing takes memory, a tensor of ``shape``."""
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty((), dtype=dtype, device=device).expand(shape)
@@ -186,7 +191,7 @@ def _as_held(made: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Shadowed:
-    """A model (or a mapping) beside its ``shadow`` of whole tensors, and the way back from those."""
+    """Hold a model (or a mapping) beside its ``shadow`` of whole tensors, and find the real tensor of each shadow."""
 
     def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         self.model = model
@@ -205,7 +210,7 @@ class Shadowed:
             self._names.setdefault(_memory_of(seen[name]), name)
 
     def name(self, tensor: Tensor) -> str | None:
-        """The first name of the sharded tensor of which ``tensor`` is the shadow; ``None`` for any other.
+        """Return the first name of the sharded tensor of which ``tensor`` is the shadow; ``None`` for any other.
 
         Raises CheckpointError for a view of it.
         """
@@ -219,12 +224,12 @@ class Shadowed:
         return name
 
     def real(self, tensor: Tensor) -> Tensor:
-        """What ``tensor`` is the shadow of; not of a view."""
+        """Return the tensor of which ``tensor`` is the shadow; not for a view."""
         name = self.name(tensor)
         return tensor if name is None else self.sharded[name]
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """What a shadow is known by, whatever object stands for it."""
+    """Return the id of the memory of a shadow, whichever object is over it."""
     first = next(iter(tensor.parts.values())) if isinstance(tensor, Weight) else tensor
     return storage_id(first) if is_strided(first) else 0

@@ -30,7 +30,7 @@ _FIX_PLAN = "Call plan_units on this model again."
 
 
 def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **fully_shard_kwargs: Any) -> nn.Module:
-    """``model``, the same object, is sharded by ``fully_shard`` in the units of ``plan``; its ties hold.
+    """Shard ``model`` by ``fully_shard`` in the units of ``plan``, and return it; its ties hold.
 
     Quantize before.  Parameters are new objects afterwards (DTensors): build the optimizer later, or give one that
     has not stepped yet as ``optimizer``, which then holds the new ones.  ``plan`` may come from another instance of
@@ -93,7 +93,7 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
 
 
 def _check_model(model: nn.Module, plan: UnitPlan) -> None:
-    """The model has the parameters that were planned, and nothing has wrapped it yet."""
+    """Raise unless the model has the parameters that were planned, and nothing has wrapped it yet."""
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ConversionError(
@@ -159,7 +159,7 @@ def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
 
 
 def restore_ties(model: nn.Module, ties: Iterable[Tie]) -> None:
-    """Every name of ``ties`` is the very object that its owner names.
+    """Make every name of ``ties`` the very object that its owner names.
 
     ``parallelize_module`` distributes each name by itself, so that tied ones become two DTensors without a word; call
     this after it (``shard`` does).  Two parameters over one memory become one too.  Buffers and views are left.
@@ -207,7 +207,7 @@ def _is_same(one: Tensor, two: Tensor) -> bool:
 
 
 def _check_live(model: nn.Module, plan: UnitPlan) -> None:
-    """The ties of the plan hold now, and there are no others."""
+    """Raise unless the ties of the plan hold now, and there are no others."""
     tensors = named_tensors(model)
     for tie in plan.ties:
         for name, view in zip(tie.aliases, tie.views[1:], strict=True):
@@ -231,14 +231,14 @@ def _check_live(model: nn.Module, plan: UnitPlan) -> None:
 
 
 def _is_like(one: tuple[str, View | None] | None, two: tuple[str, View]) -> bool:
-    """Whether two views are the same, in whatever dtype."""
+    """Return whether two views are the same, in whatever dtype."""
     if one is None or one[1] is None:
         return False
     return one[0] == two[0] and one[1] == dataclasses.replace(two[1], dtype=one[1].dtype)
 
 
 def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str, str, bool]]:
-    """Module and name of every buffer tied to a parameter, that parameter, and whether it is the very object."""
+    """Return module and name of every buffer tied to a parameter, that parameter, and whether it is the very object."""
     modules, found = dict(model.named_modules(remove_duplicate=False)), []
     tensors = named_tensors(model)
     for tie in plan.ties:
@@ -253,7 +253,7 @@ def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str
 
 
 class _Followers:
-    """Optimizers that were built for the whole parameters, and will hold the sharded ones."""
+    """Hold optimizers that were built for the whole parameters, and give them the sharded ones."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
         self._model, self._optimizers = model, optimizers_of(optimizer)
@@ -276,7 +276,7 @@ class _Followers:
                 self._groups.append((group, [names[id(p)] for p in group["params"]]))
 
     def check(self, views: Iterable[ViewAlias]) -> None:
-        """Raises OptimizerError if a view is trained and its owner is not, as names stand."""
+        """Raise OptimizerError if a view is trained and its owner is not, as names stand."""
         held = {name for _, names in self._groups for name in names}
         self._views = {alias.name for alias in views}
         for alias in views:
@@ -297,7 +297,7 @@ class _Followers:
 
 
 def _verify(model: nn.Module, plan: UnitPlan) -> None:
-    """Every tie is one object, every parameter is managed once, and in the unit that was planned.
+    """Raise unless every tie is one object, and every parameter is managed once, in the unit that was planned.
 
     Objects are compared, then the memory under them; never ``data_ptr()``, which is 0 for every DTensor.
     """

@@ -25,7 +25,7 @@ Boxes = Mapping[str, tuple[Range, ...]]
 
 @dataclass(frozen=True)
 class Item:
-    """Something to store under ``key``: a tensor, or a Weight for ``format`` to pack.
+    """Hold what is stored under ``key``: a tensor, or a Weight for ``format`` to pack.
 
     ``shadow`` says what it is; it is also where the values are, unless ``name`` is that of a sharded tensor.
     """
@@ -37,14 +37,14 @@ class Item:
 
 
 class Transfers:
-    """Brings items to the ranks that write them; ``boxes`` says, by rank, what each holds of the sharded tensors."""
+    """Bring items to the ranks that write them; ``boxes`` has what each rank holds of the sharded tensors."""
 
     def __init__(self, ranks: Ranks, sharded: Mapping[str, DTensor], boxes: Sequence[Boxes]) -> None:
         self._ranks, self._sharded, self._boxes = ranks, sharded, boxes
         self._device = _device(ranks)
 
     def run(self, wanted: Sequence[Sequence[Item]]) -> Iterator[tuple[Item, Tensor] | None]:
-        """The items that ``wanted`` lists for this rank, one after the other, each with its tensor on the CPU.
+        """Yield the items that ``wanted`` lists for this rank, one after the other, each with its tensor on the CPU.
 
         All ranks run through it to its end, however many items are theirs: in each turn one item goes to each rank.
         ``None`` is a turn without one for this rank.
@@ -112,7 +112,7 @@ class Transfers:
         return _parts(tensor)[role]
 
     def _sources(self, item: Item, role: str) -> list[tuple[int, Region]]:
-        """Which ranks have something of this part of the item, and where in it that goes; each place once."""
+        """Return the ranks that hold something of this part of the item, and the region of each; each place once."""
         shadow = item.shadow
         if shadow.numel() == 0:
             return []
@@ -135,19 +135,19 @@ def _parts(tensor: Tensor) -> Mapping[str, Tensor]:
 
 
 def _device(ranks: Ranks) -> torch.device:
-    """What the group can send: memory of the CPU, unless it knows only devices."""
+    """Return the device whose memory the group can send: the CPU, unless it knows only others."""
     if ranks.is_alone or "gloo" in dist.get_backend_config(ranks.group) or "mpi" in dist.get_backend(ranks.group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor, made contiguous, as bytes."""
+    """Return the memory of a tensor, made contiguous, as bytes."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Some dtypes have no copies of their own."""
+    """Return the bits of ``tensor`` in a dtype that can be copied, which some dtypes cannot."""
     if tensor.is_floating_point() and tensor.element_size() == 1:
         return tensor.view(torch.uint8)
     return tensor.resolve_conj().resolve_neg()

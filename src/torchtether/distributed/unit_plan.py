@@ -22,25 +22,25 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that FSDP2 gathers and frees together, by their paths (``""`` is the root), and their parameters."""
+    """Hold modules that FSDP2 gathers and frees together, by path (``""`` is the root), and their parameters."""
 
     modules: tuple[str, ...]
     parameters: tuple[UnitParameter, ...]
 
     @property
     def label(self) -> str:
-        """Its modules, in words."""
+        """Return its modules, in words."""
         return "[" + ", ".join(self.modules) + "]" if len(self.modules) > 1 else self.modules[0] or "root"
 
     def cost(self, ranks: int, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> Cost:
-        """The bytes that gathering and reducing it takes."""
+        """Return the bytes that gathering and reducing it takes."""
         stays = len(self.modules) > 1 or self.modules == ("",)
         return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays)
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Which modules ``shard`` gives to ``fully_shard``, in order, and what that costs; made by ``plan_units``.
+    """Hold the modules that ``shard`` gives to ``fully_shard``, in order, with their costs; made by ``plan_units``.
 
     plan.units                    inner ones first, the root last
     plan.faults, plan.warnings    lines; ``shard`` refuses a plan with faults
@@ -66,23 +66,23 @@ class UnitPlan:
 
     @property
     def parameters(self) -> tuple[UnitParameter, ...]:
-        """The parameters of all units."""
+        """Return the parameters of all units."""
         return tuple(parameter for unit in self.units for parameter in unit.parameters)
 
     def unit_of(self, name: str) -> Unit:
-        """The unit that holds the parameter ``name``, whichever of its names that is. Raises KeyError."""
+        """Return the unit that holds the parameter ``name``, whichever of its names that is. Raises KeyError."""
         for unit in self.units:
             if any(name in (*parameter.names, *parameter.views) for parameter in unit.parameters):
                 return unit
         raise KeyError(name)
 
     def held_bytes(self, rank: int) -> int:
-        """The bytes of parameters that ``rank`` of the sharding ranks holds, without padding."""
+        """Return the bytes of parameters that ``rank`` of the sharding ranks holds, without padding."""
         return sum(parameter.held_bytes(rank, self.ranks) for parameter in self.parameters)
 
     @property
     def shard_bytes(self) -> int:
-        """The bytes that every rank allocates for its parameters, padding included."""
+        """Return the bytes that every rank allocates for its parameters, padding included."""
         return sum(parameter.shard_bytes(self.ranks) for parameter in self.parameters)
 
     def peaks(
@@ -92,7 +92,7 @@ class UnitPlan:
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
     ) -> Peaks:
-        """The most bytes of gathered parameters, decoded values and whole gradients at once.
+        """Return the most bytes of gathered parameters, decoded values and whole gradients at once.
 
         The dtypes are those of the policy.
         """
@@ -100,7 +100,7 @@ class UnitPlan:
         return peaks(costs, keeps=not reshard_after_forward)
 
     def fsdp1_policy(self) -> Callable[..., bool]:
-        """A policy for ``FullyShardedDataParallel(model, auto_wrap_policy=...)`` that keeps tied groups whole.
+        """Return a policy for ``FullyShardedDataParallel(model, auto_wrap_policy=...)`` that keeps tied groups whole.
 
         FSDP1 wraps one module at a time, so modules that are a unit together here are left to the unit around them.
         """
@@ -127,7 +127,7 @@ class UnitPlan:
 
 
 def describe_plan(plan: UnitPlan) -> str:
-    """The plan as ``print`` shows it: ranks, units, what is gathered when, peaks, and what to look at."""
+    """Return the plan as ``print`` shows it: ranks, units, what is gathered when, peaks, and what to look at."""
     world = f"{plan.ranks} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
     total = sum(parameter.held_bytes(0, 1) for parameter in plan.parameters)
     lines = [f"{len(plan.units)} units over {world}, {_bytes(total)} of parameters"]

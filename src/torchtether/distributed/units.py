@@ -19,7 +19,7 @@ from ..ties.records import find_ties, recorded_ties
 from ..weights.ops.sharding import cut_block, rows_per_rank
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .grouping import ROOT, Group, Grouping, Key, Policy
+from .grouping import ROOT, Grouping, Key, Policy, TiedNames
 from .memory import UnitParameter
 from .unit_plan import Unit, UnitPlan
 from .uses import Use, find_uses
@@ -40,7 +40,7 @@ def plan_units(
     inputs: Any = None,
     ties: Iterable[Tie] = (),
 ) -> UnitPlan:
-    """The plan in which each module of ``unit_types`` is a sharding unit, and every tied group lies in one.
+    """Return the plan in which each module of ``unit_types`` is a sharding unit, and every tied group lies in one.
 
     Nothing is changed, and no process group is needed: a model on ``meta`` of any size, for any number of ranks.
 
@@ -121,7 +121,7 @@ def plan_units(
 
 
 def _sizes(mesh: Mesh) -> tuple[int, int]:
-    """The ranks that share rows, and the replicas."""
+    """Return the numbers of ranks that share rows, and of replicas."""
     if mesh is None:
         is_up = torch.distributed.is_available() and torch.distributed.is_initialized()
         return (torch.distributed.get_world_size() if is_up else 1), 1
@@ -142,10 +142,10 @@ def _wanted(model: nn.Module, unit_types: UnitTypes) -> list[nn.Module]:
         ]
         if not matches:
             names = dict.fromkeys(path for path, _ in model.named_modules() if path)
-            said = kind.__name__ if isinstance(kind, type) else repr(kind)
+            wanted = kind.__name__ if isinstance(kind, type) else repr(kind)
             near = nearest(kind, names) if isinstance(kind, str) else ""
             raise RuleError(
-                f"unit_types: {said} matches no module of {type(model).__name__}",
+                f"unit_types: {wanted} matches no module of {type(model).__name__}",
                 fix=f"The nearest is {near!r}." if near else "Give classes of its modules, or globs over their paths.",
             )
         found.update((id(module), module) for module in matches)
@@ -153,7 +153,7 @@ def _wanted(model: nn.Module, unit_types: UnitTypes) -> list[nn.Module]:
 
 
 def _fits(path: str, glob: str) -> bool:
-    """A star stands for one step of a path: ``layers.*`` are the layers, and not what is in them."""
+    """Return whether ``path`` matches; a star stands for one part of it: ``layers.*`` are the layers alone."""
     steps, parts = path.split("."), glob.split(".")
     return len(steps) == len(parts) and all(fnmatchcase(step, part) for step, part in zip(steps, parts, strict=True))
 
@@ -170,7 +170,7 @@ def _live_ties(model: nn.Module, faults: list[str]) -> tuple[Tie, ...]:
 
 
 def _united(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Groups that share a name are one."""
+    """Return the groups, those that share a name joined."""
     united: list[dict[str, None]] = []
     for names in groups:
         merged = dict.fromkeys(names)
@@ -186,8 +186,8 @@ def _united(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def _with_uses(
     groups: Sequence[tuple[str, ...]], uses: Sequence[Use], model: nn.Module, tensors: dict[str, Tensor]
-) -> list[Group]:
-    """Each group with the stacks of modules that run where it is used; parameters of one name have such stacks too."""
+) -> list[TiedNames]:
+    """Return each group with the stacks of modules that run where it is used; so for parameters of one name."""
     ids = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
     stacks: dict[str, dict[tuple[int, ...], None]] = {}
     for use in uses:
@@ -196,7 +196,7 @@ def _with_uses(
     made = []
     grouped = {name for names in groups for name in names}
     for names in [*groups, *((name,) for name in stacks if name not in grouped)]:
-        made.append(Group(names, tuple(dict.fromkeys(s for name in names for s in stacks.get(name, ())))))
+        made.append(TiedNames(names, tuple(dict.fromkeys(s for name in names for s in stacks.get(name, ())))))
     return made
 
 
@@ -288,9 +288,9 @@ def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[st
 def _check_unit(unit: Unit, ranks: int, faults: list[str], warnings: list[str]) -> None:
     dtypes = {parameter.dtype for parameter in unit.parameters if parameter.requires_grad}
     if len(dtypes) > 1:
-        said = ", ".join(sorted(map(str, dtypes)))
+        listed = ", ".join(sorted(map(str, dtypes)))
         faults.append(
-            f"{unit.label}: trainable parameters of one unit have several dtypes ({said}), which FSDP2 refuses. "
+            f"{unit.label}: trainable parameters of one unit have several dtypes ({listed}), which FSDP2 refuses. "
             "Make them one dtype, or freeze some."
         )
     for parameter in unit.parameters:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..ties.names import named_tensors
+from ..torch_private.dispatching import tree_flatten, tree_map_only
+from ..torch_private.modules import tables_of
 
 _VIEWS = {"T", "mT", "H", "mH", "data"}
 """Attributes that give a tensor over the same values; all others (``shape``, ``dtype``) read no value."""
@@ -19,7 +20,7 @@ _VIEWS = {"T", "mT", "H", "mH", "data"}
 
 @dataclass(frozen=True)
 class Use:
-    """The tensor ``name`` is an argument of ``function`` while the modules of ``running``, outermost first, run."""
+    """Note that ``name`` is an argument of ``function`` while the modules of ``running``, outermost first, run."""
 
     name: str
     running: tuple[str, ...]
@@ -27,7 +28,7 @@ class Use:
 
 
 def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
-    """Every use of a parameter in ``model(*inputs)`` (a mapping gives keywords), each combination once.
+    """Return every use of a parameter in ``model(*inputs)`` (a mapping gives keywords), each combination once.
 
     The forward runs with every tensor on ``meta``: nothing is computed, and the model keeps its own tensors.
 
@@ -61,7 +62,7 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
     slots: list[tuple[dict[str, Any], str, Tensor]] = [
         (held, leaf, tensor)  # type: ignore[misc]
         for module in model.modules()
-        for held in (module._parameters, module._buffers)
+        for held in (tables_of(module).parameters, tables_of(module).buffers)
         for leaf, tensor in held.items()
         if tensor is not None
     ]

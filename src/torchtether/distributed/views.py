@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import TieError
 from ..geometry.views import Shape, View, contiguous_stride
 from ..ties.names import named_tensors
+from ..torch_private.modules import set_transient, tables_of
 from ..weights.spec import Tie
 from ..weights.weight import Weight
 
@@ -27,7 +28,7 @@ _MARK = "_torchtether_has_views"
 
 @dataclass(frozen=True)
 class ViewAlias:
-    """What a module has under ``leaf``: the ``view`` of the parameter that ``home`` has under ``home_leaf``."""
+    """Hold the tensor of a module under ``leaf``: the ``view`` of the parameter that ``home`` has as ``home_leaf``."""
 
     name: str
     leaf: str
@@ -36,20 +37,20 @@ class ViewAlias:
     home_leaf: str
     view: View
     detached: bool
-    """Whether it was frozen, or a buffer, so that no gradient passes it."""
+    """True if it was frozen, or a buffer, so that no gradient passes it."""
     is_parameter: bool
     is_persistent: bool
     order: tuple[str, ...]
-    """The names beside which it stood in its module, in order."""
+    """Names beside which it stood in its module, in order."""
 
     def held(self) -> Tensor:
-        """The owner as it is now: sharded, or gathered."""
-        return self.home._parameters[self.home_leaf]  # type: ignore[return-value]
+        """Return the owner as it is now: sharded, or gathered."""
+        return tables_of(self.home).parameters[self.home_leaf]  # type: ignore[return-value]
 
     def now(self) -> Tensor:
-        """The view of the owner as it is now. Raises TieError for some rows of an owner that is sharded."""
+        """Return the view of the owner as it is now. Raises TieError for some rows of an owner that is sharded."""
         held = self.held()
-        steps = steps_of(tuple(held.shape), self.view)
+        steps = narrow_permute_of(tuple(held.shape), self.view)
         if isinstance(held, DTensor) and (steps is None or steps.box != tuple((0, size) for size in held.shape)):
             raise TieError(
                 f"is a view (size {list(self.view.size)}) of {self.owner}, which is sharded now",
@@ -64,19 +65,19 @@ class ViewAlias:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """A view as ``narrow`` in each dimension, then ``permute``: ops whose gradients copy no more than they must."""
+class NarrowPermute:
+    """Hold a view as ``narrow`` in each dimension, then ``permute``: their gradients copy no more than they must."""
 
     box: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def steps_of(shape: Shape, view: View) -> Steps | None:
-    """``view`` of a contiguous tensor of ``shape`` as ``Steps``; ``None`` if it is none, as ``as_strided`` may be.
+def narrow_permute_of(shape: Shape, view: View) -> NarrowPermute | None:
+    """Return ``view`` of a contiguous tensor of ``shape`` as ``NarrowPermute``; ``None`` for other ``as_strided``.
 
-    >>> steps_of((6, 4), View(torch.float32, (4, 2), (1, 4), 8))
-    Steps(box=((2, 4), (0, 4)), order=(1, 0))
+    >>> narrow_permute_of((6, 4), View(torch.float32, (4, 2), (1, 4), 8))
+    NarrowPermute(box=((2, 4), (0, 4)), order=(1, 0))
     """
     if len(view.size) != len(shape) or 0 in shape:
         return None
@@ -95,12 +96,12 @@ def steps_of(shape: Shape, view: View) -> Steps | None:
             return None
         order.append(fits[0])
     sizes = {dim: size for dim, size in zip(order, view.size, strict=True)}
-    return Steps(tuple((start, start + sizes[dim]) for dim, start in enumerate(starts)), tuple(order))
+    return NarrowPermute(tuple((start, start + sizes[dim]) for dim, start in enumerate(starts)), tuple(order))
 
 
 def viewed(held: Tensor, view: View) -> Tensor:
-    """``view`` of ``held``, which is contiguous, in its own dtype, over its own memory; gradients pass."""
-    steps = steps_of(tuple(held.shape), view)
+    """Return ``view`` of ``held``, which is contiguous, in its own dtype, over its own memory; gradients pass."""
+    steps = narrow_permute_of(tuple(held.shape), view)
     if steps is None:
         return held.as_strided(view.size, view.stride, held.storage_offset() + view.offset)
     for dim, (start, stop) in enumerate(steps.box):
@@ -113,7 +114,7 @@ def viewed(held: Tensor, view: View) -> Tensor:
 
 
 def view_faults(model: nn.Module, tie: Tie, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Why names of ``tie`` that are views cannot follow their owner once it is sharded, a line each."""
+    """Yield why names of ``tie`` that are views cannot follow their owner once it is sharded, a line each."""
     owner = tensors[tie.owner]
     modules = dict(model.named_modules(remove_duplicate=False))
     names = [n for n, view in zip(tie.names, tie.views, strict=True) if view is not None]
@@ -122,30 +123,30 @@ def view_faults(model: nn.Module, tie: Tie, tensors: Mapping[str, Tensor]) -> It
     for name, view in zip(tie.names, tie.views, strict=True):
         if view is None:
             continue
-        alias, said = tensors[name], f"{name}: is a view (size {list(view.size)}) of {tie.owner}"
+        alias, what = tensors[name], f"{name}: is a view (size {list(view.size)}) of {tie.owner}"
         reach = view.offset + sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True))
         if not isinstance(owner, nn.Parameter):
-            yield f"{said}, which is a buffer and not sharded. Make {tie.owner} the parameter, or call tt.untie."
+            yield f"{what}, which is a buffer and not sharded. Make {tie.owner} the parameter, or call tt.untie."
         elif isinstance(owner, Weight) or isinstance(alias, Weight):
-            yield f"{said}, which is quantized. Quantize neither, or tie all of it, or call tt.untie(model, {name!r})."
+            yield f"{what}, which is quantized. Quantize neither, or tie all of it, or call tt.untie(model, {name!r})."
         elif isinstance(owner, DTensor) or isinstance(alias, DTensor):
-            yield f"{said}, which is a DTensor already. Take the view in forward, or call tt.untie before that."
+            yield f"{what}, which is a DTensor already. Take the view in forward, or call tt.untie before that."
         elif view.offset < 0 or reach >= owner.numel() or view.dtype != owner.dtype:
             yield (
-                f"{said} that reaches past it, or in another dtype. Register a parameter that covers all of "
+                f"{what} that reaches past it, or in another dtype. Register a parameter that covers all of "
                 f"{', '.join([tie.owner, *names])}, or call tt.untie(model, {name!r})."
             )
         elif isinstance(alias, nn.Parameter) and alias.requires_grad and not owner.requires_grad:
-            yield f"{said}, which is frozen while the view is trained. Freeze both or neither, or call tt.untie."
+            yield f"{what}, which is frozen while the view is trained. Freeze both or neither, or call tt.untie."
         elif isinstance(modules[name.rpartition(".")[0]], nn.RNNBase):
-            yield f"{said}, in a module that keeps a list of its weights. Call tt.untie(model, {name!r})."
+            yield f"{what}, in a module that keeps a list of its weights. Call tt.untie(model, {name!r})."
 
 
 # -- in place of parameters -------------------------------------------------------------------------------------------
 
 
 def view_aliases(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module, ViewAlias]]:
-    """Every name of ``ties`` that is a view of a parameter, with the module that has it."""
+    """Return every name of ``ties`` that is a view of a parameter, with the module that has it."""
     modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
     found: dict[tuple[int, str], tuple[nn.Module, ViewAlias]] = {}
     for tie in ties:
@@ -157,7 +158,8 @@ def view_aliases(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module,
                 continue
             path, _, leaf = name.rpartition(".")
             module, tensor = modules[path], tensors[name]
-            table = module._parameters if leaf in module._parameters else module._buffers
+            tables = tables_of(module)
+            table = tables.parameters if leaf in tables.parameters else tables.buffers
             found[id(module), leaf] = (
                 module,
                 ViewAlias(
@@ -168,8 +170,8 @@ def view_aliases(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module,
                     home_leaf=home_leaf,
                     view=view,
                     detached=not tensor.requires_grad,
-                    is_parameter=table is module._parameters,
-                    is_persistent=leaf not in module._non_persistent_buffers_set,
+                    is_parameter=table is tables.parameters,
+                    is_persistent=leaf not in tables.transient,
                     order=tuple(table),
                 ),
             )
@@ -177,25 +179,26 @@ def view_aliases(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module,
 
 
 def take_views(aliases: Sequence[tuple[nn.Module, ViewAlias]]) -> list[tuple[nn.Module, type[nn.Module], Any]]:
-    """The modules have the views in place of tensors of their own; returns what ``give_back`` needs to undo that."""
+    """Give the modules views in place of tensors of their own; return what ``give_back`` needs to undo that."""
     undo: list[tuple[nn.Module, type[nn.Module], Any]] = []
     for module, alias in aliases:
-        undo.append((module, type(module), (dict(module._parameters), dict(module._buffers))))
+        tables = tables_of(module)
+        undo.append((module, type(module), (dict(tables.parameters), dict(tables.buffers))))
         vars(module).setdefault(_KEY, {})[alias.leaf] = alias
-        (module._parameters if alias.is_parameter else module._buffers).pop(alias.leaf)
+        (tables.parameters if alias.is_parameter else tables.buffers).pop(alias.leaf)
         module.__class__ = _with_view(type(module), alias.leaf)  # type: ignore[arg-type]
     return undo
 
 
 def give_back(undo: Sequence[tuple[nn.Module, type[nn.Module], Any]]) -> None:
-    """The modules are what they were before ``take_views``."""
+    """Make the modules what they were before ``take_views``."""
     for module, kind, (parameters, buffers) in reversed(undo):
         module.__class__ = kind
         vars(module).pop(_KEY, None)
-        module._parameters.clear()
-        module._parameters.update(parameters)
-        module._buffers.clear()
-        module._buffers.update(buffers)
+        tables = tables_of(module)
+        for table, before in ((tables.parameters, parameters), (tables.buffers, buffers)):
+            table.clear()
+            table.update(before)
 
 
 @lru_cache(maxsize=1024)
@@ -215,44 +218,42 @@ def _with_view(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
 
 
 def aliases_of(module: nn.Module) -> Mapping[str, ViewAlias]:
-    """The aliases of ``module`` that are views, by leaf."""
+    """Return the aliases of ``module`` that are views, by leaf."""
     return vars(module).get(_KEY) or {}
 
 
 def has_views(kind: type) -> bool:
-    """Whether the class is one that ``take_views`` has put in front of the module's own."""
+    """Return whether the class is one that ``take_views`` has put in front of the module's own."""
     return _MARK in vars(kind)
 
 
 def put_views(model: nn.Module, twin: Mapping[int, nn.Module]) -> None:
-    """The twins of ``model``'s modules (by id) have the views as tensors over the memory of the twin of the owner."""
+    """Give the twins of ``model``'s modules (by id) the views as tensors over the memory of the owner's twin."""
     for module in model.modules():
         made = twin[id(module)]
         for leaf, alias in aliases_of(module).items():
             home = twin.get(id(alias.home))
-            owner = home._parameters[alias.home_leaf] if home is not None else None
+            owner = tables_of(home).parameters[alias.home_leaf] if home is not None else None
             if owner is None:
                 continue
             tensor = viewed(owner.detach(), alias.view)
+            table: dict[str, Any] = tables_of(made).parameters if alias.is_parameter else tables_of(made).buffers
             if alias.is_parameter:
-                made._parameters[leaf] = nn.Parameter(tensor, requires_grad=not alias.detached)
+                table[leaf] = nn.Parameter(tensor, requires_grad=not alias.detached)
             else:
-                made._buffers[leaf] = tensor
-                made._non_persistent_buffers_set = set(made._non_persistent_buffers_set) - {leaf}
-                if not alias.is_persistent:
-                    made._non_persistent_buffers_set.add(leaf)
-            table: dict[str, Any] = made._parameters if alias.is_parameter else made._buffers
+                table[leaf] = tensor
+                set_transient(made, leaf, not alias.is_persistent)
             ordered = {name: table[name] for name in alias.order if name in table} | table
             table.clear()
             table.update(ordered)
 
 
 def viewed_owners(model: nn.Module) -> set[int]:
-    """The ids of the tensors, as they are now, that others are views of."""
+    """Return the ids of the tensors, as they are now, that others are views of."""
     return {id(alias.held()) for module in model.modules() for alias in aliases_of(module).values()}
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Memory for ``tensor``, of which views can be taken; on the CPU pages that nobody touches cost nothing."""
+    """Return memory for ``tensor``, of which views can be taken; on the CPU pages that nobody touches cost nothing."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -123,3 +123,15 @@ def changed_dtypes(state: Any) -> list[tuple[Any, torch.dtype]]:
         if before is not None and param.sharded_param.dtype != before:
             found.append((param, before))
     return found
+
+
+def name_of_parameter(param: Any) -> str:
+    """Return the name by which FSDP2 knows the parameter of its record ``param``, for errors."""
+    return param._param_fqn or param._module_info.param_name  # type: ignore[no-any-return]
+
+
+def local_shape_and_offset(shape: tuple[int, ...], mesh: Any, placements: Any) -> tuple[Any, Any]:
+    """Return shape and offset of this rank's part of a DTensor; only torch knows the order of strided shards."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 Apply = Callable[..., nn.Module]
@@ -59,3 +60,29 @@ def transient_names(model: nn.Module) -> set[str]:
         for path, module in model.named_modules(remove_duplicate=False)
         for leaf in module._non_persistent_buffers_set
     }
+
+
+class Tables(NamedTuple):
+    """Hold the dictionaries in which a module registers its own tensors and modules; changes change the module."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    modules: dict[str, nn.Module | None]
+    transient: set[str]
+    """Names of buffers that are not persistent."""
+
+
+def tables_of(module: nn.Module) -> Tables:
+    """Return the tables of ``module``; public methods walk them, and neither replace an entry nor keep its place."""
+    return Tables(module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
+
+
+def set_tables(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> None:
+    """Give ``module``, made without its constructor, tables of its own; registering one by one asks for that."""
+    vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
+
+
+def set_transient(module: nn.Module, leaf: str, is_transient: bool) -> None:
+    """Make the buffer ``leaf`` persistent or not, in a set that is this module's own: a twin may share it."""
+    others = module._non_persistent_buffers_set - {leaf}
+    module._non_persistent_buffers_set = others | {leaf} if is_transient else others
