@@ -151,10 +151,12 @@ def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout:
 
 
 def _numel(shape: Shape) -> int:
+    """Return the number of elements of ``shape``."""
     return torch.Size(shape).numel()
 
 
 def _record(groups: list[HeldGroup]) -> str:
+    """Return the record of ties and weights of ``groups``, as a file by ``tt.save`` has it."""
     weights: dict[str, WeightSpec] = {name: spec for group in groups for name, spec in group.weights.items()}
     strides = {name: stride for group in groups for name, stride in group.strides.items()}
     copies = frozenset(name for group in groups for name in group.copies)

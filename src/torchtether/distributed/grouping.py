@@ -91,6 +91,7 @@ class Grouping:
         return found
 
     def _is_split(self, group: TiedNames) -> bool:
+        """Return whether ``group`` lies in several units, or in one that is not gathered at some use."""
         homes = set(self.homes(group.names).values())
         if len(homes) > 1:
             return True
@@ -98,6 +99,7 @@ class Grouping:
         return unit != ROOT and any(not unit & set(stack) for stack in group.stacks)
 
     def _join(self, group: TiedNames) -> None:
+        """Change the units so that one holds ``group``: join those of its owners, or hoist it."""
         key = tuple(sorted(group.names))
         owners = {self._owner(name) for name in group.names}
         is_used_elsewhere = len(set(self.homes(group.names).values())) == 1
@@ -138,6 +140,7 @@ class Grouping:
         self._drop(dropped)
 
     def _labels(self, units: set[Key]) -> tuple[str, ...]:
+        """Return the paths of all modules of ``units``."""
         return tuple(path for unit in self.order_or_any(units) for path in self.paths(unit))
 
     def order_or_any(self, units: set[Key]) -> list[Key]:
@@ -152,6 +155,7 @@ class Grouping:
         return id(self._modules[path])
 
     def _drop(self, units: set[Key]) -> None:
+        """Remove ``units``."""
         self.units -= units
 
     def _is_inside(self, inner: Key, outer: Key) -> bool:
@@ -170,6 +174,7 @@ class Grouping:
 
 
 def _until(above: Sequence[int], stop: set[int]) -> list[int]:
+    """Return the modules of ``above`` before the first that is in ``stop``."""
     found = []
     for module in above:
         if module in stop:
@@ -179,5 +184,6 @@ def _until(above: Sequence[int], stop: set[int]) -> list[int]:
 
 
 def _format_paths(paths: Sequence[str]) -> str:
+    """Return the first of ``paths`` in words."""
     shown = ", ".join(paths[:4])
     return shown + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

@@ -80,6 +80,8 @@ def check_shards(model: nn.Module) -> None:
 
 
 def _before_load(ties: tuple[Tie, ...]) -> Callable[..., None]:
+    """Return the hook that refuses or mends ``load_state_dict(assign=True)`` on a model with ``ties``."""
+
     def hook(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any
     ) -> None:

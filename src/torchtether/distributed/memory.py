@@ -58,6 +58,7 @@ class UnitParameter:
         return min(rank * each, self.count), min((rank + 1) * each, self.count)
 
     def _size(self, rows: int, dtype: torch.dtype) -> int:
+        """Return the bytes of ``rows`` rows in the scheme, computed with in ``dtype``."""
         return self.scheme.nbytes((rows, *self.shape[1:]) if self.shape else (), dtype)
 
     def shared_bytes(self) -> int:
@@ -161,6 +162,7 @@ def peaks(units: Sequence[Cost], *, keeps: bool = False) -> Peaks:
 
 
 def _forward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
+    """Return the peak of a forward pass in bytes, and the label of its unit."""
     most, label, held, flat = 0, "", 0, 0
     for unit in (*outer, *inner):
         both = max(flat + unit.gathered, 2 * unit.gathered) if frees_before_copy() else flat + 2 * unit.gathered
@@ -177,6 +179,7 @@ def _forward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple
 
 
 def _backward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
+    """Return the peak of a backward pass in bytes, and the label of its unit."""
     base = sum(unit.gathered for unit in outer)
     most, label = base + max((unit.gathered for unit in outer[1:]), default=0), outer[0].label if outer else ""
     most = max(most, base + max((unit.decoded for unit in outer), default=0))

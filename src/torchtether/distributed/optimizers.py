@@ -53,6 +53,7 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
 
 
 def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
+    """Return ``value`` as JSON has it; put tensors into ``made`` under ``key``."""
     if isinstance(value, Tensor):
         made[key] = value
         return {"tensor": key}
@@ -90,9 +91,11 @@ class OptimizerLoad:
         return OptimizerLoad(model, optimizer, Store(folder)) if folder.is_dir() else None
 
     def close(self) -> None:
+        """Close the files."""
         self._source.close()
 
     def _described(self) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Return the groups and the state that the checkpoint describes; raise CheckpointError if it is damaged."""
         try:
             if self._tensors[_GROUPS].nbytes > _LIMIT:
                 raise ValueError(f"{self._tensors[_GROUPS].nbytes} bytes")
@@ -111,9 +114,11 @@ class OptimizerLoad:
 
     @property
     def _name(self) -> str:
+        """Return the name of the source for errors."""
         return f"{self._source.name}: optimizer"
 
     def _check(self) -> None:
+        """Raise LoadError unless groups and parameters are those of the optimizer."""
         names, here = _names(self._model, self._optimizer), self._optimizer.param_groups
         stored = [sorted(group["params"]) for group in self._groups]
         held = [sorted(names[id(param)] for param in group["params"]) for group in here]
@@ -131,6 +136,7 @@ class OptimizerLoad:
                 raise CheckpointError("this state is absent", name=f"{self._name}: {key}", fix="Is a shard missing?")
 
     def _keys(self) -> Iterator[str]:
+        """Yield the key of every tensor of groups and state."""
         for entries in (*self._groups, *self._state.values()):
             for value in entries.values():
                 if isinstance(value, dict) and "tensor" in value:
@@ -151,6 +157,7 @@ class OptimizerLoad:
         return self._nbytes
 
     def _group_of(self, name: str) -> Mapping[str, Any]:
+        """Return the group that holds the parameter ``name``."""
         return next((group for group in self._groups if name in group["params"]), {})
 
     def _value(self, entry: Any, param: Tensor | None, group: Mapping[str, Any]) -> Any:

@@ -56,5 +56,6 @@ class Ranks:
 
 
 def _describe_error(error: BaseException) -> str:
+    """Return ``error`` in words."""
     text = str(error) if isinstance(error, TetherError) else f"{type(error).__name__}: {error}"
     return text or type(error).__name__

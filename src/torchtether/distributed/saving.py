@@ -118,6 +118,7 @@ class _Save:
         """Return the paths of this rank's files, beside their targets, and the digests of their headers."""
 
     def _check_alone(self) -> None:
+        """Raise CheckpointError unless this rank, which is alone, holds all of each tensor."""
         for name, tensor in self._sharded.items():
             box = self._boxes[name]
             if any(box_ != (0, size) for box_, size in zip(box, tensor.shape, strict=True)):
@@ -139,6 +140,7 @@ class _Save:
         self._transfers = Transfers(self._ranks, self._sharded, [boxes for _, boxes in found])
 
     def _shards(self) -> list[tuple[Path, list[Group]]]:
+        """Return the files to write, each with its groups."""
         return list(zip(self.files.targets, self.files.shards, strict=True))
 
     def write(self, stack: contextlib.ExitStack, progress: Progress) -> None:
@@ -176,6 +178,7 @@ class _Save:
         return self.files.change(pairs, {target.name: written[target][1] for target in self.files.targets})
 
     def _items(self, shard: list[Group]) -> Iterator[Item]:
+        """Yield the items of the groups of one file."""
         for group in shard:
             assert isinstance(group, HeldGroup)
             for key, tensor in group.stored.items():
@@ -185,6 +188,7 @@ class _Save:
 
 
 def _packed(steps: Iterator[tuple[Item, Tensor] | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are stored for each item, under their keys."""
     for step in steps:
         if step is not None:
             item, tensor = step
@@ -192,6 +196,7 @@ def _packed(steps: Iterator[tuple[Item, Tensor] | None]) -> Iterator[tuple[str, 
 
 
 def _box(name: str, tensor: DTensor) -> Any:
+    """Return this rank's box of ``tensor``; raise CheckpointError if it holds none."""
     try:
         return box_of(tensor)
     except NotImplementedError as error:

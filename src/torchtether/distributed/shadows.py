@@ -172,6 +172,7 @@ def dict_again(value: Any) -> Any:
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that ``module`` had before ``fully_shard`` and views."""
     kinds: tuple[Any, ...] = type(module).__mro__
     found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule) and not has_views(kind))
     return found
@@ -185,6 +186,7 @@ def _spread(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _as_held(made: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``made``, a Parameter if ``tensor`` is one."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made

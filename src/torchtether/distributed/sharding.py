@@ -20,6 +20,7 @@ from ..ties.edit import tie as tie_names
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..torch_private.fsdp2 import follow_buffer, sharded_slots
+from ..torch_private.tensors import local_or_itself
 from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .guards import guard
@@ -126,11 +127,13 @@ def _check_model(model: nn.Module, plan: UnitPlan) -> None:
 
 
 def _scheme(tensor: Tensor) -> Any:
-    local = getattr(tensor, "_local_tensor", tensor)
+    """Return the scheme of ``tensor``, or of this rank's part of it."""
+    local = local_or_itself(tensor)
     return local.scheme if isinstance(local, Weight) else Plain()
 
 
 def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
+    """Raise TieError unless the arguments of ``fully_shard`` are those that the plan counts with."""
     mesh = kwargs["mesh"]
     if mesh is None:
         size, replicas = torch.distributed.get_world_size(), 1
@@ -181,7 +184,7 @@ def restore_ties(model: nn.Module, ties: Iterable[Tie]) -> None:
                     name=name,
                     fix="Give both the same placement, e.g. RowwiseParallel for the embedding, Colwise for the head.",
                 )
-            one, two = _plain(held), _plain(owner)
+            one, two = local_or_itself(held), local_or_itself(owner)
             if not (_is_one_memory(one, two) or (is_placed and _is_same(one, two))):
                 raise TieError(
                     f"is not tied to {tie.owner} and holds other values",
@@ -191,16 +194,14 @@ def restore_ties(model: nn.Module, ties: Iterable[Tie]) -> None:
             tie_names(model, tie.owner, name)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def _is_one_memory(one: Tensor, two: Tensor) -> bool:
+    """Return whether the two tensors lie over the same memory."""
     blocks = blocks_of(one)
     return bool(blocks) and blocks == blocks_of(two)
 
 
 def _is_same(one: Tensor, two: Tensor) -> bool:
+    """Return whether the two tensors are alike and have equal values, as far as they have any."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return one.is_meta or two.is_meta or torch.equal(one, two)
@@ -288,6 +289,7 @@ class _Followers:
                 )
 
     def follow(self) -> None:
+        """Give each group of the optimizers the sharded parameters, without views."""
         tensors = named_tensors(self._model)
         for group, names in self._groups:
             group["params"] = [tensors[name] for name in names if name not in self._views]
@@ -315,7 +317,7 @@ def _verify(model: nn.Module, plan: UnitPlan) -> None:
             if isinstance(tensors[parameter.name], DTensor):
                 raise TieError("is managed by no unit after fully_shard", name=parameter.name, fix=_FIX_PLAN)
             continue  # among ignored_params
-        for block in blocks_of(_plain(tensors[parameter.name])):
+        for block in blocks_of(local_or_itself(tensors[parameter.name])):
             key = (block.space, block.start, block.stop)
             if key in seen and seen[key] != parameter.name:
                 raise TieError(

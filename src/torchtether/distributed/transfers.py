@@ -54,6 +54,7 @@ class Transfers:
             yield self._turn(jobs)
 
     def _turn(self, jobs: Sequence[tuple[int, Item]]) -> tuple[Item, Tensor] | None:
+        """Bring one item to each of some writers; return the item of this rank with its tensor, if it is one."""
         me, mine, made = self._ranks.rank, None, {}
         flights: list[Any] = []
         landed: list[tuple[Tensor, Tensor]] = []
@@ -100,12 +101,15 @@ class Transfers:
         return mine, made[""]
 
     def _send(self, memory: Tensor, rank: int) -> Any:
+        """Start to send ``memory`` to ``rank``."""
         return dist.isend(memory, group=self._ranks.group, group_dst=rank)
 
     def _receive(self, memory: Tensor, rank: int) -> Any:
+        """Start to receive ``memory`` from ``rank``."""
         return dist.irecv(memory, group=self._ranks.group, group_src=rank)
 
     def _held(self, item: Item, role: str) -> Tensor:
+        """Return this rank's part of ``item``, or of its part ``role``."""
         tensor = item.shadow if item.name is None else local_of(self._sharded[item.name])
         if isinstance(tensor, Weight) and not isinstance(item.shadow, Weight):
             return tensor.values_of()
@@ -131,6 +135,7 @@ class Transfers:
 
 
 def _parts(tensor: Tensor) -> Mapping[str, Tensor]:
+    """Return the parts of a Weight, or a plain tensor as its one part."""
     return tensor.parts if isinstance(tensor, Weight) else {"": tensor}
 
 

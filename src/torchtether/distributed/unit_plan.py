@@ -150,6 +150,7 @@ def describe_plan(plan: UnitPlan) -> str:
 
 
 def _table(plan: UnitPlan) -> list[str]:
+    """Return the lines of the table of units; like ones that follow each other share a line."""
     rows = [("unit", "per rank", "gathered", "when")]
     for (size, shard, when), units in groupby(plan.units, key=lambda unit: _look(plan, unit)):
         found = list(units)
@@ -160,6 +161,7 @@ def _table(plan: UnitPlan) -> list[str]:
 
 
 def _look(plan: UnitPlan, unit: Unit) -> tuple[int, int, str]:
+    """Return the bytes gathered, the bytes of a shard, and when ``unit`` is gathered."""
     shard = sum(parameter.shard_bytes(plan.ranks) for parameter in unit.parameters)
     if unit.modules == ("",):
         when = "at the start of forward, until the end of backward"
@@ -171,15 +173,18 @@ def _look(plan: UnitPlan, unit: Unit) -> tuple[int, int, str]:
 
 
 def _few(title: str, found: list[str]) -> list[str]:
+    """Return a line under ``title`` for each of the first texts of ``found``."""
     more = [f"{title}: and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return [f"{title}: {line}" for line in found[:_SHOWN]] + more
 
 
 def _cut(label: str) -> str:
+    """Return ``label``, cut in its middle if it is long."""
     return label if len(label) <= 60 else label[:40] + " ... " + label[-15:]
 
 
 def _bytes(count: int) -> str:
+    """Return ``count`` bytes in words."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

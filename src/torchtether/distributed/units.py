@@ -16,6 +16,7 @@ from ..errors import RuleError, TetherError, TieError
 from ..schemes import Plain
 from ..ties.names import named_tensors, nearest
 from ..ties.records import find_ties, recorded_ties
+from ..torch_private.tensors import local_or_itself
 from ..weights.ops.sharding import cut_block, rows_per_rank
 from ..weights.spec import Tie
 from ..weights.weight import Weight
@@ -132,6 +133,7 @@ def _sizes(mesh: Mesh) -> tuple[int, int]:
 
 
 def _wanted(model: nn.Module, unit_types: UnitTypes) -> list[nn.Module]:
+    """Return the modules that ``unit_types`` match; raise RuleError for a type that matches none."""
     kinds = [unit_types] if isinstance(unit_types, (type, str)) else list(unit_types)
     found: dict[int, nn.Module] = {}
     for kind in kinds:
@@ -162,6 +164,7 @@ def _fits(path: str, glob: str) -> bool:
 
 
 def _live_ties(model: nn.Module, faults: list[str]) -> tuple[Tie, ...]:
+    """Return the ties of ``model``; append the fault if they cannot be found."""
     try:
         return find_ties(model)
     except TieError as error:
@@ -201,6 +204,7 @@ def _with_uses(
 
 
 def _traced(model: nn.Module, inputs: Any, warnings: list[str]) -> tuple[Use, ...] | None:
+    """Return the uses of parameters in a forward on meta; ``None`` with a warning if it stops."""
     if inputs is None:
         return None
     try:
@@ -214,12 +218,14 @@ def _traced(model: nn.Module, inputs: Any, warnings: list[str]) -> tuple[Use, ..
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of the text of ``error``."""
     return (str(error).splitlines() or [""])[0]
 
 
 def _units(
     grouping: Grouping, tensors: dict[str, Tensor], uses: tuple[Use, ...] | None, ties: Sequence[Tie]
 ) -> tuple[Unit, ...]:
+    """Return the units with their parameters, in the order of ``grouping``."""
     one: dict[int, int] = {}  # several parameters that will be one
     views: dict[str, list[str]] = {}  # names that are views of an owner
     for tie in ties:
@@ -249,7 +255,8 @@ def _units(
 
 
 def _parameter(names: tuple[str, ...], views: tuple[str, ...], tensor: Tensor, uses: int) -> UnitParameter:
-    local = getattr(tensor, "_local_tensor", tensor)
+    """Return the description of the parameter ``tensor``."""
+    local = local_or_itself(tensor)
     scheme = local.scheme if isinstance(local, Weight) else _PLAIN
     return UnitParameter(names, tuple(tensor.shape), tensor.dtype, scheme, tensor.requires_grad, uses, views)
 
@@ -258,6 +265,7 @@ def _parameter(names: tuple[str, ...], views: tuple[str, ...], tensor: Tensor, u
 
 
 def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[str]:
+    """Return why ``parameter`` cannot be sharded over ``ranks``, a line each."""
     if is_lazy(parameter):
         return [f"{name}: is lazy and has no shape yet. Run one forward first."]
     if parameter.dim() == 0:
@@ -265,7 +273,7 @@ def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[st
     if not parameter.is_contiguous():
         stride = tuple(parameter.stride())
         return [f"{name}: has stride {stride}, and fully_shard takes contiguous parameters only. Make it contiguous."]
-    local = getattr(parameter, "_local_tensor", parameter)
+    local = local_or_itself(parameter)
     if not isinstance(local, Weight) or local.scheme.transparent:
         return []
     shape, scheme = tuple(local.shape), local.scheme
@@ -286,6 +294,7 @@ def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[st
 
 
 def _check_unit(unit: Unit, ranks: int, faults: list[str], warnings: list[str]) -> None:
+    """Append what FSDP2 would refuse in ``unit``, and warn of rows that are not evenly shared."""
     dtypes = {parameter.dtype for parameter in unit.parameters if parameter.requires_grad}
     if len(dtypes) > 1:
         listed = ", ".join(sorted(map(str, dtypes)))

@@ -81,14 +81,18 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
 
 
 def _entering(stack: list[str], name: str) -> Callable[..., None]:
+    """Return the hook that notes that the module ``name`` runs."""
     return lambda *_: stack.append(name)
 
 
 def _leave(stack: list[str]) -> None:
+    """Note that the innermost module has run."""
     stack.pop()
 
 
 class _Watch(TorchFunctionMode):
+    """Record the parameters that torch functions are called with."""
+
     def __init__(self, names: Mapping[int, str], stack: list[str]) -> None:
         super().__init__()
         self._names, self._stack = names, stack

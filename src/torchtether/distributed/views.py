@@ -203,6 +203,8 @@ def give_back(undo: Sequence[tuple[nn.Module, type[nn.Module], Any]]) -> None:
 
 @lru_cache(maxsize=1024)
 def _with_view(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
+    """Return a subclass of ``kind`` that computes the view ``leaf`` whenever it is asked for."""
+
     def get(module: nn.Module) -> Tensor:
         alias = aliases_of(module).get(leaf)
         return alias.now() if alias is not None else nn.Module.__getattr__(module, leaf)  # type: ignore[return-value]

@@ -137,3 +137,8 @@ any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad",
 def storage_id(tensor: Tensor) -> int:
     """The identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def local_or_itself(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, any other tensor itself; ``to_local`` would make a graph of it."""
+    return getattr(tensor, "_local_tensor", tensor)
