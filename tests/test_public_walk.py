@@ -45,7 +45,7 @@ def _swapping(**options):
         pass
 
 
-LOAD = ("quantize", "dtype", "device", "strict", "ties", "rename", "progress", "optimizer", "map")
+LOAD = ("quantize", "dtype", "device", "strict", "ties", "rename", "progress", "optimizer", "mmap")
 SCHEMES = (tt.int8, tt.int4, tt.fp8, tt.nf4, tt.mxfp4, tt.nvfp4)
 
 CALLS = {
