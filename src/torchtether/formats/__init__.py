@@ -24,6 +24,7 @@ from . import (
     torchao,
 )
 from .entry import NOTHING, Contained, Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
+from .evidence import may_recognise
 from .refused import check_refused
 from .rows import ByRows, Cut, cut_rows
 
@@ -88,7 +89,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     Raises CheckpointError for a format that is known and not read.
     """
     for format in FORMATS:
-        found = format.recognise(contents)
+        found = format.recognise(contents) if may_recognise(format, contents) else None
         if found is not None:
             break
     else:

@@ -21,11 +21,15 @@ from ..errors import CheckpointError
 from ..files import Stored
 from . import awq, compressed_tensors, gptq
 from .entry import Contents, Entry, Found
+from .evidence import Evidence
 from .linears import Settings, dynamic_rules, extra_rules, options_of
 from .refused import find_codes
 from .rows import Along
 
 name = "auto-round"
+evidence = Evidence(
+    methods=tuple(who + word for who in ("", "intel/") for word in ("auto-round", "auto_round", "autoround"))
+)
 
 _DEFAULT = "auto_round:auto_gptq"
 _AS_STORED = ("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2", "auto_round:triton")

@@ -28,6 +28,7 @@ from ..schemes import Affine
 from ..schemes import bits as streams
 from ..schemes.blocks import CHUNK, pieces
 from .entry import Contents, Entry, Found, spec_of
+from .evidence import Evidence
 from .gptq import as_bytes
 from .linears import (
     FLOATS,
@@ -45,6 +46,7 @@ from .linears import (
 from .rows import Along, all_along
 
 name = "awq"
+evidence = Evidence(methods=(name,), keys=("qweight\n", "qzeros\n"))
 
 GEMM, GEMV = "gemm", "gemv"
 OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -34,9 +34,11 @@ from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "bitsandbytes"
+evidence = Evidence(methods=(name,), keys=(".quant_state.bitsandbytes__", ".SCB\n"))
 
 STATE = ".quant_state.bitsandbytes__"
 INT8 = Affine(narrow_range=True, unit=7.874015718698502e-3)

@@ -106,6 +106,16 @@ class Contents:
         return frozenset([key.rpartition(".")[2] for key in self.tensors])
 
     @cached_property
+    def key_text(self) -> str:
+        """All keys, each with a newline behind it: one search finds a part or an end of any of them."""
+        return "".join([f"{key}\n" for key in self.tensors])
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether some tensor is in blocks of GGUF."""
+        return any(stored.packing for stored in self.tensors.values())
+
+    @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
         """The dtypes that are stored."""
         return frozenset([stored.dtype for stored in self.tensors.values()])

@@ -24,11 +24,13 @@ from ..files import Stored
 from ..geometry.views import Shape
 from ..schemes import ScaledFloat
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "fp8"
 
 METHODS = ("fp8", "fbgemm_fp8")
+evidence = Evidence(methods=METHODS, keys=("_scale_inv\n",))
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _SPARE = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_scale_inv", ".k_scale", ".v_scale")

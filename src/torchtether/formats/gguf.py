@@ -24,10 +24,12 @@ from ..schemes.bits import unpack as unpacked
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Found, spec_of
+from .evidence import Evidence
 from .gguf_blocks import CODECS
 from .rows import Along, all_along
 
 name = "gguf"
+evidence = Evidence(packings=True)
 suffix = GGUF_SUFFIX
 
 _PIECE = 2**20  # elements that are taken apart at once
@@ -35,7 +37,7 @@ _PIECE = 2**20  # elements that are taken apart at once
 
 def recognise(contents: Contents) -> Found | None:
     """Every quantized tensor; a type without a scheme is a fault. ``None`` unless the file is a GGUF file."""
-    if not any(stored.packing for stored in contents.tensors.values()):
+    if not contents.is_packed:
         return None
     found = Found()
     for key, stored in contents.tensors.items():

@@ -32,6 +32,7 @@ from ..schemes import Affine
 from ..schemes import bits as streams
 from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Found, spec_of
+from .evidence import Evidence
 from .linears import (
     FLOATS,
     Options,
@@ -48,6 +49,7 @@ from .linears import (
 from .rows import Along
 
 name = "gptq"
+evidence = Evidence(methods=(name,), files=("quantize_config.json",), keys=("qweight\n",))
 
 WIDTHS = range(2, 9)
 _SIDE = "quantize_config.json"

@@ -24,8 +24,10 @@ from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 
 name = "hqq"
+evidence = Evidence(methods=(name,), keys=(".W_q\n",))
 
 PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "2bit_u8": 2, "1bit_u8": 1}
 DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}

@@ -24,9 +24,11 @@ from ..files import Stored
 from ..schemes import ScaledFloat, Scheme
 from ..schemes.biased import Biased
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "mlx"
+evidence = Evidence(config=("quantization",), dtypes=(torch.uint32,))
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -27,9 +27,11 @@ from ..files import Stored
 from ..geometry.views import Shape
 from ..schemes import ScaledFloat
 from .entry import NOTHING, Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "modelopt"
+evidence = Evidence(methods=(name,), files=("hf_quant_config.json",))
 
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 ALGORITHMS = {

@@ -18,9 +18,11 @@ from ..files import Stored
 from ..schemes import ScaledFloat
 from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Found
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "mxfp4"
+evidence = Evidence(methods=(name,), keys=("_blocks\n",))
 
 SCHEME = ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -13,8 +13,10 @@ from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Found
+from .evidence import Evidence
 
 name = "native"
+evidence = Evidence(record=True)
 
 
 def recognise(contents: Contents) -> Found | None:

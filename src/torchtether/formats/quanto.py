@@ -26,8 +26,10 @@ from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 
 name = "quanto"
+evidence = Evidence(methods=(name,), files=("quanto_qmap.json",), config=("_quanto_qmap",), keys=("._data\n",))
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}

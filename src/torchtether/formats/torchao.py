@@ -31,9 +31,11 @@ from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, Block, pieces
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "torchao"
+evidence = Evidence(metadata=("tensor_names",))
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
