@@ -252,7 +252,7 @@ class LoadPlan:
                     exchange.safe_point()
                     made += _mapped(step, given, tick) if id(step) in mapped else _contents(step, given, tick, batch)
                 exchange.during(batch.run, tick)
-                exchange.put_own(held, made)
+                exchange.put_each(held, made, is_own=True)
                 keep_loading(self.model, exchange, names_of_weights(fresh))
                 self._done.update([step.name for step in plain])
                 self._done.update(name for step in fresh for name in step.component.names)
