@@ -72,7 +72,9 @@ def convert(
         _check_shared(work, dtype)
         exchange.check(tensors)
         if place is None:
-            exchange.put_each(lone, map(methodcaller("to", dtype), lone))  # each of them is to have it: nothing else differs
+            exchange.put_each(
+                lone, map(methodcaller("to", dtype), lone)
+            )  # each of them is to have it: nothing else differs
         else:
             exchange.put_each(lone, (converted(tensor, dtype, place) for tensor in lone))
         for component in work:
