@@ -177,7 +177,7 @@ def test_weights_over_a_part_of_common_memory_are_refused_before_anything_change
 @pytest.mark.parametrize("has_grads", [True, False], ids=["grads", "no grads"])
 @pytest.mark.parametrize("atomic", ["checked", "full"])
 def test_contents_of_its_own_are_put_as_any_others(kind, has_grads, atomic):
-    """``put_each`` with ``is_own``: every tensor in new memory of its own, views among them cut from something larger."""
+    """``put_each`` with ``is_own``: every tensor in new memory, views among them cut from something larger."""
     found = []
     for is_quick in (True, False):
         made = rig(kind, "sgd")

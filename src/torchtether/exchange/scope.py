@@ -52,8 +52,8 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 
     The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
     and puts it back; it takes the lock of all converters, so a second thread waits.  Other threads that call stock
-    conversions meanwhile get torch's own swapping, without this care: ``_apply`` and ``load_state_dict`` of ``nn.Module``,
-    which the scope replaces until its end, are torch's own for them.
+    conversions meanwhile get torch's own swapping, without this care: ``_apply`` and ``load_state_dict`` of
+    ``nn.Module``, which the scope replaces until its end, are torch's own for them.
 
     Args:
         model: checked on entry. Needed for state dicts that lack aliases; the rest works for any model in the scope.
