@@ -1,8 +1,9 @@
-"""The names of dtypes in files and records, without ``torch.`` before them."""
+"""The names of dtypes in files and records, and copies of dtypes that have none of their own."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .errors import SchemeError
 
@@ -21,3 +22,10 @@ def dtype_from_name(name: str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
         raise SchemeError(f"unknown dtype {name!r}")
     return _DTYPES[name]
+
+
+def copyable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, its bytes instead of floats of 8 bits: not every device copies those into strided places."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg()

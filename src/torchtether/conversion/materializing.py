@@ -21,7 +21,7 @@ from ..geometry.blocks import is_strided
 from ..ties.components import Component, find_components
 from ..ties.names import named_tensors
 from ..ties.records import tie_of
-from ..ties.spans import member_view, span_tensor
+from ..ties.spans import member_view, plain_values, span_tensor
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
 from .recording import Recipe, Recorder, Replay, recording
@@ -230,7 +230,7 @@ def _replayed(
     span = torch.zeros_like(span_tensor(component), device=device)
     if not isinstance(span, Weight) and component.nbytes:
         target = member_view(span, members[owner])
-        (target.values_of() if isinstance(target, Weight) else target).copy_(value)
+        plain_values(target).copy_(value)
     for member in members:
         yield member.tensor, member_view(span, member)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,17 @@ from torch.utils.hooks import RemovableHandle
 from .. import compiled
 from .._checks import check_module
 from ..errors import ConversionError, SchemeError
-from ..exchange.exchange import Exchange
+from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..schemes import Scheme
 from ..ties.components import Component, Member, find_components
 from ..ties.names import is_sharded
 from ..ties.records import tie_of
-from ..ties.spans import member_view, span_tensor
+from ..ties.spans import member_view, plain_values, span_tensor
 from ..weights.module_load import module_load
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
 from .selection import Rules, schemes_for
-
-Atomic = Literal["checked", "full"]
 
 _CHUNK = 2**20
 """Elements looked at in one go by the check for values that no scheme holds."""
@@ -155,7 +153,7 @@ def _owner(component: Component, tie: Tie | None) -> Member:
 
 def _wrapped(tensor: Tensor) -> Tensor:
     """The memory itself, where a transparent Weight wraps it, so that views stay views."""
-    return (tensor.values_of() if isinstance(tensor, Weight) else tensor).detach()
+    return plain_values(tensor).detach()
 
 
 def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None:
@@ -163,7 +161,7 @@ def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None
     tensor = _owner(component, tie).tensor.detach()
     if scheme.transparent or tensor.is_meta:
         return
-    values = tensor.values_of() if isinstance(tensor, Weight) else tensor
+    values = plain_values(tensor)
     rows = values.view(1) if values.dim() == 0 else values
     step = max(_CHUNK // max(rows[:1].numel(), 1), 1)
     is_large = False

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
 from ..ties.components import Component, parted
-from ..ties.spans import member_view
+from ..ties.spans import member_view, plain_values
 from ..torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
 from .module_caches import Caches
@@ -301,7 +301,7 @@ class StockCall:
         else:
             span = self._joined_span(component)
             for member in sorted(members, key=lambda member: id(member.tensor) in self._given):
-                plain, room = _values(member.tensor), _values(member_view(span, member))
+                plain, room = plain_values(member.tensor).detach(), plain_values(member_view(span, member)).detach()
                 room.copy_(plain)
         for member in members:
             Replacement(member.tensor, member_view(span, member)).apply()
@@ -351,12 +351,8 @@ def same_values(one: Tensor, two: Tensor) -> bool:
     if type(one) is type(two) and is_wrapper(one) and not isinstance(one, Weight):  # of others: few know ==
         names, others = one.__tensor_flatten__()[0], two.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return names == others and all(same_values(getattr(one, name), getattr(two, name)) for name in names)
-    one, two = _values(one), _values(two)
+    one, two = plain_values(one).detach(), plain_values(two).detach()
     return bool(((one == two) | ((one != one) & (two != two))).all())
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.values_of() if isinstance(tensor, Weight) else tensor.detach()
 
 
 def _is_joined(component: Component) -> bool:

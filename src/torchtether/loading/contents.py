@@ -33,7 +33,7 @@ from ..renaming.steps import Rename
 from ..ties.components import Member, find_components
 from ..ties.edit import tie, untie
 from ..ties.names import named_tensors
-from ..ties.spans import member_view, span_tensor
+from ..ties.spans import member_view, plain_values, span_tensor
 from ..weights.module_load import encoded_as
 from ..weights.ops.rows import part_rows
 from ..weights.spec import WeightSpec, order_of
@@ -539,7 +539,7 @@ def _mapped(step: Step, given: Arranged, tick: Tick) -> list[Tensor]:
 def _dressed(made: list[Tensor], step: Step) -> list[Tensor]:
     """Plain contents as Weights where the rules ask for a transparent scheme, with their tie."""
     if step.scheme is not None:
-        made = [Weight.encode(_memory(tensor), step.scheme) for tensor in made]
+        made = [Weight.encode(plain_values(tensor), step.scheme) for tensor in made]
     is_tied = len(step.component.members) > 1 or isinstance(made[0], Weight)
     return [_with_tie(new, step) for new in made] if is_tied else made
 
@@ -557,7 +557,7 @@ def _encoded(step: Step, given: Arranged, tick: Tick) -> Weight:
         if isinstance(held, Weight) and held.scheme == step.scheme:
             made = encoded_as(held, values)
         else:
-            made = Weight.encode(_memory(values), step.scheme)
+            made = Weight.encode(plain_values(values), step.scheme)
     except SchemeError as error:
         raise error.named(step.name) from None
     return cast(Weight, made.to(step.dtype))
@@ -650,10 +650,10 @@ def _plain(
         made = [member_view(span, member) for member in component.members]
     place = given.rows_in(step.sources[0].name) if len(step.sources) == 1 else None
     if batch is not None and place is not None:
-        given.checkpoint.store.read_later(place[0], _memory(made[step.sources[0].member]), batch, place[1])
+        given.checkpoint.store.read_later(place[0], plain_values(made[step.sources[0].member]), batch, place[1])
         return made
     for source in reversed(step.sources):
-        given.read_into(source.name, _memory(made[source.member]), tick)
+        given.read_into(source.name, plain_values(made[source.member]), tick)
     return made
 
 
@@ -667,10 +667,6 @@ def _empty(step: Step, member: Member, given: Arranged, dtype: torch.dtype) -> T
         stride = spec.stride
     made = fresh(tuple(held.shape), dtype, step.device, stride)
     return held.around(made) if isinstance(held, Weight) else made
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    return tensor.values_of() if isinstance(tensor, Weight) else tensor
 
 
 def _index(step: Step) -> int:

@@ -25,7 +25,7 @@ def span_tensor(component: Component) -> Tensor:
         return first if is_lazy(first) else first.detach()
     dtype = component.dtype or torch.uint8
     for member in component.members:
-        tensor = _memory(member.tensor)
+        tensor = plain_values(member.tensor)
         offset = component.start - (blocks_of(tensor)[0].start - tensor.storage_offset() * tensor.element_size())
         storage = tensor.untyped_storage()
         if offset >= 0 and offset + component.nbytes <= storage.nbytes() and offset % dtype.itemsize == 0:
@@ -57,7 +57,8 @@ def member_view(span: Tensor, member: Member) -> Tensor:
     return tensor.around(made) if isinstance(tensor, Weight) else made
 
 
-def _memory(tensor: Tensor) -> Tensor:
+def plain_values(tensor: Tensor) -> Tensor:
+    """Return the values of a Weight, without a copy where it is transparent; any other tensor as it is."""
     return tensor.values_of() if isinstance(tensor, Weight) else tensor
 
 
