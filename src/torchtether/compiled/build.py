@@ -16,7 +16,7 @@ from .toolchain import (
     compiler_version,
     find_built,
     find_compiler,
-    has_failed,
+    find_failure,
     is_switched_off,
     own_folder,
     processor_flags,
@@ -63,7 +63,7 @@ class Build:
         if (built := find_built(self._folder, self._name)) is not None:
             self._open(built)
         elif is_ended:
-            failed = has_failed(self._folder, self._name)
+            failed = find_failure(self._folder, self._name)
             self._settle(f"the compiler failed: {failed}" if failed else "the compiler did not end its work")
         return self._library
 
@@ -72,7 +72,7 @@ class Build:
         if self.library() is not None or self._is_settled or self._is_begun:
             return
         assert self._folder is not None
-        if (failed := has_failed(self._folder, self._name)) is not None:
+        if (failed := find_failure(self._folder, self._name)) is not None:
             self._settle(f"the compiler failed: {failed}")
             return
         lock, compiler = self._lock(), find_compiler("CC", _COMPILERS)

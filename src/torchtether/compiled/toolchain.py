@@ -129,7 +129,7 @@ def build(steps: Sequence[Sequence[str]], folder: Path, name: str) -> str:
     return ""
 
 
-def has_failed(folder: Path, name: str) -> Path | None:
+def find_failure(folder: Path, name: str) -> Path | None:
     """Where it is written that the compiler failed, ``None`` where that is older than a day, or did not happen."""
     path = folder / f"{name}.failed"
     try:

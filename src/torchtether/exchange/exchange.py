@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from .._signals import Arguments, Deferred, Result, renewed_after_fork, take
 from ..errors import ConversionError, TetherError
+from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards
 from ..torch_private.tensors import as_class, reset, swap_impl
-from ..torch_private.versions import check_torch
 from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .refusals import check_held, check_place, format_names, is_distributed, names_of
@@ -63,7 +63,8 @@ class Exchange:
         self._signals = Deferred()
 
     def __enter__(self) -> Exchange:
-        check_torch()
+        if versions.MISSING:
+            versions.refuse_torch()
         self._signals.begin()
         try:
             take(LOCK, self._signals)

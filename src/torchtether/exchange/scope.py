@@ -22,9 +22,9 @@ from ..errors import TetherError
 from ..ties.components import find_components
 from ..ties.names import named_tensors
 from ..ties.records import tie_of
+from ..torch_private import versions
 from ..torch_private.modules import Method, current_method, replace_method
 from ..torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes
-from ..torch_private.versions import check_torch
 from ..weights.spec import order_of
 from ..weights.weight import Weight
 from .exchange import LOCK
@@ -84,7 +84,8 @@ class _Swapping(ContextDecorator):
         return _Swapping(self._model, self._optimizer)
 
     def __enter__(self) -> None:
-        check_torch()
+        if versions.MISSING:
+            versions.refuse_torch()
         if self._model is not None:
             check_module(self._model)
         optimizers = optimizers_of(self._optimizer)

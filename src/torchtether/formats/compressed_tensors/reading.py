@@ -170,7 +170,7 @@ def _agree(group: Group, kind: str, widths: range | tuple[int, ...], formats: tu
 def _integers(module: Module, args: Args) -> Reading:
     shape = module.stored("weight").shape
     scale, block = _blocks(module, args, shape)
-    is_symmetric = _is_symmetric(module, args)
+    is_symmetric = _check_zero_point(module, args)
     if not is_symmetric:
         module.checked("zero_point", (torch.int8,), scale, f"{args}")
     scheme = Affine(8, symmetric=is_symmetric, block=block, scale_dtype=module.stored("scale").dtype)
@@ -184,7 +184,7 @@ def _packed(module: Module, args: Args) -> Reading:
     scale, block = _blocks(module, args, shape)
     roles = {"packed": "packed", "scale": "scale"}
     zeros: Shape | None = None
-    is_symmetric = _is_symmetric(module, args)
+    is_symmetric = _check_zero_point(module, args)
     if not is_symmetric and module.stored("zero_point").dtype == torch.int8:
         module.checked("zero_point", (torch.int8,), scale, f"{args}")
         roles["zero_point"] = "zero_point"
@@ -192,7 +192,7 @@ def _packed(module: Module, args: Args) -> Reading:
         zeros = module.checked("zero_point", (torch.int32,), module.stored("zero_point").shape, "").shape
         roles["packed_zero_point"] = "zero_point"
     width, dense = _packing(module, args, shape, zeros, scale[-1])
-    is_ordered = _is_ordered(module, args, shape, scale, block)
+    is_ordered = _check_order(module, args, shape, scale, block)
     if is_ordered:
         roles["g_idx"] = "g_idx"
     dtype = module.stored("scale").dtype
@@ -246,8 +246,8 @@ def _stated_shape(module: Module, packed: Stored) -> Shape:
     return shape
 
 
-def _is_ordered(module: Module, args: Args, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
-    """Whether ``weight_g_idx`` puts columns into other groups than their neighbours'."""
+def _check_order(module: Module, args: Args, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
+    """Return whether ``weight_g_idx`` puts columns into other groups than their neighbours'. Raise Fault if it cannot."""
     if "g_idx" not in module:
         if args.is_reordered and scale[-1] > 1 and block[1] is not None:
             raise Fault("its weight_g_idx is absent, and the config says that columns are reordered (actorder: group)")
@@ -262,8 +262,8 @@ def _is_ordered(module: Module, args: Args, shape: Shape, scale: Shape, block: t
     return not torch.equal(g_idx, torch.arange(shape[-1], dtype=torch.int32) // block[1])
 
 
-def _is_symmetric(module: Module, args: Args) -> bool:
-    """Without zero points; where they are stored they count, whatever the config says."""
+def _check_zero_point(module: Module, args: Args) -> bool:
+    """Return whether no zero points are stored, whatever the config says. Raise Fault if it asks for absent ones."""
     if "zero_point" not in module and args.symmetric is False:
         raise Fault("its weight_zero_point is absent, and config.json says that it is not symmetric")
     return "zero_point" not in module
