@@ -13,12 +13,12 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` as ``"float32"``."""
+    """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """``"float32"`` as ``torch.float32``; raises SchemeError for anything that is not a dtype's name."""
+    """Return ``torch.float32`` for ``"float32"``; raise SchemeError for anything that is not a dtype's name."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise SchemeError(f"unknown dtype {name!r}")
     return _DTYPES[name]

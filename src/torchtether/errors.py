@@ -41,7 +41,7 @@ class TetherError(Exception):
         super().__init__(" ".join(text.split()))
 
     def named(self, name: str) -> TetherError:
-        """The same error about ``name``; a name that is already there stays."""
+        """Return the same error about ``name``; a name that is already there stays."""
         return self if self.name else type(self)(self.what, name=name, fix=self.fix)
 
 

@@ -57,7 +57,9 @@ def recipe(
     order: tuple[int, ...] = tuple(range(16)),
     **more: float,
 ) -> Recipe | None:
-    """A recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if the loops know no such.
+    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``.
+
+    ``None`` if the loops know no such.
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
@@ -78,7 +80,7 @@ def recipe(
 
 
 def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:
-    """Whether ``parts`` hold the codes and scales of ``values``; if not, they hold anything.
+    """Return whether ``parts`` hold the codes and scales of ``values``; if not, they hold anything.
 
     They do not where the loops are not at hand, or a number is not finite.
     """
@@ -98,7 +100,7 @@ def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tenso
 def encode_file(
     recipe: Recipe | None, descriptor: int, at: int, rows: int, room: Tensor, parts: Mapping[str, Tensor]
 ) -> bool:
-    """As ``encode_rows``, of ``rows`` that the file holds from byte ``at`` on, read through ``room`` piece by piece.
+    """Encode ``rows`` that the file holds from byte ``at`` on, read through ``room`` piece by piece.
 
     It is also not done where the file cannot be read.
     """
@@ -115,6 +117,6 @@ def encode_file(
 
 
 def _addresses(recipe: Recipe, places: list[Tensor]) -> tuple[int, int | None, int]:
-    """Of scales, zero points and codes."""
+    """Return the addresses of scales, zero points and codes."""
     codes, scale, *zero = places
     return scale.data_ptr(), zero[0].data_ptr() if zero else None, codes.data_ptr()

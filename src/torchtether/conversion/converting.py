@@ -30,7 +30,9 @@ def convert(
     optimizer: Optimizers = None,
     atomic: Atomic = "checked",
 ) -> Model:
-    """Every float or complex tensor of ``model`` is of ``dtype``, and every tensor on ``device``; returns ``model``.
+    """Convert every float or complex tensor of ``model`` to ``dtype``, and move every tensor to ``device``.
+
+    Returns ``model``.
 
     Parameters and buffers are the objects that they were, with grads, hooks, ``requires_grad`` and attributes; what
     shared memory still does, and was converted once.  Tensors that are right already are not touched.  A Weight takes
@@ -90,7 +92,10 @@ def convert(
 
 
 def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
-    """``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``. Runs once per piece of memory."""
+    """Return ``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``.
+
+    Runs once per piece of memory.
+    """
     if torch.is_grad_enabled():
         tensor = tensor.detach()
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -107,7 +112,7 @@ def _differs(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | N
 
 
 def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, exchange: Exchange) -> None:
-    """What ``.to`` would do wrong silently, or refuse half way."""
+    """Raise ConversionError for what ``.to`` would do wrong silently, or refuse half way."""
     if type(tensor) not in STOCK and is_lazy(tensor):
         return  # the exchange says so
     if device is not None and tensor.is_meta and device.type != "meta":
@@ -133,7 +138,7 @@ def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | Non
 
 
 def _check_shared(components: list[Component], dtype: torch.dtype | None) -> None:
-    """Memory that several tensors share can be converted as one."""
+    """Raise ConversionError unless memory that several tensors share can be converted as one."""
     for component in components:
         if len(component.members) == 1:
             continue

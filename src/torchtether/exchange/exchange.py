@@ -102,7 +102,7 @@ class Exchange:
             self._journal.append(undo)
 
     def check(self, held: Iterable[Tensor]) -> None:
-        """Returns if every tensor of ``held`` can be exchanged now; nothing is changed.
+        """Check that every tensor of ``held`` can be exchanged now; nothing is changed.
 
         Raises ConversionError naming all that cannot, with their aliases, who holds them, and what to do.
         """
@@ -177,7 +177,7 @@ class Exchange:
             raise
 
     def _swap(self, held: Tensor, shell: Tensor) -> None:
-        """The one step of a simple exchange."""
+        """Swap ``held`` with ``shell``: the one step of a simple exchange."""
         change = (held, held.dtype, held.device)
         noted = self._changes.setdefault(id(held), change)
         try:
@@ -236,5 +236,5 @@ class Exchange:
             ) from error
 
     def name(self, held: Tensor) -> str:
-        """The names under which the model has ``held``, in words; they take a walk, so only errors ask."""
+        """Return the names under which the model has ``held``, in words; they take a walk, so only errors ask."""
         return format_names(names_of(self._model).get(id(held), ()))

@@ -23,7 +23,7 @@ _NUMBERS = {"step", "mu_product", "mu", "eta"}
 
 
 def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """The optimizers meant by one, several or none."""
+    """Return the optimizers meant by one, several or none."""
     if optimizer is None:
         return ()
     if hasattr(optimizer, "param_groups") and not isinstance(optimizer, type):
@@ -46,7 +46,7 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
-    """Returns if the optimizer holds every trainable parameter of ``model``, and no other tensor.
+    """Raise OptimizerError unless the optimizer holds every trainable parameter of ``model``, and no other tensor.
 
     Frozen parameters may be absent. Several optimizers are taken together.
 
@@ -66,7 +66,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
 
 
 def check_belongs(model: nn.Module, optimizer: Optimizers) -> None:
-    """Returns unless an optimizer is that of another model, or of this one before its parameters were replaced.
+    """Refuse an optimizer of another model, or of this one before its parameters were replaced.
 
     More lenient than ``check_optimizer``: one that trains a part of the model, or a loss beside it, can follow.
     """
@@ -134,7 +134,7 @@ Before = tuple[Tensor, torch.dtype, torch.device]
 
 
 def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | None = None) -> None:
-    """State tensors are on their parameter's device, and in its dtype where they had its old one.
+    """Move state tensors to their parameter's device, and to its dtype where they had its old one.
 
     A state tensor changes dtype if it had the parameter's old one, float or complex, and is no step counter or the
     like: so moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU,

@@ -36,7 +36,7 @@ _LOAD = "load_state_dict"
 
 
 def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> AbstractContextManager[None]:
-    """Inside, stock ``.to()``, ``.bfloat16()``, ``.to_empty()`` and ``load_state_dict`` keep what they change attached.
+    """Keep attached what stock ``.to()``, ``.bfloat16()``, ``.to_empty()`` and ``load_state_dict`` change inside.
 
     Parameters and buffers are the objects that they were, with ties (object, view, buffer), grads, hooks of both kinds,
     attributes and classes; state of ``optimizer`` (one or several) follows.  What holds a parameter is found before the
@@ -100,7 +100,7 @@ class _Swapping(ContextDecorator):
             self._stack = stack.pop_all()
 
     def _open(self, stack: ExitStack, optimizers: tuple[Optimizer, ...]) -> None:
-        """Everything is switched on; ``stack`` switches it off."""
+        """Switch everything on; ``stack`` switches it off."""
         scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers), self._signals)
         stack.callback(scope.end_call)
         if self._model is not None:
@@ -173,7 +173,7 @@ class _Scope(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_safe(self, func: Callable[..., Any]) -> bool:
-        """Whether nobody is in the middle of an exchange, or of several over one memory, when ``func`` is called."""
+        """Return whether no exchange, or of several over one memory, is under way when ``func`` is called."""
         if func is Tensor.module_load:
             return self._call is None or not self._call.is_splitting()
         return not _waits(sys._getframe())
@@ -210,7 +210,7 @@ class _Scope(TorchFunctionMode):
 
     @contextmanager
     def _stock_call(self, frame: FrameType, module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Inside, a stock call converts, and no function mode of ours looks on; that alone would double its time."""
+        """Convert inside as a stock call, while no function mode of ours looks on; that alone would double its time."""
         self._modes = function_modes()
         try:
             set_function_modes([mode for mode in self._modes if mode not in _scopes])
@@ -254,7 +254,7 @@ class _Scope(TorchFunctionMode):
                 raise error  # torch has caught it, and would repeat it for every name
 
     def end_call(self) -> None:
-        """What the last stock call changed is attached again."""
+        """Attach again what the last stock call changed."""
         call, self._call, self.frame = self._call, None, None
         if call is not None:
             call.end()
@@ -323,7 +323,10 @@ _WHOLE = {
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a signal that arrives in ``frame`` waits: while the scope begins or ends, and during a stock call."""
+    """Return whether a signal that arrives in ``frame`` waits.
+
+    It waits while the scope begins or ends, and during a stock call.
+    """
     call = _scopes[-1].frame if _scopes else None
     while frame is not None:
         if frame.f_code in _WHOLE or frame is call:
@@ -333,7 +336,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def _leave_others() -> None:
-    """In a forked process, which has one thread, the scopes of the others have ended."""
+    """Close, in a forked process, which has one thread, the scopes of the others."""
     for scope in reversed(_scopes):
         if scope.thread != get_ident():
             scope.process.close()
@@ -359,14 +362,14 @@ def _is_running(frame: FrameType) -> bool:
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """The module whose method ``frame`` runs: its first argument, whatever that is called."""
+    """Return the module whose method ``frame`` runs: its first argument, whatever that is called."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return first if isinstance(first, nn.Module) else None
 
 
 def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Names of tied tensors that the state dict lacks are there, as the owner's tensor or a view of it."""
+    """Add the names of tied tensors that the state dict lacks, as the owner's tensor or a view of it."""
     known = set(module.state_dict(keep_vars=True))
     tensors = named_tensors(module)
     for component in find_components(module):

@@ -65,7 +65,7 @@ class Batch:
         self._nbytes = 0
 
     def read(self, file: ReadableFile, key: str, out: Tensor, first: int = 0) -> None:
-        """``out``, of any strides, dtype and device, is to have the values of ``key`` from its row ``first`` on.
+        """Have ``out``, of any strides, dtype and device, filled with ``key`` from its row ``first`` on.
 
         Bytes that need no change go straight there, unseen by autograd; others go through scratch of at most ``SLICE``
         per thread.
@@ -82,7 +82,7 @@ class Batch:
             at += piece.numel() * stored.dtype.itemsize
 
     def fill(self, places: Iterable[tuple[ReadableFile, str, int, Tensor]]) -> None:
-        """Each tensor, contiguous and on the CPU, is to have the bytes that the file has from that place on.
+        """Have each tensor, contiguous and on the CPU, filled with the bytes of the file from that place on.
 
         The key is the one that an error names.
         """
@@ -103,7 +103,7 @@ class Batch:
         use: Callable[[Tensor], object],
         straight: Straight | None = None,
     ) -> None:
-        """``use`` is to be called, on some thread, with those rows of ``key``, which it must not keep.
+        """Have ``use`` called, on some thread, with those rows of ``key``, which it must not keep.
 
         ``straight`` may do it all itself: it is given the open file, where in it the rows begin, and the scratch of its
         thread, and says whether it has. If not, the rows are read.
@@ -137,7 +137,7 @@ class Batch:
         self._nbytes += nbytes
 
     def run(self, tick: Tick) -> None:
-        """Everything is read, and used. Raises CheckpointError, naming the file and the key."""
+        """Read everything, and use it. Raise CheckpointError, naming the file and the key."""
         jobs = sorted([*self._jobs, *self._joined()], key=itemgetter(0, 1))
         self._reads, self._jobs = [], []
         if self._nbytes > _WORTHWHILE:
@@ -148,7 +148,10 @@ class Batch:
                 tick(job(room))
 
     def _joined(self) -> list[tuple[int, int, Job]]:
-        """The reads as jobs: what follows each other in a file is one, of at most ``SLICE``; what is larger is cut."""
+        """Return the reads as jobs: what follows each other in a file is one, of at most ``SLICE``.
+
+        What is larger is cut.
+        """
         jobs: list[tuple[int, int, Job]] = []
         parts: list[_Part] = []
         first = size = 0
@@ -171,7 +174,7 @@ class Batch:
 
 
 def _spans(parts: list[_Part]) -> list[int]:
-    """Address and length of each of the parts."""
+    """Return address and length of each of the parts."""
     found: list[int] = []
     for _, out, start, stop in parts:
         found += out.data_ptr() + start, stop - start

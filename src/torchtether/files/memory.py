@@ -29,7 +29,7 @@ _ROOMS: WeakSet[mmap.mmap] = WeakSet()
 
 
 def scratch(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor for a short while; its memory is the system's again as soon as it is dropped.
+    """Return an uninitialised CPU tensor for a short while; its memory is the system's again as soon as it is dropped.
 
     ``torch.empty`` allocates with malloc, which keeps up to 64 MB of what is freed for itself.
     """
@@ -46,7 +46,9 @@ def _anonymous(nbytes: int) -> mmap.mmap:
 
 
 def clear_of(at: int, address: int = 0) -> int:
-    """How far behind ``address``, by default any begin of a page, to read what a file has from byte ``at`` on: 0 or 64.
+    """Return how far behind ``address``, by default any begin of a page, to read what a file has from byte ``at`` on.
+
+    0 or 64.
 
     The system copies from pages of its own, in which a byte lies as far behind the begin of a page as in the file.
     Where a copy begins less than 32 bytes behind its original, as far as addresses within a page tell, processors may
@@ -64,7 +66,9 @@ def fresh(
     *,
     at: int = 0,
 ) -> Tensor:
-    """An uninitialised tensor, contiguous unless its strides are given; a large one on the CPU lies on huge pages.
+    """Return an uninitialised tensor, contiguous unless its strides are given.
+
+    A large one on the CPU lies on huge pages.
 
     Half of the time of a load can go into the first touch of 4 KB pages. Memory of ``torch.empty`` begins somewhere
     within a huge page, so a part of every tensor would still lie on small ones: this begins on one, in a mapping of its
@@ -88,7 +92,7 @@ def fresh(
 
 
 def fresh_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[Tensor]:
-    """``fresh`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
+    """Return ``fresh`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
 
     Small memory comes past torch's dispatcher, if nothing looks on there.
     """
@@ -104,7 +108,7 @@ def fresh_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[T
 
 @lru_cache(maxsize=4096)
 def _layout(shape: Shape, stride: Shape | None, dtype: torch.dtype) -> tuple[Shape, int]:
-    """The strides and the bytes of such a tensor. Thousands have a few shapes, and most are small."""
+    """Return the strides and the bytes of such a tensor. Thousands have a few shapes, and most are small."""
     if stride is None:
         made = torch.empty(shape, dtype=dtype, device="meta")
     else:
@@ -113,7 +117,7 @@ def _layout(shape: Shape, stride: Shape | None, dtype: torch.dtype) -> tuple[Sha
 
 
 def private_map(descriptor: int) -> mmap.mmap:
-    """The whole file, in memory when it is used; what is written there stays there and never reaches the file.
+    """Return the whole file, in memory when it is used; what is written there stays there and never reaches the file.
 
     Without a reservation, because a file that is larger than the memory could not be mapped otherwise.
     """
@@ -124,7 +128,7 @@ def private_map(descriptor: int) -> mmap.mmap:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, not copied; they keep the tensor alive.
+    """Return the bytes of a contiguous CPU tensor, writable, not copied; they keep the tensor alive.
 
     In a sixth of the time that torch and numpy take for it, which counts when there are thousands of tensors.
     """
@@ -137,7 +141,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """Views that make up ``tensor`` in row-major order, each of at most ``limit`` bytes (or of one element).
+    """Yield views that make up ``tensor`` in row-major order, each of at most ``limit`` bytes (or of one element).
 
     >>> [piece.tolist() for piece in pieces(torch.arange(6).view(2, 3).t(), 16)]
     [[0, 3], [1, 4], [2, 5]]

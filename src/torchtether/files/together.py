@@ -25,7 +25,7 @@ class Room:
         self._memory: Tensor | None = None
 
     def take(self, shape: Shape, dtype: torch.dtype, at: int) -> Tensor:
-        """An uninitialised CPU tensor, until the next ``take``, for what a file has from byte ``at`` on."""
+        """Return an uninitialised CPU tensor, until the next ``take``, for what a file has from byte ``at`` on."""
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         if self._memory is None or self._memory.nbytes < nbytes + SHIFT:
             self._memory = None  # the old one goes before the new one comes
@@ -43,7 +43,7 @@ _TOLD = 16 * 2**20
 
 
 def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
-    """Every job is done, by a few threads, begun in the order given; ``tick`` is told how much, on this thread.
+    """Do every job, by a few threads, begun in the order given; ``tick`` is told how much, on this thread.
 
     After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are waited
     for, and the error is raised. No thread is left in any case.

@@ -54,7 +54,7 @@ PLAIN = "safetensors"
 
 
 def register(format: Format) -> None:
-    """``format``, of one's own, is read from now on, before all but our native one, and written if it can be.
+    """Register ``format``: it is read from now on, before all but our native one, and written if it can be.
 
     It is a module or object with ``name``, ``recognise`` and ``unpack``, and to be written ``layout``, ``pack`` and
     ``announce``; ``tt.testing.check_format`` says whether it does as the others do.
@@ -83,7 +83,9 @@ def register(format: Format) -> None:
 
 
 def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry]]:
-    """The format of a checkpoint (``None``: plain tensors), what it found, and every tensor by name, quantized or not.
+    """Return the format of a checkpoint, what it found, and every tensor by name, quantized or not.
+
+    ``None`` is the format of plain tensors.
 
     Weights with a fault, and keys that only belong to the format, are not among the tensors.
     Raises CheckpointError for a format that is known and not read.
@@ -110,7 +112,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
 
 
 def writable(name: str) -> Writable:
-    """The format called ``name``, to write; raises CheckpointError, naming those that can be written."""
+    """Return the format called ``name``, to write; raise CheckpointError, naming those that can be written."""
     for format in WRITABLE:
         if format.name == name:
             return format
@@ -121,7 +123,7 @@ def writable(name: str) -> Writable:
 
 
 def restated(config: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what a format said in it, and with what another has ``said``.
+    """Return ``config.json`` without what a format wrote into it, and with what another writes (``said``).
 
     >>> restated({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
     {'model_type': 'llama'}

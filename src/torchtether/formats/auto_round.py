@@ -37,7 +37,7 @@ _FILE = "config.json"
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every module with a ``qweight``, read as GPTQ or as AWQ."""
+    """Return every module with a ``qweight``, read as GPTQ or as AWQ."""
     method = contents.method.removeprefix("intel/").replace("_", "-")
     if method not in (name, "autoround"):
         return None
@@ -69,21 +69,21 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts, as the format in whose way they are packed has them."""
+    """Return the parts, as the format in whose way they are packed has them."""
     if "dense" in entry.options:
         return compressed_tensors.unpack(entry, tensors)
     return awq.unpack(entry, tensors) if "version" in entry.options else gptq.unpack(entry, tensors)
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """As the format in whose way it is packed has them."""
+    """Return the rows as the format in whose way the entry is packed has them."""
     if "dense" in entry.options:
         return compressed_tensors.rows(entry, tensors)
     return awq.rows(entry, tensors) if "version" in entry.options else gptq.rows(entry, tensors)
 
 
 def _restated(contents: Contents) -> Contents:
-    """``contents`` with the config that compressed-tensors would have for the same weights."""
+    """Return ``contents`` with the config that compressed-tensors would have for the same weights."""
     config = contents.quantization
     size = config.get("group_size")
     is_group = type(size) is int and size > 0
@@ -104,7 +104,7 @@ def _restated(contents: Contents) -> Contents:
 
 
 def _kind(packing: str) -> str | None:
-    """How weights are packed; ``None`` if in none of the ways that are read."""
+    """Return how weights are packed; ``None`` if in none of the ways that are read."""
     words = packing.split(":")
     if words[0] not in ("auto_round", "auto_gptq", "auto_awq", "gptq", "gptqmodel", "awq"):
         return None

@@ -37,7 +37,7 @@ _SPARE = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_scale_
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every float8 tensor with its scale; a scale or a code alone is a fault."""
+    """Return every float8 tensor with its scale; a scale or a code alone is a fault."""
     named = contents.method in METHODS
     if not named and (contents.method or not any(leaf.endswith("_scale_inv") for leaf in contents.leaves)):
         return None
@@ -74,7 +74,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Codes and scales as they are stored."""
+    """Return codes and scales as they are stored."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     codes = tensors["qdata"]
@@ -83,7 +83,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
@@ -102,7 +102,7 @@ def _scale_keys(key: str) -> tuple[str, ...]:
 
 
 def _scheme(codes: Stored, scale: Stored, block: tuple[int, int] | None) -> ScaledFloat | str:
-    """The scheme that the shape of the scale calls for, or what is wrong with it."""
+    """Return the scheme that the shape of the scale calls for, or what is wrong with it."""
     if scale.dtype not in SCALES:
         return f"its scale is {scale.dtype}, not a float"
     element = ELEMENTS[codes.dtype]

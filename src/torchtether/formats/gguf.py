@@ -36,7 +36,7 @@ _PIECE = 2**20  # elements that are taken apart at once
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every quantized tensor; a type without a scheme is a fault. ``None`` unless the file is a GGUF file."""
+    """Return every quantized tensor; a type without a scheme is a fault. ``None`` unless the file is a GGUF file."""
     if not contents.is_packed:
         return None
     found = Found()
@@ -57,7 +57,7 @@ def _shape(stored: Stored) -> Shape:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: bits are moved, a bounded number of blocks at a time."""
+    """Return the parts: bits are moved, a bounded number of blocks at a time."""
     assert entry.spec is not None
     packing, scheme = PACKINGS[entry.options["packing"]], entry.spec.scheme
     blocks = tensors["blocks"].reshape(-1, packing.nbytes)
@@ -75,7 +75,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
@@ -83,7 +83,7 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def packing(name: str, spec: WeightSpec) -> Packing:
-    """The type that holds a Weight of ``spec`` as it is; raises SchemeError, with those that there are."""
+    """Return the type that holds a Weight of ``spec`` as it is; raise SchemeError, with those that there are."""
     scheme = _plainly(spec.scheme)
     found = next((PACKINGS[one] for one, codec in CODECS.items() if codec.scheme == scheme), None)
     if found is None:
@@ -103,7 +103,7 @@ def packing(name: str, spec: WeightSpec) -> Packing:
 
 
 def _plainly(scheme: Scheme) -> Scheme:
-    """``scheme`` without what matters only when it encodes."""
+    """Return ``scheme`` without the fields that matter only when it encodes."""
     if not isinstance(scheme, Affine):
         return scheme
     scheme = replace(scheme, narrow_range=False, reciprocal=False)
@@ -111,13 +111,13 @@ def _plainly(scheme: Scheme) -> Scheme:
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """The bytes of its blocks, row by row, under its own name."""
+    """Return the bytes of its blocks, row by row, under its own name."""
     found = packing(name, spec)
     return {name: (torch.uint8, (*spec.shape[:-1], spec.shape[-1] // found.elements * found.nbytes))}
 
 
 def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The bytes of the blocks: bits are moved, a bounded number of blocks at a time."""
+    """Return the bytes of the blocks: bits are moved, a bounded number of blocks at a time."""
     assert isinstance(weight, Weight)
     found = packing(name, weight.spec)
     ((_, shape),) = layout(name, weight.spec).values()
@@ -135,7 +135,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Nothing beside the file: every tensor in it says its type."""
+    """Return nothing: every tensor in the file says its type."""
     return {}
 
 
@@ -154,7 +154,9 @@ _CONFIG = {
 
 
 def pairs(config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
-    """The pairs of a file: ``given`` ones, and before them those that ``config.json`` says; "unknown" if neither does.
+    """Return the pairs of a file: ``given`` ones, and before them those that ``config.json`` says.
+
+    "unknown" if neither does.
 
     >>> pairs({"model_type": "llama", "num_hidden_layers": 2})
     {'general.architecture': 'llama', 'general.quantization_version': 2, 'llama.block_count': 2}

@@ -39,7 +39,7 @@ _LONGEST = 256  # bytes of a setting
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every ``W_q`` with its scales and settings; what is packed in another way is a fault, by its name."""
+    """Return every ``W_q`` with its scales and settings; what is packed in another way is a fault, by its name."""
     if contents.method != name and (contents.method or "W_q" not in contents.leaves):
         return None
     modules = [key.removesuffix(".W_q") for key in contents.tensors if key.endswith(".W_q")]
@@ -61,7 +61,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
+    """Return the parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     scheme = entry.spec.scheme
@@ -82,7 +82,10 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
-    """The weight of one module; CheckpointError for what is absent, contradicts itself or is packed in another way."""
+    """Return the weight of one module.
+
+    Raise CheckpointError for what is absent, contradicts itself or is packed in another way.
+    """
     for one in ("shape", "scale", "zero", "packing", "axis", "compute_dtype"):
         if one not in keys:
             held = " (they are in one zero_scale, which is not read)" if "zero_scale" in keys else ""

@@ -47,7 +47,7 @@ class Settings:
     rules: tuple[Rule, ...] = ()
 
     def of(self, module: str) -> Options:
-        """What holds for ``module``."""
+        """Return the options that hold for ``module``."""
         rule = next((rule for rule in self.rules if rule.matches(module)), None)
         if rule is None:
             return self.options
@@ -56,7 +56,9 @@ class Settings:
 
 
 def options_of(config: Mapping[str, Any], *, file: str) -> Options:
-    """What ``config`` says, under the names of AutoGPTQ or of old AWQ; CheckpointError, naming ``file``, for nonsense.
+    """Return what ``config`` says, under the names of AutoGPTQ or of old AWQ.
+
+    Raise CheckpointError, naming ``file``, for nonsense.
 
     >>> options_of({"w_bit": 4, "q_group_size": 128, "sym": None}, file="quant_config.json")
     Options(bits=4, group_size=128, symmetric=None)
@@ -73,7 +75,7 @@ def options_of(config: Mapping[str, Any], *, file: str) -> Options:
 
 
 def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
-    """``dynamic`` of GPTQModel: patterns for the beginning of a name, ``+:`` with options, ``-:`` not quantized.
+    """Return ``dynamic`` of GPTQModel: name prefixes as patterns, ``+:`` with options, ``-:`` not quantized.
 
     A module that is quantized all the same has the options of all.
 
@@ -92,7 +94,7 @@ def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
 
 
 def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) -> tuple[Rule, ...]:
-    """``extra_config`` of AutoRound: options of the modules that it names, and of those that match its patterns.
+    """Return ``extra_config`` of AutoRound: options of the modules that it names or that match its patterns.
 
     What is not among ``names``, of all modules, is a pattern for any part of a name.
     """
@@ -110,7 +112,7 @@ def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) 
 
 
 def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
-    """The keys of every module that has a ``qweight`` or ``qzeros``, by role."""
+    """Return the keys of every module that has a ``qweight`` or ``qzeros``, by role."""
     modules: dict[str, dict[str, str]] = {}
     if contents.leaves.isdisjoint(("qweight", "qzeros")):
         return modules
@@ -129,7 +131,7 @@ def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
 def read_modules(
     contents: Contents, settings: Settings, understand: Callable[[Contents, Mapping[str, str], Options], Entry]
 ) -> Found:
-    """Every module with a ``qweight``, as ``understand`` makes an entry of it; its CheckpointErrors are faults.
+    """Return every module with a ``qweight``, as ``understand`` makes an entry of it; its CheckpointErrors are faults.
 
     A module that has half of what it needs, or a ``weight`` besides, is a fault too. Keys that the entry does not use
     are spare.
@@ -153,7 +155,7 @@ def read_modules(
 
 
 def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple[torch.dtype, ...]) -> Stored:
-    """The stored matrix that is the ``role`` of a module; CheckpointError if its dtype or rank is another."""
+    """Return the stored matrix that is the ``role`` of a module; CheckpointError if its dtype or rank is another."""
     stored = contents.tensors[keys[role]]
     if stored.dtype not in dtypes:
         raise CheckpointError(f"its {role} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
@@ -163,13 +165,15 @@ def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple
 
 
 def check_shape(role: str, stored: Stored, wanted: Shape, why: str) -> None:
-    """Raises CheckpointError unless ``stored`` has the shape ``wanted``, which it needs because of ``why``."""
+    """Raise CheckpointError unless ``stored`` has the shape ``wanted``, which it needs because of ``why``."""
     if stored.shape != wanted:
         raise CheckpointError(f"its {role} has shape {stored.shape}, {why} needs {wanted}")
 
 
 def groups_over(columns: int, groups: int, size: int | None) -> Block:
-    """The block of scales in ``groups`` groups of ``size`` (-1: all) over ``columns``; CheckpointError if they differ.
+    """Return the block of scales in ``groups`` groups of ``size`` (-1: all) over ``columns``.
+
+    Raise CheckpointError if they differ.
 
     Where nobody says the size, groups as long as a power of two that divide the columns are believed: others could be
     of several sizes, with a shorter one at the end.
@@ -193,7 +197,7 @@ def groups_over(columns: int, groups: int, size: int | None) -> Block:
 
 
 def compute_dtype(scales: torch.dtype) -> torch.dtype:
-    """The dtype to compute in, where nobody says another: that of half precision scales, else float16."""
+    """Return the dtype to compute in, where nobody says another: that of half precision scales, else float16."""
     return scales if scales == torch.bfloat16 else torch.float16
 
 

@@ -61,7 +61,7 @@ _INPUTS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every float8 or uint8 tensor with its scales; scales alone, or codes alone, are a fault."""
+    """Return every float8 or uint8 tensor with its scales; scales alone, or codes alone, are a fault."""
     beside = contents.beside.get("hf_quant_config.json", NOTHING).get("quantization")
     if contents.method != name and (contents.method or not isinstance(beside, Mapping)):
         return None
@@ -92,7 +92,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts; exponents that were stored as bytes become e8m0."""
+    """Return the parts; exponents that were stored as bytes become e8m0."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     parts = {role: tensors[role] for role in tensors if role in layout}
@@ -102,12 +102,12 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
 def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mapping[str, str]) -> Entry | str:
-    """What a tensor of codes and its scales are, or what is wrong with them."""
+    """Return what a tensor of codes and its scales are, or what is wrong with them."""
     tensors = contents.tensors
     module = key.rpartition(".")[0]
     lost = [one for one in _INPUTS if f"{module}.{one}" in tensors]
@@ -156,7 +156,7 @@ def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mappin
 
 
 def _options(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """What the config says about one module: algorithm and group size."""
+    """Return what the config says about one module: algorithm and group size."""
     if str(config.get("quant_algo")).upper() != "MIXED_PRECISION":
         return config
     layers = config.get("quantized_layers")

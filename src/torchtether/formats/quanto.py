@@ -38,7 +38,7 @@ DATA, PACKED = "._data", "._data._data"
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every ``_data`` with its scale (and shift); components without the others are a fault."""
+    """Return every ``_data`` with its scale (and shift); components without the others are a fault."""
     qmap = _map(contents)
     ends = (f".weight{DATA}", f".weight{PACKED}")
     guessed = not contents.method and "_data" in contents.leaves and any(key.endswith(ends) for key in contents.tensors)
@@ -59,7 +59,10 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts; packed codes are laid out row by row, and a shift that is subtracted becomes a bias that is added."""
+    """Return the parts.
+
+    Packed codes are laid out row by row, and a shift that is subtracted becomes a bias that is added.
+    """
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     if "packed" not in tensors:
@@ -81,7 +84,10 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fit(entry: Entry, shape: Shape) -> Entry | None:
-    """The same weight in ``shape``; ``None`` if it has another number of elements, or groups would cross rows."""
+    """Return the same weight in ``shape``.
+
+    ``None`` if it has another number of elements, or groups would cross rows.
+    """
     spec = entry.spec
     if "packed" not in entry.keys or spec is None or not shape:
         return None
@@ -93,12 +99,12 @@ def fit(entry: Entry, shape: Shape) -> Entry | None:
 
 
 def _are_rows(columns: int, group: int, bits: int) -> bool:
-    """Whether rows are whole groups, none of which ends within a byte that another begins in."""
+    """Return whether rows are whole groups, none of which ends within a byte that another begins in."""
     return columns == group or (columns % group == 0 and group * bits % 8 == 0)
 
 
 def _map(contents: Contents) -> Mapping[str, Any] | None:
-    """What quanto wrote about each module, if it did."""
+    """Return what quanto wrote about each module, if it did."""
     beside = contents.beside.get("quanto_qmap.json")
     own = contents.config.get("_quanto_qmap")
     return beside if beside is not None else own if isinstance(own, Mapping) else None
@@ -129,7 +135,7 @@ def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) 
 
 
 def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
-    """A weight with one byte for each code."""
+    """Return a weight with one byte for each code."""
     codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scales"))
     if "shifts" in keys:
         return "it has a _shift, which codes of 8 bits do not have"
@@ -155,7 +161,7 @@ def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], told: str | 
 
 
 def _packed(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
-    """A weight whose codes share bytes."""
+    """Return a weight whose codes share bytes."""
     tensors = contents.tensors
     packed, scale = (tensors[keys[role]] for role in ("packed", "scales"))
     if "shifts" not in keys:

@@ -14,7 +14,7 @@ from .names import is_sharded
 
 
 def span_tensor(component: Component) -> Tensor:
-    """All the memory of ``component`` as one 1-D tensor, in the common dtype, or in bytes where the dtypes differ.
+    """Return all memory of ``component`` as one 1-D tensor, in the common dtype, or bytes where dtypes differ.
 
     A component without memory of its own (a sparse tensor, Weights over the same parts) gives its first tensor,
     detached; ``member_view`` takes either.  Raises TieError for Weights that share some of their parts only.
@@ -39,7 +39,7 @@ def span_tensor(component: Component) -> Tensor:
 
 
 def member_view(span: Tensor, member: Member) -> Tensor:
-    """The tensor of ``member`` over ``span``, which is ``span_tensor`` of its component or a conversion of it."""
+    """Return the tensor of ``member`` over ``span``: ``span_tensor`` of its component, or a conversion of it."""
     tensor, view = member.tensor, member.view
     if isinstance(tensor, Weight) and not tensor.scheme.transparent and isinstance(span, Weight):
         return span.map(Tensor.detach, span.spec.replace(shape=view.size, stride=view.stride, tie=tensor.tie))

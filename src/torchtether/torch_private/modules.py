@@ -28,7 +28,7 @@ def replace_method(name: str, function: Method, expected: Method) -> None:
 
 
 def flat_weight_refs(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of the weak references that ``nn.RNNBase`` modules keep to their own weights."""
+    """Return the ids of the weak references that ``nn.RNNBase`` modules keep to their own weights."""
     return {
         id(ref)
         for module in modules
@@ -38,15 +38,15 @@ def flat_weight_refs(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:
-    """The module has no weak reference to its weights, so that torch's own exchange does not refuse them."""
+    """Drop the module's weak references to its weights, so that torch's own exchange does not refuse them."""
     module._flat_weight_refs = []
 
 
 def renew_flat_weights(module: nn.RNNBase) -> None:
-    """The module's list of flat weights is that of its parameters, compact in memory where cuDNN wants it."""
+    """Set the module's list of flat weights to its parameters, compact in memory where cuDNN wants it."""
     module._init_flat_weights()
 
 
 def is_parametrization_cached() -> bool:
-    """Whether ``parametrize.cached()`` is active and holds computed weights, which a conversion would leave stale."""
+    """Return whether ``parametrize.cached()`` holds computed weights, which a conversion would leave stale."""
     return bool(getattr(parametrize, "_cache_enabled", 0)) and bool(getattr(parametrize, "_cache", None))

@@ -69,7 +69,7 @@ class Names:
 
     @staticmethod
     def of(pairs: Iterable[tuple[str, Group]]) -> Names:
-        """A target that is given twice stands for the last; patterns are tried in the order of their text."""
+        """Index ``pairs``: a target given twice stands for the last; patterns are tried in the order of their text."""
         named, clock = dict(pairs), Clock()
         patterns = (
             (_pattern(target, clock), group)
@@ -81,7 +81,7 @@ class Names:
         return Names(named, tuple(patterns), tuple(classes))
 
     def find(self, module: str) -> tuple[Group, ...]:
-        """What stands for ``module``: by its name, or else by a pattern, or else whatever a class stands for."""
+        """Return what stands for ``module``: by its name, or else by a pattern, or else whatever a class stands for."""
         if module in self.exact:
             return (self.exact[module],)
         matching = next((group for pattern, group in self.patterns if pattern.match(module)), None)
@@ -97,13 +97,13 @@ class Config:
     version: tuple[int, ...]
 
     def is_ignored(self, module: str) -> bool:
-        """Whether ``ignore`` names ``module``; a class in it is not asked, because names do not tell classes."""
+        """Return whether ``ignore`` names ``module``; a class in it is not asked, because names do not tell classes."""
         names = self.ignored
         return module in names.exact or any(pattern.match(module) for pattern, _ in names.patterns)
 
 
 def parse(settings: Mapping[str, Any]) -> Config:
-    """``settings`` as a Config.
+    """Return ``settings`` as a Config.
 
     Raises CheckpointError, naming ``config.json``, for what is known and not read, and for what means nothing.
 

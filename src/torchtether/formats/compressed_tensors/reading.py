@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every module with a packed weight, or with codes and a scale; half of either is a fault.
+    """Return every module with a packed weight, or with codes and a scale; half of either is a fault.
 
     The tensors of a module say how it is stored; bits, groups and blocks come from ``quantization_config``, and a
     config that says otherwise than the tensors is a fault. Without a config, what the tensors leave open is one.
@@ -70,7 +70,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def _settings(contents: Contents) -> Mapping[str, Any] | None:
-    """``quantization_config``; before version 0.6 it was ``compression_config``, or inside of that."""
+    """Return ``quantization_config``; before version 0.6 it was ``compression_config``, or inside of that."""
     if contents.method in METHODS:
         return contents.quantization
     old = contents.config.get("compression_config")
@@ -81,7 +81,7 @@ def _settings(contents: Contents) -> Mapping[str, Any] | None:
 
 
 def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
-    """The keys by module and role; what belongs to activations is spare."""
+    """Return the keys by module and role; what belongs to activations is spare."""
     role_of = {suffix: role for role, suffix in SUFFIX.items()}
     modules: dict[str, dict[str, str]] = {}
     for key in contents.tensors:
@@ -94,7 +94,7 @@ def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
 
 
 def _understood(module: Module, config: Config | None) -> Reading | None:
-    """How to read ``module``; ``None`` if it is not quantized. Raises Fault."""
+    """Return how to read ``module``; ``None`` if it is not quantized. Raise Fault."""
     if module.keys.keys() <= {"weight"}:
         if "weight" in module and module.stored("weight").dtype in _CODES:
             raise Fault(f"it is {module.stored('weight').dtype} and has no weight_scale")
@@ -156,7 +156,7 @@ def _reading(module: Module, group: Group) -> Reading:
 
 
 def _agree(group: Group, kind: str, widths: range | tuple[int, ...], formats: tuple[str, ...]) -> None:
-    """Raises Fault where the config contradicts how a module is stored."""
+    """Raise Fault where the config contradicts how a module is stored."""
     args = group.args or Args()
     if args.kind not in (None, kind) or (args.bits is not None and args.bits not in widths):
         raise Fault(f"it is stored as {formats[0]}, and config.json says {args}")
@@ -201,7 +201,10 @@ def _packed(module: Module, args: Args) -> Reading:
 
 
 def _packing(module: Module, args: Args, shape: Shape, zeros: Shape | None, groups: int) -> tuple[int, bool]:
-    """How many bits codes and zero points have, and whether they are dense: what fits the words that are stored."""
+    """Return how many bits codes and zero points have, and whether they are dense.
+
+    They are those that fit the stored words.
+    """
     words = module.stored("packed").shape[-1]
     fits: dict[tuple[int, bool], None] = {}
     for width in range(1, 9) if args.bits is None else (args.bits,):
@@ -226,12 +229,12 @@ def _packing(module: Module, args: Args, shape: Shape, zeros: Shape | None, grou
 
 
 def _words(count: int, width: int, dense: bool) -> int:
-    """The int32 words of ``count`` codes: one stream, or as many whole codes to a word as fit."""
+    """Return the int32 words of ``count`` codes: one stream, or as many whole codes to a word as fit."""
     return -(-count * width // 32) if dense else -(-count // (32 // width))
 
 
 def _is_either(shape: Shape, width: int, with_zeros: bool) -> bool:
-    """Whether both packings are the same bits: words hold whole codes anyway, or there is no second word."""
+    """Return whether both packings are the same bits: words hold whole codes anyway, or there is no second word."""
     fit = 32 // width
     return 32 % width == 0 or (shape[-1] <= fit and (not with_zeros or shape[-2] <= fit))
 
@@ -247,7 +250,7 @@ def _stated_shape(module: Module, packed: Stored) -> Shape:
 
 
 def _check_order(module: Module, args: Args, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
-    """Return whether ``weight_g_idx`` puts columns into other groups than their neighbours'. Raise Fault if it cannot."""
+    """Return whether ``weight_g_idx`` reorders columns. Raise Fault if it cannot be."""
     if "g_idx" not in module:
         if args.is_reordered and scale[-1] > 1 and block[1] is not None:
             raise Fault("its weight_g_idx is absent, and the config says that columns are reordered (actorder: group)")
@@ -326,7 +329,7 @@ def _check_groups(module: Module, dtypes: tuple[torch.dtype, ...], shape: Shape,
 
 
 def _check_symmetric(module: Module, args: Args) -> None:
-    """Old releases store zero points of floats, all zero. Raises Fault for others."""
+    """Raise Fault for zero points other than 0, which old releases store beside floats."""
     if args.symmetric is False or ("zero_point" in module and bool(module.read("zero_point").float().any())):
         raise Fault("its codes are floats, which have no zero point, and it is not symmetric")
 
@@ -335,7 +338,7 @@ def _check_symmetric(module: Module, args: Args) -> None:
 
 
 def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int | None, int | None]]:
-    """The shape of float scales as we keep them, and the block that each stands for. Raises Fault."""
+    """Return the shape of float scales as we keep them, and the block that each stands for. Raise Fault."""
     stored = module.stored("scale")
     if len(shape) < 2:
         raise Fault(f"its codes have shape {shape}, which has no rows")
@@ -366,7 +369,7 @@ def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int 
 
 
 def _strategy(scale: Shape, shape: Shape) -> str:
-    """What the shape of the scale alone says."""
+    """Return what the shape of the scale alone says."""
     if math.prod(scale) == 1:
         return "tensor"
     if scale in (shape[:-1], (*shape[:-1], 1)):
