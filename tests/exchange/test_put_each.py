@@ -12,7 +12,7 @@ from torchtether import ConversionError
 from torchtether.conversion.converting import convert
 from torchtether.exchange import exchange
 from torchtether.exchange.exchange import Exchange
-from torchtether.ties.components import find_components, parted
+from torchtether.ties.components import find_components, split_shared
 from torchtether.ties.names import distinct_tensors
 
 
@@ -62,11 +62,11 @@ def test_parted_finds_what_find_components_finds(kind, device):
     if device == "meta":
         model.a = nn.Linear(3, 3, device="meta")
         model.a.twin = nn.Parameter(model.a.weight.data.t())
-    lone, components = parted(model, model.modules())
+    unshared, components = split_shared(model, model.modules())
     found = {tuple(sorted(id(m.tensor) for m in component.members)) for component in components}
-    assert found.isdisjoint((id(tensor),) for tensor in lone)
+    assert found.isdisjoint((id(tensor),) for tensor in unshared)
     wanted = find_components(model)
-    assert found | {(id(tensor),) for tensor in lone} == {
+    assert found | {(id(tensor),) for tensor in unshared} == {
         tuple(sorted(id(m.tensor) for m in component.members)) for component in wanted
     }
     assert set(components) <= set(wanted)

@@ -98,20 +98,20 @@ def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tenso
 
 
 def encode_file(
-    recipe: Recipe | None, descriptor: int, at: int, rows: int, room: Tensor, parts: Mapping[str, Tensor]
+    recipe: Recipe | None, descriptor: int, at: int, rows: int, space: Tensor, parts: Mapping[str, Tensor]
 ) -> bool:
-    """Encode ``rows`` that the file holds from byte ``at`` on, read through ``room`` piece by piece.
+    """Encode ``rows`` that the file holds from byte ``at`` on, read through ``space`` piece by piece.
 
     It is also not done where the file cannot be read.
     """
     if recipe is None:
         return False
     places = [parts[name] for name in recipe.parts]
-    library = library_for(room, *places)
+    library = library_for(space, *places)
     if library is None or not all(map(Tensor.is_contiguous, places)):
         return False
     made: int = library.tt_encode_file(
-        *(ctypes.addressof(recipe), descriptor, at, rows, room.data_ptr(), room.nbytes, *_addresses(recipe, places))
+        *(ctypes.addressof(recipe), descriptor, at, rows, space.data_ptr(), space.nbytes, *_addresses(recipe, places))
     )
     return bool(made)
 

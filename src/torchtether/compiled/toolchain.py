@@ -119,10 +119,10 @@ def build(steps: Sequence[Sequence[str]], folder: Path, name: str) -> str:
     Returns what went wrong, "" if nothing did.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=folder) as room:
+        with tempfile.TemporaryDirectory(dir=folder) as workdir:
             for step in steps:
-                subprocess.run(step, check=True, capture_output=True, timeout=300, umask=0o077, cwd=room)
-            made = Path(room, "made.so")
+                subprocess.run(step, check=True, capture_output=True, timeout=300, umask=0o077, cwd=workdir)
+            made = Path(workdir, "made.so")
             with made.open("rb") as file:
                 library = file.read()
                 os.fsync(file.fileno())

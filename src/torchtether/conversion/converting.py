@@ -15,7 +15,7 @@ from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..exchange.refusals import format_names
 from ..geometry.blocks import STOCK
-from ..ties.components import Component, parted
+from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, span_tensor
 from ..weights.weight import Weight
 
@@ -64,10 +64,10 @@ def convert(
         )
     place = None if device is None else as_device(device)
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="convert") as exchange:
-        lone, components = parted(model, exchange.modules)
-        lone = [tensor for tensor in lone if _differs(tensor, dtype, place)]
+        unshared, components = split_shared(model, exchange.modules)
+        unshared = [tensor for tensor in unshared if _differs(tensor, dtype, place)]
         work = [c for c in components if any(_differs(m.tensor, dtype, place) for m in c.members)]
-        tensors = [*lone, *(member.tensor for component in work for member in component.members)]
+        tensors = [*unshared, *(member.tensor for component in work for member in component.members)]
         for tensor in tensors:
             if type(tensor) not in STOCK or tensor.dtype.is_complex or (place is not None and tensor.is_meta):
                 _check(tensor, dtype, place, exchange)
@@ -75,10 +75,10 @@ def convert(
         exchange.check(tensors)
         if place is None:
             exchange.put_each(
-                lone, map(methodcaller("to", dtype), lone)
+                unshared, map(methodcaller("to", dtype), unshared)
             )  # each of them is to have it: nothing else differs
         else:
-            exchange.put_each(lone, (converted(tensor, dtype, place) for tensor in lone))
+            exchange.put_each(unshared, (converted(tensor, dtype, place) for tensor in unshared))
         for component in work:
             exchange.safe_point()
             if len(component.members) == 1:

@@ -48,7 +48,7 @@ class Const:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedOp:
     """One op. ``op`` is its name, so that a record can be pickled; empty for a constant."""
 
     op: str
@@ -69,7 +69,7 @@ class Step:
 class Program:
     """The steps by their number, and for each memory the numbers of those that make or write it."""
 
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, RecordedOp] = field(default_factory=dict)
     history: dict[int, list[int]] = field(default_factory=dict)
 
     def slice(self, memories: Iterable[int]) -> list[int]:
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         """Record that ``made``, on ``meta``, holds ``value``: ``torch.tensor`` on ``meta`` shows no op its numbers."""
         ref = self.ref(made)
         if ref.memory not in self.program.history:
-            self._append(Step("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
+            self._append(RecordedOp("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the values that ``tensor`` would have on the CPU, for building code that asks.
@@ -209,13 +209,13 @@ class Recorder(TorchDispatchMode):
         known = self._numbers.keys() | {
             storage_id(x) for x in inputs if _is_meta(x)
         }  # ``lift_fresh`` returns its input
-        fresh = [i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in known]
+        new = [i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in known]
         written = [x for x in _written(func, args, kwargs) if _is_meta(x)]
-        if not fresh and not written:
+        if not new and not written:
             return  # a view, or a question
         touched = {self.ref(x).memory for x in inputs if _is_meta(x)}
-        makes = tuple((i, self.ref(x)) for i in fresh if (x := outputs[i]) is not None)
-        step = Step(
+        makes = tuple((i, self.ref(x)) for i in new if (x := outputs[i]) is not None)
+        step = RecordedOp(
             func.name() if "." in func.name().partition("::")[2] else f"{func.name()}.default",
             tuple(tree_map(self._note, args)),
             tree_map(self._note, kwargs),
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
         )
         self._append(step, {self.ref(x).memory for x in written})
 
-    def _append(self, step: Step, written: Iterable[int] = ()) -> None:
+    def _append(self, step: RecordedOp, written: Iterable[int] = ()) -> None:
         number = len(self.program.steps)
         self.program.steps[number] = step
         for memory in dict.fromkeys([*(ref.memory for _, ref in step.makes), *written]):
@@ -338,7 +338,7 @@ class Replay:
             for memory in done.get(number, ()):
                 self._memory.pop((id(program), memory), None)
 
-    def _step(self, program: int, step: Step) -> None:
+    def _step(self, program: int, step: RecordedOp) -> None:
         if torch.get_default_dtype() != step.default_dtype:
             torch.set_default_dtype(step.default_dtype)
 
@@ -356,7 +356,7 @@ class Replay:
             if (program, ref.memory) not in self._memory:
                 self._memory[program, ref.memory] = self._laid_out(outputs[i], ref, step)
 
-    def _laid_out(self, tensor: Tensor, ref: Ref, step: Step) -> torch.UntypedStorage:
+    def _laid_out(self, tensor: Tensor, ref: Ref, step: RecordedOp) -> torch.UntypedStorage:
         """Return the memory of ``tensor``, whose geometry is that of ``ref``.
 
         A copy if the real op chose another geometry.

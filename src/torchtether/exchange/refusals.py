@@ -70,13 +70,13 @@ def check_held(tensors: list[Tensor], model: nn.Module, verb: str, refs: set[int
     if not faults:
         return
     names = names_of(model)
-    told = [(format_names(names.get(id(t), ())), *faults[id(t)]) for t in tensors if id(t) in faults]
-    fixes = " ".join(dict.fromkeys(fix for _, _, fix in told))
-    if len(told) == 1:
-        raise ConversionError(told[0][1], name=told[0][0], fix=fixes)
-    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    text = "; ".join(f"{name}: {what}" for name, what, _ in told[:_SHOWN])
-    raise ConversionError(f"cannot {verb} {len(told)} of {len(tensors)} tensors: {text}{more}", fix=fixes)
+    refused = [(format_names(names.get(id(t), ())), *faults[id(t)]) for t in tensors if id(t) in faults]
+    fixes = " ".join(dict.fromkeys(fix for _, _, fix in refused))
+    if len(refused) == 1:
+        raise ConversionError(refused[0][1], name=refused[0][0], fix=fixes)
+    more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+    text = "; ".join(f"{name}: {what}" for name, what, _ in refused[:_SHOWN])
+    raise ConversionError(f"cannot {verb} {len(refused)} of {len(tensors)} tensors: {text}{more}", fix=fixes)
 
 
 def _advice(holder: str, verb: str) -> str:

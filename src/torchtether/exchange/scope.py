@@ -169,7 +169,7 @@ class _Scope(TorchFunctionMode):
                 made = func(*args, **(kwargs or {}))
             except TetherError as error:
                 raise self._call.named(error, *args[:1]) from None
-            return self._call.fresh(made)
+            return self._call.as_plain(made)
         return func(*args, **(kwargs or {}))
 
     def _is_safe(self, func: Callable[..., Any]) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
-from ..ties.components import Component, parted
+from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, plain_values
 from ..torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
@@ -62,10 +62,10 @@ class StockCall:
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
-        lone, components = parted(root, self._modules)
+        unshared, components = split_shared(root, self._modules)
         self._components = [component for component in components if len(component.members) > 1]
         shared = (member.tensor for component in components for member in component.members)
-        self._tensors = {id(tensor): tensor for tensor in (*lone, *shared)}
+        self._tensors = {id(tensor): tensor for tensor in (*unshared, *shared)}
         self._converted: set[int] = set()
         self._caches = Caches(self._modules)
         self._open: dict[int, _Touched] = {}
@@ -212,7 +212,7 @@ class StockCall:
         names = names_of(self._root).get(id(tensor)) if id(tensor) in self._tensors else None
         return error.named(format_names(names)) if names else error
 
-    def fresh(self, made: Any) -> Any:
+    def as_plain(self, made: Any) -> Any:
         """Return ``made``, or a plain tensor over it if a conversion had nothing to do and gave a Parameter subclass.
 
         Torch cannot make a Parameter from such an object.
@@ -301,8 +301,8 @@ class StockCall:
         else:
             span = self._joined_span(component)
             for member in sorted(members, key=lambda member: id(member.tensor) in self._given):
-                plain, room = plain_values(member.tensor).detach(), plain_values(member_view(span, member)).detach()
-                room.copy_(plain)
+                plain, part = plain_values(member.tensor).detach(), plain_values(member_view(span, member)).detach()
+                part.copy_(plain)
         for member in members:
             Replacement(member.tensor, member_view(span, member)).apply()
         for member in members:
@@ -315,9 +315,9 @@ class StockCall:
         if mixed and all(m.tensor.dtype == m.view.dtype for m in members) and len({device for _, device in kinds}) == 1:
             return torch.empty(component.nbytes, dtype=torch.uint8, device=members[0].tensor.device)
         if mixed or len(kinds) > 1:
-            told = ", ".join(f"{format_names(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
+            words = ", ".join(f"{format_names(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
             raise TieError(
-                f"shared memory, and cannot any more ({told})",
+                f"shared memory, and cannot any more ({words})",
                 name=format_names(members[0].names),
                 fix="Give all of them one dtype and device, or call tt.untie first.",
             )

@@ -14,7 +14,7 @@ from ..progress import Tick
 from .header import Stored
 from .memory import memory_of, pieces
 from .system import read_at_once
-from .together import Job, Room, together
+from .together import Job, Scratch, together
 
 SLICE = 4 * 2**20
 """Bytes that one thread reads at once."""
@@ -31,7 +31,7 @@ _WORTHWHILE = 2 * SLICE
 Buffer = tuple[str, memoryview]
 """A key, and memory that some of its bytes are for."""
 
-Straight = Callable[[int, int, Room], bool]
+Straight = Callable[[int, int, Scratch], bool]
 """Reads and uses some bytes itself, from an open file and a place in it, with scratch; says whether it did."""
 
 
@@ -125,10 +125,10 @@ class Batch:
         at += stored.start
         nbytes = math.prod(shape) * stored.dtype.itemsize
 
-        def job(room: Room) -> int:
+        def job(space: Scratch) -> int:
             descriptor = file.descriptor
-            if straight is None or descriptor is None or not straight(descriptor, at, room):
-                given = room.take(shape, stored.dtype, at)
+            if straight is None or descriptor is None or not straight(descriptor, at, space):
+                given = space.take(shape, stored.dtype, at)
                 file.read_bytes([(key, memory_of(given))], at)
                 use(given)
             return nbytes
@@ -143,9 +143,9 @@ class Batch:
         if self._nbytes > _WORTHWHILE:
             together([job for _, _, job in jobs], tick)
         else:
-            room = Room()
+            space = Scratch()
             for _, _, job in jobs:
-                tick(job(room))
+                tick(job(space))
 
     def _joined(self) -> list[tuple[int, int, Job]]:
         """Return the reads as jobs: what follows each other in a file is one, of at most ``SLICE``.
@@ -182,7 +182,7 @@ def _spans(parts: list[_Part]) -> list[int]:
 
 
 def _reading(file: ReadableFile, parts: list[_Part], at: int, size: int) -> Job:
-    def job(room: Room) -> int:
+    def job(space: Scratch) -> int:
         descriptor = file.descriptor
         if descriptor is None or len(parts) < _FEW or not read_at_once(descriptor, _spans(parts), at, size):
             file.read_bytes([(key, memory_of(out)[start:stop]) for key, out, start, stop in parts], at)

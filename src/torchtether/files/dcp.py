@@ -156,8 +156,8 @@ class DcpFile(TensorFile):
             return Header(tensors, {})
         text = bytearray(record.nbytes)
         self._fill(KEY, memoryview(text), 0)
-        said = text.decode("utf-8", "replace")
-        return Header(_in_layout(tensors, said), {KEY: said, "format": "pt"})
+        noted = text.decode("utf-8", "replace")
+        return Header(_in_layout(tensors, noted), {KEY: noted, "format": "pt"})
 
     def _tensors(self, found: Any) -> dict[str, Stored]:
         places = {}

@@ -100,9 +100,9 @@ class _Cursor:
             self.fail(f"what comes before the data takes more than {HEADER_LIMIT} bytes")
         skipped = self.at - self._start
         if skipped + count > len(self._piece):
-            fresh = bytearray(min(max(count, _PIECE), self.size - self.at))
-            self.file._read(memoryview(fresh), self.at, what)
-            self._start, self._piece, skipped = self.at, memoryview(fresh), 0
+            piece = bytearray(min(max(count, _PIECE), self.size - self.at))
+            self.file._read(memoryview(piece), self.at, what)
+            self._start, self._piece, skipped = self.at, memoryview(piece), 0
         self.at += count
         return self._piece[skipped : skipped + count]
 

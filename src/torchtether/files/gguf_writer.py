@@ -82,10 +82,10 @@ def _header(
     if pairs.get("general.alignment", ALIGNMENT) != ALIGNMENT:
         raise CheckpointError(f"it is always {ALIGNMENT} here", name=f"{name}: general.alignment", fix="Leave it out.")
     try:
-        said = [_text(key) + _value(value, f"{name}: {key}") for key, value in sorted(pairs.items(), key=_rank)]
+        written = [_text(key) + _value(value, f"{name}: {key}") for key, value in sorted(pairs.items(), key=_rank)]
     except UnicodeEncodeError as error:
         raise CheckpointError(f"a key or value is not Unicode text: {error.reason}", name=name) from None
-    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(said)) + b"".join(said) + b"".join(infos)
+    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(written)) + b"".join(written) + b"".join(infos)
     head += b"\0" * (-len(head) % ALIGNMENT)
     return head, {key: len(head) + offset for key, offset in offsets.items()}, len(head) + at
 

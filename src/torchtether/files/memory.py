@@ -19,12 +19,12 @@ from .system import HUGE_PAGE, ask_for_huge_pages
 PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside any checkpoint
 
 _OWN_MAPPING = 2**20  # bytes; below it a mapping costs more than it saves
-_MOST_ROOMS = 2**14  # a process may have 65,530 mappings (Linux), and one of which a part is on huge pages takes two
+MOST_MAPPINGS = 2**14  # a process may have 65,530 mappings (Linux), and one of which a part is on huge pages takes two
 
 _PAGE = 4096  # bytes; two addresses that are alike within it look alike to a processor that copies
 SHIFT = 64  # bytes; what torch aligns memory to
 
-_ROOMS: WeakSet[mmap.mmap] = WeakSet()
+MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
 """The mappings that tensors have for themselves now."""
 
 
@@ -58,7 +58,7 @@ def clear_of(at: int, address: int = 0) -> int:
     return SHIFT if 0 < (address - at) % _PAGE < SHIFT // 2 else 0
 
 
-def fresh(
+def allocate(
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -76,32 +76,32 @@ def fresh(
     its first is going to come from; see ``clear_of``.
     """
     laid, nbytes = _layout(shape, stride, dtype)
-    if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(_ROOMS) >= _MOST_ROOMS:
+    if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(MAPPINGS) >= MOST_MAPPINGS:
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     try:
-        room = _anonymous(nbytes + HUGE_PAGE)
+        mapping = _anonymous(nbytes + HUGE_PAGE)
     except OSError:  # torch says what is wanting, if it cannot have it either
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
-    _ROOMS.add(room)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    MAPPINGS.add(mapping)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % HUGE_PAGE
-    bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start + clear_of(at))
+    bare = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start + clear_of(at))
     ask_for_huge_pages(address + start, nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
     with torch.no_grad():
         return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, laid)
 
 
-def fresh_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[Tensor]:
-    """Return ``fresh`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
+def allocate_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[Tensor]:
+    """Return ``allocate`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
 
     Small memory comes past torch's dispatcher, if nothing looks on there.
     """
     if is_observed():
-        return [fresh(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in kinds]
+        return [allocate(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in kinds]
     return [
         empty_on_cpu(shape, stride, dtype)
         if _layout(shape, stride, dtype)[1] < HUGE_PAGE
-        else fresh(shape, dtype, "cpu", stride, at=at)
+        else allocate(shape, dtype, "cpu", stride, at=at)
         for shape, dtype, stride, at in kinds
     ]
 

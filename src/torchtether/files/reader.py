@@ -19,7 +19,7 @@ from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
-from .memory import PIECE, fresh, memory_of, private_map, scratch
+from .memory import PIECE, allocate, memory_of, private_map, scratch
 from .opening import open_file
 
 
@@ -129,7 +129,7 @@ class TensorFile:
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
         """Return the tensor ``key`` as stored, contiguous, in memory of its own."""
         stored = self.stored(key)
-        made = fresh(stored.shape, stored.dtype, at=stored.start)
+        made = allocate(stored.shape, stored.dtype, at=stored.start)
         self.read_into(key, made, tick)
         return made
 
@@ -187,7 +187,7 @@ class TensorFile:
         Nothing before the first or after the last of them is read; what lies between goes through bounded pieces.
         """
         bits = _BITS.get(view.dtype.itemsize, view.dtype)  # some dtypes have no copies of their own
-        made = fresh(view.size, bits)  # of malloc, pieces of 4 MiB that come and go would each leave a hole
+        made = allocate(view.size, bits)  # of malloc, pieces of 4 MiB that come and go would each leave a hole
         if made.numel():
             item = view.dtype.itemsize
             if (view.offset + extent(view.size, view.stride)) * item > self.stored(key).nbytes:

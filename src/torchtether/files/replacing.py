@@ -119,7 +119,7 @@ def _beside(target: Path) -> tuple[Path, FileIO]:
 
 
 @dataclass(frozen=True)
-class Change:
+class FolderChange:
     """What a save does to a folder, once its tensors are written; see ``put_in_place``.
 
     written    hidden path and target of each file of tensors, on the disk
@@ -134,7 +134,7 @@ class Change:
     is_whole: bool
 
 
-def put_in_place(*changes: Change) -> None:
+def put_in_place(*changes: FolderChange) -> None:
     """Make ``changes`` one change, as the docstring of this module says; the folders of several are different ones.
 
     Raises CheckpointError where the disk refuses, or another save does not end; before the first rename nothing has
@@ -190,7 +190,7 @@ def _perform(steps: Sequence[Callable[[], Path]], marks: Sequence[Path]) -> None
         sync_folder(mark.parent)
 
 
-def _steps(change: Change, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Callable[[], Path]], bool]:
+def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Callable[[], Path]], bool]:
     """Return steps 4 to 6 of ``change``, and whether they need a mark."""
     index, mark = change.folder / f"{change.stem}{INDEX_SUFFIX}", mark_of(change.folder, change.stem)
     new = {target.name for _, target in (*change.written, *texts)}

@@ -18,7 +18,7 @@ from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
-from .memory import fresh_each
+from .memory import allocate_each
 from .names import SUFFIX
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
@@ -90,11 +90,11 @@ class Store:
 
         They have its bytes when ``batch`` runs.
 
-        As ``fresh`` and ``read_later`` do, in a third of the time, which counts when there are thousands of them.
+        As ``allocate`` and ``read_later`` do, in a third of the time, which counts when there are thousands of them.
         """
         homes, tensors = self._home, self.header.tensors
         places = [(homes[key], key, tensors[key], stride) for key, stride in wanted]
-        made = fresh_each([(stored.shape, stored.dtype, stride, stored.start) for _, _, stored, stride in places])
+        made = allocate_each([(stored.shape, stored.dtype, stride, stored.start) for _, _, stored, stride in places])
         batch.fill((file, key, stored.start, out) for (file, key, stored, _), out in zip(places, made, strict=True))
         return made
 

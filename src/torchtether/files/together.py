@@ -18,7 +18,7 @@ THREADS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaf
 """How many threads read. Two saturate the memory of small machines, four that of most larger ones."""
 
 
-class Room:
+class Scratch:
     """Scratch of one thread, used again by each of its jobs, so that its pages are touched for the first time once."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Room:
         return self._memory[first : first + nbytes].view(dtype).view(shape)
 
 
-Job = Callable[[Room], int]
+Job = Callable[[Scratch], int]
 """Does its work and says how many bytes that was."""
 
 
@@ -49,15 +49,15 @@ def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
     for, and the error is raised. No thread is left in any case.
     """
     if len(jobs) < 2 or THREADS < 2:
-        room = Room()
+        space = Scratch()
         for job in jobs:
-            tick(job(room))
+            tick(job(space))
         return
     todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
     lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
 
     def work() -> None:
-        room = Room()
+        space = Scratch()
         try:
             one_core()
             nbytes = 0
@@ -67,7 +67,7 @@ def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
                         job = next(todo, None)
                     if job is None:
                         break
-                    nbytes += job(room)
+                    nbytes += job(space)
                     if nbytes >= _TOLD:
                         done.put(nbytes)
                         nbytes = 0

@@ -122,18 +122,20 @@ def writable(name: str) -> Writable:
     raise CheckpointError(f"{what}, written are {known}", name="format", fix="Choose one of them.")
 
 
-def restated(config: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config.json`` without what a format wrote into it, and with what another writes (``said``).
+def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config.json`` without what a format wrote into it, and with what another writes (``written``).
 
-    >>> restated({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
+    >>> with_quantization({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
     {'model_type': 'llama'}
     """
     kept: dict[str, Any] = {}
     for key, value in config.items():
         if key in ("quantization_config", "quantization", "_quanto_qmap"):
             continue
-        kept[key] = restated(value, {}) if key in ("text_config", "llm_config") and isinstance(value, dict) else value
-    return kept | dict(said)
+        kept[key] = (
+            with_quantization(value, {}) if key in ("text_config", "llm_config") and isinstance(value, dict) else value
+        )
+    return kept | dict(written)
 
 
 __all__ = [
@@ -154,6 +156,6 @@ __all__ = [
     "native",
     "recognise",
     "register",
-    "restated",
+    "with_quantization",
     "writable",
 ]

@@ -22,7 +22,7 @@ from ..files import Stored
 from . import awq, compressed_tensors, gptq
 from .entry import Contents, Entry, Found
 from .evidence import Evidence
-from .linears import Settings, dynamic_rules, extra_rules, options_of
+from .linears import Settings, dynamic_overrides, extra_overrides, options_of
 from .refused import find_codes
 from .rows import Along
 
@@ -61,7 +61,7 @@ def recognise(contents: Contents) -> Found | None:
                 fix="Load it with auto-round, or take a checkpoint without rotations.",
             )
     names = {key.rpartition(".")[0] for key in contents.tensors}
-    rules = (*extra_rules(config, names, file=_FILE), *dynamic_rules(config, file=_FILE))
+    rules = (*extra_overrides(config, names, file=_FILE), *dynamic_overrides(config, file=_FILE))
     settings = Settings(options_of(config, file=_FILE), rules)
     if kind == awq.name:
         return awq.read(contents, settings)
@@ -94,13 +94,13 @@ def _restated(contents: Contents) -> Contents:
         "strategy": "group" if is_group else "channel",
         "group_size": size if is_group else None,
     }
-    said = {
+    config = {
         "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         **config,
         "quant_method": compressed_tensors.name,
     }
-    return replace(contents, beside={**contents.beside, _FILE: {"quantization_config": said}})
+    return replace(contents, beside={**contents.beside, _FILE: {"quantization_config": config}})
 
 
 def _kind(packing: str) -> str | None:

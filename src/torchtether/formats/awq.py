@@ -36,7 +36,7 @@ from .linears import (
     Settings,
     check_shape,
     compute_dtype,
-    dynamic_rules,
+    dynamic_overrides,
     find_modules,
     groups_over,
     matrix,
@@ -84,7 +84,7 @@ def recognise(contents: Contents) -> Found | None:
     zero_point = config.get("zero_point")
     if zero_point is not None and type(zero_point) is not bool:
         raise CheckpointError(f"zero_point is {repr(zero_point)[:80]}, neither true nor false", name=file)
-    settings = Settings(options_of(config, file=file), dynamic_rules(config, file=file))
+    settings = Settings(options_of(config, file=file), dynamic_overrides(config, file=file))
     return read(contents, settings, GEMV if version == GEMV else GEMM, zero_point)
 
 

@@ -303,7 +303,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         layout(name, spec)  # raises where there are no words for it
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
-    said: dict[str, Any] = {
+    config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bool(books),
         "load_in_8bit": not books,
@@ -318,7 +318,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         "bnb_4bit_compute_dtype": str(compute).removeprefix("torch."),
         "bnb_4bit_quant_storage": "uint8",
     }
-    return {"config.json": {"quantization_config": said}}
+    return {"config.json": {"quantization_config": config}}
 
 
 def _kind(name: str, spec: WeightSpec) -> str:

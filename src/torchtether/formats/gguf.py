@@ -32,7 +32,7 @@ name = "gguf"
 evidence = Evidence(packings=True)
 suffix = GGUF_SUFFIX
 
-_PIECE = 2**20  # elements that are taken apart at once
+PIECE = 2**20  # elements that are taken apart at once
 
 
 def recognise(contents: Contents) -> Found | None:
@@ -64,7 +64,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts = scheme.empty(entry.spec.base, entry.spec.dtype, blocks.device)
     count = blocks.shape[0]
     bits = parts["qdata"].nbytes * 8 // max(count * packing.elements, 1)
-    step = _PIECE // packing.elements
+    step = PIECE // packing.elements
     for at in range(0, count, step):
         made = CODECS[packing.name].apart(blocks[at : at + step])
         made["qdata"] = packed(made["qdata"], bits)
@@ -125,7 +125,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     blocks = out.view(-1, found.nbytes)
     count = blocks.shape[0]
     parts = {part: tensor.detach().reshape(count, -1) for part, tensor in weight.parts.items() if count}
-    step = _PIECE // found.elements
+    step = PIECE // found.elements
     for at in range(0, count, step):
         some = {part: tensor[at : at + step] for part, tensor in parts.items()}
         codes = some["qdata"].view(torch.uint8)

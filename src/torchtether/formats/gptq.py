@@ -39,7 +39,7 @@ from .linears import (
     Settings,
     check_shape,
     compute_dtype,
-    dynamic_rules,
+    dynamic_overrides,
     find_modules,
     groups_over,
     matrix,
@@ -74,7 +74,7 @@ def recognise(contents: Contents) -> Found | None:
     if config is None:
         return None
     version = _version(config, file)
-    return read(contents, Settings(options_of(config, file=file), dynamic_rules(config, file=file)), version)
+    return read(contents, Settings(options_of(config, file=file), dynamic_overrides(config, file=file)), version)
 
 
 def read(contents: Contents, settings: Settings, version: int) -> Found:

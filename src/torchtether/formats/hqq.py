@@ -100,8 +100,8 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
         raise CheckpointError(f"its axis is {axis}, and only groups of columns (axis 1) are read")
     dtype = DTYPES.get(_text(contents, keys["compute_dtype"]))
     if dtype is None:
-        told = _text(contents, keys["compute_dtype"])
-        raise CheckpointError(f"its compute_dtype is {told!r}, known are {', '.join(DTYPES)}")
+        words = _text(contents, keys["compute_dtype"])
+        raise CheckpointError(f"its compute_dtype is {words!r}, known are {', '.join(DTYPES)}")
     shape = _shape(contents, keys["shape"])
     group_size = _number(contents, keys["group_size"]) if "group_size" in keys else shape[-1]
     if not 0 < group_size <= shape[-1] or shape[-1] % group_size:

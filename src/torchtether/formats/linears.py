@@ -32,7 +32,7 @@ class Options:
     symmetric: bool | None = None
 
 
-class Rule(NamedTuple):
+class Override(NamedTuple):
     """An exception: ``options`` for the modules that ``matches``; nobody says more about the others."""
 
     matches: Callable[[str], object]
@@ -44,15 +44,15 @@ class Settings:
     """What a config says about all modules, and the exceptions, of which the first that matches has its say."""
 
     options: Options = Options()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Override, ...] = ()
 
     def of(self, module: str) -> Options:
         """Return the options that hold for ``module``."""
         rule = next((rule for rule in self.rules if rule.matches(module)), None)
         if rule is None:
             return self.options
-        said = {name: value for name, value in vars(rule.options).items() if value is not None}
-        return replace(self.options, **said)
+        given = {name: value for name, value in vars(rule.options).items() if value is not None}
+        return replace(self.options, **given)
 
 
 def options_of(config: Mapping[str, Any], *, file: str) -> Options:
@@ -74,12 +74,12 @@ def options_of(config: Mapping[str, Any], *, file: str) -> Options:
     return Options(bits, group_size, symmetric)
 
 
-def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
+def dynamic_overrides(config: Mapping[str, Any], *, file: str) -> tuple[Override, ...]:
     """Return ``dynamic`` of GPTQModel: name prefixes as patterns, ``+:`` with options, ``-:`` not quantized.
 
     A module that is quantized all the same has the options of all.
 
-    >>> rules = dynamic_rules({"dynamic": {r"-:lm_head": {}, r"+:.*down": {"bits": 8}}}, file="config.json")
+    >>> rules = dynamic_overrides({"dynamic": {r"-:lm_head": {}, r"+:.*down": {"bits": 8}}}, file="config.json")
     >>> Settings(Options(4), rules).of("layers.0.down").bits, Settings(Options(4), rules).of("lm_head").bits
     (8, 4)
     """
@@ -89,11 +89,11 @@ def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
             raise CheckpointError(f"dynamic[{_short(text)}] is {_short(options)}, not an object", name=file)
         made = Options() if text.startswith("-:") else options_of(options, file=file)
         pattern = NamePattern(text[2:] if text[:2] in ("+:", "-:") else text, file=file, clock=clock)
-        rules.append(Rule(pattern.match, made))
+        rules.append(Override(pattern.match, made))
     return tuple(rules)
 
 
-def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) -> tuple[Rule, ...]:
+def extra_overrides(config: Mapping[str, Any], names: Container[str], *, file: str) -> tuple[Override, ...]:
     """Return ``extra_config`` of AutoRound: options of the modules that it names or that match its patterns.
 
     What is not among ``names``, of all modules, is a pattern for any part of a name.
@@ -105,9 +105,9 @@ def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) 
             raise CheckpointError(f"extra_config[{_short(text)}] is {_short(options)}, not an object", name=file)
         made = options_of(options, file=file)
         if text in names:
-            exact.append(Rule(text.__eq__, made))
+            exact.append(Override(text.__eq__, made))
         elif is_pattern(text):  # the name of a module that is elsewhere need be none
-            patterns.append(Rule(NamePattern(text, file=file, clock=clock).search, made))
+            patterns.append(Override(NamePattern(text, file=file, clock=clock).search, made))
     return (*exact, *patterns)
 
 

@@ -121,9 +121,9 @@ def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mappin
     is_fp4, is_power = codes.dtype == torch.uint8, scale.dtype == torch.uint8
     kind = ("MXFP4" if is_power else "NVFP4") if is_fp4 else ("MXFP8" if is_power else "FP8")
     own = _options(config, module)
-    told = own.get("quant_algo")
-    if isinstance(told, str) and ALGORITHMS.get(told, kind) != kind:
-        return f"its tensors are {kind}, and its quant_algo is {told}"
+    algorithm = own.get("quant_algo")
+    if isinstance(algorithm, str) and ALGORITHMS.get(algorithm, kind) != kind:
+        return f"its tensors are {kind}, and its quant_algo is {algorithm}"
     roles = dict(keys)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if is_fp4 else codes.shape
     if kind == "FP8":

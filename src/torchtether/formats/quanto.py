@@ -115,8 +115,8 @@ def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) 
     roles = {"packed": PACKED, "qdata": DATA, "scales": "._scale", "shifts": "._shift"}
     keys = {role: owner + suffix for role, suffix in roles.items() if owner + suffix in tensors}
     entry = qmap.get(owner.rpartition(".")[0])
-    told = entry.get("weights") if isinstance(entry, Mapping) else None
-    told = told if told is None else str(told)[:40]
+    qtype = entry.get("weights") if isinstance(entry, Mapping) else None
+    qtype = qtype if qtype is None else str(qtype)[:40]
     what: Entry | str
     if {"packed", "qdata"} <= keys.keys() or not {"packed", "qdata"} & keys.keys():
         what = f"it has {'both' if 'qdata' in keys else 'neither'} {DATA} and {PACKED}"
@@ -125,22 +125,22 @@ def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) 
     elif tensors[keys["scales"]].dtype not in FLOATS:
         what = f"its _scale is {tensors[keys['scales']].dtype}, not a float"
     elif "packed" in keys:
-        what = _packed(contents, owner, keys, told)
+        what = _packed(contents, owner, keys, qtype)
     else:
-        what = _bytes(contents, owner, keys, told)
+        what = _bytes(contents, owner, keys, qtype)
     if isinstance(what, str):
         found.fault(owner, what, keys)
     else:
         found.weights[owner] = what
 
 
-def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
+def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
     """Return a weight with one byte for each code."""
     codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scales"))
     if "shifts" in keys:
         return "it has a _shift, which codes of 8 bits do not have"
-    if told in BITS:
-        return f"it is stored as {codes.dtype}, and the map says {told}"
+    if qtype in BITS:
+        return f"it is stored as {codes.dtype}, and the map says {qtype}"
     if not codes.shape:
         return "its codes have no dimensions"
     one = math.prod(scale.shape) == 1
@@ -160,7 +160,7 @@ def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], told: str | 
     return Entry.of({"qdata": keys["qdata"], "scale" if is_part else "scales": keys["scales"]}, spec)
 
 
-def _packed(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
+def _packed(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
     """Return a weight whose codes share bytes."""
     tensors = contents.tensors
     packed, scale = (tensors[keys[role]] for role in ("packed", "scales"))
@@ -172,11 +172,11 @@ def _packed(contents: Contents, owner: str, keys: Mapping[str, str], told: str |
     wrong = expect(tensors, keys, {"scales": ((scale.dtype,), (groups, 1)), "shifts": ((scale.dtype,), (groups, 1))})
     if wrong:
         return wrong
-    if told is not None and told not in BITS:
-        return f"its codes are packed, and the map says {told}"
-    bits = [n for n in BITS.values() if -(-groups * n // 8) == packed.shape[0] and told in (None, f"qint{n}")]
+    if qtype is not None and qtype not in BITS:
+        return f"its codes are packed, and the map says {qtype}"
+    bits = [n for n in BITS.values() if -(-groups * n // 8) == packed.shape[0] and qtype in (None, f"qint{n}")]
     if len(bits) != 1:
-        return f"{packed.shape[0]} rows of bytes for {groups} groups are not those of {told or 'qint4 or qint2'} alone"
+        return f"{packed.shape[0]} rows of bytes for {groups} groups are not those of {qtype or 'qint4 or qint2'} alone"
     group_size = packed.shape[1]
     bias = tensors.get(f"{owner.rpartition('.')[0]}.bias")
     rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 and bias.shape[0] else groups

@@ -253,8 +253,8 @@ def _width(data: Mapping[str, Any], shape: Shape) -> int:
 
 def _dtype_of(data: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that torchao decodes to."""
-    told = data.get("dtype", data.get("orig_dtype"))
-    text = told.get("_data") if isinstance(told, Mapping) else told
+    dtype = data.get("dtype", data.get("orig_dtype"))
+    text = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
     if not isinstance(text, str) or text not in known:
         raise CheckpointError(f"its dtype is {str(text)[:40]!r}, known are {', '.join(known)}")

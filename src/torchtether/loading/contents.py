@@ -23,7 +23,7 @@ from ..conversion.selection import Rules, globs_of, unmatched
 from ..errors import LoadError, SchemeError, TetherError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import optimizers_of
-from ..files import THREADS, Batch, Room, fresh
+from ..files import THREADS, Batch, Scratch, allocate
 from ..geometry.blocks import STOCK
 from ..geometry.views import Shape
 from ..pictures.drawing import describe_bytes
@@ -498,7 +498,7 @@ def _as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
     if held.stride() != entry.stride or not held.is_contiguous():
         return None
     store, key = given.checkpoint.store, entry.keys["tensor"]
-    made = fresh(entry.shape, step.dtype, step.device, entry.stride, at=store.stored(key).start)
+    made = allocate(entry.shape, step.dtype, step.device, entry.stride, at=store.stored(key).start)
     store.read_later(key, made, batch)
     return made
 
@@ -603,7 +603,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
         return None
     if compiled.is_at_hand():
         size = max(size, _STRAIGHT // (row * stored.dtype.itemsize) // unit * unit)
-    parts = {name: fresh(part.shape, part.dtype or stored.dtype, step.device) for name, part in layout.items()}
+    parts = {name: allocate(part.shape, part.dtype or stored.dtype, step.device) for name, part in layout.items()}
 
     def encode(values: Tensor, cuts: Mapping[str, slice | None]) -> None:
         try:
@@ -616,7 +616,7 @@ def _encoded_later(step: Step, given: Arranged, batch: Batch) -> Weight | None:
     recipes = {n: scheme.recipe((n, *shape[1:]), stored.dtype) for n in (size, shape[0] % size) if n}
 
     def straight(
-        descriptor: int, at: int, room: Room, recipe: compiled.Recipe, rows: int, cuts: Mapping[str, slice | None]
+        descriptor: int, at: int, room: Scratch, recipe: compiled.Recipe, rows: int, cuts: Mapping[str, slice | None]
     ) -> bool:
         scratch = room.take((max(_READ, recipe.row),), torch.uint8, at)
         return compiled.encode_file(recipe, descriptor, at, rows, scratch, {n: parts[n][cuts[n]] for n in recipe.parts})
@@ -665,7 +665,7 @@ def _empty(step: Step, member: Member, given: Arranged, dtype: torch.dtype) -> T
         stride = torch.empty_like(torch.empty_strided(held.shape, stride, device="meta")).stride()
     if not spec.is_contiguous and given.find(step.sources[0].name)[1] is None:
         stride = spec.stride
-    made = fresh(tuple(held.shape), dtype, step.device, stride)
+    made = allocate(tuple(held.shape), dtype, step.device, stride)
     return held.around(made) if isinstance(held, Weight) else made
 
 

@@ -72,7 +72,7 @@ def shared_components(model: Tensors) -> tuple[Component, ...]:
     return tuple(component for component in _components(model, alone=False) if len(component.names) > 1)
 
 
-def parted(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[Tensor], tuple[Component, ...]]:
+def split_shared(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[Tensor], tuple[Component, ...]]:
     """Return the tensors of ``model`` that surely share no element with another, and the components of all the rest.
 
     ``modules`` are all of the model's. Together they are what ``find_components`` finds; a model of nothing but

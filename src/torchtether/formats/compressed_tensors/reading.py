@@ -12,7 +12,7 @@ from ...files import Stored
 from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme, bits
 from ..entry import Contents, Entry, Found, spec_of
-from .config import FLOAT, INT, MXFP4, MXFP6, MXFP8, NAIVE, NVFP4, PACK, UNKNOWN, Args, Config, Group, parse
+from .config import FLOAT, INT, MXFP4, MXFP6, MXFP8, NAIVE, NVFP4, PACK, UNKNOWN, Args, Config, ConfigGroup, parse
 from .module import SUFFIX, Fault, Module
 
 METHODS = ("compressed-tensors", "compressed_tensors")
@@ -100,7 +100,7 @@ def _understood(module: Module, config: Config | None) -> Reading | None:
             raise Fault(f"it is {module.stored('weight').dtype} and has no weight_scale")
         return None
     if config is None:
-        groups: tuple[Group, ...] = (UNKNOWN,)
+        groups: tuple[ConfigGroup, ...] = (UNKNOWN,)
     elif config.is_ignored(module.name):
         raise Fault("config.json ignores its module, and it is quantized")
     else:
@@ -122,7 +122,7 @@ def _understood(module: Module, config: Config | None) -> Reading | None:
     return readings[0]
 
 
-def _reading(module: Module, group: Group) -> Reading:
+def _reading(module: Module, group: ConfigGroup) -> Reading:
     if "packed" not in module and "weight" not in module:
         raise Fault(f"its {SUFFIX[next(iter(module.keys))]} is there, its codes are not")
     if "packed" in module and "weight" in module:
@@ -155,7 +155,7 @@ def _reading(module: Module, group: Group) -> Reading:
     return _microscaled_packed(module, args)
 
 
-def _agree(group: Group, kind: str, widths: range | tuple[int, ...], formats: tuple[str, ...]) -> None:
+def _agree(group: ConfigGroup, kind: str, widths: range | tuple[int, ...], formats: tuple[str, ...]) -> None:
     """Raise Fault where the config contradicts how a module is stored."""
     args = group.args or Args()
     if args.kind not in (None, kind) or (args.bits is not None and args.bits not in widths):
