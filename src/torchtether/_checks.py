@@ -12,7 +12,7 @@ from .errors import ArgumentError
 
 
 def describe(value: object) -> str:
-    """What ``value`` is, for people.
+    """Return what ``value`` is, for people.
 
     >>> describe(3), describe(int), describe(None)
     ('an int', 'the class int', 'None')
@@ -26,39 +26,39 @@ def describe(value: object) -> str:
 
 
 def check_module(model: object, name: str = "model") -> None:
-    """Raises ArgumentError unless ``model`` is a module."""
+    """Raise ArgumentError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         fix = "Give an instance of it." if isinstance(model, type) else "Give a torch.nn.Module."
         raise ArgumentError(f"is {describe(model)}, not a module", name=name, fix=fix)
 
 
 def check_path(path: object, name: str = "path") -> None:
-    """Raises ArgumentError unless ``path`` is text or a path object."""
+    """Raise ArgumentError unless ``path`` is text or a path object."""
     text = path.__fspath__() if isinstance(path, PathLike) and not isinstance(path, type) else path
     if not isinstance(text, str):
         raise ArgumentError(f"is {describe(path)}, not a path", name=name, fix="Give text, or a pathlib.Path.")
 
 
 def check_tensor(tensor: object, name: str) -> None:
-    """Raises ArgumentError unless ``tensor`` is a tensor."""
+    """Raise ArgumentError unless ``tensor`` is a tensor."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"is {describe(tensor)}, not a tensor", name=name, fix="Give a torch.Tensor.")
 
 
 def check_name(value: object, name: str) -> None:
-    """Raises ArgumentError unless ``value`` is text."""
+    """Raise ArgumentError unless ``value`` is text."""
     if not isinstance(value, str):
         raise ArgumentError(f"is {describe(value)}, not the name of a tensor", name=name, fix="Give text.")
 
 
 def check_flag(value: object, name: str) -> None:
-    """Raises ArgumentError unless ``value`` is a bool; text such as "no" would count as true."""
+    """Raise ArgumentError unless ``value`` is a bool; text such as "no" would count as true."""
     if not isinstance(value, (bool, int)):
         raise ArgumentError(f"is {describe(value)}, not a bool", name=name, fix="Give True or False.")
 
 
 def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_module: bool = False) -> None:
-    """Raises ArgumentError unless ``value`` is None, a function or, with ``or_flag``, a bool.
+    """Raise ArgumentError unless ``value`` is None, a function or, with ``or_flag``, a bool.
 
     With ``is_of_module`` it takes a module and changes it: no class does, although it can be called.
     """

@@ -1,8 +1,9 @@
-"""The names of dtypes in files and records, without ``torch.`` before them."""
+"""The names of dtypes in files and records, and copies of dtypes that have none of their own."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .errors import SchemeError
 
@@ -12,12 +13,19 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` as ``"float32"``."""
+    """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """``"float32"`` as ``torch.float32``; raises SchemeError for anything that is not a dtype's name."""
+    """Return ``torch.float32`` for ``"float32"``; raise SchemeError for anything that is not a dtype's name."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise SchemeError(f"unknown dtype {name!r}")
     return _DTYPES[name]
+
+
+def copyable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, its bytes instead of floats of 8 bits: not every device copies those into strided places."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg()

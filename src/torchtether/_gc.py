@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, reference cycles are not looked for; reference counting frees as ever.
+    """Keep Python from looking for reference cycles inside; reference counting frees as ever.
 
     Each look goes through all objects of the process, and objects by the ten thousand ask for several: half of the time
     of loading small tensors.  The switch is the process's: if two threads are inside, the first to leave puts it back.

@@ -45,7 +45,7 @@ class Deferred:
     """
 
     def __init__(self, waits: Callable[[FrameType | None], bool] | None = None) -> None:
-        """``waits`` says of the frame in which a signal arrives whether it waits; by default all do."""
+        """Take ``waits``, which says of the frame in which a signal arrives whether it waits; by default all do."""
         self._waits = waits
         self._theirs: dict[int, Handler] = {}
         self._replaced: list[int] = []
@@ -54,7 +54,7 @@ class Deferred:
         """The signals that wait, each once."""
 
     def begin(self) -> None:
-        """Signals wait from now on."""
+        """Make signals wait from now on."""
         if threading.get_ident() != threading.main_thread().ident:
             return
         try:
@@ -69,7 +69,7 @@ class Deferred:
             raise
 
     def end(self) -> None:
-        """The handlers are those of before, then they are told what has waited; raises what they raise."""
+        """Restore the handlers of before, then tell them what has waited; raise what they raise."""
         try:
             while self._replaced:
                 signal.signal(self._replaced[-1], self._theirs[self._replaced[-1]])
@@ -80,7 +80,7 @@ class Deferred:
             self.deliver()
 
     def deliver(self) -> None:
-        """A safe point: the handlers of what has waited run now; raises what they raise."""
+        """Run the handlers of what has waited: a safe point. Raise what they raise."""
         while self.waiting:
             try:
                 self._tell(self.waiting.pop(0), None)
@@ -99,7 +99,7 @@ class Deferred:
             self._is_open = False
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        """Stands for every handler that is replaced."""
+        """Stand for every handler that is replaced."""
         if self._waits(frame) if self._waits is not None else not self._is_open:
             if number not in self.waiting:
                 self.waiting.append(number)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 
 class TetherError(Exception):
-    """The base of every error that torchtether raises on purpose.
+    """Report what is wrong, of what, and what to do: the base of every error that torchtether raises on purpose.
 
     >>> SchemeError("got 3 bits", name="head.weight", fix="Use 4.")
     SchemeError('head.weight: got 3 bits. Use 4.')
@@ -41,45 +41,45 @@ class TetherError(Exception):
         super().__init__(" ".join(text.split()))
 
     def named(self, name: str) -> TetherError:
-        """The same error about ``name``; a name that is already there stays."""
+        """Return the same error about ``name``; a name that is already there stays."""
         return self if self.name else type(self)(self.what, name=name, fix=self.fix)
 
 
 class ArgumentError(TetherError, TypeError):
-    """An argument is of a kind that the function does not take; nothing has happened."""
+    """Report an argument of a kind that the function does not take; nothing has happened."""
 
 
 class UnsupportedOpError(TetherError, NotImplementedError):
-    """A Weight has no rule for this op, or not for these arguments."""
+    """Report an op, or arguments of one, that a Weight has no rule for."""
 
 
 class SchemeError(TetherError, ValueError):
-    """A scheme cannot be built, does not fit a shape, or met values that it cannot hold."""
+    """Report a scheme that cannot be built, does not fit a shape, or met values that it cannot hold."""
 
 
 class RuleError(TetherError, ValueError):
-    """Rules match nothing, name no known scheme, are no regex, or contradict each other."""
+    """Report rules that match nothing, name no known scheme, are no regex, or contradict each other."""
 
 
 class TieError(TetherError, ValueError):
-    """Ties are broken, disagree with their record, or cannot be made."""
+    """Report ties that are broken, disagree with their record, or cannot be made."""
 
 
 class ConversionError(TetherError, RuntimeError):
-    """A parameter cannot be exchanged now, because something holds it or depends on it."""
+    """Report a parameter that cannot be exchanged now, because something holds it or depends on it."""
 
 
 class OptimizerError(TetherError, ValueError):
-    """An optimizer holds parameters that the model does not have, or the reverse."""
+    """Report an optimizer with parameters that the model does not have, or the reverse."""
 
 
 class LoadError(TetherError, RuntimeError):
-    """A checkpoint does not fit the model; every fault is in the text, and in ``faults`` of the plan."""
+    """Report a checkpoint that does not fit the model; every fault is in the text, and in ``faults`` of the plan."""
 
 
 class CheckpointError(TetherError, ValueError):
-    """A file cannot be read or written, or is not what it says."""
+    """Report a file that cannot be read or written, or is not what it says."""
 
 
 class LawError(TetherError, AssertionError):
-    """A tensor subclass, a scheme or a format breaks laws of ``tt.testing``; or there is no law of that name."""
+    """Report a tensor subclass, scheme or format that breaks laws of ``tt.testing``, or a law that does not exist."""

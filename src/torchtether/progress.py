@@ -22,12 +22,12 @@ Tick = Callable[[int], None]
 
 
 def no_tick(nbytes: int) -> None:
-    """Nobody wants to know."""
+    """Ignore the bytes: nobody wants to know."""
 
 
 @contextmanager
 def ticking(progress: Progress, total: int, verb: str) -> Iterator[Tick]:
-    """Inside, a function to be told of every piece of bytes that is done."""
+    """Yield a function to be told of every piece of bytes that is done."""
     if not progress:
         yield lambda nbytes: None
     elif callable(progress):
@@ -85,14 +85,14 @@ class Meter:
         return self
 
     def look(self) -> None:
-        """Counts what there is now."""
+        """Count what there is now."""
         now = resident_memory(self._status)
         if now is not None and self._highest is not None and self._before is not None:
             self._highest = Resident(*map(max, self._highest, now))
             self._note(time.perf_counter() - self._start, now, self._before)
 
     def _note(self, moment: float, now: Resident, before: Resident) -> None:
-        """Adds a sample, or raises the last one; when there are many, every two become one, so there are never more."""
+        """Add a sample, or raises the last one; when there are many, every two become one, so there are never more."""
         sample = Sample(moment, now.anonymous - before.anonymous, now.mapped - before.mapped)
         if self._looks % self._stride and self._samples:
             self._samples[-1] = _higher(self._samples[-1], sample)
@@ -107,7 +107,7 @@ class Meter:
 
     @property
     def timeline(self) -> tuple[Sample, ...]:
-        """What there was over time, above what there was before."""
+        """Return what there was over time, above what there was before."""
         return tuple(self._samples)
 
     def __exit__(
@@ -154,7 +154,7 @@ class Resident(NamedTuple):
 
 
 def _open_status() -> int | None:
-    """The open file that ``resident_memory`` reads in a quarter of the time; ``None`` where there is none."""
+    """Return the open file that ``resident_memory`` reads in a quarter of the time; ``None`` where there is none."""
     try:
         return os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC) if hasattr(os, "pread") else None
     except OSError:
@@ -162,7 +162,7 @@ def _open_status() -> int | None:
 
 
 def resident_memory(status: int | None = None) -> Resident | None:
-    """What is resident now; ``None`` where the system does not tell. ``status`` is its file, open already."""
+    """Return what is resident now; ``None`` where the system does not tell. ``status`` is its file, open already."""
     try:
         found = _RESIDENT.search(_STATUS.read_bytes() if status is None else os.pread(status, 2**14, 0))
     except OSError:

@@ -174,7 +174,7 @@ def test_another_processor_or_command_has_another_library(fresh, monkeypatch):
     fresh.library()
     other, third = Build(), Build()
     with monkeypatch.context() as patch:
-        patch.setattr("torchtether.compiled.build.said_processor", lambda: b"another")
+        patch.setattr("torchtether.compiled.build.processor_flags", lambda: b"another")
         other.library()
     monkeypatch.setenv("CC", f"{shutil.which('cc') or shutil.which('gcc')} -ffast-math")
     third.library()
@@ -184,5 +184,5 @@ def test_another_processor_or_command_has_another_library(fresh, monkeypatch):
 def test_torch_ops_do_the_work_meanwhile(monkeypatch):
     w = torch.randn(4, 8)
     parts = int8().encode(w)
-    monkeypatch.setattr(compiled.BUILD, "_library", None)
+    monkeypatch.setattr(compiled.BUILD, "library", lambda: None)
     assert all(torch.equal(part, parts[name]) for name, part in int8().encode(w).items())

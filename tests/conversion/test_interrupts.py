@@ -145,7 +145,7 @@ def test_an_interrupt_between_two_tensors_is_not_put_off(monkeypatch):
 
     with nothing_held(), pytest.raises(KeyboardInterrupt), Exchange(model) as exchange:  # noqa: PT012
         exchange.check(model.parameters())
-        exchange.put_each(model.parameters(), half)
+        exchange.put_each(model.parameters(), map(half, model.parameters()))
     assert len(done) == 3
     assert [p.dtype == torch.float64 for p in model.parameters()] == [True] * 3 + [False] * 5
 

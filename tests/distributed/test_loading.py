@@ -236,7 +236,7 @@ def run_out_of_memory(where):
     def refuse(*_, **__):
         raise MemoryError(where)
 
-    sys.modules["torchtether.loading.contents"].fresh = refuse
+    sys.modules["torchtether.loading.contents"].allocate = refuse
 
 
 @pytest.mark.parametrize("damage", [break_planning, break_reading, run_out_of_memory])

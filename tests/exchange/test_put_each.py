@@ -12,7 +12,7 @@ from torchtether import ConversionError
 from torchtether.conversion.converting import convert
 from torchtether.exchange import exchange
 from torchtether.exchange.exchange import Exchange
-from torchtether.ties.components import find_components, parted
+from torchtether.ties.components import find_components, split_shared
 from torchtether.ties.names import distinct_tensors
 
 
@@ -62,11 +62,11 @@ def test_parted_finds_what_find_components_finds(kind, device):
     if device == "meta":
         model.a = nn.Linear(3, 3, device="meta")
         model.a.twin = nn.Parameter(model.a.weight.data.t())
-    lone, components = parted(model, model.modules())
+    unshared, components = split_shared(model, model.modules())
     found = {tuple(sorted(id(m.tensor) for m in component.members)) for component in components}
-    assert found.isdisjoint((id(tensor),) for tensor in lone)
+    assert found.isdisjoint((id(tensor),) for tensor in unshared)
     wanted = find_components(model)
-    assert found | {(id(tensor),) for tensor in lone} == {
+    assert found | {(id(tensor),) for tensor in unshared} == {
         tuple(sorted(id(m.tensor) for m in component.members)) for component in wanted
     }
     assert set(components) <= set(wanted)
@@ -93,7 +93,7 @@ def test_old_contents_are_freed_one_by_one():
 
     with Exchange(model) as exchange:
         exchange.check(model.parameters())
-        exchange.put_each(model.parameters(), make)
+        exchange.put_each(model.parameters(), map(make, model.parameters()))
     assert alive == [6, 5, 4, 3, 2, 1]
 
 
@@ -101,7 +101,7 @@ def test_what_was_not_checked_is():
     model = nn.Linear(2, 2)
     ref = weakref.ref(model.bias)
     with pytest.raises(ConversionError, match="bias: held by a weak reference"), Exchange(model) as exchange:
-        exchange.put_each([model.bias], torch.Tensor.double)
+        exchange.put_each([model.bias], map(torch.Tensor.double, [model.bias]))
     assert ref() is model.bias
     assert model.bias.dtype == torch.float32
 
@@ -119,7 +119,7 @@ def test_contents_that_do_not_fit_are_refused(make, match):
     before = snapshot(model)
     with pytest.raises(ConversionError, match=match), Exchange(model) as exchange:  # noqa: PT012
         exchange.check([model.weight])
-        exchange.put_each([model.weight], make)
+        exchange.put_each([model.weight], map(make, [model.weight]))
     assert snapshot(model) == before
 
 
@@ -131,7 +131,7 @@ def test_other_kinds_of_memory_and_weights(make):
     wanted = make(held.detach())
     with Exchange(model) as exchange:
         exchange.check([held])
-        exchange.put_each([held], make)
+        exchange.put_each([held], map(make, [held]))
     assert model.weight is held
     assert isinstance(held, nn.Parameter)
     assert (isinstance(held, tt.Weight), held.device, held.layout) == (
@@ -177,7 +177,7 @@ def test_weights_over_a_part_of_common_memory_are_refused_before_anything_change
 @pytest.mark.parametrize("has_grads", [True, False], ids=["grads", "no grads"])
 @pytest.mark.parametrize("atomic", ["checked", "full"])
 def test_contents_of_its_own_are_put_as_any_others(kind, has_grads, atomic):
-    """``put_own``, for every tensor in new memory of its own, views among them cut from something larger."""
+    """``put_each`` with ``is_own``: every tensor in new memory, views among them cut from something larger."""
     found = []
     for is_quick in (True, False):
         made = rig(kind, "sgd")
@@ -200,10 +200,10 @@ def test_contents_of_its_own_are_put_as_any_others(kind, has_grads, atomic):
 
 
 def put_contents(exchange, held, is_quick):
-    """Every tensor has new contents, by ``put_own`` or one by one."""
+    """Every tensor has new contents, by ``put_each`` with ``is_own`` or one by one."""
     new = [contents(tensor, i) for i, tensor in enumerate(held)]
     if is_quick:
-        exchange.put_own(held, new)
+        exchange.put_each(held, new, is_own=True)
         return
     for tensor, one in zip(held, new, strict=True):
         exchange.put(tensor, one)
@@ -220,11 +220,11 @@ def test_own_contents_are_checked_too():
     model = nn.Linear(2, 2, device="meta")
     ref = weakref.ref(model.bias)
     with pytest.raises(ConversionError, match="bias: held by a weak reference"), Exchange(model) as exchange:
-        exchange.put_own([model.bias], [torch.zeros(2)])
+        exchange.put_each([model.bias], [torch.zeros(2)], is_own=True)
     assert ref().is_meta
     with pytest.raises(ConversionError, match=r"weight: holds shape \(2, 2\)"), Exchange(model) as exchange:  # noqa: PT012
         exchange.check([model.weight])
-        exchange.put_own([model.weight], [torch.zeros(2)])
+        exchange.put_each([model.weight], [torch.zeros(2)], is_own=True)
     assert model.weight.is_meta
 
 
@@ -233,7 +233,7 @@ def test_own_contents_are_taken_back():
     before = snapshot(model)
     with pytest.raises(MemoryError), Exchange(model, atomic="full") as exchange:  # noqa: PT012
         exchange.check([model.weight])
-        exchange.put_own([model.weight], [torch.zeros(2, 2)])
+        exchange.put_each([model.weight], [torch.zeros(2, 2)], is_own=True)
         assert not model.weight.is_meta
         raise MemoryError
     assert snapshot(model) == before
@@ -273,7 +273,7 @@ def test_a_weight_of_its_own_is_put_as_any_other(is_view, is_held):
         with Exchange(model) as exchange:
             exchange.check([held])
             if is_quick:
-                exchange.put_own([held], [new])
+                exchange.put_each([held], [new], is_own=True)
             else:
                 exchange.put(held, new)
         assert model.weight is held

@@ -196,5 +196,5 @@ def test_the_state_of_an_optimizer_is_apart(tmp_path):
     optimizer.step()
     tt.distributed.save(model, tmp_path / "folder", format="dcp", optimizer=optimizer)
     assert list(tt.open(tmp_path / "folder")) == ["bias", "weight"]
-    assert "weight.exp_avg" in DcpFile(tmp_path / "folder", "torchtether.exchange.optimizer_state.").header.tensors
+    assert "weight.exp_avg" in DcpFile(tmp_path / "folder", "torchtether.optimizer.").header.tensors
     assert isinstance(Path(tmp_path, "folder", ".metadata").stat().st_size, int)

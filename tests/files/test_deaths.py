@@ -257,7 +257,11 @@ def test_a_lock_goes_with_its_process(tmp_path):
 @pytest.mark.parametrize("at", range(5))
 def test_where_there_are_no_locks_a_mixture_is_refused(tmp_path, monkeypatch, at, other):
     """The second save is done whole between two renames of the first."""
-    monkeypatch.setattr(locks, "_takes", lambda descriptor: True)
+
+    def none(descriptor):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(locks, "try_to_own", none)
     prepared(tmp_path / "there", "plain shards")
     first = Paused(monkeypatch, tmp_path / "there", 2, at, **_MORE)
     tt.save(net(3), tmp_path / "there", **other)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchtether as tt
 from torchtether import compiled
 from torchtether.files import TensorFile, memory
-from torchtether.files.memory import fresh, fresh_each
+from torchtether.files.memory import allocate, allocate_each
 from torchtether.files.system import HUGE_PAGE
-from torchtether.files.together import Room
+from torchtether.files.together import Scratch
 
 CPU = torch.device("cpu")
 LARGE = (HUGE_PAGE // 4 + 3, 1)
@@ -29,7 +29,7 @@ def is_on_a_huge_page(tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
 @pytest.mark.parametrize(("shape", "stride"), [((), None), ((0, 3), None), ((3, 5), (1, 3)), ((1024, 2049), (1, 1024))])
 def test_it_has_the_shape_strides_and_bytes_that_are_asked_for(shape, stride, dtype):
-    made, wanted = fresh(shape, dtype, stride=stride), torch.empty(shape, dtype=dtype)
+    made, wanted = allocate(shape, dtype, stride=stride), torch.empty(shape, dtype=dtype)
     assert (made.shape, made.dtype, made.stride()) == (wanted.shape, dtype, stride or wanted.stride())
     assert made.untyped_storage().nbytes() == wanted.untyped_storage().nbytes()
     assert is_on_a_huge_page(made) == (made.nbytes >= HUGE_PAGE)
@@ -37,19 +37,19 @@ def test_it_has_the_shape_strides_and_bytes_that_are_asked_for(shape, stride, dt
 
 
 def test_without_a_mapping_it_is_memory_of_torch(monkeypatch):
-    def refused(nbytes):
+    def refused(*args, **kwargs):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(memory, "_anonymous", refused)
-    made = fresh(LARGE, torch.float32)
+    monkeypatch.setattr(memory.mmap, "mmap", refused)
+    made = allocate(LARGE, torch.float32)
     assert made.shape == LARGE
     assert made.untyped_storage().resizable()
 
 
 def test_other_devices_and_modes():
-    assert fresh(LARGE, torch.float32, "meta").is_meta
+    assert allocate(LARGE, torch.float32, "meta").is_meta
     with torch.device("meta"), torch.inference_mode():
-        made = fresh(LARGE, torch.float32)
+        made = allocate(LARGE, torch.float32)
     assert made.device.type == "cpu"
 
 
@@ -74,8 +74,8 @@ class Watching(TorchDispatchMode):
 
 def test_many_are_like_each():
     with torch.device("meta"):
-        many = fresh_each(KINDS)
-        each = [fresh(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in KINDS]
+        many = allocate_each(KINDS)
+        each = [allocate(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in KINDS]
     for one, other in zip(many, each, strict=True):
         assert (one.shape, one.dtype, one.stride(), one.device) == (other.shape, other.dtype, other.stride(), CPU)
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
@@ -86,7 +86,7 @@ def test_many_are_like_each():
 
 def test_who_looks_on_sees_many():
     with Watching() as mode:
-        fresh_each([((3,), torch.float32, (1,), 0)] * 5)
+        allocate_each([((3,), torch.float32, (1,), 0)] * 5)
     assert mode.made == 5
 
 
@@ -97,9 +97,9 @@ def is_slow(address, at):
 
 @given(st.one_of(st.integers(0, 2**40), st.integers(0, 64).map(lambda behind: 2**32 - behind)), st.booleans())
 def test_no_copy_begins_just_behind_its_original(at, is_large):
-    room = Room()
+    room = Scratch()
     taken = room.take((3, 2**19 if is_large else 5), torch.float32, at)
-    for address in (fresh(LARGE, torch.float32, at=at).data_ptr(), taken.data_ptr()):
+    for address in (allocate(LARGE, torch.float32, at=at).data_ptr(), taken.data_ptr()):
         assert address % 64 == 0
         assert not is_slow(address, at)
     again = room.take(tuple(taken.shape), torch.float32, at + 8)
@@ -110,7 +110,7 @@ def test_no_copy_begins_just_behind_its_original(at, is_large):
 def reads(monkeypatch):
     """Where bytes of files were read to, and where they were from."""
     found, asked = [], set()
-    read, encode, take = TensorFile.read_bytes, compiled.encode_file, Room.take
+    read, encode, take = TensorFile.read_bytes, compiled.encode_file, Scratch.take
 
     def read_bytes(file, buffers, at):
         place = at
@@ -129,7 +129,7 @@ def reads(monkeypatch):
         return take(room, shape, dtype, at)
 
     monkeypatch.setattr(TensorFile, "read_bytes", read_bytes)
-    monkeypatch.setattr(Room, "take", taken)
+    monkeypatch.setattr(Scratch, "take", taken)
     monkeypatch.setattr(compiled, "encode_file", encode_file)
     return found
 
@@ -184,11 +184,11 @@ def test_files_with_headers_of_any_length_are_read_clear_of_it(tmp_path, behind,
 def test_mappings_are_counted_and_come_to_an_end(monkeypatch):
     """A process may not have many; a model may have a hundred thousand experts."""
     gc.collect()
-    monkeypatch.setattr(memory, "_MOST_ROOMS", len(memory._ROOMS) + 2)
-    held = [fresh(LARGE, torch.float32) for _ in range(4)]
+    monkeypatch.setattr(memory, "MOST_MAPPINGS", len(memory.MAPPINGS) + 2)
+    held = [allocate(LARGE, torch.float32) for _ in range(4)]
     assert [is_on_a_huge_page(tensor) for tensor in held] == [True, True, False, False]
     view = held[0][1:]
     del held[0]
-    assert not is_on_a_huge_page(fresh(LARGE, torch.float32))
+    assert not is_on_a_huge_page(allocate(LARGE, torch.float32))
     del view
-    assert is_on_a_huge_page(fresh(LARGE, torch.float32))
+    assert is_on_a_huge_page(allocate(LARGE, torch.float32))

@@ -66,7 +66,7 @@ def test_unpacking_in_pieces_changes_no_bit(packing, tmp_path, monkeypatch):
     path = written(tmp_path, packing, shape)
     with tt.open(path) as checkpoint:
         whole = checkpoint["w"]
-    monkeypatch.setattr("torchtether.formats.gguf._PIECE", 2 * PACKINGS[packing].elements)
+    monkeypatch.setattr("torchtether.formats.gguf.PIECE", 2 * PACKINGS[packing].elements)
     with tt.open(path) as checkpoint:
         for name, part in checkpoint["w"].parts.items():
             assert torch.equal(part.view(torch.uint8), whole.parts[name].view(torch.uint8))
@@ -159,7 +159,7 @@ def test_blocks_are_written_as_they_were_read(packing, lead, count, seed, tmp_pa
 @pytest.mark.parametrize("packing", FITTING)
 def test_what_we_encode_is_written_without_loss(packing, tmp_path, monkeypatch):
     weight = tt.Weight.encode(torch.randn(5, 512, generator=torch.Generator().manual_seed(0)), FITTING[packing])
-    monkeypatch.setattr("torchtether.formats.gguf._PIECE", 3 * PACKINGS[packing].elements)
+    monkeypatch.setattr("torchtether.formats.gguf.PIECE", 3 * PACKINGS[packing].elements)
     plain = {"m": torch.ones(3), "h": torch.ones(2, 2).half(), "b": torch.ones(1).bfloat16(), "z": torch.arange(3)}
     pairs = {"general.architecture": "mine", "n": 3}
     tt.save({"w": weight, **plain}, tmp_path / "x.gguf", format="gguf", metadata=pairs)

@@ -11,7 +11,7 @@ from torch import nn
 import torchtether as tt
 from torchtether.errors import CheckpointError
 from torchtether.formats import name_patterns
-from torchtether.formats.linears import dynamic_rules, extra_rules
+from torchtether.formats.linears import dynamic_overrides, extra_overrides
 from torchtether.formats.name_patterns import Clock, NamePattern
 
 PUBLISHED = (
@@ -155,7 +155,7 @@ def test_a_folder_whose_config_backtracks_is_read(tmp_path):
         held = checkpoint[f"{name}.weight"].parts
         assert all(torch.equal(held[part], tensor) for part, tensor in model[name].weight.parts.items())
     for rules in (
-        dynamic_rules({"dynamic": {"-:(a+)+$": {}}}, file="config.json"),
-        extra_rules({"extra_config": {"(a+)+$": {"bits": 4}, "x[": {"bits": 2}}}, (), file="config.json"),
+        dynamic_overrides({"dynamic": {"-:(a+)+$": {}}}, file="config.json"),
+        extra_overrides({"extra_config": {"(a+)+$": {"bits": 4}, "x[": {"bits": 2}}}, (), file="config.json"),
     ):
         assert [bool(rule.matches(name)) for rule in rules] == [False]

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._checks import check_path
 from .._gc import uncollected
 from ..errors import CheckpointError, TetherError
-from ..files import HIDDEN, Store, fresh, scratch
+from ..files import HIDDEN, Store, allocate, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Tick, no_tick
@@ -191,13 +191,13 @@ class Checkpoint(Mapping[str, Tensor]):
     ) -> Tensor:
         if entry.spec is None:
             key = entry.keys["tensor"]
-            made = fresh(entry.shape, entry.dtype, device, entry.stride, at=self.store.stored(key).start)
+            made = allocate(entry.shape, entry.dtype, device, entry.stride, at=self.store.stored(key).start)
             self.store.read_into(key, made, tick)
             return made
         tensors: dict[str, Tensor] = {}
         for role, key in entry.keys.items():
             stored = self.store.stored(key)
-            tensors[role] = fresh(stored.shape, stored.dtype, device, at=stored.start)
+            tensors[role] = allocate(stored.shape, stored.dtype, device, at=stored.start)
             self.store.read_into(key, tensors[role], tick)
         assert self._format is not None
         try:

@@ -20,7 +20,7 @@ from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..ties.components import Component, find_components
 from ..ties.records import tie_of
-from ..ties.spans import member_view
+from ..ties.spans import member_view, plain_values
 from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .reader import view_of
@@ -109,7 +109,7 @@ class HeldGroup(Group):
             self.put_weight(name, tensor.spec.replace(tie=None))
             self.packed[name] = tensor
             return
-        tensor = _memory(tensor)
+        tensor = plain_values(tensor)
         self.put(name, tensor)
         if tensor.numel() and not tensor.is_contiguous():
             # what has gaps becomes dense in the same order, as ``clone`` would have it
@@ -215,12 +215,8 @@ def _span(component: Component) -> Tensor:
     dtype = component.dtype or torch.uint8
     made = torch.zeros(component.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
     for member in component.members:
-        _memory(member_view(made, member)).copy_(_memory(member.tensor).detach())
+        plain_values(member_view(made, member)).copy_(plain_values(member.tensor).detach())
     return made
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    return tensor.values_of() if isinstance(tensor, Weight) else tensor
 
 
 # -- ties that only the records know ----------------------------------------------------------------------------------
@@ -248,7 +244,7 @@ def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) ->
 
 def _check_still(owner: str, whole: Tensor, name: str, alias: Tensor, view: View | None) -> None:
     try:
-        wanted = whole if view is None else view_of(_memory(whole) if _is_transparent(whole) else whole, view)
+        wanted = whole if view is None else view_of(plain_values(whole) if _is_transparent(whole) else whole, view)
         one, two = (_bits(tensor) for tensor in (wanted, alias))
         same = len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     except RuntimeError:  # the view reaches past what is left of its owner
@@ -268,5 +264,5 @@ def _is_transparent(tensor: Tensor) -> bool:
 def _bits(tensor: Tensor) -> list[Tensor]:
     if isinstance(tensor, Weight) and not tensor.scheme.transparent:
         return [bits for part in tensor.parts.values() for bits in _bits(part)]
-    tensor = _memory(tensor).detach()
+    tensor = plain_values(tensor).detach()
     return [tensor.contiguous().reshape(-1).view(torch.uint8)]

@@ -21,7 +21,7 @@ from ..files import (
     INDEX_SUFFIX,
     PICKLED,
     SUFFIX,
-    Change,
+    FolderChange,
     Pairs,
     Record,
     beside,
@@ -34,7 +34,7 @@ from ..files import (
     write_gguf,
     write_made,
 )
-from ..formats import Contained, Writable, native, restated
+from ..formats import Contained, Writable, native, with_quantization
 from ..geometry.views import Shape, contiguous_stride
 from ..progress import Progress, Tick, ticking
 from ..weights.spec import Tie, WeightSpec
@@ -138,9 +138,9 @@ class FilePlan:
     shards: list[list[Group]]
     texts: Callable[[Mapping[str, str]], dict[Path, bytes]]
 
-    def change(self, written: Sequence[tuple[Path, Path]], headers: Mapping[str, str]) -> Change:
+    def change(self, written: Sequence[tuple[Path, Path]], headers: Mapping[str, str]) -> FolderChange:
         """Return what puts the shards in place: hidden paths and targets, and the digests of their headers by name."""
-        return Change(self.folder, self.stem, written, partial(self.texts, headers), is_whole=self.is_folder)
+        return FolderChange(self.folder, self.stem, written, partial(self.texts, headers), is_whole=self.is_folder)
 
 
 def plan_files(
@@ -222,7 +222,7 @@ def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: 
     made = {}
     for name in sorted({*said, *(["config.json"] if "config.json" in there else [])}):
         before = there.get(name, {})
-        after = restated(before, said.get(name, {}))
+        after = with_quantization(before, said.get(name, {}))
         if after != before:
             made[name] = _json(after)
     return made

@@ -16,7 +16,7 @@ from .toolchain import (
     compiler_version,
     find_built,
     find_compiler,
-    has_failed,
+    find_failure,
     is_switched_off,
     own_folder,
     processor_flags,
@@ -53,7 +53,7 @@ class Build:
         self._is_settled = self._is_begun = False
 
     def library(self) -> ctypes.CDLL | None:
-        """The loops, if they are at hand."""
+        """Return the loops, if they are at hand."""
         if self._is_settled:
             return self._library
         if self._folder is None and not self._find_name():
@@ -63,16 +63,16 @@ class Build:
         if (built := find_built(self._folder, self._name)) is not None:
             self._open(built)
         elif is_ended:
-            failed = has_failed(self._folder, self._name)
+            failed = find_failure(self._folder, self._name)
             self._settle(f"the compiler failed: {failed}" if failed else "the compiler did not end its work")
         return self._library
 
     def warm(self) -> None:
-        """The loops are being built, if they are not at hand and can be."""
+        """Start the build of the loops, if they are not at hand and can be."""
         if self.library() is not None or self._is_settled or self._is_begun:
             return
         assert self._folder is not None
-        if (failed := has_failed(self._folder, self._name)) is not None:
+        if (failed := find_failure(self._folder, self._name)) is not None:
             self._settle(f"the compiler failed: {failed}")
             return
         lock, compiler = self._lock(), find_compiler("CC", _COMPILERS)
@@ -103,7 +103,7 @@ class Build:
         return Path(f"{self._folder}", f"{self._name}.lock")
 
     def wait(self, seconds: float = 60.0) -> bool:
-        """Whether the loops are at hand, after a build at most; for benchmarks and tests."""
+        """Return whether the loops are at hand, after a build at most; for benchmarks and tests."""
         self.warm()
         end = time.monotonic() + seconds
         while self.library() is None and not self._is_settled and time.monotonic() < end:
@@ -145,7 +145,7 @@ class Build:
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """``library`` with the types of its functions, as ``loops.c`` has them."""
+    """Return ``library`` with the types of its functions, as ``loops.c`` has them."""
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
     for name, letters in _FUNCTIONS.items():
         function = getattr(library, name)

@@ -31,7 +31,7 @@ _LONG = 2**32
 
 
 def expect(count: int, *, threads: int = 0) -> None:
-    """``count`` elements will be encoded: if that is much, the loops are asked for. Nobody waits for them.
+    """Ask for the loops if ``count`` elements, which will be encoded, are many. Nobody waits for them.
 
     ``threads`` are about to work on it. Unless a core is left for the compiler, they would share theirs with it and end
     later than without; then only very much work asks. Ask again without ``threads`` when they are done.
@@ -45,19 +45,19 @@ def _cores() -> int:
 
 
 def can_read(values: Tensor) -> bool:
-    """Whether the loops are at hand and can walk ``values`` where they lie."""
+    """Return whether the loops are at hand and can walk ``values`` where they lie."""
     if library_for(values) is None or values.dtype not in DTYPES or not values.is_contiguous():
         return False
     return values.numel() > 0 and values.data_ptr() % values.itemsize == 0
 
 
 def is_at_hand(*tensors: Tensor) -> bool:
-    """Whether the loops are at hand, and ops would run at once on these tensors, which lie on the CPU."""
+    """Return whether the loops are at hand, and ops would run at once on these tensors, which lie on the CPU."""
     return library_for(*tensors) is not None
 
 
 def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The loops, if they are at hand and may walk these tensors."""
+    """Return the loops, if they are at hand and may walk these tensors."""
     if not is_direct():
         return None
     library = BUILD.library()
@@ -69,7 +69,7 @@ def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
 
 
 def magnitudes(x: Tensor, width: int) -> Tensor | None:
-    """The largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN where there is one."""
+    """Return the largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN where there is one."""
     library = library_for(x)
     if library is None or not can_read(x):
         return None
@@ -80,7 +80,10 @@ def magnitudes(x: Tensor, width: int) -> Tensor | None:
 
 
 def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
-    """The smallest and the largest value of each run of ``width`` columns, (R, groups) float32; NaN in one of them."""
+    """Return the smallest and the largest value of each run of ``width`` columns, (R, groups) float32.
+
+    NaN in one of them.
+    """
     library = library_for(x)
     if library is None or not can_read(x):
         return None
@@ -102,7 +105,7 @@ def encode_affine(
     offset: int,
     bits: int,
 ) -> bool:
-    """``codes`` holds round(x / scale + zero), within ``limits``, and ``offset`` above that; 4 or 8 bits."""
+    """Write round(x / scale + zero), within ``limits``, and ``offset`` above that, to ``codes``; 4 or 8 bits."""
     library = library_for(x, scale, codes)
     if library is None or bits not in (4, 8) or not can_read(x) or codes.stride(-1) != 1:
         return False
@@ -115,7 +118,7 @@ def encode_affine(
 
 
 def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
-    """``codes`` (R, K), float8_e4m3fn or float8_e5m2, holds x / scale (or times), within ``largest``."""
+    """Write x / scale (or times), within ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
     library = library_for(x, scale, codes)
     if library is None or codes.dtype not in _FLOAT8 or not can_read(x) or not codes.is_contiguous():
         return False
@@ -140,7 +143,7 @@ def encode_nearest(
     thresholds: tuple[float, ...],
     order: tuple[int, ...] | None = None,
 ) -> bool:
-    """``codes``, two to a byte, say between which of the ascending ``thresholds`` x / scale (or times) lies.
+    """Write to ``codes``, two to a byte, between which ascending ``thresholds`` x / scale (or times) lies.
 
     With ``order`` they are those of a table; without, they count for magnitudes, and 8 is added for the sign.
     """
@@ -167,7 +170,7 @@ def decode_affine(
     bits: int,
     unit: float,
 ) -> bool:
-    """``out`` (R, K), of a float dtype, holds ((codes - zero) * scale) * unit."""
+    """Write ((codes - zero) * scale) * unit to ``out`` (R, K), of a float dtype."""
     library = library_for(codes, scale, out)
     if library is None or bits not in (4, 8) or not _can_write(out) or codes.stride(-1) != 1:
         return False
@@ -182,7 +185,7 @@ def decode_affine(
 
 
 def decode_table(codes: Tensor, width: int, scale: Tensor, table: Tensor, out: Tensor, *, bits: int) -> bool:
-    """``out`` (R, K), of a float dtype, holds table[codes] * scale; ``table``, float32, has a value for every code."""
+    """Write table[codes] * scale to ``out`` (R, K) of a float dtype; ``table``, float32, has a value for every code."""
     library = library_for(codes, scale, table, out)
     if library is None or bits not in (4, 8) or not _can_write(out) or codes.stride(-1) != 1:
         return False
@@ -201,12 +204,12 @@ def _can_write(out: Tensor) -> bool:
 
 
 def _one_per_run(scale: Tensor) -> tuple[Tensor, int]:
-    """(R or 1, groups) float32, contiguous, and how far one row is from the next."""
+    """Return float32 of (R or 1, groups), contiguous, and the distance between rows."""
     scale = scale.float().contiguous()
     return scale, scale.shape[1] if scale.shape[0] > 1 else 0
 
 
 def note_written(out: Tensor) -> None:
-    """Autograd knows of it, as of any in-place op."""
+    """Tell autograd of a write, as any in-place op does."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)

@@ -57,7 +57,9 @@ def recipe(
     order: tuple[int, ...] = tuple(range(16)),
     **more: float,
 ) -> Recipe | None:
-    """A recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if the loops know no such.
+    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``.
+
+    ``None`` if the loops know no such.
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
@@ -78,7 +80,7 @@ def recipe(
 
 
 def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:
-    """Whether ``parts`` hold the codes and scales of ``values``; if not, they hold anything.
+    """Return whether ``parts`` hold the codes and scales of ``values``; if not, they hold anything.
 
     They do not where the loops are not at hand, or a number is not finite.
     """
@@ -96,25 +98,25 @@ def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tenso
 
 
 def encode_file(
-    recipe: Recipe | None, descriptor: int, at: int, rows: int, room: Tensor, parts: Mapping[str, Tensor]
+    recipe: Recipe | None, descriptor: int, at: int, rows: int, space: Tensor, parts: Mapping[str, Tensor]
 ) -> bool:
-    """As ``encode_rows``, of ``rows`` that the file holds from byte ``at`` on, read through ``room`` piece by piece.
+    """Encode ``rows`` that the file holds from byte ``at`` on, read through ``space`` piece by piece.
 
     It is also not done where the file cannot be read.
     """
     if recipe is None:
         return False
     places = [parts[name] for name in recipe.parts]
-    library = library_for(room, *places)
+    library = library_for(space, *places)
     if library is None or not all(map(Tensor.is_contiguous, places)):
         return False
     made: int = library.tt_encode_file(
-        *(ctypes.addressof(recipe), descriptor, at, rows, room.data_ptr(), room.nbytes, *_addresses(recipe, places))
+        *(ctypes.addressof(recipe), descriptor, at, rows, space.data_ptr(), space.nbytes, *_addresses(recipe, places))
     )
     return bool(made)
 
 
 def _addresses(recipe: Recipe, places: list[Tensor]) -> tuple[int, int | None, int]:
-    """Of scales, zero points and codes."""
+    """Return the addresses of scales, zero points and codes."""
     codes, scale, *zero = places
     return scale.data_ptr(), zero[0].data_ptr() if zero else None, codes.data_ptr()

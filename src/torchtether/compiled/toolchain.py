@@ -27,12 +27,15 @@ _PASSING = ("no space left", "memory exhausted", "out of memory", "cannot alloca
 
 
 def is_switched_off() -> bool:
-    """Whether ``TORCHTETHER_COMPILE=0`` keeps everything compiled away."""
+    """Return whether ``TORCHTETHER_COMPILE=0`` keeps everything compiled away."""
     return os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no")
 
 
 def find_compiler(variable: str, names: Iterable[str]) -> list[str]:
-    """The command that the environment names, or the first of ``names`` that is there; empty if there is none."""
+    """Return the command that the environment names, or the first of ``names`` that is there.
+
+    Empty if there is none.
+    """
     named = shlex.split(os.environ.get(variable, ""))
     for command in (named, *([name] for name in names)):
         if command and (path := shutil.which(command[0])):
@@ -41,14 +44,14 @@ def find_compiler(variable: str, names: Iterable[str]) -> list[str]:
 
 
 def compiler_version(command: Sequence[str]) -> bytes:
-    """Which compiler it is, and what else it is told, so that another one builds anew."""
+    """Return which compiler it is, and what else it is told, so that another one builds anew."""
     path = Path(command[0]).resolve()
     found = path.stat()
     return f"{path} {found.st_size} {found.st_mtime_ns} {list(command[1:])}".encode()
 
 
 def processor_flags() -> bytes:
-    """What code for this processor may use: a home folder may be shared by several kinds."""
+    """Return what code for this processor may use: a home folder may be shared by several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -60,7 +63,7 @@ _OF_PROCESSOR = ("model name", "flags", "Features", "CPU part", "CPU implementer
 
 
 def own_folder() -> Path | None:
-    """A folder that only this user may write, ``None`` if there is no place: what lies there is loaded as code.
+    """Return a folder that only this user may write, ``None`` if there is no place: what lies there is loaded as code.
 
     ``$XDG_CACHE_HOME/torchtether`` (``~/.cache/torchtether``), else one under the folder for temporary files. Nobody
     else can put another in its place: the folders above are root's or this user's, and where others may write there,
@@ -81,19 +84,19 @@ def own_folder() -> Path | None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether only this user can have written it."""
+    """Return whether only this user can have written it."""
     found = path.lstat()
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _is_guarded(path: Path) -> bool:
-    """Whether others cannot rename what is this user's there."""
+    """Return whether others cannot rename what is this user's there."""
     found = path.stat()
     return found.st_uid in (0, os.getuid()) and (not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX))
 
 
 def find_built(folder: Path, name: str) -> Path | None:
-    """The library of that name, which this user has written and which is whole; ``None`` where there is none."""
+    """Return the library of that name, which this user has written and which is whole; ``None`` where there is none."""
     try:
         for file in os.listdir(folder):
             if not file.startswith(f"{name}-"):
@@ -111,15 +114,15 @@ def _named(name: str, library: bytes) -> str:
 
 
 def build(steps: Sequence[Sequence[str]], folder: Path, name: str) -> str:
-    """Runs ``steps``, of which the last makes ``made.so`` where it runs, and puts that into ``folder`` as a whole.
+    """Run ``steps``, of which the last makes ``made.so`` where it runs, and puts that into ``folder`` as a whole.
 
     Returns what went wrong, "" if nothing did.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=folder) as room:
+        with tempfile.TemporaryDirectory(dir=folder) as workdir:
             for step in steps:
-                subprocess.run(step, check=True, capture_output=True, timeout=300, umask=0o077, cwd=room)
-            made = Path(room, "made.so")
+                subprocess.run(step, check=True, capture_output=True, timeout=300, umask=0o077, cwd=workdir)
+            made = Path(workdir, "made.so")
             with made.open("rb") as file:
                 library = file.read()
                 os.fsync(file.fileno())
@@ -129,8 +132,8 @@ def build(steps: Sequence[Sequence[str]], folder: Path, name: str) -> str:
     return ""
 
 
-def has_failed(folder: Path, name: str) -> Path | None:
-    """Where it is written that the compiler failed, ``None`` where that is older than a day, or did not happen."""
+def find_failure(folder: Path, name: str) -> Path | None:
+    """Return where it is noted that the compiler failed; ``None`` if it did not, or more than a day ago."""
     path = folder / f"{name}.failed"
     try:
         return path if abs(time.time() - path.stat().st_mtime) < DAY else None

@@ -21,7 +21,7 @@ Activations = Literal["int8", "float8"] | None
 def quantize_activations(
     model: nn.Module, to: Activations = "int8", *, only: str | Sequence[str] | None = None
 ) -> nn.Module:
-    """``F.linear`` with the Weights of ``model`` rounds its inputs to 8 bits as they come, until this is called again.
+    """Round the inputs of ``F.linear`` with the Weights of ``model`` to 8 bits, until this is called again.
 
         "int8"      each row (token) in 255 steps: by at most 1/254 of its largest value
         "float8"    each row to float8_e4m3fn, its largest value to 448: every value by at most 1/16 of itself

@@ -15,7 +15,7 @@ from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..exchange.refusals import format_names
 from ..geometry.blocks import STOCK
-from ..ties.components import Component, parted
+from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, span_tensor
 from ..weights.weight import Weight
 
@@ -30,7 +30,9 @@ def convert(
     optimizer: Optimizers = None,
     atomic: Atomic = "checked",
 ) -> Model:
-    """Every float or complex tensor of ``model`` is of ``dtype``, and every tensor on ``device``; returns ``model``.
+    """Convert every float or complex tensor of ``model`` to ``dtype``, and move every tensor to ``device``.
+
+    Returns ``model``.
 
     Parameters and buffers are the objects that they were, with grads, hooks, ``requires_grad`` and attributes; what
     shared memory still does, and was converted once.  Tensors that are right already are not touched.  A Weight takes
@@ -62,19 +64,21 @@ def convert(
         )
     place = None if device is None else as_device(device)
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="convert") as exchange:
-        lone, components = parted(model, exchange.modules)
-        lone = [tensor for tensor in lone if _differs(tensor, dtype, place)]
+        unshared, components = split_shared(model, exchange.modules)
+        unshared = [tensor for tensor in unshared if _differs(tensor, dtype, place)]
         work = [c for c in components if any(_differs(m.tensor, dtype, place) for m in c.members)]
-        tensors = [*lone, *(member.tensor for component in work for member in component.members)]
+        tensors = [*unshared, *(member.tensor for component in work for member in component.members)]
         for tensor in tensors:
             if type(tensor) not in STOCK or tensor.dtype.is_complex or (place is not None and tensor.is_meta):
                 _check(tensor, dtype, place, exchange)
         _check_shared(work, dtype)
         exchange.check(tensors)
         if place is None:
-            exchange.put_each(lone, methodcaller("to", dtype))  # each of them is to have it: nothing else differs
+            exchange.put_each(
+                unshared, map(methodcaller("to", dtype), unshared)
+            )  # each of them is to have it: nothing else differs
         else:
-            exchange.put_each(lone, lambda tensor: converted(tensor, dtype, place))
+            exchange.put_each(unshared, (converted(tensor, dtype, place) for tensor in unshared))
         for component in work:
             exchange.safe_point()
             if len(component.members) == 1:
@@ -88,7 +92,10 @@ def convert(
 
 
 def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
-    """``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``. Runs once per piece of memory."""
+    """Return ``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``.
+
+    Runs once per piece of memory.
+    """
     if torch.is_grad_enabled():
         tensor = tensor.detach()
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -105,7 +112,7 @@ def _differs(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | N
 
 
 def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, exchange: Exchange) -> None:
-    """What ``.to`` would do wrong silently, or refuse half way."""
+    """Raise ConversionError for what ``.to`` would do wrong silently, or refuse half way."""
     if type(tensor) not in STOCK and is_lazy(tensor):
         return  # the exchange says so
     if device is not None and tensor.is_meta and device.type != "meta":
@@ -131,7 +138,7 @@ def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | Non
 
 
 def _check_shared(components: list[Component], dtype: torch.dtype | None) -> None:
-    """Memory that several tensors share can be converted as one."""
+    """Raise ConversionError unless memory that several tensors share can be converted as one."""
     for component in components:
         if len(component.members) == 1:
             continue

@@ -21,7 +21,7 @@ from ..geometry.blocks import is_strided
 from ..ties.components import Component, find_components
 from ..ties.names import named_tensors
 from ..ties.records import tie_of
-from ..ties.spans import member_view, span_tensor
+from ..ties.spans import member_view, plain_values, span_tensor
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
 from .recording import Recipe, Recorder, Replay, recording
@@ -37,7 +37,7 @@ _RECIPES = "_tether_recipes"
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Modules built inside the block lie on ``meta`` and remember how each of their tensors was computed.
+    """Build modules on ``meta`` inside the block, and remember how each of their tensors was computed.
 
     As ``torch.device("meta")``, and ``materialize`` or ``load`` can bring back exactly what the constructors computed
     (rotary frequencies, masks, ``torch.tensor`` constants), which no checkpoint stores.  Code that asks for values
@@ -56,7 +56,7 @@ def on_meta() -> Iterator[None]:
 
 @contextmanager
 def _modules_built() -> Iterator[dict[int, nn.Module]]:
-    """Every module to which this thread registers a parameter, a buffer or a module."""
+    """Return every module to which this thread registers a parameter, a buffer or a module."""
     built: dict[int, nn.Module] = {}
     thread = threading.get_ident()
 
@@ -80,7 +80,7 @@ def _modules_built() -> Iterator[dict[int, nn.Module]]:
 
 
 def _remember(modules: dict[int, nn.Module], recorder: Recorder) -> None:
-    """Every tensor of ``modules`` that the record explains carries its recipe."""
+    """Give every tensor of ``modules`` that the record explains its recipe."""
     kept: list[Recipe] = []
     for module in modules.values():
         own: dict[str, Recipe] = {}
@@ -104,7 +104,7 @@ def materialize(
     init: Callable[[nn.Module], Any] | None = None,
     optimizer: Optimizers = None,
 ) -> Model:
-    """Every tensor of ``model`` that was on ``meta`` is real, on ``device``, and is the same object as before.
+    """Give every tensor of ``model`` that is on ``meta`` memory and values on ``device``; it stays the same object.
 
     What was built inside ``on_meta`` is what its constructor computes: parameters as they were initialised there,
     buffers exactly.  Anything else is initialised by ``reset_parameters`` of its module.  ``init(module)``, if given,
@@ -159,7 +159,7 @@ def materialize(
 
 
 def forget_recipes(model: nn.Module) -> None:
-    """No tensor or module carries a recipe any more."""
+    """Remove the recipes that tensors and modules carry."""
     for tensor in named_tensors(model).values():
         tensor.__dict__.pop(_RECIPE, None)
     for module in model.modules():
@@ -167,7 +167,10 @@ def forget_recipes(model: nn.Module) -> None:
 
 
 def _check_held(exchange: Exchange, components: Iterable[Component]) -> None:
-    """A buffer that is a view of another one holds it; ``_put`` exchanges the view first, and then nothing does."""
+    """Check all but buffers that others are views of.
+
+    ``_put`` exchanges the view first, and then nothing holds them.
+    """
     tensors = [member.tensor for component in components for member in component.members]
     bases = {id(tensor._base) for tensor in tensors}
     exchange.check([tensor for tensor in tensors if id(tensor) not in bases])
@@ -182,7 +185,7 @@ def _put(exchange: Exchange, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int, Recipe]:
-    """By index of the member: its recipe. Empty unless the owner has one, whose memory is that of all."""
+    """Return recipes by index of the member. Empty unless the owner has one, whose memory is that of all."""
     tie = tie_of(component)
     owner = component.names[0] if tie is None else tie.owner
     found = {}
@@ -198,7 +201,7 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
 
 
 def _plain_recipes(module: nn.Module) -> dict[str, Recipe]:
-    """The recipes of tensors on ``meta`` that are mere attributes of the module, which no conversion walks."""
+    """Return the recipes of tensors on ``meta`` that are mere attributes of the module, which no conversion walks."""
     own = vars(module)
     return {
         name: recipe
@@ -210,7 +213,7 @@ def _plain_recipes(module: nn.Module) -> dict[str, Recipe]:
 def _replayed(
     component: Component, recipes: dict[int, Recipe], replay: Replay, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each member with its new contents; where one memory was recorded for all, they share it again."""
+    """Yield each member with its new contents; where one memory was recorded for all, they share it again."""
     members = component.members
     memories = {(id(recipe.program), recipe.ref.memory) for recipe in recipes.values()}
     as_recorded = len(recipes) == len(members) and all(_matches(members[i].tensor, r) for i, r in recipes.items())
@@ -230,7 +233,7 @@ def _replayed(
     span = torch.zeros_like(span_tensor(component), device=device)
     if not isinstance(span, Weight) and component.nbytes:
         target = member_view(span, members[owner])
-        (target.values_of() if isinstance(target, Weight) else target).copy_(value)
+        plain_values(target).copy_(value)
     for member in members:
         yield member.tensor, member_view(span, member)
 
@@ -244,7 +247,7 @@ def _matches(tensor: Tensor, recipe: Recipe) -> bool:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """``reset_parameters``; ``nn.MultiheadAttention`` spells it with an underscore."""
+    """Return ``reset_parameters``; ``nn.MultiheadAttention`` spells it with an underscore."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 
@@ -268,13 +271,13 @@ def _check_init(components: Iterable[Component], modules: dict[str, nn.Module], 
 
 
 def _paths(component: Component) -> list[str]:
-    """The modules that hold the component, that of the owner first."""
+    """Return the modules that hold the component, that of the owner first."""
     tie = tie_of(component)
     return list(dict.fromkeys(name.rpartition(".")[0] for name in (component.names if tie is None else tie.names)))
 
 
 def _reserved(component: Component, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each member with memory that ``_is_unset`` knows again."""
+    """Yield each member with memory that ``_is_unset`` knows again."""
     held = component.members[0].tensor
     if isinstance(held, Weight) and not held.scheme.transparent:
         zeros = torch.zeros((), dtype=held.dtype, device=device).expand(held.shape)
@@ -288,7 +291,7 @@ def _reserved(component: Component, device: torch.device) -> Iterator[tuple[Tens
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors in which a mark can be left, and is lost with the first write: of a Weight its scales.
+    """Return the plain tensors in which a mark can be left, and is lost with the first write: of a Weight its scales.
 
     A bool has no value to spare for a mark, so nothing is said about it.
     """
@@ -303,7 +306,7 @@ def _mark(dtype: torch.dtype) -> float | int:
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    """Whether nothing was written since ``_reserved``."""
+    """Return whether nothing was written since ``_reserved``."""
     pieces = _pieces(tensor)
     return bool(pieces) and all(map(_is_marked, pieces))
 
@@ -320,7 +323,7 @@ def _is_marked(piece: Tensor) -> bool:
 
 
 def _initialise(components: list[Component], modules: dict[str, nn.Module], init: Any) -> None:
-    """Each of ``components`` is set once: what the holder of an alias would set again keeps its owner's values."""
+    """Set each of ``components`` once: what the holder of an alias would set again keeps its owner's values."""
     holders: dict[str, list[Component]] = {}
     for component in components:
         for path in _paths(component):
@@ -351,13 +354,13 @@ def _initialise(components: list[Component], modules: dict[str, nn.Module], init
 
 
 def _in_order(modules: Iterable[str], holders: dict[str, Any], owners: dict[int, str]) -> list[str]:
-    """The modules with new tensors of their own: owners before those that hold aliases only."""
+    """Return the modules with new tensors of their own: owners before those that hold aliases only."""
     own = [path for path in modules if path in holders]
     first = set(owners.values())
     return [path for path in own if path in first] + [path for path in own if path not in first]
 
 
 def _children_first(modules: Iterable[str], holders: Iterable[str]) -> list[str]:
-    """The modules with new tensors in or below them, as ``Module.apply`` goes, for which ``init`` is written."""
+    """Return the modules with new tensors in or below them, as ``Module.apply`` goes, for which ``init`` is written."""
     above = {path[:end] for path in holders for end in (0, len(path), *(i for i, c in enumerate(path) if c == "."))}
     return sorted((path for path in modules if path in above), key=lambda path: -(path.count(".") + bool(path)))

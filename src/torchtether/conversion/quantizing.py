@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,17 @@ from torch.utils.hooks import RemovableHandle
 from .. import compiled
 from .._checks import check_module
 from ..errors import ConversionError, SchemeError
-from ..exchange.exchange import Exchange
+from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..schemes import Scheme
 from ..ties.components import Component, Member, find_components
 from ..ties.names import is_sharded
 from ..ties.records import tie_of
-from ..ties.spans import member_view, span_tensor
+from ..ties.spans import member_view, plain_values, span_tensor
 from ..weights.module_load import module_load
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
 from .selection import Rules, schemes_for
-
-Atomic = Literal["checked", "full"]
 
 _CHUNK = 2**20
 """Elements looked at in one go by the check for values that no scheme holds."""
@@ -40,7 +38,7 @@ def quantize(
     optimizer: Optimizers = None,
     atomic: Atomic = "checked",
 ) -> nn.Module:
-    """The parameters that ``rules`` choose are Weights; each is the same Parameter object as before.
+    """Make the parameters that ``rules`` choose Weights; each stays the same Parameter object.
 
     ``rules``: ``None``; a scheme or its name, for the weight of every ``nn.Linear``; or globs over parameter names,
     each with a scheme or ``None``, the first match wins.  A tied group is quantized once and stays tied.  A Weight of
@@ -80,7 +78,7 @@ def quantize(
 
 
 def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
-    """Every Weight of the model is a plain tensor of its values; each is the same Parameter object as before.
+    """Make every Weight of the model a plain tensor of its values; each stays the same Parameter object.
 
     Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.  State of
     ``optimizer`` follows its parameters; ``atomic`` as in ``tt.convert``.
@@ -117,7 +115,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
 
 
 def _put(exchange: Exchange, members: Sequence[Member], made: list[Any]) -> None:
-    """A function of its own, so that no variable keeps old contents alive while the next tensor is made."""
+    """Put the contents; apart, so that no variable keeps old ones alive while the next tensor is made."""
     for member, new in zip(members, made, strict=True):
         exchange.put(member.tensor, new)
 
@@ -127,7 +125,7 @@ def _is_held_in(component: Component, scheme: Scheme) -> bool:
 
 
 def _decoded(span: Tensor, members: Sequence[Member]) -> list[Tensor]:
-    """One plain tensor per member, all over the same memory."""
+    """Return one plain tensor per member, all over the same memory."""
     if isinstance(span, Weight):
         values = span.dequantize()
         return [values.as_strided(member.view.size, member.view.stride) for member in members]
@@ -135,7 +133,7 @@ def _decoded(span: Tensor, members: Sequence[Member]) -> list[Tensor]:
 
 
 def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weight]:
-    """One Weight per member, all over the same parts."""
+    """Return one Weight per member, all over the same parts."""
     owner = _owner(component, tie)
     is_memory = not isinstance(owner.tensor, Weight) or owner.tensor.scheme.transparent  # and not decoded first
     if scheme.transparent and is_memory:
@@ -154,16 +152,16 @@ def _owner(component: Component, tie: Tie | None) -> Member:
 
 
 def _wrapped(tensor: Tensor) -> Tensor:
-    """The memory itself, where a transparent Weight wraps it, so that views stay views."""
-    return (tensor.values_of() if isinstance(tensor, Weight) else tensor).detach()
+    """Return the memory itself, where a transparent Weight wraps it, so that views stay views."""
+    return plain_values(tensor).detach()
 
 
 def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None:
-    """Raises before anything changes. Encoding would find it too, but after the tensors before this one."""
+    """Raise before anything changes. Encoding would find it too, but after the tensors before this one."""
     tensor = _owner(component, tie).tensor.detach()
     if scheme.transparent or tensor.is_meta:
         return
-    values = tensor.values_of() if isinstance(tensor, Weight) else tensor
+    values = plain_values(tensor)
     rows = values.view(1) if values.dim() == 0 else values
     step = max(_CHUNK // max(rows[:1].numel(), 1), 1)
     is_large = False
@@ -207,7 +205,7 @@ def add_load_hook(module: nn.Module) -> RemovableHandle | None:
 def keep_policy(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Runs before torch loads the module's own tensors: what ``assign=True`` would replace is loaded here instead.
+    """Run before torch loads the module's own tensors: what ``assign=True`` would replace is loaded here instead.
 
     The held Parameter takes what the policy says, and then stands in the (local copy of the) state dict itself, so
     that torch assigns it to where it is.  With ``assign=False`` torch copies in place, which a Weight answers; with

@@ -48,7 +48,7 @@ class Const:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedOp:
     """One op. ``op`` is its name, so that a record can be pickled; empty for a constant."""
 
     op: str
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def fills(self) -> bool:
-        """Whether the step gives values; ``empty`` gives memory only."""
+        """Return whether the step gives values; ``empty`` gives memory only."""
         return "empty" not in self.op
 
 
@@ -69,11 +69,11 @@ class Step:
 class Program:
     """The steps by their number, and for each memory the numbers of those that make or write it."""
 
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, RecordedOp] = field(default_factory=dict)
     history: dict[int, list[int]] = field(default_factory=dict)
 
     def slice(self, memories: Iterable[int]) -> list[int]:
-        """The numbers of all steps on which the final contents of ``memories`` depend, in order."""
+        """Return the numbers of all steps on which the final contents of ``memories`` depend, in order."""
         needed, chosen, todo = set[int](), set[int](), list(memories)
         while todo:
             memory = todo.pop()
@@ -86,7 +86,7 @@ class Program:
         return sorted(chosen)
 
     def knows(self, memory: int) -> bool:
-        """Whether everything that ``memory`` depends on was made by a step, and something filled it."""
+        """Return whether everything that ``memory`` depends on was made by a step, and something filled it."""
         numbers = self.slice([memory])
         steps = [self.steps[number] for number in numbers]
         made = {ref.memory for step in steps for _, ref in step.makes}
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def ref(self, tensor: Tensor) -> Ref:
-        """The tensor as a Ref; its memory gets a number if it has none."""
+        """Return the tensor as a Ref; its memory gets a number if it has none."""
         key = storage_id(tensor)
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
@@ -156,27 +156,30 @@ class Recorder(TorchDispatchMode):
         )
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
-        """How to compute ``tensor``; ``None`` where the record does not say."""
+        """Return how to compute ``tensor``; ``None`` where the record does not say."""
         if not _is_meta(tensor) or storage_id(tensor) not in self._numbers:
             return None
         ref = self.ref(tensor)
         return Recipe(self.program, ref) if self.program.knows(ref.memory) else None
 
     def add_constant(self, made: Tensor, value: Tensor) -> None:
-        """``made``, on ``meta``, holds ``value``: ``torch.tensor`` on ``meta`` never shows its numbers to an op."""
+        """Record that ``made``, on ``meta``, holds ``value``: ``torch.tensor`` on ``meta`` shows no op its numbers."""
         ref = self.ref(made)
         if ref.memory not in self.program.history:
-            self._append(Step("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
+            self._append(RecordedOp("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The values that ``tensor`` would have on the CPU, for building code that asks; ``None`` if not determined."""
+        """Return the values that ``tensor`` would have on the CPU, for building code that asks.
+
+        ``None`` if not determined.
+        """
         recipe = self.recipe(tensor)
         if recipe is None or self.program.is_random(recipe.ref.memory):
             return None
         return Replay([recipe], torch.device("cpu")).tensor(recipe)
 
     def close(self, kept: Iterable[Recipe]) -> None:
-        """Keeps the steps that ``kept`` need, and lets go of every tensor and memory of the model."""
+        """Keep the steps that ``kept`` need, and let go of every tensor and memory of the model."""
         wanted = self.program.slice({recipe.ref.memory for recipe in kept})
         self.program.steps = {number: self.program.steps[number] for number in wanted}
         self.program.history = {
@@ -191,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._consts.clear()
 
     def is_stale(self, recipe: Recipe) -> bool:
-        """Whether a large real tensor that went into ``recipe`` was changed after that."""
+        """Return whether a large real tensor that went into ``recipe`` was changed after that."""
         steps = (self.program.steps[number] for number in self.program.slice([recipe.ref.memory]))
         consts = (x for step in steps for x in tree_leaves((step.args, step.kwargs)) if isinstance(x, Const))
         return any(const.version not in (None, const.tensor._version) for const in consts)
@@ -206,13 +209,13 @@ class Recorder(TorchDispatchMode):
         known = self._numbers.keys() | {
             storage_id(x) for x in inputs if _is_meta(x)
         }  # ``lift_fresh`` returns its input
-        fresh = [i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in known]
+        new = [i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in known]
         written = [x for x in _written(func, args, kwargs) if _is_meta(x)]
-        if not fresh and not written:
+        if not new and not written:
             return  # a view, or a question
         touched = {self.ref(x).memory for x in inputs if _is_meta(x)}
-        makes = tuple((i, self.ref(x)) for i in fresh if (x := outputs[i]) is not None)
-        step = Step(
+        makes = tuple((i, self.ref(x)) for i in new if (x := outputs[i]) is not None)
+        step = RecordedOp(
             func.name() if "." in func.name().partition("::")[2] else f"{func.name()}.default",
             tuple(tree_map(self._note, args)),
             tree_map(self._note, kwargs),
@@ -223,7 +226,7 @@ class Recorder(TorchDispatchMode):
         )
         self._append(step, {self.ref(x).memory for x in written})
 
-    def _append(self, step: Step, written: Iterable[int] = ()) -> None:
+    def _append(self, step: RecordedOp, written: Iterable[int] = ()) -> None:
         number = len(self.program.steps)
         self.program.steps[number] = step
         for memory in dict.fromkeys([*(ref.memory for _, ref in step.makes), *written]):
@@ -243,7 +246,7 @@ class Recorder(TorchDispatchMode):
         return const
 
     def _real_answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What ``func`` gives on real values, for ops that depend on them (``nonzero``); ``None`` if unknown."""
+        """Return what ``func`` gives on real values, for ops that depend on them (``nonzero``); ``None`` if unknown."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
         values = {id(x): self.value_of(x) for x in tensors}
         if not tensors or any(value is None for value in values.values()) or _written(func, args, kwargs):
@@ -289,7 +292,7 @@ def _is_meta(tensor: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that ``func`` writes to, as its schema says."""
+    """Return the tensors that ``func`` writes to, as its schema says."""
     found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -317,7 +320,7 @@ class Replay:
             torch.set_default_dtype(before)
 
     def tensor(self, recipe: Recipe) -> Tensor:
-        """The tensor of ``recipe``. Recipes over one memory give tensors over one memory."""
+        """Return the tensor of ``recipe``. Recipes over one memory give tensors over one memory."""
         return self._tensor(id(recipe.program), recipe.ref)
 
     def _run(self, program: Program, targets: set[int]) -> None:
@@ -335,7 +338,7 @@ class Replay:
             for memory in done.get(number, ()):
                 self._memory.pop((id(program), memory), None)
 
-    def _step(self, program: int, step: Step) -> None:
+    def _step(self, program: int, step: RecordedOp) -> None:
         if torch.get_default_dtype() != step.default_dtype:
             torch.set_default_dtype(step.default_dtype)
 
@@ -353,8 +356,11 @@ class Replay:
             if (program, ref.memory) not in self._memory:
                 self._memory[program, ref.memory] = self._laid_out(outputs[i], ref, step)
 
-    def _laid_out(self, tensor: Tensor, ref: Ref, step: Step) -> torch.UntypedStorage:
-        """The memory of ``tensor``, whose geometry is that of ``ref``; a copy if the real op chose another one."""
+    def _laid_out(self, tensor: Tensor, ref: Ref, step: RecordedOp) -> torch.UntypedStorage:
+        """Return the memory of ``tensor``, whose geometry is that of ``ref``.
+
+        A copy if the real op chose another geometry.
+        """
         if tensor.dtype != ref.dtype or tuple(tensor.shape) != ref.size:
             on_meta, real = f"{ref.dtype} {ref.size}", f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ConversionError(
@@ -391,7 +397,7 @@ def _op(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Inside the block new tensors lie on ``meta``, and how they were computed is recorded."""
+    """Put new tensors on ``meta`` inside the block, and record how they were computed."""
     recorder = Recorder()
     with torch.device("meta"), DataReader(recorder), recorder:
         yield recorder

@@ -22,7 +22,7 @@ Rules = Scheme | str | Mapping[str, Scheme | str | None] | None
 
 
 def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str, Scheme]:
-    """The scheme of each tied group or single parameter that is to be quantized, by its owner's name.
+    """Return the scheme of each tied group or single parameter that is to be quantized, by its owner's name.
 
     Raises:
         RuleError: a glob matches nothing, a scheme is unknown, two rules ask for different things in one tied group,
@@ -86,7 +86,7 @@ def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> d
 
 
 def globs_of(only: str | Iterable[str]) -> list[str]:
-    """``only`` as a list. Raises ArgumentError if it is anything but a glob or several."""
+    """Return ``only`` as a list. Raise ArgumentError if it is anything but a glob or several."""
     try:
         globs = [only] if isinstance(only, str) else list(only)
     except TypeError:
@@ -98,7 +98,7 @@ def globs_of(only: str | Iterable[str]) -> list[str]:
 
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:
-    """The globs that match none of ``names``, each with words that tell the nearest name.
+    """Return the globs that match none of ``names``, each with words that tell the nearest name.
 
     >>> unmatched(["*.bias", "emb.*"], ["emb.weight", "bias"])
     {'*.bias': ", the nearest is 'bias'"}
@@ -140,7 +140,7 @@ def _check_fit(name: str, tensor: Tensor, scheme: Scheme) -> None:
 
 
 def _check_aliases(tie: Tie, tensors: Mapping[str, Tensor], scheme: Scheme) -> None:
-    """Every alias must be the whole owner, in another order of dimensions at most: parts have no other views."""
+    """Raise RuleError unless every alias is the whole owner, in any order of dimensions: parts have no other views."""
     owner = tensors[tie.owner]
     for name, view in zip(tie.names, tie.views, strict=True):
         if view is not None and order_of(view, owner) is None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
 from ..checkpoint.writer import FilePlan, Group, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
-from ..files import Change, beside, folder_for, put_in_place
+from ..files import FolderChange, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
 from ..progress import Progress, ticking
 from .flat import save_dcp
@@ -172,8 +172,8 @@ class _Save:
             raise error
         opened.sync()
 
-    def change(self, written: Mapping[Path, tuple[Path, str]]) -> Change:
-        """Return the function that puts the files of all ranks in place, given what each has ``written``."""
+    def change(self, written: Mapping[Path, tuple[Path, str]]) -> FolderChange:
+        """Return what puts the files of all ranks in place, given what each has ``written``."""
         pairs = [(written[target][0], target) for target in self.files.targets]
         return self.files.change(pairs, {target.name: written[target][1] for target in self.files.targets})
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._dtypes import copyable
 from ..errors import CheckpointError
 from ..formats import Writable
 from ..renaming.pieces import Range
@@ -71,7 +72,7 @@ class Transfers:
                         if rank == me:
                             held = self._held(item, role).detach()
                             if out is not None:
-                                _bits(out[region]).copy_(_bits(held))
+                                copyable(out[region]).copy_(copyable(held))
                             else:
                                 kept.append(_bytes(held).to(self._device))
                                 flights.append(self._send(kept[-1], writer))
@@ -93,7 +94,7 @@ class Transfers:
                 raise
             raise CheckpointError(f"another rank is gone, or its network: {error}") from error
         for place, memory in landed:
-            _bits(place).copy_(_bits(memory.cpu().view(place.dtype).view(place.shape)))
+            copyable(place).copy_(copyable(memory.cpu().view(place.dtype).view(place.shape)))
         if mine is None:
             return None
         if isinstance(mine.shadow, Weight):
@@ -149,10 +150,3 @@ def _device(ranks: Ranks) -> torch.device:
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a tensor, made contiguous, as bytes."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bits of ``tensor`` in a dtype that can be copied, which some dtypes cannot."""
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        return tensor.view(torch.uint8)
-    return tensor.resolve_conj().resolve_neg()

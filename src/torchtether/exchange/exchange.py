@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from .._signals import Arguments, Deferred, Result, renewed_after_fork, take
 from ..errors import ConversionError, TetherError
+from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards
 from ..torch_private.tensors import as_class, reset, swap_impl
-from ..torch_private.versions import check_torch
 from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .refusals import check_held, check_place, format_names, is_distributed, names_of
@@ -63,7 +63,8 @@ class Exchange:
         self._signals = Deferred()
 
     def __enter__(self) -> Exchange:
-        check_torch()
+        if versions.MISSING:
+            versions.refuse_torch()
         self._signals.begin()
         try:
             take(LOCK, self._signals)
@@ -101,7 +102,7 @@ class Exchange:
             self._journal.append(undo)
 
     def check(self, held: Iterable[Tensor]) -> None:
-        """Returns if every tensor of ``held`` can be exchanged now; nothing is changed.
+        """Check that every tensor of ``held`` can be exchanged now; nothing is changed.
 
         Raises ConversionError naming all that cannot, with their aliases, who holds them, and what to do.
         """
@@ -109,49 +110,43 @@ class Exchange:
         check_held(tensors, self._model, self._verb, self._caches.refs)
         self._checked.update(map(id, tensors))
 
-    def put_each(self, held: Iterable[Tensor], make: Callable[[Tensor], Tensor]) -> None:
-        """As ``put(tensor, make(tensor))`` for one of ``held`` after the other, in a fraction of the time.
+    def put_each(self, held: Iterable[Tensor], made: Iterable[Tensor], *, is_own: bool = False) -> None:
+        """Put each of ``made`` into its one of ``held``: as ``put`` does, in a fraction of the time.
 
-        ``make`` runs without grad mode.  Before each of them is a safe point.
+        ``made`` may make them as they are asked for; that runs without grad mode. Each is a safe point, once it is put.
+        With ``is_own`` nobody else has what is made, it may become anything, and no safe point comes between.
         """
-        checked, changes, is_streamed = self._checked, self._changes, self._journal is None
-        waiting = self._signals.waiting
+        checked, is_streamed = self._checked, self._journal is None
+        waiting = () if is_own else self._signals.waiting
+        if waiting:
+            self._signals.deliver()
         with torch.no_grad():
-            for tensor in held:
+            for tensor, new in zip(held, made, strict=True):
+                is_put, key = False, id(tensor)
+                if is_streamed and key in checked:
+                    if is_own:
+                        is_put = tensor.size() == new.size() and is_simple(tensor, new) and new._base is None
+                        if is_put:  # with a base it would stay a view
+                            self._swap(tensor, new.requires_grad_(tensor.requires_grad))
+                    else:
+                        change = (tensor, tensor.dtype, tensor.device)
+                        noted = self._changes.setdefault(key, change)  # first: an interrupt may come at any time
+                        is_put = reset(tensor, new)
+                        if not is_put and noted is change:
+                            del self._changes[key]
+                if not is_put:
+                    self.put(tensor, new, is_own=is_own)
                 if waiting:
                     self._signals.deliver()
-                new, key = make(tensor), id(tensor)
-                if is_streamed and key in checked:
-                    change = (tensor, tensor.dtype, tensor.device)
-                    noted = changes.setdefault(key, change)  # first: state follows, whenever an interrupt comes
-                    if reset(tensor, new):
-                        continue
-                    if noted is change:
-                        del changes[key]
-                self.put(tensor, new)
 
-    def put_own(self, held: Iterable[Tensor], made: Iterable[Tensor]) -> None:
-        """As ``put`` for each pair, in half of the time; what is ``made`` is nobody else's, and may become anything."""
-        checked, is_streamed = self._checked, self._journal is None
-        for tensor, new in zip(held, made, strict=True):
-            is_fit = is_streamed and id(tensor) in checked and tensor.size() == new.size()
-            if is_fit and is_simple(tensor, new) and new._base is None:  # with one it would stay a view
-                self._swap(tensor, new.requires_grad_(tensor.requires_grad))
-            else:
-                self._put(tensor, new, is_own=True)
-
-    def put(self, held: Tensor, new: Tensor) -> None:
-        """``held`` is the same object with the contents of ``new``: values, dtype, device, layout, and being a Weight.
+    def put(self, held: Tensor, new: Tensor, *, is_own: bool = False) -> None:
+        """Give the object ``held`` the contents of ``new``: values, dtype, device, layout, and being a Weight.
 
         It keeps ``requires_grad``, hooks of both kinds, attributes, and if it is a Parameter its class; its grad is the
         same object in the new dtype and on the new device.  A Weight keeps its tie record, and what it rounds
         activations to, if ``new`` has none.  ``new`` is left to the caller, and shares its memory with ``held`` from
-        now on.
+        now on; with ``is_own`` nobody else has it, and it may become anything.
         """
-        self._put(held, new)
-
-    def _put(self, held: Tensor, new: Tensor, is_own: bool = False) -> None:
-        """``put``; with ``is_own`` nobody else has ``new``, and it may become anything."""
         if id(held) not in self._checked:
             self.check([held])
         if new is held:
@@ -182,7 +177,7 @@ class Exchange:
             raise
 
     def _swap(self, held: Tensor, shell: Tensor) -> None:
-        """The one step of a simple exchange."""
+        """Swap ``held`` with ``shell``: the one step of a simple exchange."""
         change = (held, held.dtype, held.device)
         noted = self._changes.setdefault(id(held), change)
         try:
@@ -241,5 +236,5 @@ class Exchange:
             ) from error
 
     def name(self, held: Tensor) -> str:
-        """The names under which the model has ``held``, in words; they take a walk, so only errors ask."""
+        """Return the names under which the model has ``held``, in words; they take a walk, so only errors ask."""
         return format_names(names_of(self._model).get(id(held), ()))

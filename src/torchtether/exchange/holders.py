@@ -28,7 +28,7 @@ _DESCRIBED = 8
 
 
 def find_holders(tensors: Sequence[Tensor], allowed: AbstractSet[int] = frozenset()) -> dict[int, str]:
-    """By ``id``: what holds each tensor that cannot be exchanged now. ``allowed`` are ids of weak references.
+    """Find what holds each tensor that cannot be exchanged now, by ``id``. ``allowed`` are ids of weak references.
 
     A graph that backward has run through and freed does not count, although a ``loss`` variable keeps it alive; nor do
     views that are among ``tensors`` themselves.
@@ -141,7 +141,7 @@ def _replica_of(tensor: Tensor) -> str:
 
 
 def _weak_holder(refs: Sequence[Any]) -> str:
-    """The variable that keeps a weak reference, or the class of the container that it lies in; else its kind."""
+    """Return the variable that keeps a weak reference, or the class of the container that it lies in; else its kind."""
     name = _name_of(refs[0])
     if name.startswith(("variable", "global")):
         return f"a weak reference ({name})"
@@ -169,7 +169,7 @@ def _describe(thing: Any, detail: bool) -> str:
 
 
 def _name_of(thing: Any) -> str:
-    """Where user code keeps ``thing``: a variable in a frame, or an attribute; empty if neither is found."""
+    """Return where user code keeps ``thing``: a variable in a frame, or an attribute; empty if neither is found."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("torchtether."):
@@ -187,7 +187,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _variables(frame: FrameType, thing: Any) -> list[str]:
-    """The names of ``thing`` in ``frame``, which is left without a copy of its variables.
+    """Return the names of ``thing`` in ``frame``, which is left without a copy of its variables.
 
     Before Python 3.13 ``f_locals`` is a copy that the frame keeps, so that ``del loss`` would no longer free anything.
     It cannot be emptied under a debugger, which writes it back.

@@ -32,11 +32,11 @@ class Caches:
 
     @property
     def refs(self) -> set[int]:
-        """The ids of weak references that need not stop an exchange: RNNs keep them to their own weights."""
+        """Return the ids of weak references that need not stop an exchange: RNNs keep them to their own weights."""
         return flat_weight_refs(self._rnns)
 
     def park(self, *, refs: bool = False) -> None:
-        """No module holds a parameter through what it computed; with ``refs`` no RNN holds a weak reference either."""
+        """Put away what modules computed from parameters and keep; with ``refs`` also the weak references of RNNs."""
         for module, attribute, compute, source in self._computed:
             cached = module.__dict__.get(attribute)
             if isinstance(cached, Tensor) and cached.grad_fn is not None:
@@ -48,7 +48,7 @@ class Caches:
                 forget_flat_weights(module)
 
     def renew(self, *, changed: bool = True, is_partial: bool = False) -> None:
-        """Everything that was put away is there again, computed from the parameters as they are now.
+        """Compute everything again that was put away, from the parameters as they are now.
 
         With ``is_partial`` they may be of two dtypes, and what cannot be computed then is left to the next forward.
         """
@@ -65,7 +65,7 @@ class Caches:
 
 
 def _reader(hook: object) -> tuple[str, Callable[[nn.Module], Tensor], str] | None:
-    """For a hook that computes a weight: the attribute it sets, how, and the parameter from which."""
+    """Return, for a hook that computes a weight, the attribute it sets, how, and the parameter from which."""
     if isinstance(hook, WeightNorm):
         return hook.name, hook.compute_weight, f"{hook.name}_v"
     if isinstance(hook, SpectralNorm):

@@ -23,7 +23,7 @@ _NUMBERS = {"step", "mu_product", "mu", "eta"}
 
 
 def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """The optimizers meant by one, several or none."""
+    """Return the optimizers meant by one, several or none."""
     if optimizer is None:
         return ()
     if hasattr(optimizer, "param_groups") and not isinstance(optimizer, type):
@@ -46,7 +46,7 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
-    """Returns if the optimizer holds every trainable parameter of ``model``, and no other tensor.
+    """Raise OptimizerError unless the optimizer holds every trainable parameter of ``model``, and no other tensor.
 
     Frozen parameters may be absent. Several optimizers are taken together.
 
@@ -66,7 +66,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
 
 
 def check_belongs(model: nn.Module, optimizer: Optimizers) -> None:
-    """Returns unless an optimizer is that of another model, or of this one before its parameters were replaced.
+    """Refuse an optimizer of another model, or of this one before its parameters were replaced.
 
     More lenient than ``check_optimizer``: one that trains a part of the model, or a loss beside it, can follow.
     """
@@ -102,15 +102,15 @@ def _difference(model: nn.Module, optimizer: Optimizers) -> tuple[list[str], lis
 
 
 def _error(missing: list[str], foreign: list[str]) -> OptimizerError:
-    said = []
+    differences = []
     if missing:
         are = "is trainable" if len(missing) == 1 else "are trainable"
         which = "it" if len(missing) == 1 else "them"
-        said.append(f"{are}, the optimizer does not hold {which}")
+        differences.append(f"{are}, the optimizer does not hold {which}")
     if foreign:
-        said.append(f"the optimizer holds {len(foreign)} that the model does not have ({_few(foreign, '; ')})")
+        differences.append(f"the optimizer holds {len(foreign)} that the model does not have ({_few(foreign, '; ')})")
     fix = "Add it, freeze it, or build the optimizer from model.parameters()."
-    return OptimizerError(", and ".join(said), name=_few(missing, ", "), fix=fix)
+    return OptimizerError(", and ".join(differences), name=_few(missing, ", "), fix=fix)
 
 
 def _few(words: list[str], comma: str) -> str:
@@ -121,7 +121,7 @@ def _few(words: list[str], comma: str) -> str:
 # -- following ---------------------------------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
+class Converted(NamedTuple):
     """A parameter, and what it was before."""
 
     held: Tensor
@@ -130,11 +130,11 @@ class Change(NamedTuple):
 
 
 Before = tuple[Tensor, torch.dtype, torch.device]
-"""What a ``Change`` is made of: a tuple is noted in a tenth of the time, and most conversions have no optimizer."""
+"""What a ``Converted`` is made of: a tuple is noted in a tenth of the time, and most conversions have no optimizer."""
 
 
 def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | None = None) -> None:
-    """State tensors are on their parameter's device, and in its dtype where they had its old one.
+    """Move state tensors to their parameter's device, and to its dtype where they had its old one.
 
     A state tensor changes dtype if it had the parameter's old one, float or complex, and is no step counter or the
     like: so moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU,
@@ -144,7 +144,7 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
     Every entry of ``journal`` restores one state tensor.
     """
     optimizers = optimizers_of(optimizer)
-    changes = [Change(*before) for before in changed] if optimizers else []
+    changes = [Converted(*before) for before in changed] if optimizers else []
     for one in optimizers:
         on_device = {
             id(parameter): bool(group.get("fused") or group.get("capturable"))
@@ -158,7 +158,7 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
 
 
 def _follow_one(
-    optimizer: Optimizer, change: Change, state: dict[str, Any], steps_move: bool, journal: Journal | None
+    optimizer: Optimizer, change: Converted, state: dict[str, Any], steps_move: bool, journal: Journal | None
 ) -> None:
     if change.device.type == "meta" != change.held.device.type and any(
         isinstance(value, Tensor) and value.is_meta for value in state.values()
@@ -177,7 +177,7 @@ def _follow_one(
             del old, new  # one state tensor above stock, not two
 
 
-def _followed(value: Any, change: Change, steps_move: bool, is_number: bool) -> Any:
+def _followed(value: Any, change: Converted, steps_move: bool, is_number: bool) -> Any:
     if isinstance(value, Tensor):
         dtype, device = value.dtype, value.device
         is_number = is_number and value.dim() == 0

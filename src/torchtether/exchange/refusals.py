@@ -20,7 +20,7 @@ _SHOWN = 8
 
 
 def check_place(modules: Iterable[nn.Module], verb: str) -> None:
-    """Returns if nothing around the tensors forbids an exchange: no inference mode, no distributed wrapper."""
+    """Check that nothing around the tensors forbids an exchange: no inference mode, no distributed wrapper."""
     if torch.is_inference_mode_enabled():
         raise ConversionError(
             f"cannot {verb} inside torch.inference_mode: the parameters could not be trained afterwards",
@@ -56,7 +56,7 @@ def is_distributed(kind: type[nn.Module]) -> bool:
 
 
 def check_held(tensors: list[Tensor], model: nn.Module, verb: str, refs: set[int]) -> None:
-    """Returns if every one of ``tensors`` can be exchanged now; ``refs`` are ids of weak references that may stay."""
+    """Check that each of ``tensors`` can be exchanged now; ``refs`` are ids of weak references that may stay."""
     faults: dict[int, tuple[str, str]] = {}
     for tensor in tensors:
         if type(tensor) not in STOCK and is_lazy(tensor):
@@ -70,13 +70,13 @@ def check_held(tensors: list[Tensor], model: nn.Module, verb: str, refs: set[int
     if not faults:
         return
     names = names_of(model)
-    told = [(format_names(names.get(id(t), ())), *faults[id(t)]) for t in tensors if id(t) in faults]
-    fixes = " ".join(dict.fromkeys(fix for _, _, fix in told))
-    if len(told) == 1:
-        raise ConversionError(told[0][1], name=told[0][0], fix=fixes)
-    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    text = "; ".join(f"{name}: {what}" for name, what, _ in told[:_SHOWN])
-    raise ConversionError(f"cannot {verb} {len(told)} of {len(tensors)} tensors: {text}{more}", fix=fixes)
+    refused = [(format_names(names.get(id(t), ())), *faults[id(t)]) for t in tensors if id(t) in faults]
+    fixes = " ".join(dict.fromkeys(fix for _, _, fix in refused))
+    if len(refused) == 1:
+        raise ConversionError(refused[0][1], name=refused[0][0], fix=fixes)
+    more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+    text = "; ".join(f"{name}: {what}" for name, what, _ in refused[:_SHOWN])
+    raise ConversionError(f"cannot {verb} {len(refused)} of {len(tensors)} tensors: {text}{more}", fix=fixes)
 
 
 def _advice(holder: str, verb: str) -> str:
@@ -90,7 +90,7 @@ def _advice(holder: str, verb: str) -> str:
 
 
 def names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Every name of every tensor object, by ``id``."""
+    """Return every name of every tensor object, by ``id``."""
     names: dict[int, tuple[str, ...]] = {}
     for name, tensor in named_tensors(model).items():
         names[id(tensor)] = (*names.get(id(tensor), ()), name)
@@ -98,7 +98,7 @@ def names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def format_names(names: tuple[str, ...]) -> str:
-    """``a.weight (= b.weight)``: a name with its aliases."""
+    """Return a name with its aliases: ``a.weight (= b.weight)``."""
     if not names:
         return "a tensor outside the model"
     return names[0] + (f" (= {', '.join(names[1:])})" if len(names) > 1 else "")

@@ -18,7 +18,7 @@ _CLASS = "_tether_class"  # under this attribute a Weight remembers the Paramete
 
 
 def is_simple(held: Tensor, new: Tensor) -> bool:
-    """Whether a plain tensor or Parameter gets plain contents and has no grad or hooks that would have to follow."""
+    """Return whether a plain tensor or Parameter gets plain contents, and no grad or hook has to follow."""
     if type(held) not in STOCK or type(new) is not Tensor or new.requires_grad or not held.is_leaf:
         return False
     if held._backward_hooks is not None or held._post_accumulate_grad_hooks is not None:
@@ -30,7 +30,7 @@ class Replacement:
     """One tensor and its next contents: everything that needs memory is made first, then steps that can be undone."""
 
     def __init__(self, held: Tensor, new: Tensor, new_grad: Tensor | None = None, is_own: bool = False) -> None:
-        """``new_grad`` is what the grad becomes, if its dtype and device alone do not tell.
+        """Make everything that needs memory. ``new_grad`` is the new grad, if its dtype and device alone do not tell.
 
         With ``is_own`` nobody else has ``new``, and it may become anything.
         """
@@ -64,7 +64,10 @@ class Replacement:
                 self.new_dict.pop(_CLASS, None)
 
     def apply(self) -> None:
-        """The implementation first, because only it can refuse; then class and attributes, hooks, and the grad."""
+        """Exchange the implementation first, because only it can refuse.
+
+        Then come class and attributes, hooks, and the grad.
+        """
         swap_impl(self.held, self.shell)
         if self.new_dict is not None:
             self.held.__class__ = type(self.shell)
@@ -75,7 +78,7 @@ class Replacement:
             swap_impl(self.grad, self.new_grad)
 
     def undo(self) -> None:
-        """Everything is as before ``apply``, no matter how far it came."""
+        """Restore everything as it was before ``apply``, no matter how far it came."""
         kind, attributes, impl, grad_impl = self.old
         if self.grad is not None and self.new_grad is not None and impl_id(self.grad) != grad_impl:
             swap_impl(self.grad, self.new_grad)
@@ -89,7 +92,10 @@ class Replacement:
 
 
 def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
-    """An object of the class that ``held`` will have, over the memory of ``new``; if ``is_own``, ``new`` itself."""
+    """Return an object of the class that ``held`` will have, over the memory of ``new``.
+
+    It is ``new`` itself if ``is_own``.
+    """
     is_parameter = isinstance(held, nn.Parameter)
     if isinstance(new, Weight):
         tie, activations = new.tie, new.spec.activations
@@ -114,7 +120,7 @@ def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
 
 
 def grad_shell(grad: Tensor, new: Tensor) -> Tensor | None:
-    """The grad as it must be beside ``new``; ``None`` where it is so already."""
+    """Return the grad as it must be beside ``new``; ``None`` where it is so already."""
     if grad.dtype == new.dtype and grad.device == new.device:
         return None
     made: Tensor
@@ -126,7 +132,7 @@ def grad_shell(grad: Tensor, new: Tensor) -> Tensor | None:
 
 
 def user_attributes(held: Tensor, new: Tensor | None) -> dict[str, Any]:
-    """What was set on ``held`` from outside, without what its class keeps there itself.
+    """Return what was set on ``held`` from outside, without what its class keeps there itself.
 
     Of a class of others only ``new`` tells which those are; while there is none, they are among the answer.
     """
@@ -145,7 +151,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def _slots(tensor: Tensor) -> dict[str, Any]:
-    """The fields that a class keeps beside ``__dict__``, as DTensor does."""
+    """Return the fields that a class keeps beside ``__dict__``, as DTensor does."""
     names = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
     return {name: getattr(tensor, name) for name in names if hasattr(tensor, name)}
 

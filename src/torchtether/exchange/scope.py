@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
+from functools import wraps
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,9 @@ from ..errors import TetherError
 from ..ties.components import find_components
 from ..ties.names import named_tensors
 from ..ties.records import tie_of
-from ..torch_private.modules import Apply, replace_apply, stock_apply
+from ..torch_private import versions
+from ..torch_private.modules import Method, current_method, replace_method
 from ..torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes
-from ..torch_private.versions import check_torch
 from ..weights.spec import order_of
 from ..weights.weight import Weight
 from .exchange import LOCK
@@ -31,12 +32,11 @@ from .optimizer_state import Optimizers, check_belongs, optimizers_of
 from .refusals import check_place
 from .stock_call import StockCall
 
-_NEAR = 12
-"""How many frames above a tensor function a conversion is looked for: ``_apply``, its function, and what that calls."""
+_LOAD = "load_state_dict"
 
 
 def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> AbstractContextManager[None]:
-    """Inside, stock ``.to()``, ``.bfloat16()``, ``.to_empty()`` and ``load_state_dict`` keep what they change attached.
+    """Keep attached what stock ``.to()``, ``.bfloat16()``, ``.to_empty()`` and ``load_state_dict`` change inside.
 
     Parameters and buffers are the objects that they were, with ties (object, view, buffer), grads, hooks of both kinds,
     attributes and classes; state of ``optimizer`` (one or several) follows.  What holds a parameter is found before the
@@ -52,8 +52,8 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 
     The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
     and puts it back; it takes the lock of all converters, so a second thread waits.  Other threads that call stock
-    conversions meanwhile get torch's own swapping, without this care: ``nn.Module._apply``, which the scope replaces
-    until its end, is torch's own for them.
+    conversions meanwhile get torch's own swapping, without this care: ``_apply`` and ``load_state_dict`` of
+    ``nn.Module``, which the scope replaces until its end, are torch's own for them.
 
     Args:
         model: checked on entry. Needed for state dicts that lack aliases; the rest works for any model in the scope.
@@ -84,7 +84,8 @@ class _Swapping(ContextDecorator):
         return _Swapping(self._model, self._optimizer)
 
     def __enter__(self) -> None:
-        check_torch()
+        if versions.MISSING:
+            versions.refuse_torch()
         if self._model is not None:
             check_module(self._model)
         optimizers = optimizers_of(self._optimizer)
@@ -99,7 +100,7 @@ class _Swapping(ContextDecorator):
             self._stack = stack.pop_all()
 
     def _open(self, stack: ExitStack, optimizers: tuple[Optimizer, ...]) -> None:
-        """Everything is switched on; ``stack`` switches it off."""
+        """Switch everything on; ``stack`` switches it off."""
         scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers), self._signals)
         stack.callback(scope.end_call)
         if self._model is not None:
@@ -111,7 +112,7 @@ class _Swapping(ContextDecorator):
         before = torch.__future__.get_swap_module_params_on_conversion()
         scope.process.callback(torch.__future__.set_swap_module_params_on_conversion, before)
         torch.__future__.set_swap_module_params_on_conversion(True)
-        scope.process.enter_context(_converting(scope))
+        scope.process.enter_context(_watching(scope))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,7 +121,13 @@ class _Swapping(ContextDecorator):
 
 
 class _Scope(TorchFunctionMode):
-    """Sees every tensor function of this thread, and so each stock conversion just before its first change."""
+    """Sees every tensor function of a stock call that torch carries out itself.
+
+    That a call begins, and of which module, is what the replaced ``_apply`` and ``load_state_dict`` tell (see
+    ``_watching``). One look at frames is left: a module whose class has an ``_apply`` of its own converts its children
+    one by one, and what they share with each other is kept only by one call around all of them, which nothing but the
+    stack knows. So the outermost ``_apply`` is looked for where a conversion begins, once.
+    """
 
     def __init__(self, optimizers: tuple[Optimizer, ...], signals: Deferred) -> None:
         super().__init__()
@@ -132,9 +139,9 @@ class _Scope(TorchFunctionMode):
         """Those of the scopes around it too, because only the innermost scope sees all that changes."""
         self._call: StockCall | None = None
         self.frame: FrameType | None = None
-        """That of the stock call that is under way; it may have ended since."""
-        self._near: FrameType | None = None
-        """A frame inside ``frame``, or it: what is called from there belongs to the same stock call."""
+        """The ``_apply`` whose conversion is under way; it may have ended since."""
+        self._load: _Load | None = None
+        """The load that is under way; its call begins with the first tensor that is loaded."""
         self._modes: list[Any] | None = None
         """The function modes to come back to, while a conversion runs without those of the scopes."""
 
@@ -144,13 +151,11 @@ class _Scope(TorchFunctionMode):
     ) -> Any:
         if func is GRAD_SWITCH or torch.compiler.is_compiling():  # the compiler follows this, and nothing is converted
             return func(*args, **(kwargs or {}))
-        if self._near is None or self._near not in _callers():
-            frame = _conversion_frame(self.frame, loads=func is Tensor.module_load)
-            if frame is not self.frame:
-                self.end_call()
-                if frame is not None:
-                    self._begin(frame)
-            self._near = None if frame is None else _callers()[-1]
+        if self.frame is not None and not _is_running(self.frame):
+            self.end_call()
+        if func is Tensor.module_load and self._call is None and self._load is not None:
+            root, given, metadata = self._load
+            self._begin(StockCall(root, self.optimizers, loads=True, metadata=metadata, given=given))
         if self._call is not None:
             self._call.settle()
         if self._signals.waiting and self._is_safe(func):
@@ -164,64 +169,56 @@ class _Scope(TorchFunctionMode):
                 made = func(*args, **(kwargs or {}))
             except TetherError as error:
                 raise self._call.named(error, *args[:1]) from None
-            return self._call.fresh(made)
+            return self._call.as_plain(made)
         return func(*args, **(kwargs or {}))
 
     def _is_safe(self, func: Callable[..., Any]) -> bool:
-        """Whether nobody is in the middle of an exchange, or of several over one memory, when ``func`` is called."""
+        """Return whether no exchange, or of several over one memory, is under way when ``func`` is called."""
         if func is Tensor.module_load:
             return self._call is None or not self._call.is_splitting()
         return not _waits(sys._getframe())
 
-    def _begin(self, frame: FrameType) -> None:
-        local, root = frame.f_locals, _module_of(frame)
-        assert root is not None
-        loads = frame.f_code.co_name == "load_state_dict"
-        self._call = StockCall(
-            root,
-            self.optimizers,
-            loads=loads,
-            metadata=local.get("metadata") if loads else None,
-            given=local.get("state_dict") if loads else None,
-        )
+    def _begin(self, call: StockCall, frame: FrameType | None = None) -> None:
+        self._call = call
         self.frame = frame
-        if loads:
-            self._call.handles.append(root.register_load_state_dict_post_hook(lambda module, keys: self._end_load()))
-        self._call.begin()
+        call.begin()
 
-    def _apply(self, module: nn.Module, function: Any, recurse: bool, stock: Apply) -> nn.Module:
-        """``nn.Module._apply`` without a look at every tensor function; frames tell it by its name."""
+    def apply(self, module: nn.Module, function: Any, recurse: bool, stock: Method, is_torchs: bool) -> nn.Module:
+        """Convert as ``nn.Module._apply`` does, without a look at every tensor function; return ``module``."""
         if self._modes is None:
             try:
                 with self._stock_call(_outermost(sys._getframe(1)), module, function):
-                    return self._apply(module, function, recurse, stock)
+                    return self.apply(module, function, recurse, stock, is_torchs)
             finally:
                 self._signals.deliver()
-        if recurse:
+        if recurse and is_torchs:
             for child in module.children():
                 child._apply(function)
         call = self._call
         assert call is not None
         self._signals.deliver()
-        if call.convert(module, function):
+        if is_torchs and call.convert(module, function):
             return module
         modes = function_modes()
         try:
             set_function_modes([mode for mode in self._modes if mode is self or mode not in _scopes])
-            return stock(module, function, recurse=False)
+            made: nn.Module = stock(module, function, *(() if recurse and not is_torchs else (False,)))
+            return made
         finally:
             set_function_modes(modes)
             call.settle()
 
     @contextmanager
     def _stock_call(self, frame: FrameType, module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Inside, a stock call converts, and no function mode of ours looks on; that alone would double its time."""
+        """Convert inside as a stock call, while no function mode of ours looks on; that alone would double its time."""
         self._modes = function_modes()
         try:
             set_function_modes([mode for mode in self._modes if mode not in _scopes])
             if frame is not self.frame:
                 self.end_call()
-                self._begin(frame)
+                root = _module_of(frame)
+                assert root is not None
+                self._begin(StockCall(root, self.optimizers, loads=False, metadata=None), frame)
             yield
             if _module_of(frame) is module:
                 self.end_call()  # else something around it goes on, and the next function outside ends it
@@ -238,18 +235,41 @@ class _Scope(TorchFunctionMode):
             set_function_modes(self._modes)
             self._modes = None
 
-    def _end_load(self) -> None:
-        error = self._call and self._call.error
+    def load(self, module: nn.Module, stock: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Load as ``nn.Module.load_state_dict`` does, and return what it returns."""
+        state_dict = args[0] if args else kwargs.get("state_dict")
+        outer, load = self._load, _Load(module, {}, getattr(state_dict, "_metadata", None))
+        note = module.register_load_state_dict_pre_hook(load.note)
+        self._load = load
         self.end_call()
-        self._signals.deliver()
-        if error:
-            raise error  # torch has caught it, and would repeat it for every name
+        try:
+            return stock(module, *args, **kwargs)
+        finally:
+            note.remove()
+            error = self._call and self._call.error
+            self._load = outer
+            self.end_call()
+            self._signals.deliver()
+            if error:
+                raise error  # torch has caught it, and would repeat it for every name
 
     def end_call(self) -> None:
-        """What the last stock call changed is attached again."""
-        call, self._call, self.frame, self._near = self._call, None, None, None
+        """Attach again what the last stock call changed."""
+        call, self._call, self.frame = self._call, None, None
         if call is not None:
             call.end()
+
+
+class _Load(NamedTuple):
+    """A stock load: of which module, from which tensors, and the metadata of its state dict."""
+
+    root: nn.Module
+    given: dict[str, Any]
+    metadata: Any
+
+    def note(self, module: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
+        """Keep the tensors of ``state_dict``, as the hooks before this one have made it."""
+        self.given.update(state_dict)
 
 
 _scopes: list[_Scope] = []
@@ -257,39 +277,56 @@ _scopes: list[_Scope] = []
 
 
 @contextmanager
-def _converting(scope: _Scope) -> Iterator[None]:
-    """Inside, ``nn.Module._apply`` is that of ``scope`` for this thread, and torch's own for all others.
+def _watching(scope: _Scope) -> Iterator[None]:
+    """Have ``_apply`` and ``load_state_dict`` of ``nn.Module`` go through ``scope`` in this thread, inside the block.
 
-    A mode could do all of it, and does where somebody else has replaced ``_apply``; but modes cost several times more
-    than the conversion.
+    In all others they are what they were. A mode could do all of it; but modes cost several times more than the
+    conversion, and have to look for the module in the frames of every tensor function.
     """
-    thread, stock = get_ident(), stock_apply()
+    if _scopes:  # those of the first one ask the innermost
+        _scopes.append(scope)
+        try:
+            yield
+        finally:
+            _scopes.pop()
+        return
+    thread, (stock_apply, is_torchs), (stock_load, _) = get_ident(), current_method("_apply"), current_method(_LOAD)
 
-    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    @wraps(stock_apply)
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if get_ident() != thread or not _scopes:
-            return stock(self, fn, recurse)  # type: ignore[misc]
-        return _scopes[-1]._apply(self, fn, recurse, stock)  # type: ignore[arg-type]
+            return stock_apply(self, fn, recurse)
+        return _scopes[-1].apply(self, fn, recurse, stock_apply, is_torchs)
+
+    @wraps(stock_load)
+    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != thread or not _scopes:
+            return stock_load(self, *args, **kwargs)
+        return _scopes[-1].load(self, stock_load, args, kwargs)
 
     _scopes.append(scope)
-    if stock is not None:
-        replace_apply(_apply, stock)
+    replace_method("_apply", _apply, stock_apply)
+    replace_method(_LOAD, load_state_dict, stock_load)
     try:
         yield
     finally:
-        if stock is not None:
-            replace_apply(stock, _apply)
+        replace_method(_LOAD, stock_load, load_state_dict)
+        replace_method("_apply", stock_apply, _apply)
         _scopes.pop()
 
 
 _WHOLE = {
     function.__code__
-    for function in (_Swapping.__enter__, _Swapping.__exit__, _Scope._apply, _Scope.end_call, _Scope._end_load)
+    for function in (_Swapping.__enter__, _Swapping.__exit__, _Scope.apply, _Scope.load, _Scope.end_call)
 }
 """What no signal interrupts, wherever it is."""
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a signal that arrives in ``frame`` waits: while the scope begins or ends, and during a stock call."""
+    """Return whether a signal that arrives in ``frame`` waits.
+
+    It waits while the scope begins or ends, and during a stock call.
+    """
     call = _scopes[-1].frame if _scopes else None
     while frame is not None:
         if frame.f_code in _WHOLE or frame is call:
@@ -299,7 +336,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def _leave_others() -> None:
-    """In a forked process, which has one thread, the scopes of the others have ended."""
+    """Close, in a forked process, which has one thread, the scopes of the others."""
     for scope in reversed(_scopes):
         if scope.thread != get_ident():
             scope.process.close()
@@ -310,61 +347,29 @@ if hasattr(os, "register_at_fork"):
 
 
 def _outermost(frame: FrameType) -> FrameType:
-    """The first of the ``_apply`` of modules that have called each other down to ``frame``, some through a scope's."""
-    found = frame
-    while (back := frame.f_back) is not None and back.f_code.co_name == "_apply":
-        if _module_of(back) is not None:
-            found = back
-        elif back.f_code is not _Scope._apply.__code__:
-            break
+    """Return the first of the ``_apply`` of modules that have called each other down to ``frame``."""
+    while (back := frame.f_back) is not None and back.f_code.co_name == "_apply" and _module_of(back) is not None:
         frame = back
-    return found
+    return frame
 
 
-def _callers() -> list[FrameType]:
-    """The frames from which a function was asked for, up to the nearest ``_apply``; at most three."""
-    found: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and len(found) < 3:
-        found.append(frame)
-        if frame.f_code.co_name == "_apply":
-            break
-        frame = frame.f_back
-    return found
-
-
-def _conversion_frame(current: FrameType | None, *, loads: bool) -> FrameType | None:
-    """The outermost frame of the ``load_state_dict`` or ``_apply`` that asks for this function, if one does.
-
-    Frames say which module is converted, for any module and thread, without replacing methods of ``nn.Module``.
-    ``current`` is the answer of the last time: a load asks for more than ``module_load`` until it ends.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    steps = 0
-    while frame is not None:
-        if frame is current:
-            return frame
-        name = frame.f_code.co_name
-        if name == "_apply" and not loads and steps <= _NEAR and _module_of(frame) is not None:
-            return _outermost(frame)
-        if name == "load_state_dict" and loads and _module_of(frame) is not None:
-            return frame
-        steps += 1
-        if steps > _NEAR and not loads and current is None:
-            return None
-        frame = frame.f_back
-    return None
+def _is_running(frame: FrameType) -> bool:
+    """Return whether ``frame`` is among the callers of who asks."""
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """The module whose method ``frame`` runs: its first argument, whatever that is called."""
+    """Return the module whose method ``frame`` runs: its first argument, whatever that is called."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return first if isinstance(first, nn.Module) else None
 
 
 def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Names of tied tensors that the state dict lacks are there, as the owner's tensor or a view of it."""
+    """Add the names of tied tensors that the state dict lacks, as the owner's tensor or a view of it."""
     known = set(module.state_dict(keep_vars=True))
     tensors = named_tensors(module)
     for component in find_components(module):

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
-from ..ties.components import Component, parted
-from ..ties.spans import member_view
+from ..ties.components import Component, split_shared
+from ..ties.spans import member_view, plain_values
 from ..torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
 from .module_caches import Caches
@@ -51,7 +51,7 @@ class StockCall:
         metadata: Mapping[str, dict[str, Any]] | None,
         given: Mapping[str, Any] | None = None,
     ) -> None:
-        """``metadata`` and ``given`` are those of the state dict that the call loads, if it does."""
+        """Look at ``root``. ``metadata`` and ``given`` are those of the state dict that the call loads, if it does."""
         self.handles: list[RemovableHandle] = []
         self._state_dict = given or {}
         self._optimizer, self._loads, self._metadata = optimizer, loads, metadata
@@ -62,10 +62,10 @@ class StockCall:
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
-        lone, components = parted(root, self._modules)
+        unshared, components = split_shared(root, self._modules)
         self._components = [component for component in components if len(component.members) > 1]
         shared = (member.tensor for component in components for member in component.members)
-        self._tensors = {id(tensor): tensor for tensor in (*lone, *shared)}
+        self._tensors = {id(tensor): tensor for tensor in (*unshared, *shared)}
         self._converted: set[int] = set()
         self._caches = Caches(self._modules)
         self._open: dict[int, _Touched] = {}
@@ -74,7 +74,7 @@ class StockCall:
         self.error: TetherError | None = None
 
     def begin(self) -> None:
-        """Every refusal comes here, before the first change. Raises ConversionError, TieError."""
+        """Refuse everything that is to be refused, before the first change. Raise ConversionError, TieError."""
         verb = "load" if self._loads else "convert"
         try:
             check_place(self._modules, verb)
@@ -91,7 +91,7 @@ class StockCall:
                 swap_impl(tensor, tensor.detach())  # torch refuses a tensor with views, also those that follow it
 
     def _check_agreement(self) -> None:
-        """Returns if the state dict gives all names of one memory the same values; ``load`` looks again.
+        """Check that the state dict gives all names of one memory the same values; ``load`` looks again.
 
         Raises TieError.
         """
@@ -121,7 +121,7 @@ class StockCall:
                         raise _overlap(member.names)
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
-        """The parameters and buffers of ``module`` itself are what ``function`` makes of them, as ``_apply`` says.
+        """Convert the parameters and buffers of ``module`` itself by ``function``, as ``_apply`` does.
 
         Parameters are exchanged as they come, once each; buffers have new objects, as torch gives them, until the end.
         False, and nothing is done, if torch should convert a parameter itself: one of another class, or one that was
@@ -176,7 +176,7 @@ class StockCall:
             raise error.named(format_names(names_of(self._root)[id(held)])) from None
 
     def touch(self, tensor: Any) -> None:
-        """Remembers ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
+        """Remember ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
         key = id(tensor)
         if key in self._tensors and key not in self._open and not is_lazy(tensor):
             while len(self._open) >= _OPEN:
@@ -188,7 +188,7 @@ class StockCall:
             self._changes.setdefault(key, (tensor, tensor.dtype, tensor.device))
 
     def settle(self) -> None:
-        """What torch has exchanged since it was touched has its class, attributes, hooks and grad again."""
+        """Give what torch has exchanged since it was touched its class, attributes, hooks and grad again."""
         for key, touched in list(self._open.items()):
             held = touched.held
             if impl_id(held) == touched.impl:
@@ -208,12 +208,12 @@ class StockCall:
                 held.grad = touched.grad
 
     def named(self, error: TetherError, tensor: Any = None) -> TetherError:
-        """``error`` about ``tensor`` by its names in the model, if it has some."""
+        """Return ``error`` about ``tensor`` by its names in the model, if it has some."""
         names = names_of(self._root).get(id(tensor)) if id(tensor) in self._tensors else None
         return error.named(format_names(names)) if names else error
 
-    def fresh(self, made: Any) -> Any:
-        """``made``, or a plain tensor over it if a conversion with nothing to do gave a Parameter subclass itself.
+    def as_plain(self, made: Any) -> Any:
+        """Return ``made``, or a plain tensor over it if a conversion had nothing to do and gave a Parameter subclass.
 
         Torch cannot make a Parameter from such an object.
         """
@@ -222,7 +222,7 @@ class StockCall:
         return made
 
     def load(self, held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
-        """``Tensor.module_load``, which must not give one tensor two contents under two names."""
+        """Load as ``Tensor.module_load`` does, and refuse to give one tensor two contents under two names."""
         if self.error is not None:
             raise self.error  # torch goes on with the next name after an error
         before = self._given.get(id(held))
@@ -235,12 +235,12 @@ class StockCall:
         return made
 
     def is_splitting(self) -> bool:
-        """Whether a load has given some of the tensors over one memory their contents, and others not yet."""
+        """Return whether a load has given some of the tensors over one memory their contents, and others not yet."""
         every = ({id(member.tensor) for member in component.members} for component in self._components)
         return any(not members.isdisjoint(self._given) and not members <= self._given.keys() for members in every)
 
     def _check_overlaps(self, held: Tensor) -> None:
-        """What was copied into ``held`` has not changed what another name was given over the same memory."""
+        """Raise TieError if what was copied into ``held`` changed what another name was given over the same memory."""
         for component in self._components:
             if any(member.tensor is held for member in component.members):
                 for member in component.members:
@@ -254,7 +254,7 @@ class StockCall:
             raise _overlap(names)
 
     def end(self) -> None:
-        """Buffers are the objects that they were, shared memory is shared, caches are renewed, state has followed."""
+        """Restore buffers as objects, shared memory and caches; let state follow."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -291,7 +291,7 @@ class StockCall:
             module._buffers[key] = held
 
     def _rejoin(self, component: Component) -> None:
-        """The members of ``component`` are over one memory again, if the call has split them."""
+        """Put the members of ``component`` over one memory again, if the call has split them."""
         members = component.members
         if _is_joined(component):
             return
@@ -301,8 +301,8 @@ class StockCall:
         else:
             span = self._joined_span(component)
             for member in sorted(members, key=lambda member: id(member.tensor) in self._given):
-                plain, room = _values(member.tensor), _values(member_view(span, member))
-                room.copy_(plain)
+                plain, part = plain_values(member.tensor).detach(), plain_values(member_view(span, member)).detach()
+                part.copy_(plain)
         for member in members:
             Replacement(member.tensor, member_view(span, member)).apply()
         for member in members:
@@ -315,9 +315,9 @@ class StockCall:
         if mixed and all(m.tensor.dtype == m.view.dtype for m in members) and len({device for _, device in kinds}) == 1:
             return torch.empty(component.nbytes, dtype=torch.uint8, device=members[0].tensor.device)
         if mixed or len(kinds) > 1:
-            told = ", ".join(f"{format_names(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
+            words = ", ".join(f"{format_names(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
             raise TieError(
-                f"shared memory, and cannot any more ({told})",
+                f"shared memory, and cannot any more ({words})",
                 name=format_names(members[0].names),
                 fix="Give all of them one dtype and device, or call tt.untie first.",
             )
@@ -343,7 +343,7 @@ def _overlap(names: tuple[str, ...]) -> TieError:
 
 
 def same_values(one: Tensor, two: Tensor) -> bool:
-    """Whether both hold the same values, NaN equal to NaN; what lies on ``meta`` is not compared."""
+    """Return whether both hold the same values, NaN equal to NaN; what lies on ``meta`` is not compared."""
     if one is two or one.is_meta or two.is_meta:
         return True
     if one.shape != two.shape:
@@ -351,16 +351,12 @@ def same_values(one: Tensor, two: Tensor) -> bool:
     if type(one) is type(two) and is_wrapper(one) and not isinstance(one, Weight):  # of others: few know ==
         names, others = one.__tensor_flatten__()[0], two.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return names == others and all(same_values(getattr(one, name), getattr(two, name)) for name in names)
-    one, two = _values(one), _values(two)
+    one, two = plain_values(one).detach(), plain_values(two).detach()
     return bool(((one == two) | ((one != one) & (two != two))).all())
 
 
-def _values(tensor: Tensor) -> Tensor:
-    return tensor.values_of() if isinstance(tensor, Weight) else tensor.detach()
-
-
 def _is_joined(component: Component) -> bool:
-    """Whether the members lie to each other as they did."""
+    """Return whether the members lie to each other as they did."""
     if component.nbytes == 0:
         first = {(block.space, block.start) for block in blocks_of(component.members[0].tensor)}
         return all({(b.space, b.start) for b in blocks_of(m.tensor)} & first for m in component.members)

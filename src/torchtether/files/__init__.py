@@ -10,13 +10,13 @@ from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
-from .memory import fresh, scratch
+from .memory import allocate, scratch
 from .names import INDEX_SUFFIX, SUFFIX
 from .reader import TensorFile
 from .record import HIDDEN, KEY, Record, part_key
-from .replacing import Change, beside, put_in_place, replacing
+from .replacing import FolderChange, beside, put_in_place, replacing
 from .store import Store
-from .together import THREADS, Room
+from .together import THREADS, Scratch
 from .writer import check_writable, write_made, write_tensors
 
 __all__ = [
@@ -40,11 +40,11 @@ __all__ = [
     "write_gguf",
     "SUFFIX",
     "Batch",
-    "Change",
+    "FolderChange",
     "beside",
     "Header",
     "Record",
-    "Room",
+    "Scratch",
     "Store",
     "Stored",
     "THREADS",
@@ -53,7 +53,7 @@ __all__ = [
     "check_writable",
     "folder_for",
     "format_index",
-    "fresh",
+    "allocate",
     "new_folder",
     "part_key",
     "put_in_place",

@@ -14,7 +14,7 @@ from ..progress import Tick
 from .header import Stored
 from .memory import memory_of, pieces
 from .system import read_at_once
-from .together import Job, Room, together
+from .together import Job, Scratch, together
 
 SLICE = 4 * 2**20
 """Bytes that one thread reads at once."""
@@ -31,7 +31,7 @@ _WORTHWHILE = 2 * SLICE
 Buffer = tuple[str, memoryview]
 """A key, and memory that some of its bytes are for."""
 
-Straight = Callable[[int, int, Room], bool]
+Straight = Callable[[int, int, Scratch], bool]
 """Reads and uses some bytes itself, from an open file and a place in it, with scratch; says whether it did."""
 
 
@@ -65,7 +65,7 @@ class Batch:
         self._nbytes = 0
 
     def read(self, file: ReadableFile, key: str, out: Tensor, first: int = 0) -> None:
-        """``out``, of any strides, dtype and device, is to have the values of ``key`` from its row ``first`` on.
+        """Have ``out``, of any strides, dtype and device, filled with ``key`` from its row ``first`` on.
 
         Bytes that need no change go straight there, unseen by autograd; others go through scratch of at most ``SLICE``
         per thread.
@@ -82,7 +82,7 @@ class Batch:
             at += piece.numel() * stored.dtype.itemsize
 
     def fill(self, places: Iterable[tuple[ReadableFile, str, int, Tensor]]) -> None:
-        """Each tensor, contiguous and on the CPU, is to have the bytes that the file has from that place on.
+        """Have each tensor, contiguous and on the CPU, filled with the bytes of the file from that place on.
 
         The key is the one that an error names.
         """
@@ -103,7 +103,7 @@ class Batch:
         use: Callable[[Tensor], object],
         straight: Straight | None = None,
     ) -> None:
-        """``use`` is to be called, on some thread, with those rows of ``key``, which it must not keep.
+        """Have ``use`` called, on some thread, with those rows of ``key``, which it must not keep.
 
         ``straight`` may do it all itself: it is given the open file, where in it the rows begin, and the scratch of its
         thread, and says whether it has. If not, the rows are read.
@@ -125,10 +125,10 @@ class Batch:
         at += stored.start
         nbytes = math.prod(shape) * stored.dtype.itemsize
 
-        def job(room: Room) -> int:
+        def job(space: Scratch) -> int:
             descriptor = file.descriptor
-            if straight is None or descriptor is None or not straight(descriptor, at, room):
-                given = room.take(shape, stored.dtype, at)
+            if straight is None or descriptor is None or not straight(descriptor, at, space):
+                given = space.take(shape, stored.dtype, at)
                 file.read_bytes([(key, memory_of(given))], at)
                 use(given)
             return nbytes
@@ -137,18 +137,21 @@ class Batch:
         self._nbytes += nbytes
 
     def run(self, tick: Tick) -> None:
-        """Everything is read, and used. Raises CheckpointError, naming the file and the key."""
+        """Read everything, and use it. Raise CheckpointError, naming the file and the key."""
         jobs = sorted([*self._jobs, *self._joined()], key=itemgetter(0, 1))
         self._reads, self._jobs = [], []
         if self._nbytes > _WORTHWHILE:
             together([job for _, _, job in jobs], tick)
         else:
-            room = Room()
+            space = Scratch()
             for _, _, job in jobs:
-                tick(job(room))
+                tick(job(space))
 
     def _joined(self) -> list[tuple[int, int, Job]]:
-        """The reads as jobs: what follows each other in a file is one, of at most ``SLICE``; what is larger is cut."""
+        """Return the reads as jobs: what follows each other in a file is one, of at most ``SLICE``.
+
+        What is larger is cut.
+        """
         jobs: list[tuple[int, int, Job]] = []
         parts: list[_Part] = []
         first = size = 0
@@ -171,7 +174,7 @@ class Batch:
 
 
 def _spans(parts: list[_Part]) -> list[int]:
-    """Address and length of each of the parts."""
+    """Return address and length of each of the parts."""
     found: list[int] = []
     for _, out, start, stop in parts:
         found += out.data_ptr() + start, stop - start
@@ -179,7 +182,7 @@ def _spans(parts: list[_Part]) -> list[int]:
 
 
 def _reading(file: ReadableFile, parts: list[_Part], at: int, size: int) -> Job:
-    def job(room: Room) -> int:
+    def job(space: Scratch) -> int:
         descriptor = file.descriptor
         if descriptor is None or len(parts) < _FEW or not read_at_once(descriptor, _spans(parts), at, size):
             file.read_bytes([(key, memory_of(out)[start:stop]) for key, out, start, stop in parts], at)

@@ -17,7 +17,7 @@ _LIMIT = 64 * 2**20  # bytes
 
 
 def read_beside(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """The objects in those of ``BESIDE`` that are in ``folder``, by file name.
+    """Return the objects in those of ``BESIDE`` that are in ``folder``, by file name.
 
     Raises CheckpointError for one that cannot be read or is no JSON.
     """

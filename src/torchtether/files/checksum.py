@@ -52,7 +52,7 @@ class Checksum:
             self._waiting.append(part)
 
     def value(self) -> int:
-        """The checksum of all pieces, none of which is held any more; the next is that of other pieces."""
+        """Return the checksum of all pieces, none of which is held any more; the next is that of other pieces."""
         for part in reversed(self._waiting):
             if part.later is not None and part.piece is not None and part.later.cancel():
                 part.found, part.later = zlib.crc32(part.piece), None
@@ -64,7 +64,7 @@ class Checksum:
 
 
 def joined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes one after the other, the second of ``length``, from the CRC-32 of each.
+    """Return the CRC-32 of two runs of bytes one after the other, the second of ``length``, from the CRC-32 of each.
 
     A CRC is a polynomial modulo another: bytes that follow multiply it by a power of x (as zlib's crc32_combine does).
 
@@ -76,7 +76,7 @@ def joined(first: int, second: int, length: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
-    """x to the power of 8 * length."""
+    """Return x to the power of 8 * length."""
     power, base = 1 << 31, 1 << 23  # 1, and x**8: the highest bit is the lowest power
     while length:
         if length & 1:

@@ -51,7 +51,7 @@ class _Bag:
 
 
 def _ignored(*given: Any) -> None:
-    """What a pickle says of layouts and memory formats."""
+    """Ignore what a pickle says of layouts and memory formats."""
 
 
 _BAGS = {
@@ -106,7 +106,7 @@ class _Chunk:
 
 
 def _is_overlapping(chunks: Sequence[_Chunk]) -> bool:
-    """Whether two of the boxes share an element; swept along the dimension that cuts most of them apart."""
+    """Return whether two of the boxes share an element; swept along the dimension that cuts most of them apart."""
     if len(chunks) < 2 or not chunks[0].sizes:
         return len(chunks) > 1
     along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
@@ -156,8 +156,8 @@ class DcpFile(TensorFile):
             return Header(tensors, {})
         text = bytearray(record.nbytes)
         self._fill(KEY, memoryview(text), 0)
-        said = text.decode("utf-8", "replace")
-        return Header(_in_layout(tensors, said), {KEY: said, "format": "pt"})
+        noted = text.decode("utf-8", "replace")
+        return Header(_in_layout(tensors, noted), {KEY: noted, "format": "pt"})
 
     def _tensors(self, found: Any) -> dict[str, Stored]:
         places = {}
@@ -220,13 +220,13 @@ class DcpFile(TensorFile):
         return None
 
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
-        """Fills the buffers, one after the other, from a file that held all tensors, one behind the other by key."""
+        """Fill the buffers, one after the other, from a file that held all tensors, one behind the other by key."""
         for key, memory in buffers:
             self._fill(key, memory, at - self.header.tensors[key].start)
             at += len(memory)
 
     def _fill(self, key: str, memory: memoryview, first: int) -> None:
-        """``memory`` holds the bytes of ``key`` from ``first`` on."""
+        """Fill ``memory`` with the bytes of ``key`` from ``first`` on."""
         chunks, item, shape = self._chunks[key], self._dtypes[key].itemsize, self._shapes[key]
         start, stop = first // item, -(-(first + len(memory)) // item)
         for chunk in chunks:
@@ -261,7 +261,7 @@ class DcpFile(TensorFile):
             return self._open[file]
 
     def _place(self, chunk: _Chunk, key: str) -> int:
-        """Where the values of ``chunk`` begin, which only the small pickle in front of them tells."""
+        """Return where the values of ``chunk`` begin, which only the small pickle in front of them tells."""
         if chunk.place is None:
             where = f"{self._folder}: {key}"
             source = _Slice(self._file(chunk.file, key), chunk.start, chunk.nbytes)
@@ -291,7 +291,7 @@ class DcpFile(TensorFile):
         return chunk.place
 
     def close(self) -> None:
-        """Afterwards nothing can be read."""
+        """Close the file: nothing can be read afterwards."""
         for descriptor in getattr(self, "_open", {}).values():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -326,7 +326,7 @@ class _Slice(io.RawIOBase):
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether ``path`` is a folder by ``torch.distributed.checkpoint``."""
+    """Return whether ``path`` is a folder by ``torch.distributed.checkpoint``."""
     return (path / METADATA).is_file()
 
 
@@ -343,7 +343,7 @@ def _counts(values: Any, where: str) -> tuple[int, ...]:
 
 
 def _runs(shape: Shape, offsets: Shape, sizes: Shape, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """(element of the tensor, element of the box, count) of the runs of a box that are contiguous in both.
+    """Yield (element of the tensor, element of the box, count) for each run of a box that is contiguous in both.
 
     Rows of the first dimension that do not reach into ``first:last`` are left out.
 
@@ -373,7 +373,7 @@ def _runs(shape: Shape, offsets: Shape, sizes: Shape, first: int, last: int) -> 
 
 
 def _in_layout(tensors: dict[str, Stored], record: str) -> dict[str, Stored]:
-    """The parts of Weights in the shapes that their schemes give them; some are stored with a row per row."""
+    """Return the parts of Weights in the shapes that their schemes give them; some are stored with a row per row."""
     try:
         weights = {
             name: WeightSpec.from_json({k: v for k, v in entry.items() if k != "parts"})

@@ -20,7 +20,7 @@ _COMPANIONS = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
 
 @contextlib.contextmanager
 def folder_for(path: Path) -> Iterator[None]:
-    """Inside, ``path`` is a folder; one that is new goes after an error, with its new parents, if it is empty.
+    """Make ``path`` a folder; a new one goes after an error, with its new parents, if it is empty.
 
     Raises CheckpointError if it cannot be one.
     """
@@ -40,7 +40,7 @@ def folder_for(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Inside, an empty folder to fill; afterwards it is at ``path``, by one rename: no reader sees a part of it.
+    """Yield an empty folder to fill, and put it at ``path`` by one rename: no reader sees a part of it.
 
     After an error or an interrupt nothing is left; a killed process leaves a hidden folder beside ``path``, which the
     next that is to be there takes with it.
@@ -65,7 +65,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def carry_over(source: Path, target: Path) -> None:
-    """What stands beside the tensors in ``source`` (config, tokenizer, license) is in ``target`` too, byte for byte.
+    """Copy what stands beside the tensors in ``source`` (config, tokenizer, license) to ``target``, byte for byte.
 
     Code is not among it, nor is anything that is hidden, in a folder of its own, or speaks only of how the tensors of
     ``source`` are quantized.

@@ -93,26 +93,26 @@ class _Cursor:
         raise CheckpointError(what, name=f"{self.name}: {key}" if key else self.name, fix=fix)
 
     def take(self, count: int, what: str) -> memoryview:
-        """The next ``count`` bytes."""
+        """Return the next ``count`` bytes."""
         if count > self.size - self.at:
             self.fail(f"{what} takes {count} bytes at byte {self.at}, the file has {self.size}")
         if self.at + count > HEADER_LIMIT:
             self.fail(f"what comes before the data takes more than {HEADER_LIMIT} bytes")
         skipped = self.at - self._start
         if skipped + count > len(self._piece):
-            fresh = bytearray(min(max(count, _PIECE), self.size - self.at))
-            self.file._read(memoryview(fresh), self.at, what)
-            self._start, self._piece, skipped = self.at, memoryview(fresh), 0
+            piece = bytearray(min(max(count, _PIECE), self.size - self.at))
+            self.file._read(memoryview(piece), self.at, what)
+            self._start, self._piece, skipped = self.at, memoryview(piece), 0
         self.at += count
         return self._piece[skipped : skipped + count]
 
     def number(self, code: str, what: str) -> Any:
-        """The next number, by its code of ``struct``."""
+        """Return the next number, by its code of ``struct``."""
         (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))
         return value
 
     def text(self, what: str, limit: int | None = None) -> str:
-        """The next string, of at most ``limit`` bytes."""
+        """Return the next string, of at most ``limit`` bytes."""
         count = self.number("Q", what)
         if limit is not None and count > limit:
             self.fail(f"{what} has {count} bytes, more than {limit}")
@@ -122,7 +122,7 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
 
     def counts(self) -> int:
-        """The number of tensors, after the magic and the version; that of the pairs is then in ``pairs``."""
+        """Return the number of tensors, after the magic and the version; that of the pairs is then in ``pairs``."""
         if bytes(self.take(min(4, self.size), "magic")) != MAGIC:
             self.fail("it does not begin with 'GGUF'", fix="Is it a GGUF file?")
         version = self.number("I", "version")
@@ -138,7 +138,7 @@ class _Cursor:
         return int(counts[0])
 
     def pair(self) -> tuple[str, tuple[int, Any]]:
-        """The next key with the type of its value, and the value: ``None`` for an array."""
+        """Return the next key with the type of its value, and the value: ``None`` for an array."""
         key = self.text("a key", _COUNT_LIMIT)
         kind = self.number("I", key)
         return key, (kind, self._value(kind, key))
@@ -175,20 +175,20 @@ class _Cursor:
             self.fail(what, key)
 
     def _fitting(self, count: int, size: int, key: str) -> int:
-        """The bytes that ``count`` values take at least, now that the file has them."""
+        """Return the bytes that ``count`` values take at least, now that the file has them."""
         if count * size > self.size - self.at:
             self.fail(f"it is an array of {count} values, the file has {self.size - self.at} bytes left", key)
         return count * size
 
     def _spent(self, count: int, key: str) -> int:
-        """``count``, unless there are too many values to walk over."""
+        """Return ``count``, unless there are too many values to walk over."""
         self._values += count
         if self._values > _VALUES_LIMIT:
             self.fail(f"it has more than {_VALUES_LIMIT} strings in arrays", key)
         return count
 
     def info(self) -> tuple[str, Stored, int]:
-        """The next tensor: its name, what it is, and its offset in the data."""
+        """Return the next tensor: its name, what it is, and its offset in the data."""
         key = self.text("a name", _COUNT_LIMIT)
         if not key or key.startswith(HIDDEN):
             self.fail(f"names that are empty or begin with {HIDDEN} are not read", key or "a tensor")
@@ -232,7 +232,7 @@ def _refuse_parts(pairs: Mapping[str, tuple[int, Any]], name: str) -> None:
 
 
 def _check_places(tensors: Mapping[str, Stored], size: int, name: str) -> None:
-    """Raises CheckpointError if a tensor reaches beyond the file or into another."""
+    """Raise CheckpointError if a tensor reaches beyond the file or into another."""
     at, before = 0, ""
     for key, stored in sorted(tensors.items(), key=lambda one: (one[1].start, one[1].nbytes)):
         stop = stored.start + stored.nbytes

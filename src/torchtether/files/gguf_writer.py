@@ -35,7 +35,7 @@ def write_gguf(
     name: str,
     tick: Tick = no_tick,
 ) -> None:
-    """Writes tensors that are made one at a time, in any order, to ``file``, in the order of ``layout``.
+    """Write tensors that are made one at a time, in any order, to ``file``, in the order of ``layout``.
 
     ``layout`` is dtype and shape by key; ``packings`` names the type of each quantized one, which is bytes (*lead,
     bytes per row). Raises CheckpointError for what GGUF cannot hold, or if a tensor is not what ``layout`` says.
@@ -55,7 +55,7 @@ def write_gguf(
 
 
 def gguf_packing(key: str, dtype: torch.dtype, shape: Shape, packing: str | None) -> tuple[Packing, Shape]:
-    """The type of a tensor in the file, and its shape in elements; raises CheckpointError if GGUF has none."""
+    """Return the type of a tensor in the file, and its shape in elements; raise CheckpointError if GGUF has none."""
     if len(shape) > RANK_LIMIT:
         raise CheckpointError(f"it has {len(shape)} dimensions, GGUF allows {RANK_LIMIT}", name=key)
     if packing is not None:
@@ -70,7 +70,7 @@ def gguf_packing(key: str, dtype: torch.dtype, shape: Shape, packing: str | None
 def _header(
     layout: Mapping[str, tuple[torch.dtype, Shape]], packings: Mapping[str, str], pairs: Pairs, name: str
 ) -> tuple[bytes, dict[str, int], int]:
-    """The bytes before the data, where each tensor begins, and where the file ends."""
+    """Return the bytes before the data, where each tensor begins, and where the file ends."""
     infos, offsets, at = [], {}, 0
     for key, (dtype, shape) in layout.items():
         packing, elements = gguf_packing(key, dtype, shape, packings.get(key))
@@ -82,16 +82,16 @@ def _header(
     if pairs.get("general.alignment", ALIGNMENT) != ALIGNMENT:
         raise CheckpointError(f"it is always {ALIGNMENT} here", name=f"{name}: general.alignment", fix="Leave it out.")
     try:
-        said = [_text(key) + _value(value, f"{name}: {key}") for key, value in sorted(pairs.items(), key=_rank)]
+        written = [_text(key) + _value(value, f"{name}: {key}") for key, value in sorted(pairs.items(), key=_rank)]
     except UnicodeEncodeError as error:
         raise CheckpointError(f"a key or value is not Unicode text: {error.reason}", name=name) from None
-    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(said)) + b"".join(said) + b"".join(infos)
+    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(written)) + b"".join(written) + b"".join(infos)
     head += b"\0" * (-len(head) % ALIGNMENT)
     return head, {key: len(head) + offset for key, offset in offsets.items()}, len(head) + at
 
 
 def _rank(pair: tuple[str, object]) -> tuple[bool, str]:
-    """The architecture comes first, because the format asks for it; all others in the order of their keys."""
+    """Return where a pair stands: the architecture first, as the format asks, all others in the order of their keys."""
     return pair[0] != "general.architecture", pair[0]
 
 
@@ -101,7 +101,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Scalar | Sequence[Scalar], where: str) -> bytes:
-    """A value with its type; a list has the type of its first that holds all."""
+    """Return a value with its type; a list has the type of its first that holds all."""
     if isinstance(value, str | bool | int | float):
         kind, (raw,) = _typed([value], where)
         return struct.pack("<I", kind) + raw

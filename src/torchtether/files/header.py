@@ -49,7 +49,7 @@ class Header:
 
 
 def parse_header(text: bytes, size: int, *, name: str) -> Header:
-    """The header of a file of ``size`` bytes, of which ``text`` is the JSON after the 8 bytes of its length.
+    """Return the header of a file of ``size`` bytes, of which ``text`` is the JSON after the 8 bytes of its length.
 
     Afterwards every tensor lies within the file, no two overlap, and no byte is left over.
     Raises CheckpointError, naming the file and the tensor, for anything else.
@@ -81,7 +81,7 @@ def parse_header(text: bytes, size: int, *, name: str) -> Header:
 
 
 def _end(tensors: Mapping[str, Stored], first: int, name: str) -> int:
-    """Where the last of ``tensors`` ends; raises CheckpointError unless each begins where another ends."""
+    """Return where the last of ``tensors`` ends; raise CheckpointError unless each begins where another ends."""
     at = first
     for start, stop, key in sorted((one.start, one.start + one.nbytes, key) for key, one in tensors.items()):
         if start != at:
@@ -96,7 +96,7 @@ _Kind = tuple[torch.dtype, Shape, int]
 
 
 def _parsed(entry: Any, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[torch.dtype, Shape, int, int]:
-    """Dtype and shape of an entry of the header, and its two offsets; raises CheckpointError, for the caller to name.
+    """Return dtype and shape of an entry of the header, and its two offsets; raise CheckpointError without a name.
 
     ``kinds`` holds what the dtypes and shapes come to that there have been so far: most tensors share a few.
     """
@@ -117,7 +117,7 @@ def _parsed(entry: Any, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[torch.dt
 
 
 def _kind(code: Any, shape: Any) -> _Kind:
-    """What a dtype and a shape come to, as a header has them; raises CheckpointError for what they cannot be."""
+    """Return what a dtype and a shape come to, as a header has them; raise CheckpointError for what they cannot be."""
     if not isinstance(code, str) or code not in DTYPES:
         known = "a dtype that torch does not have" if code in WITHOUT_TORCH else "no dtype of the format"
         raise CheckpointError(f"it has dtype {short_repr(code)}, {known}")
@@ -141,7 +141,7 @@ def digest(text: bytes) -> str:
 def format_header(
     tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str], *, name: str
 ) -> tuple[bytes, dict[str, int]]:
-    """The bytes that open a file of ``tensors``, the length included, and the byte of the file at which each begins.
+    """Return the bytes that open a file of ``tensors``, with their length, and the byte at which each begins.
 
     The same arguments give the same bytes: metadata sorted by key, tensors by item size (largest first, which keeps
     every one aligned) and then by name. The first begins at a multiple of 64 bytes: processors copy best between places

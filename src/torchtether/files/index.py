@@ -40,17 +40,20 @@ class Index:
 
     @property
     def headers(self) -> Mapping[str, str] | None:
-        """The digests that the headers of the shards have, by file name; ``None`` in an index of another writer."""
+        """Return the digests that the headers of the shards have, by file name.
+
+        ``None`` in an index of another writer.
+        """
         return self.metadata.get(HEADERS)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The shards, in the order of their names."""
+        """Return the shards, in the order of their names."""
         return tuple(self.path.parent / name for name in sorted(set(self.weight_map.values())))
 
 
 def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
-    """The files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
+    """Return the files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
 
     In a folder safetensors files go before ``pytorch_model.bin``, as in transformers, which writes either.
     Without either it may hold one GGUF file.
@@ -71,7 +74,7 @@ def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
 
 
 def check_ended(path: Path) -> None:
-    """Raises CheckpointError if a save of what is at ``path``, a file or a folder, has not ended."""
+    """Raise CheckpointError if a save of what is at ``path``, a file or a folder, has not ended."""
     if path.is_dir():
         check_whole(path)
     elif stem := stem_of(path.name):
@@ -118,7 +121,7 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
 
 
 def read_index(path: Path) -> Index:
-    """The index at ``path``; raises CheckpointError unless it names files beside it, all of them there."""
+    """Return the index at ``path``; raise CheckpointError unless it names files beside it, all of them there."""
     name = str(path)
     try:
         text = read_file(path, HEADER_LIMIT)
@@ -156,7 +159,7 @@ def _is_plain_name(name: str) -> bool:
 
 
 def format_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any], *, name: str) -> bytes:
-    """The bytes of the index ``name``; equal arguments give equal bytes.
+    """Return the bytes of the index ``name``; equal arguments give equal bytes.
 
     Raises CheckpointError if it would be larger than what is read.
     """

@@ -41,7 +41,7 @@ def _remove(path: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Whether a process of this number runs here, perhaps another one that has been given the number since."""
+    """Return whether a process of this number runs here, perhaps another one that has been given the number since."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

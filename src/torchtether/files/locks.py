@@ -31,7 +31,7 @@ def hold(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Inside, no other process takes ``folder`` for a leftover."""
+    """Keep other processes from taking ``folder`` for a leftover, inside the block."""
     if fcntl is None:
         yield
         return
@@ -44,13 +44,13 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def try_to_own(descriptor: int) -> None:
-    """Lock the file for this process alone; raises OSError if another holds it, or the file system has no locks."""
+    """Lock the file for this process alone; raise OSError if another holds it, or the file system has no locks."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, no other thread or process is inside for the same folder, as far as the locks of its file system reach.
+    """Keep other threads and processes out for the same folder, as far as the locks of its file system reach.
 
     The lock is on the folder itself. A hidden folder that this process fills is its alone, and held already. Raises
     CheckpointError if another has been inside for ``PATIENCE`` seconds.
@@ -76,7 +76,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _takes(descriptor: int) -> bool:
-    """Whether the lock is taken, or there is none to take."""
+    """Return whether the lock is taken, or there is none to take."""
     try:
         try_to_own(descriptor)
     except BlockingIOError:

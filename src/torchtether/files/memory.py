@@ -19,17 +19,17 @@ from .system import HUGE_PAGE, ask_for_huge_pages
 PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside any checkpoint
 
 _OWN_MAPPING = 2**20  # bytes; below it a mapping costs more than it saves
-_MOST_ROOMS = 2**14  # a process may have 65,530 mappings (Linux), and one of which a part is on huge pages takes two
+MOST_MAPPINGS = 2**14  # a process may have 65,530 mappings (Linux), and one of which a part is on huge pages takes two
 
 _PAGE = 4096  # bytes; two addresses that are alike within it look alike to a processor that copies
 SHIFT = 64  # bytes; what torch aligns memory to
 
-_ROOMS: WeakSet[mmap.mmap] = WeakSet()
+MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
 """The mappings that tensors have for themselves now."""
 
 
 def scratch(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor for a short while; its memory is the system's again as soon as it is dropped.
+    """Return an uninitialised CPU tensor for a short while; its memory is the system's again as soon as it is dropped.
 
     ``torch.empty`` allocates with malloc, which keeps up to 64 MB of what is freed for itself.
     """
@@ -46,7 +46,9 @@ def _anonymous(nbytes: int) -> mmap.mmap:
 
 
 def clear_of(at: int, address: int = 0) -> int:
-    """How far behind ``address``, by default any begin of a page, to read what a file has from byte ``at`` on: 0 or 64.
+    """Return how far behind ``address``, by default any begin of a page, to read what a file has from byte ``at`` on.
+
+    0 or 64.
 
     The system copies from pages of its own, in which a byte lies as far behind the begin of a page as in the file.
     Where a copy begins less than 32 bytes behind its original, as far as addresses within a page tell, processors may
@@ -56,7 +58,7 @@ def clear_of(at: int, address: int = 0) -> int:
     return SHIFT if 0 < (address - at) % _PAGE < SHIFT // 2 else 0
 
 
-def fresh(
+def allocate(
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -64,7 +66,9 @@ def fresh(
     *,
     at: int = 0,
 ) -> Tensor:
-    """An uninitialised tensor, contiguous unless its strides are given; a large one on the CPU lies on huge pages.
+    """Return an uninitialised tensor, contiguous unless its strides are given.
+
+    A large one on the CPU lies on huge pages.
 
     Half of the time of a load can go into the first touch of 4 KB pages. Memory of ``torch.empty`` begins somewhere
     within a huge page, so a part of every tensor would still lie on small ones: this begins on one, in a mapping of its
@@ -72,39 +76,39 @@ def fresh(
     its first is going to come from; see ``clear_of``.
     """
     laid, nbytes = _layout(shape, stride, dtype)
-    if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(_ROOMS) >= _MOST_ROOMS:
+    if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(MAPPINGS) >= MOST_MAPPINGS:
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     try:
-        room = _anonymous(nbytes + HUGE_PAGE)
+        mapping = _anonymous(nbytes + HUGE_PAGE)
     except OSError:  # torch says what is wanting, if it cannot have it either
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
-    _ROOMS.add(room)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    MAPPINGS.add(mapping)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % HUGE_PAGE
-    bare = torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=start + clear_of(at))
+    bare = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start + clear_of(at))
     ask_for_huge_pages(address + start, nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
     with torch.no_grad():
         return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, laid)
 
 
-def fresh_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[Tensor]:
-    """``fresh`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
+def allocate_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[Tensor]:
+    """Return ``allocate`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
 
     Small memory comes past torch's dispatcher, if nothing looks on there.
     """
     if is_observed():
-        return [fresh(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in kinds]
+        return [allocate(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in kinds]
     return [
         empty_on_cpu(shape, stride, dtype)
         if _layout(shape, stride, dtype)[1] < HUGE_PAGE
-        else fresh(shape, dtype, "cpu", stride, at=at)
+        else allocate(shape, dtype, "cpu", stride, at=at)
         for shape, dtype, stride, at in kinds
     ]
 
 
 @lru_cache(maxsize=4096)
 def _layout(shape: Shape, stride: Shape | None, dtype: torch.dtype) -> tuple[Shape, int]:
-    """The strides and the bytes of such a tensor. Thousands have a few shapes, and most are small."""
+    """Return the strides and the bytes of such a tensor. Thousands have a few shapes, and most are small."""
     if stride is None:
         made = torch.empty(shape, dtype=dtype, device="meta")
     else:
@@ -113,7 +117,7 @@ def _layout(shape: Shape, stride: Shape | None, dtype: torch.dtype) -> tuple[Sha
 
 
 def private_map(descriptor: int) -> mmap.mmap:
-    """The whole file, in memory when it is used; what is written there stays there and never reaches the file.
+    """Return the whole file, in memory when it is used; what is written there stays there and never reaches the file.
 
     Without a reservation, because a file that is larger than the memory could not be mapped otherwise.
     """
@@ -124,7 +128,7 @@ def private_map(descriptor: int) -> mmap.mmap:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, not copied; they keep the tensor alive.
+    """Return the bytes of a contiguous CPU tensor, writable, not copied; they keep the tensor alive.
 
     In a sixth of the time that torch and numpy take for it, which counts when there are thousands of tensors.
     """
@@ -137,7 +141,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """Views that make up ``tensor`` in row-major order, each of at most ``limit`` bytes (or of one element).
+    """Yield views that make up ``tensor`` in row-major order, each of at most ``limit`` bytes (or of one element).
 
     >>> [piece.tolist() for piece in pieces(torch.arange(6).view(2, 3).t(), 16)]
     [[0, 3], [1, 4], [2, 5]]

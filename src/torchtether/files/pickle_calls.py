@@ -39,7 +39,7 @@ _OTHERS = set(
 
 
 def check_calls(pickle: bytes, *, name: str) -> None:
-    """Raises CheckpointError if reading ``pickle`` would call what a state dict has no need of.
+    """Raise CheckpointError if reading ``pickle`` would call what a state dict has no need of.
 
     ``weights_only`` runs nothing foreign, but lets a file call ``bytearray(2**40)``, or ``torch.Tensor``.
     """
@@ -53,7 +53,7 @@ def check_calls(pickle: bytes, *, name: str) -> None:
 
 
 def _calls(pickle: bytes, name: str) -> Iterator[str]:
-    """Each callable by its full name; a stack of names and ``""`` stands for that of the unpickler."""
+    """Yield each callable by its full name; a stack of names and ``""`` stands for that of the unpickler."""
     stack: list[str] = []
     marks: list[int] = []
     memo: dict[int, str] = {}

@@ -116,7 +116,7 @@ def _stored(part: Tensor, start: int, where: str) -> Stored:
 
 
 def _state(found: Any, name: str) -> dict[str, Tensor]:
-    """The state dict in ``found``, of tensors and Weights whose values lie in the file as they are."""
+    """Return the state dict in ``found``, of tensors and Weights whose values lie in the file as they are."""
     if not isinstance(found, dict):
         raise CheckpointError(f"it holds a {type(found).__name__}, not a state dict", name=name, fix=_ALONE)
     nested = [key for key in NESTED if isinstance(found.get(key), dict)]
@@ -148,7 +148,10 @@ def _check_plain(tensor: Tensor, where: str) -> None:
 
 
 def _shared(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The tensors over one storage for each place in the file; torch makes a new one on ``meta`` for every tensor."""
+    """Return the tensors over one storage for each place in the file.
+
+    Torch makes a new one on ``meta`` for every tensor.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     made: dict[int, Tensor] = {}
 
@@ -175,7 +178,10 @@ def _shared(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def _checked(weight: Weight, where: str) -> tuple[WeightSpec, dict[str, Tensor]]:
-    """What a Weight from a file is, once its parts are those that its spec asks for; the file could set any of it."""
+    """Return what a Weight from a file is, once its parts are those that its spec asks for.
+
+    The file could set any of it.
+    """
     try:
         spec, parts = weight.spec.replace(tie=None), dict(weight.parts)
         for part in parts.values():
@@ -191,7 +197,10 @@ def _checked(weight: Weight, where: str) -> tuple[WeightSpec, dict[str, Tensor]]
 
 
 def _place(tensor: Tensor, where: str) -> int:
-    """Where in the file the storage of ``tensor`` begins; torch notes it on storages that it loads to ``meta``."""
+    """Return where in the file the storage of ``tensor`` begins.
+
+    Torch notes it on storages that it loads to ``meta``.
+    """
     if not tensor.numel():
         return 0
     place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
@@ -201,5 +210,5 @@ def _place(tensor: Tensor, where: str) -> int:
 
 
 def _is_whole(tensor: Tensor, component: Component) -> bool:
-    """Whether the stored bytes of ``component`` are the values of ``tensor`` in row-major order."""
+    """Return whether the stored bytes of ``component`` are the values of ``tensor`` in row-major order."""
     return component.nbytes == 0 or (tensor.is_contiguous() and tensor.nbytes == component.nbytes)

@@ -19,12 +19,12 @@ from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
-from .memory import PIECE, fresh, memory_of, private_map, scratch
+from .memory import PIECE, allocate, memory_of, private_map, scratch
 from .opening import open_file
 
 
 def begins_with(path: Path, magic: bytes) -> bool:
-    """Whether the file at ``path`` can be read and begins with ``magic``."""
+    """Return whether the file at ``path`` can be read and begins with ``magic``."""
     try:
         descriptor = open_file(path)
     except (OSError, CheckpointError):
@@ -45,7 +45,10 @@ _SEEK = 4096
 
 
 def _is_worth_apart(size: Shape, stride: Shape, item: int, reach: int) -> bool:
-    """Whether elements with gaps between them are to be read piece by piece: pieces are long, and gaps are much."""
+    """Return whether elements with gaps between them are to be read piece by piece.
+
+    Pieces are long, and gaps are much.
+    """
     run, order = 1, sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1)
     for step, count in order:
         if step != run:
@@ -105,14 +108,14 @@ class TensorFile:
         return digest(self._header_text()[0])
 
     def check_in_place(self) -> None:
-        """Raises CheckpointError if the file that is open here is not the one that is there under its name."""
+        """Raise CheckpointError if the file that is open here is not the one that is there under its name."""
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
         raise CheckpointError("it was replaced while it was open", name=self.name, fix="Open it again.")
 
     def check_size(self) -> None:
-        """Raises CheckpointError if the file has become shorter since it was opened."""
+        """Raise CheckpointError if the file has become shorter since it was opened."""
         size = os.fstat(self._descriptor).st_size
         if size < self._size:
             raise CheckpointError(
@@ -120,18 +123,18 @@ class TensorFile:
             )
 
     def stored(self, key: str) -> Stored:
-        """Where and what ``key`` is."""
+        """Return where and what ``key`` is."""
         return self.header.tensors[key]
 
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
-        """The tensor ``key`` as stored, contiguous, in memory of its own."""
+        """Return the tensor ``key`` as stored, contiguous, in memory of its own."""
         stored = self.stored(key)
-        made = fresh(stored.shape, stored.dtype, at=stored.start)
+        made = allocate(stored.shape, stored.dtype, at=stored.start)
         self.read_into(key, made, tick)
         return made
 
     def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
-        """Fills ``out``, of the shape of ``key`` and any strides, dtype and device, with its values.
+        """Fill ``out``, of the shape of ``key`` and any strides, dtype and device, with its values.
 
         Where ``out`` is contiguous, on the CPU and of the stored dtype, the bytes go straight there; otherwise they go
         through pieces of bounded size.
@@ -142,7 +145,10 @@ class TensorFile:
         batch.run(tick)
 
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
-        """As ``read_into``, when ``batch`` runs; with ``first`` the rows of ``key`` from there on, as many as fit."""
+        """Have ``read_into`` done when ``batch`` runs.
+
+        With ``first`` the rows of ``key`` from there on, as many as fit.
+        """
         stored, shape = self.stored(key), out.shape
         wanted = stored.shape if first is None else (min(shape[0], stored.shape[0] - first), *stored.shape[1:])
         if shape != wanted:
@@ -151,12 +157,15 @@ class TensorFile:
             batch.read(self, key, out, first or 0)
 
     def is_mappable(self, key: str) -> bool:
-        """Whether ``key`` lies where memory of its dtype can: it is not empty, and a multiple of its item size in."""
+        """Return whether ``key`` lies where memory of its dtype can.
+
+        That is: it is not empty, and begins at a multiple of its item size.
+        """
         stored = self.stored(key)
         return stored.nbytes > 0 and stored.start % stored.dtype.itemsize == 0
 
     def map(self, key: str) -> Tensor:
-        """The tensor ``key`` over private pages of the file, which the system reads when they are first used.
+        """Return the tensor ``key`` over private pages of the file, which the system reads when they are first used.
 
         Its storage is its own bytes, and no others. Writing to it makes copies of the pages, the file stays as it is;
         it may be deleted or replaced, but whoever cuts it short ends this process at the next use (SIGBUS).
@@ -173,12 +182,12 @@ class TensorFile:
         return made.view(stored.dtype).view(stored.shape)
 
     def read_view(self, key: str, view: View, tick: Tick = no_tick) -> Tensor:
-        """The elements of ``key`` that ``view`` names over its stored bytes, contiguous, in memory of their own.
+        """Return the elements of ``key`` that ``view`` names over its stored bytes, contiguous, in memory of their own.
 
         Nothing before the first or after the last of them is read; what lies between goes through bounded pieces.
         """
         bits = _BITS.get(view.dtype.itemsize, view.dtype)  # some dtypes have no copies of their own
-        made = fresh(view.size, bits)  # of malloc, pieces of 4 MiB that come and go would each leave a hole
+        made = allocate(view.size, bits)  # of malloc, pieces of 4 MiB that come and go would each leave a hole
         if made.numel():
             item = view.dtype.itemsize
             if (view.offset + extent(view.size, view.stride)) * item > self.stored(key).nbytes:
@@ -202,7 +211,7 @@ class TensorFile:
             self._gather(key, out.narrow(dim, half, size[dim] - half), stride, at + half * stride[dim] * item, tick)
 
     def pieces(self, key: str) -> Iterator[bytearray]:
-        """The bytes of ``key``, a bounded piece at a time."""
+        """Yield the bytes of ``key``, a bounded piece at a time."""
         stored = self.stored(key)
         for at in range(0, stored.nbytes, PIECE):
             piece = bytearray(min(PIECE, stored.nbytes - at))
@@ -217,11 +226,14 @@ class TensorFile:
 
     @property
     def descriptor(self) -> int | None:
-        """The open file in which tensors lie whole, each where ``stored`` says; ``None`` if they are in several."""
+        """Return the open file in which tensors lie whole, each where ``stored`` says.
+
+        ``None`` if they are in several.
+        """
         return self._descriptor
 
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
-        """Fills the buffers, one after the other, with what the file holds from byte ``at``."""
+        """Fill the buffers, one after the other, with what the file holds from byte ``at``."""
         rest = list(buffers)
         while rest:
             key, memory = rest[0]
@@ -241,7 +253,7 @@ class TensorFile:
         raise CheckpointError(what, name=f"{self.name}: {key}") from None
 
     def close(self) -> None:
-        """Afterwards nothing can be read; tensors that were read or mapped stay."""
+        """Close the file: nothing can be read afterwards; tensors that were read or mapped stay."""
         self._map = None  # the mapping goes with the last tensor over it
         descriptor, self._descriptor = self._descriptor, -1  # an interrupt between may leave it open, not close another
         if descriptor >= 0:

@@ -55,12 +55,12 @@ class Record:
     checksums: Mapping[str, int] = field(default_factory=dict)
 
     def with_checksums(self, checksums: Mapping[str, int]) -> Record:
-        """The same record with these CRC-32 of stored tensors, by key."""
+        """Return the same record with these CRC-32 of stored tensors, by key."""
         return replace(self, checksums=checksums)
 
     @staticmethod
     def union(records: Iterable[Record], *, name: str) -> Record:
-        """All of ``records`` as one; raises CheckpointError if two speak of one name."""
+        """Return all of ``records`` as one; raise CheckpointError if two speak of one name."""
         ties: list[Tie] = []
         weights: dict[str, WeightSpec] = {}
         strides: dict[str, Shape] = {}
@@ -80,7 +80,7 @@ class Record:
         return Record(tuple(sorted(ties, key=lambda tie: tie.owner)), weights, strides, frozenset(copies), checksums)
 
     def metadata(self) -> dict[str, str]:
-        """The metadata that a file of these tensors carries: this record, and for other readers ``alias: owner``."""
+        """Return the metadata that a file of these tensors carries: this record, and for others ``alias: owner``."""
         made = {KEY: self._text(), "format": "pt"}  # accelerate and huggingface_hub refuse files without the latter
         for tie in self.ties:
             for alias, view in zip(tie.aliases, tie.views[1:], strict=True):
@@ -89,7 +89,7 @@ class Record:
         return made
 
     def check_extent(self, count: int, *, name: str) -> None:
-        """Raises CheckpointError, naming the file, if it says more about ``count`` tensors than would be read back."""
+        """Raise CheckpointError, naming the file, if it says more about ``count`` tensors than would be read back."""
         check_extent(self._text().encode(), _values(count), VALUES, name=name, what=_WHAT)
 
     def _text(self) -> str:
@@ -108,7 +108,7 @@ class Record:
 
 
 def _values(count: int) -> int:
-    """The JSON values that a record of ``count`` stored tensors may hold, so that a small file asks for little memory.
+    """Return how many JSON values a record of ``count`` stored tensors may hold: a small file asks for little memory.
 
     A tensor takes one for its checksum, and one of the parts of a Weight a share of twenty or so; views of one tensor
     take a dozen each, and there may be twenty thousand of them.
@@ -117,12 +117,15 @@ def _values(count: int) -> int:
 
 
 def part_key(name: str, part: str) -> str:
-    """The key under which part ``part`` of the Weight ``name`` is stored."""
+    """Return the key under which part ``part`` of the Weight ``name`` is stored."""
     return f"{name}.{part}"
 
 
 def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Record:
-    """The record in the metadata of the file ``name``, which stores ``stored``; raises CheckpointError if it lies."""
+    """Return the record in the metadata of the file ``name``, which stores ``stored``.
+
+    Raise CheckpointError if it lies.
+    """
     found = parse_object(text, name=name, what=_WHAT, floats=True, values=_values(len(stored)))
     if found.get("v") != 1 or not found.keys() <= _FIELDS:
         raise CheckpointError(
@@ -184,7 +187,7 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
 
 
 def layout_of(spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """The dtype and shape of each part of a Weight of ``spec``, in order.
+    """Return the dtype and shape of each part of a Weight of ``spec``, in order.
 
     Raises CheckpointError if its strides do not go with its shape, and what a scheme raises for fields that cannot be.
     """
@@ -207,7 +210,7 @@ def _strides(entry: Any, stored: Stored | None, *, where: str) -> Shape:
 
 
 def _is_dense(shape: Shape, stride: Shape) -> bool:
-    """Whether the strides visit every place of ``prod(shape)`` places once."""
+    """Return whether the strides visit every place of ``prod(shape)`` places once."""
     if 0 in shape:
         return True
     step = 1
@@ -282,7 +285,7 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
 
 
 def _check_view(view: View, nbytes: int, where: str) -> None:
-    """The alias stays within its owner's bytes and visits no byte twice, in Python integers."""
+    """Check that the alias stays within its owner's bytes and visits no byte twice, in Python integers."""
     if view.dtype not in CODES or len(view.size) > 64:
         raise CheckpointError(f"an alias of {view.dtype} and rank {len(view.size)} cannot be", name=where)
     item = view.dtype.itemsize
@@ -296,7 +299,7 @@ def _check_view(view: View, nbytes: int, where: str) -> None:
 
 
 def _check_weight_view(view: View, spec: WeightSpec, limit: int, where: str) -> None:
-    """The alias is the Weight with its dimensions in another order, or some of its rows."""
+    """Check that the alias is the Weight with its dimensions in another order, or some of its rows."""
     if view.dtype != spec.dtype and not view.dtype.is_floating_point:
         raise CheckpointError(f"an alias of {view.dtype} of a {spec.dtype} weight cannot be", name=where)
     dims = sorted(zip(view.size, view.stride, strict=True))

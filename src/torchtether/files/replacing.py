@@ -45,7 +45,7 @@ _MARK = b"A save that exchanges the files here has not ended. Save again.\n"
 
 @contextlib.contextmanager
 def replacing(*paths: Path) -> Iterator[list[FileIO]]:
-    """Inside, one open file per path to write to; afterwards they are at ``paths``, in that order, durable.
+    """Yield one open file per path to write to; afterwards they are at ``paths``, in that order, durable.
 
     An error, a full disk or a killed process leaves the old files as they were; each is exchanged by itself. A symbolic
     link is followed. A new file gets the mode that the umask asks for, a replaced one keeps its own. A killed process
@@ -67,14 +67,14 @@ class Beside:
         self.files: list[FileIO] = []
 
     def sync(self) -> None:
-        """All is on the disk. The files stay open, and held, until they are in place."""
+        """Bring all to the disk. The files stay open, and held, until they are in place."""
         for file in self.files:
             os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def beside(*paths: Path) -> Iterator[Beside]:
-    """Inside, one open file beside each of ``paths``; afterwards those are gone that nobody has put in place.
+    """Yield one open file beside each of ``paths``; those that nobody has put in place are removed.
 
     What killed processes left of the same targets is removed first. Raises CheckpointError where the disk refuses.
     """
@@ -119,7 +119,7 @@ def _beside(target: Path) -> tuple[Path, FileIO]:
 
 
 @dataclass(frozen=True)
-class Change:
+class FolderChange:
     """What a save does to a folder, once its tensors are written; see ``put_in_place``.
 
     written    hidden path and target of each file of tensors, on the disk
@@ -134,7 +134,7 @@ class Change:
     is_whole: bool
 
 
-def put_in_place(*changes: Change) -> None:
+def put_in_place(*changes: FolderChange) -> None:
     """Make ``changes`` one change, as the docstring of this module says; the folders of several are different ones.
 
     Raises CheckpointError where the disk refuses, or another save does not end; before the first rename nothing has
@@ -190,7 +190,7 @@ def _perform(steps: Sequence[Callable[[], Path]], marks: Sequence[Path]) -> None
         sync_folder(mark.parent)
 
 
-def _steps(change: Change, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Callable[[], Path]], bool]:
+def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Callable[[], Path]], bool]:
     """Return steps 4 to 6 of ``change``, and whether they need a mark."""
     index, mark = change.folder / f"{change.stem}{INDEX_SUFFIX}", mark_of(change.folder, change.stem)
     new = {target.name for _, target in (*change.written, *texts)}
@@ -224,7 +224,7 @@ def _remove(path: Path) -> Path:
 
 
 def check_whole(folder: Path, stem: str | None = None) -> None:
-    """Raises CheckpointError if a save into ``folder`` has not ended: one under ``stem``, or any."""
+    """Raise CheckpointError if a save into ``folder`` has not ended: one under ``stem``, or any."""
     marks = [mark_of(folder, stem)] if stem else sorted(folder.glob(f"*{MARK_SUFFIX}"))
     for mark in marks:
         if os.path.lexists(mark):
@@ -232,7 +232,7 @@ def check_whole(folder: Path, stem: str | None = None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in ``folder`` are on the disk, where the file system can say so."""
+    """Bring the names in ``folder`` to the disk, where the file system can say so."""
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:

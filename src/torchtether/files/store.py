@@ -18,7 +18,7 @@ from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
-from .memory import fresh_each
+from .memory import allocate_each
 from .names import SUFFIX
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
@@ -62,54 +62,56 @@ class Store:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """Return where the files are."""
         return self.files[0].path.parent
 
     def file_of(self, key: str) -> TensorFile:
-        """The file that stores ``key``."""
+        """Return the file that stores ``key``."""
         return self._home[key]
 
     def stored(self, key: str) -> Stored:
-        """Where and what ``key`` is."""
+        """Return where and what ``key`` is."""
         return self.header.tensors[key]
 
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
-        """The tensor as stored, contiguous, in memory of its own."""
+        """Return the tensor as stored, contiguous, in memory of its own."""
         return self._home[key].read(key, tick)
 
     def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
-        """Fills ``out`` with the values of ``key``, whatever its strides, dtype and device."""
+        """Fill ``out`` with the values of ``key``, whatever its strides, dtype and device."""
         self._home[key].read_into(key, out, tick)
 
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
-        """As ``read_into``, from row ``first`` on, when ``batch`` runs."""
+        """Have ``read_into`` done, from row ``first`` on, when ``batch`` runs."""
         self._home[key].read_later(key, out, batch, first)
 
     def make_later(self, wanted: Iterable[tuple[str, Shape]], batch: Batch) -> list[Tensor]:
-        """A new CPU tensor for each key, in its dtype and those dense strides; they have its bytes when ``batch`` runs.
+        """Return a new CPU tensor for each key, in its dtype and those dense strides.
 
-        As ``fresh`` and ``read_later`` do, in a third of the time, which counts when there are thousands of them.
+        They have its bytes when ``batch`` runs.
+
+        As ``allocate`` and ``read_later`` do, in a third of the time, which counts when there are thousands of them.
         """
         homes, tensors = self._home, self.header.tensors
         places = [(homes[key], key, tensors[key], stride) for key, stride in wanted]
-        made = fresh_each([(stored.shape, stored.dtype, stride, stored.start) for _, _, stored, stride in places])
+        made = allocate_each([(stored.shape, stored.dtype, stride, stored.start) for _, _, stored, stride in places])
         batch.fill((file, key, stored.start, out) for (file, key, stored, _), out in zip(places, made, strict=True))
         return made
 
     def is_mappable(self, key: str) -> bool:
-        """Whether ``map`` can give ``key``; see ``TensorFile``."""
+        """Return whether ``map`` can give ``key``; see ``TensorFile``."""
         return self._home[key].is_mappable(key)
 
     def map(self, key: str) -> Tensor:
-        """The tensor ``key`` over private pages of its file."""
+        """Return the tensor ``key`` over private pages of its file."""
         return self._home[key].map(key)
 
     def read_view(self, key: str, view: View) -> Tensor:
-        """The elements of ``key`` that ``view`` names, contiguous, in memory of its own."""
+        """Return the elements of ``key`` that ``view`` names, contiguous, in memory of its own."""
         return self._home[key].read_view(key, view)
 
     def is_equal(self, key: str, other: str) -> bool:
-        """Whether two keys store the same bits, compared in bounded pieces."""
+        """Return whether two keys store the same bits, compared in bounded pieces."""
         one, two = self.stored(key), self.stored(other)
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
@@ -119,7 +121,7 @@ class Store:
         )
 
     def beside(self) -> Mapping[str, Mapping[str, Any]]:
-        """The JSON objects beside the files that may announce a format, by file name; see ``read_beside``.
+        """Return the JSON objects beside the files that may announce a format, by file name; see ``read_beside``.
 
         Raises CheckpointError also if a save has exchanged the files since they were opened: those speak of others.
         """
@@ -130,12 +132,12 @@ class Store:
         return found
 
     def check_sizes(self) -> None:
-        """Raises CheckpointError if a file has become shorter since it was opened."""
+        """Raise CheckpointError if a file has become shorter since it was opened."""
         for file in self.files:
             file.check_size()
 
     def close(self) -> None:
-        """Afterwards nothing can be read; tensors that were read stay."""
+        """Close the files: nothing can be read afterwards; tensors that were read stay."""
         for file in self.files:
             file.close()
 
@@ -149,7 +151,7 @@ class Store:
 
 
 def _kind(path: Path) -> type[TensorFile]:
-    """Who reads the file at ``path``: by its name, or by a magic that no safetensors file has.
+    """Return who reads the file at ``path``: by its name, or by a magic that no safetensors file has.
 
     ``torch.save`` writes zip files, whatever they are called: Lightning's end in ``.ckpt``, others in nothing.
     """
@@ -175,7 +177,7 @@ def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile
 
 
 def _check_index(files: list[TensorFile], index: Index) -> None:
-    """Raises CheckpointError unless the index names what each file stores, and nothing else."""
+    """Raise CheckpointError unless the index names what each file stores, and nothing else."""
     named: dict[str, str] = {}
     for file in files:
         keys = file.names if isinstance(file, PickledFile) else file.header.tensors  # its aliases have keys too
@@ -193,7 +195,7 @@ def _check_index(files: list[TensorFile], index: Index) -> None:
 
 
 def _check_headers(files: list[TensorFile], index: Index) -> None:
-    """Raises CheckpointError if the index was written for other shards than these; see ``replacing``."""
+    """Raise CheckpointError if the index was written for other shards than these; see ``replacing``."""
     if index.headers is None:
         return
     for file in files:

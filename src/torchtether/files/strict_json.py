@@ -32,7 +32,7 @@ _HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_object(
     text: bytes | str, *, name: str, what: str, floats: bool = False, values: int = VALUES, widest: int = VALUES
 ) -> dict[str, Any]:
-    """The JSON object in ``text``; ``name`` is the file and ``what`` the place in it that an error is about.
+    """Return the JSON object in ``text``; ``name`` is the file and ``what`` the place in it that an error is about.
 
     Raises CheckpointError for anything but one object in UTF-8 with unique keys; for fractions unless ``floats``;
     for NaN and infinities always; and, before it is parsed, for more than ``values`` values, or more than ``widest`` in
@@ -84,7 +84,7 @@ def parse_object(
 
 
 def _is_unique(found: Any, pairs: int) -> bool:
-    """Whether ``found``, made of a text with so many pairs of a key and a value, surely has them all, under short keys.
+    """Return whether ``found``, of a text with so many pairs, surely has them all, under short keys.
 
     Asking here takes a third of what it takes to look at every object while it is made. What is nested more deeply than
     the objects of a header is not looked for, and counts as absent.
@@ -98,7 +98,9 @@ def _is_unique(found: Any, pairs: int) -> bool:
 
 
 def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) -> int:
-    """The pairs of a key and a value in ``text``; raises CheckpointError if it says more than ``parse_object`` reads.
+    """Return the pairs of a key and a value in ``text``.
+
+    Raise CheckpointError if it says more than ``parse_object`` reads.
 
     Writers ask too, of what they write. Counts without making any value: a list takes two bytes in a file and sixty in
     memory. What follows a syntax error may be counted wrongly; the parser stops before it.
@@ -131,13 +133,13 @@ def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) 
 
 
 def check_length(key: str, *, name: str) -> None:
-    """Raises CheckpointError if ``key``, which the file ``name`` holds, is no name but a way to fill memory."""
+    """Raise CheckpointError if ``key``, which the file ``name`` holds, is no name but a way to fill memory."""
     if len(key) > _NAME_LIMIT:
         raise CheckpointError(f"{short_repr(key)} has {len(key)} characters, more than {_NAME_LIMIT}", name=name)
 
 
 def short_repr(value: Any) -> str:
-    """``value`` as an error shows it: of what is long only a part.
+    """Return ``value`` as an error shows it: of what is long only a part.
 
     >>> short_repr("a"), len(short_repr("x" * 1000))
     ("'a'", 80)
@@ -146,7 +148,7 @@ def short_repr(value: Any) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Whether ``value`` is an integer that can be a size, a stride or an offset (``True`` is not).
+    """Return whether ``value`` is an integer that can be a size, a stride or an offset (``True`` is not).
 
     >>> is_count(3), is_count(True), is_count(-1)
     (True, False, False)
@@ -155,7 +157,7 @@ def is_count(value: Any) -> bool:
 
 
 def are_counts(values: Any) -> bool:
-    """Whether ``values`` is a list of such integers.
+    """Return whether ``values`` is a list of such integers.
 
     >>> are_counts([3, 0]), are_counts([3, None]), are_counts(3)
     (True, False, False)

@@ -13,7 +13,7 @@ HUGE_PAGE = 2 * 2**20
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """The system may back these bytes, from whole pages around them, with huge pages where it has none yet."""
+    """Let the system back these bytes, from whole pages around them, with huge pages where it has none yet."""
     if _madvise is not None:
         page = mmap.PAGESIZE
         start, stop = address // page * page, -(-(address + nbytes) // page) * page
@@ -21,7 +21,7 @@ def ask_for_huge_pages(address: int, nbytes: int) -> None:
 
 
 def begin_writing_back(descriptor: int, at: int, nbytes: int) -> None:
-    """The system begins to bring these bytes of the file to the disk, so that a later ``fsync`` has less to wait for.
+    """Begin to bring these bytes of the file to the disk, so that a later ``fsync`` has less to wait for.
 
     Unlike ``posix_fadvise`` it leaves them in the page cache, for the next to read the file.
     """
@@ -30,7 +30,7 @@ def begin_writing_back(descriptor: int, at: int, nbytes: int) -> None:
 
 
 def read_at_once(descriptor: int, spans: Sequence[int], at: int, nbytes: int) -> bool:
-    """Whether the ``nbytes`` from ``at`` on have been read into ``spans``, an address and a length each.
+    """Return whether the ``nbytes`` from ``at`` on have been read into ``spans``, an address and a length each.
 
     If not, for whatever reason, the memory holds anything, and ``os.preadv`` may be asked, which tells the reason. It
     needs an object for each span, and these take four times as long to make as the bytes of a small tensor to read.

@@ -18,14 +18,14 @@ THREADS = max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaf
 """How many threads read. Two saturate the memory of small machines, four that of most larger ones."""
 
 
-class Room:
+class Scratch:
     """Scratch of one thread, used again by each of its jobs, so that its pages are touched for the first time once."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def take(self, shape: Shape, dtype: torch.dtype, at: int) -> Tensor:
-        """An uninitialised CPU tensor, until the next ``take``, for what a file has from byte ``at`` on."""
+        """Return an uninitialised CPU tensor, until the next ``take``, for what a file has from byte ``at`` on."""
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         if self._memory is None or self._memory.nbytes < nbytes + SHIFT:
             self._memory = None  # the old one goes before the new one comes
@@ -34,7 +34,7 @@ class Room:
         return self._memory[first : first + nbytes].view(dtype).view(shape)
 
 
-Job = Callable[[Room], int]
+Job = Callable[[Scratch], int]
 """Does its work and says how many bytes that was."""
 
 
@@ -43,21 +43,21 @@ _TOLD = 16 * 2**20
 
 
 def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
-    """Every job is done, by a few threads, begun in the order given; ``tick`` is told how much, on this thread.
+    """Do every job, by a few threads, begun in the order given; ``tick`` is told how much, on this thread.
 
     After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are waited
     for, and the error is raised. No thread is left in any case.
     """
     if len(jobs) < 2 or THREADS < 2:
-        room = Room()
+        space = Scratch()
         for job in jobs:
-            tick(job(room))
+            tick(job(space))
         return
     todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
     lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
 
     def work() -> None:
-        room = Room()
+        space = Scratch()
         try:
             one_core()
             nbytes = 0
@@ -67,7 +67,7 @@ def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
                         job = next(todo, None)
                     if job is None:
                         break
-                    nbytes += job(room)
+                    nbytes += job(space)
                     if nbytes >= _TOLD:
                         done.put(nbytes)
                         nbytes = 0

@@ -30,7 +30,7 @@ PIECE = 4 * 2**20
 def write_tensors(
     file: FileIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, name: str, tick: Tick = no_tick
 ) -> None:
-    """Writes ``tensors``, of any strides, on any device, to ``file``; scratch stays below one piece.
+    """Write ``tensors``, of any strides, on any device, to ``file``; scratch stays below one piece.
 
     Values are what the tensor shows: conjugated and negated views are resolved, non-contiguous ones are written in
     row-major order. Raises CheckpointError for tensors without storage or of a dtype that the format lacks.
@@ -50,7 +50,7 @@ def write_made(
     name: str,
     tick: Tick = no_tick,
 ) -> str:
-    """As ``write_tensors``, for tensors that are made one at a time, in any order, each with the place it is for.
+    """Write as ``write_tensors`` does tensors that are made one at a time, in any order, each with its place.
 
     Returns the digest of the header.
 
@@ -82,7 +82,7 @@ def write_made(
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """Raises CheckpointError, naming ``name``, if the format cannot hold ``tensor``."""
+    """Raise CheckpointError, naming ``name``, if the format cannot hold ``tensor``."""
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"a {type(tensor).__name__} is not a tensor", name=name, fix="Leave it out.")
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -94,7 +94,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 
 def write_tensor(file: FileIO, tensor: Tensor, tick: Tick, checksum: Checksum | None = None) -> None:
-    """Writes ``tensor``, the values that it shows in row-major order; ``checksum`` gets what is written."""
+    """Write ``tensor``, the values that it shows in row-major order; ``checksum`` gets what is written."""
     for piece in pieces(tensor.detach(), PIECE):
         flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
         if checksum is not None:
@@ -106,7 +106,7 @@ def write_tensor(file: FileIO, tensor: Tensor, tick: Tick, checksum: Checksum | 
 
 
 def write_bytes(file: FileIO, memory: memoryview) -> None:
-    """All of ``memory`` is in ``file``, where it stands."""
+    """Write all of ``memory`` to ``file``, where it stands."""
     while memory:
         count = file.write(memory)
         memory = memory[count or 0 :]

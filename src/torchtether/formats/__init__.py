@@ -24,6 +24,7 @@ from . import (
     torchao,
 )
 from .entry import NOTHING, Contained, Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
+from .evidence import may_recognise
 from .refused import check_refused
 from .rows import ByRows, Cut, cut_rows
 
@@ -53,7 +54,7 @@ PLAIN = "safetensors"
 
 
 def register(format: Format) -> None:
-    """``format``, of one's own, is read from now on, before all but our native one, and written if it can be.
+    """Register ``format``: it is read from now on, before all but our native one, and written if it can be.
 
     It is a module or object with ``name``, ``recognise`` and ``unpack``, and to be written ``layout``, ``pack`` and
     ``announce``; ``tt.testing.check_format`` says whether it does as the others do.
@@ -82,13 +83,15 @@ def register(format: Format) -> None:
 
 
 def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry]]:
-    """The format of a checkpoint (``None``: plain tensors), what it found, and every tensor by name, quantized or not.
+    """Return the format of a checkpoint, what it found, and every tensor by name, quantized or not.
+
+    ``None`` is the format of plain tensors.
 
     Weights with a fault, and keys that only belong to the format, are not among the tensors.
     Raises CheckpointError for a format that is known and not read.
     """
     for format in FORMATS:
-        found = format.recognise(contents)
+        found = format.recognise(contents) if may_recognise(format, contents) else None
         if found is not None:
             break
     else:
@@ -109,7 +112,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
 
 
 def writable(name: str) -> Writable:
-    """The format called ``name``, to write; raises CheckpointError, naming those that can be written."""
+    """Return the format called ``name``, to write; raise CheckpointError, naming those that can be written."""
     for format in WRITABLE:
         if format.name == name:
             return format
@@ -119,18 +122,20 @@ def writable(name: str) -> Writable:
     raise CheckpointError(f"{what}, written are {known}", name="format", fix="Choose one of them.")
 
 
-def restated(config: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what a format said in it, and with what another has ``said``.
+def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config.json`` without what a format wrote into it, and with what another writes (``written``).
 
-    >>> restated({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
+    >>> with_quantization({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
     {'model_type': 'llama'}
     """
     kept: dict[str, Any] = {}
     for key, value in config.items():
         if key in ("quantization_config", "quantization", "_quanto_qmap"):
             continue
-        kept[key] = restated(value, {}) if key in ("text_config", "llm_config") and isinstance(value, dict) else value
-    return kept | dict(said)
+        kept[key] = (
+            with_quantization(value, {}) if key in ("text_config", "llm_config") and isinstance(value, dict) else value
+        )
+    return kept | dict(written)
 
 
 __all__ = [
@@ -151,6 +156,6 @@ __all__ = [
     "native",
     "recognise",
     "register",
-    "restated",
+    "with_quantization",
     "writable",
 ]

@@ -21,11 +21,15 @@ from ..errors import CheckpointError
 from ..files import Stored
 from . import awq, compressed_tensors, gptq
 from .entry import Contents, Entry, Found
-from .linears import Settings, dynamic_rules, extra_rules, options_of
+from .evidence import Evidence
+from .linears import Settings, dynamic_overrides, extra_overrides, options_of
 from .refused import find_codes
 from .rows import Along
 
 name = "auto-round"
+evidence = Evidence(
+    methods=tuple(who + word for who in ("", "intel/") for word in ("auto-round", "auto_round", "autoround"))
+)
 
 _DEFAULT = "auto_round:auto_gptq"
 _AS_STORED = ("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2", "auto_round:triton")
@@ -33,7 +37,7 @@ _FILE = "config.json"
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every module with a ``qweight``, read as GPTQ or as AWQ."""
+    """Return every module with a ``qweight``, read as GPTQ or as AWQ."""
     method = contents.method.removeprefix("intel/").replace("_", "-")
     if method not in (name, "autoround"):
         return None
@@ -57,7 +61,7 @@ def recognise(contents: Contents) -> Found | None:
                 fix="Load it with auto-round, or take a checkpoint without rotations.",
             )
     names = {key.rpartition(".")[0] for key in contents.tensors}
-    rules = (*extra_rules(config, names, file=_FILE), *dynamic_rules(config, file=_FILE))
+    rules = (*extra_overrides(config, names, file=_FILE), *dynamic_overrides(config, file=_FILE))
     settings = Settings(options_of(config, file=_FILE), rules)
     if kind == awq.name:
         return awq.read(contents, settings)
@@ -65,21 +69,21 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts, as the format in whose way they are packed has them."""
+    """Return the parts, as the format in whose way they are packed has them."""
     if "dense" in entry.options:
         return compressed_tensors.unpack(entry, tensors)
     return awq.unpack(entry, tensors) if "version" in entry.options else gptq.unpack(entry, tensors)
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """As the format in whose way it is packed has them."""
+    """Return the rows as the format in whose way the entry is packed has them."""
     if "dense" in entry.options:
         return compressed_tensors.rows(entry, tensors)
     return awq.rows(entry, tensors) if "version" in entry.options else gptq.rows(entry, tensors)
 
 
 def _restated(contents: Contents) -> Contents:
-    """``contents`` with the config that compressed-tensors would have for the same weights."""
+    """Return ``contents`` with the config that compressed-tensors would have for the same weights."""
     config = contents.quantization
     size = config.get("group_size")
     is_group = type(size) is int and size > 0
@@ -90,17 +94,17 @@ def _restated(contents: Contents) -> Contents:
         "strategy": "group" if is_group else "channel",
         "group_size": size if is_group else None,
     }
-    said = {
+    config = {
         "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         **config,
         "quant_method": compressed_tensors.name,
     }
-    return replace(contents, beside={**contents.beside, _FILE: {"quantization_config": said}})
+    return replace(contents, beside={**contents.beside, _FILE: {"quantization_config": config}})
 
 
 def _kind(packing: str) -> str | None:
-    """How weights are packed; ``None`` if in none of the ways that are read."""
+    """Return how weights are packed; ``None`` if in none of the ways that are read."""
     words = packing.split(":")
     if words[0] not in ("auto_round", "auto_gptq", "auto_awq", "gptq", "gptqmodel", "awq"):
         return None

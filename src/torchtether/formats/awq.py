@@ -28,6 +28,7 @@ from ..schemes import Affine
 from ..schemes import bits as streams
 from ..schemes.blocks import CHUNK, pieces
 from .entry import Contents, Entry, Found, spec_of
+from .evidence import Evidence
 from .gptq import as_bytes
 from .linears import (
     FLOATS,
@@ -35,7 +36,7 @@ from .linears import (
     Settings,
     check_shape,
     compute_dtype,
-    dynamic_rules,
+    dynamic_overrides,
     find_modules,
     groups_over,
     matrix,
@@ -45,6 +46,7 @@ from .linears import (
 from .rows import Along, all_along
 
 name = "awq"
+evidence = Evidence(methods=(name,), keys=("qweight\n", "qzeros\n"))
 
 GEMM, GEMV = "gemm", "gemv"
 OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -62,7 +64,9 @@ _PADDING = {64: 2, 32: 4}
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every module with a ``qweight``; sizes come from its tensors, the version and the size of groups from the config.
+    """Return every module with a ``qweight``.
+
+    Sizes come from its tensors, the version and the size of groups from the config.
 
     Without a config, what looks like gemm is read as gemm, if the tensors decide the size of groups.
     """
@@ -80,12 +84,15 @@ def recognise(contents: Contents) -> Found | None:
     zero_point = config.get("zero_point")
     if zero_point is not None and type(zero_point) is not bool:
         raise CheckpointError(f"zero_point is {repr(zero_point)[:80]}, neither true nor false", name=file)
-    settings = Settings(options_of(config, file=file), dynamic_rules(config, file=file))
+    settings = Settings(options_of(config, file=file), dynamic_overrides(config, file=file))
     return read(contents, settings, GEMV if version == GEMV else GEMM, zero_point)
 
 
 def read(contents: Contents, settings: Settings, version: str = GEMM, zero_point: bool | None = None) -> Found:
-    """Every module with a ``qweight``, laid out as ``version`` says; ``zero_point`` says if there are zero points."""
+    """Return every module with a ``qweight``, laid out as ``version`` says.
+
+    ``zero_point`` says if there are zero points.
+    """
 
     def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
         if options.bits not in (None, 4):
@@ -96,7 +103,7 @@ def read(contents: Contents, settings: Settings, version: str = GEMM, zero_point
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: nibbles in the order of columns, zero points one byte each.
+    """Return the parts: nibbles in the order of columns, zero points one byte each.
 
     Raises CheckpointError for zero points that the config denies.
     """
@@ -119,14 +126,14 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Of gemm 8 of them make a column of words; gemv has them as rows."""
+    """Return where rows lie: of gemm 8 of them make a column of words; gemv has them as rows."""
     if entry.options["version"] == GEMV:
         return all_along(entry, tensors)
     return {"qweight": Along(1, 1, 8), "qzeros": Along(1, 1, 8), "scales": Along(1)}
 
 
 def looks_like(contents: Contents) -> bool:
-    """Whether some module has a ``qweight`` with one word for 8 outputs, and zero points to match."""
+    """Return whether some module has a ``qweight`` with one word for 8 outputs, and zero points to match."""
     for keys in find_modules(contents).values():
         if {"qweight", "qzeros", "scales"} <= keys.keys():
             codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
@@ -136,7 +143,7 @@ def looks_like(contents: Contents) -> bool:
 
 
 def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
-    """The config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
+    """Return the config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
     if contents.method:
         return (contents.quantization if contents.method == name else None), "config.json"
     if not find_modules(contents):
@@ -209,7 +216,7 @@ def _entry(
 
 
 def _reordered(words: Tensor, rows: int, columns: int) -> Tensor:
-    """The stream (rows, ceil(columns / 2)) uint8 of ``words`` (columns, rows / 8).
+    """Return the stream (rows, ceil(columns / 2)) uint8 of ``words`` (columns, rows / 8).
 
     Two columns make a byte: the low nibbles of their words make four outputs at once, the high ones the other four.
     """
@@ -227,6 +234,6 @@ def _reordered(words: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _zero_points(words: Tensor) -> Tensor:
-    """The zero points (G, N) uint8 of ``words`` (G, N / 8)."""
+    """Return the zero points (G, N) uint8 of ``words`` (G, N / 8)."""
     nibbles = streams.unpack(as_bytes(words), 4, 8 * words.shape[1])
     return nibbles.view(words.shape[0], -1, 8)[..., [OUTPUTS.index(output) for output in range(8)]].flatten(1)

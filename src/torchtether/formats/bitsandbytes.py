@@ -34,9 +34,11 @@ from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "bitsandbytes"
+evidence = Evidence(methods=(name,), keys=(".quant_state.bitsandbytes__", ".SCB\n"))
 
 STATE = ".quant_state.bitsandbytes__"
 INT8 = Affine(narrow_range=True, unit=7.874015718698502e-3)
@@ -55,7 +57,7 @@ _CHUNK = 1 << 22  # bytes whose nibbles are exchanged at once
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every weight with a quant_state, and every int8 weight with SCB; ``None`` without any."""
+    """Return every weight with a quant_state, and every int8 weight with SCB; ``None`` without any."""
     tensors = contents.tensors
     states = {key.partition(STATE)[0]: key for key in tensors if STATE in key}
     rows = [key for key in tensors if key.endswith(".SCB")] if "SCB" in contents.leaves else []
@@ -81,7 +83,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Nibbles in our order, or the int8 codes as they are."""
+    """Return the parts: nibbles in our order, or the int8 codes as they are."""
     if "packed" not in tensors:
         return {"qdata": tensors["qdata"], "scale": tensors["scale"].view(-1, 1)}
     count = math.prod(entry.shape)
@@ -94,7 +96,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Codes and scales of 4 bits are streams over all rows; those of 8 bits have rows."""
+    """Return where rows lie: 4-bit codes and scales are streams over all rows; those of 8 bits have rows."""
     assert entry.spec is not None
     if "packed" not in entry.keys:
         return all_along(entry, tensors)
@@ -104,7 +106,7 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def _swapped(packed: Tensor, count: int) -> Tensor:
-    """Both nibbles of every byte exchanged; a nibble beyond ``count`` codes is zero."""
+    """Exchange both nibbles of every byte; a nibble beyond ``count`` codes is zero."""
     made = torch.empty_like(packed)
     for start in range(0, packed.shape[0], _CHUNK):
         piece = packed[start : start + _CHUNK]
@@ -142,7 +144,7 @@ def _add_4bit(found: Found, contents: Contents, weight: str, state_key: str) -> 
 
 
 def _state(blob: Tensor) -> dict[str, Any]:
-    """The JSON that a quant_state holds, its fields of the right types; ValueError otherwise."""
+    """Return the JSON that a quant_state holds, its fields of the right types; ValueError otherwise."""
     if blob.dtype != torch.uint8:
         raise ValueError(f"it is {blob.dtype}, not bytes")
     state = parse_object(bytes(blob.reshape(-1).tolist()), name="", what="JSON in it", floats=True)
@@ -167,7 +169,7 @@ def _state(blob: Tensor) -> dict[str, Any]:
 
 
 def _wrong(contents: Contents, weight: str, state: dict[str, Any], kind: str, keys: Mapping[str, str]) -> str:
-    """What is wrong with the tensors of one 4-bit weight; empty if nothing is."""
+    """Return what is wrong with the tensors of one 4-bit weight; empty if nothing is."""
     tensors = contents.tensors
     if kind not in _KINDS or state.get("quant_type", kind) != kind:
         return f"its quant_type is {str(state.get('quant_type'))[:40]!r} under the key of {kind[:40]!r}"
@@ -220,7 +222,7 @@ def _add_int8(found: Found, contents: Contents, module: str) -> None:
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """What ``pack`` will store: 4-bit codes with their side tensors, or int8 rows with SCB."""
+    """Return what ``pack`` will store: 4-bit codes with their side tensors, or int8 rows with SCB."""
     shape, scheme = spec.base, spec.scheme
     if isinstance(scheme, Affine):
         _check_int8(name, spec)
@@ -246,7 +248,7 @@ def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
 
 
 def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
+    """Return the tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
 
     >>> import torch, torchtether as tt
     >>> sorted(pack("m.weight", tt.Weight.encode(torch.eye(4), tt.nf4())))
@@ -286,7 +288,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """The ``quantization_config`` that transformers reads: 4 or 8 bit, and the modules that are left alone."""
+    """Return the ``quantization_config`` that transformers reads: 4 or 8 bit, and the modules that are left alone."""
     schemes = [spec.scheme for spec in specs.values()]
     books = [scheme for scheme in schemes if isinstance(scheme, Codebook)]
     if books and len(books) < len(schemes):
@@ -301,7 +303,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         layout(name, spec)  # raises where there are no words for it
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
-    said: dict[str, Any] = {
+    config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bool(books),
         "load_in_8bit": not books,
@@ -316,7 +318,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         "bnb_4bit_compute_dtype": str(compute).removeprefix("torch."),
         "bnb_4bit_quant_storage": "uint8",
     }
-    return {"config.json": {"quantization_config": said}}
+    return {"config.json": {"quantization_config": config}}
 
 
 def _kind(name: str, spec: WeightSpec) -> str:

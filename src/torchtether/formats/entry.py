@@ -41,23 +41,23 @@ class Entry(NamedTuple):
 
     @staticmethod
     def of(keys: Mapping[str, str], spec: WeightSpec, **options: Any) -> Entry:
-        """A quantized weight that ``spec`` describes, stored under ``keys``."""
+        """Return a quantized weight that ``spec`` describes, stored under ``keys``."""
         return Entry(keys, spec.shape, spec.stride, spec.dtype, spec, options)
 
     @property
     def kind(self) -> WeightSpec:
-        """What the tensor is; the scheme of a plain one is ``Plain()``."""
+        """Return what the tensor is; the scheme of a plain one is ``Plain()``."""
         return self.spec or _plain(self.shape, self.stride, self.dtype)
 
 
 @lru_cache(maxsize=4096)
 def _plain(shape: Shape, stride: Shape, dtype: torch.dtype) -> WeightSpec:
-    """Thousands of tensors have a few shapes, and share what describes them."""
+    """Return the spec of a plain tensor, shared by the thousands of tensors that have a few shapes."""
     return WeightSpec(shape, stride, dtype, _AS_IT_IS)
 
 
 def is_in_parts(entry: Entry, tensors: Mapping[str, Stored]) -> bool:
-    """Whether the parts of a quantized weight are stored as they are, so that some of their rows can be read alone."""
+    """Return whether the parts of a quantized weight are stored as they are, so that rows can be read alone."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     stored = {role: (tensors[key].dtype, tensors[key].shape) for role, key in entry.keys.items()}
@@ -83,12 +83,12 @@ class Contents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """``config.json``; empty where there is none."""
+        """Return ``config.json``; empty where there is none."""
         return self.beside.get("config.json", NOTHING)
 
     @property
     def quantization(self) -> Mapping[str, Any]:
-        """``quantization_config`` of ``config.json``, also where a model of several parts keeps it under its text."""
+        """Return ``quantization_config`` of ``config.json``, also where a model of parts has it under its text."""
         for config in (self.config, self.config.get("text_config"), self.config.get("llm_config")):
             found = config.get("quantization_config") if isinstance(config, Mapping) else None
             if isinstance(found, Mapping):
@@ -97,22 +97,32 @@ class Contents:
 
     @property
     def method(self) -> str:
-        """``quant_method``, in lower case; empty where none is named."""
+        """Return ``quant_method``, in lower case; empty where none is named."""
         return str(self.quantization.get("quant_method") or "").lower()
 
     @cached_property
     def leaves(self) -> frozenset[str]:
-        """What stands behind the last dot of the keys. Every format looks for some, and few tensors have many."""
+        """Return the last components of the keys. Every format looks for some, and few tensors have many."""
         return frozenset([key.rpartition(".")[2] for key in self.tensors])
 
     @cached_property
+    def key_text(self) -> str:
+        """Return all keys, each with a newline behind it: one search finds a part or an end of any of them."""
+        return "".join([f"{key}\n" for key in self.tensors])
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Return whether some tensor is in blocks of GGUF."""
+        return any(stored.packing for stored in self.tensors.values())
+
+    @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes that are stored."""
+        """Return the dtypes that are stored."""
         return frozenset([stored.dtype for stored in self.tensors.values()])
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in, as ``config.json`` has it.
+        """Return the dtype that the model computes in, as ``config.json`` has it.
 
         Where it does not say, that of the plain weights and biases, if all have one: a quantized weight must meet them
         in a product. Otherwise bfloat16.
@@ -143,7 +153,7 @@ class Found:
     padding: set[str] = field(default_factory=set)
 
     def fault(self, name: str, what: str, keys: Mapping[str, str] | None = None) -> None:
-        """``name`` cannot be read because of ``what``; its stored ``keys`` are no tensors of the model either."""
+        """Record that ``name`` cannot be read because of ``what``; its ``keys`` are no tensors of the model either."""
         self.faults.setdefault(name, " ".join(what.split()))  # one line, whatever the file has put into it
         self.spare.update((keys or {}).values())
 
@@ -153,16 +163,16 @@ class Format(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Return the name that people give the format."""
 
     def recognise(self, contents: Contents) -> Found | None:
-        """The quantized weights of a checkpoint in this format; ``None`` if it is not in this format.
+        """Return the quantized weights of a checkpoint in this format; ``None`` if it is not in this format.
 
         Raises CheckpointError for a variant that is known and not read, by name and with what to do.
         """
 
     def unpack(self, entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parts of the Weight that ``entry`` describes, from its stored tensors by role, with no rounding."""
+        """Return the parts of the Weight that ``entry`` describes, without rounding, from stored tensors by role."""
 
 
 @runtime_checkable
@@ -170,7 +180,7 @@ class Fitting(Protocol):
     """A format with weights whose shape only the model knows."""
 
     def fit(self, entry: Entry, shape: Shape) -> Entry | None:
-        """``entry`` in ``shape``; ``None`` if its shape is known, or what is stored cannot have this one."""
+        """Return ``entry`` in ``shape``; ``None`` if its shape is known, or what is stored cannot have this one."""
 
 
 class Writable(Format, Protocol):
@@ -180,13 +190,16 @@ class Writable(Format, Protocol):
     """
 
     def layout(self, name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-        """What ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+        """Return what ``pack`` will store for a Weight of this spec: dtype and shape by key."""
 
     def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors to store for the Weight ``weight``, by key: the inverse of ``recognise`` and ``unpack``."""
+        """Return the tensors to store for the Weight ``weight``, by key.
+
+        The inverse of ``recognise`` and ``unpack``.
+        """
 
     def announce(self, specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-        """What ``config.json`` and other files beside the tensors must say, by file name, for weights of these specs.
+        """Return what JSON files such as ``config.json`` must say about weights of these specs, by file name.
 
         ``plain`` names the tensors that are stored as they are; formats that list what they leave out list them.
         An object is merged into the file of that name, key by key.
@@ -199,13 +212,13 @@ class Contained(Writable, Protocol):
 
     @property
     def suffix(self) -> str:
-        """How the names of its files end."""
+        """Return how the names of its files end."""
 
     def packing(self, name: str, spec: WeightSpec) -> Packing:
-        """The type of the file that holds a Weight of ``spec``; SchemeError if there is none."""
+        """Return the type of the file that holds a Weight of ``spec``; SchemeError if there is none."""
 
     def pairs(self, config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
-        """What the file says besides its tensors, by ``config.json`` and by what is ``given``."""
+        """Return what the file says besides its tensors, by ``config.json`` and by what is ``given``."""
 
 
 def expect(
@@ -213,7 +226,7 @@ def expect(
     keys: Mapping[str, str],
     wanted: Mapping[str, tuple[tuple[torch.dtype, ...], Shape]],
 ) -> str:
-    """What is wrong with the stored tensors of one weight: empty if each has one of its dtypes and its shape.
+    """Return what is wrong with the stored tensors of one weight: empty if each has one of its dtypes and its shape.
 
     A shape matches with its dimensions of 1 left out too, because writers differ there.
     """
@@ -229,7 +242,10 @@ def expect(
 
 
 def spec_of(shape: Shape, dtype: torch.dtype, scheme: Scheme, *, name: str) -> WeightSpec:
-    """The spec of a contiguous weight; CheckpointError, naming ``name``, if the scheme does not fit the shape."""
+    """Return the spec of a contiguous weight.
+
+    Raise CheckpointError, naming ``name``, if the scheme does not fit the shape.
+    """
     try:
         return WeightSpec.of(shape, dtype, scheme)
     except Exception as error:

@@ -24,18 +24,20 @@ from ..files import Stored
 from ..geometry.views import Shape
 from ..schemes import ScaledFloat
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "fp8"
 
 METHODS = ("fp8", "fbgemm_fp8")
+evidence = Evidence(methods=METHODS, keys=("_scale_inv\n",))
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _SPARE = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_scale_inv", ".k_scale", ".v_scale")
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every float8 tensor with its scale; a scale or a code alone is a fault."""
+    """Return every float8 tensor with its scale; a scale or a code alone is a fault."""
     named = contents.method in METHODS
     if not named and (contents.method or not any(leaf.endswith("_scale_inv") for leaf in contents.leaves)):
         return None
@@ -72,7 +74,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Codes and scales as they are stored."""
+    """Return codes and scales as they are stored."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     codes = tensors["qdata"]
@@ -81,7 +83,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
@@ -100,7 +102,7 @@ def _scale_keys(key: str) -> tuple[str, ...]:
 
 
 def _scheme(codes: Stored, scale: Stored, block: tuple[int, int] | None) -> ScaledFloat | str:
-    """The scheme that the shape of the scale calls for, or what is wrong with it."""
+    """Return the scheme that the shape of the scale calls for, or what is wrong with it."""
     if scale.dtype not in SCALES:
         return f"its scale is {scale.dtype}, not a float"
     element = ELEMENTS[codes.dtype]

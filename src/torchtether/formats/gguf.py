@@ -24,18 +24,20 @@ from ..schemes.bits import unpack as unpacked
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Found, spec_of
+from .evidence import Evidence
 from .gguf_blocks import CODECS
 from .rows import Along, all_along
 
 name = "gguf"
+evidence = Evidence(packings=True)
 suffix = GGUF_SUFFIX
 
-_PIECE = 2**20  # elements that are taken apart at once
+PIECE = 2**20  # elements that are taken apart at once
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every quantized tensor; a type without a scheme is a fault. ``None`` unless the file is a GGUF file."""
-    if not any(stored.packing for stored in contents.tensors.values()):
+    """Return every quantized tensor; a type without a scheme is a fault. ``None`` unless the file is a GGUF file."""
+    if not contents.is_packed:
         return None
     found = Found()
     for key, stored in contents.tensors.items():
@@ -55,14 +57,14 @@ def _shape(stored: Stored) -> Shape:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: bits are moved, a bounded number of blocks at a time."""
+    """Return the parts: bits are moved, a bounded number of blocks at a time."""
     assert entry.spec is not None
     packing, scheme = PACKINGS[entry.options["packing"]], entry.spec.scheme
     blocks = tensors["blocks"].reshape(-1, packing.nbytes)
     parts = scheme.empty(entry.spec.base, entry.spec.dtype, blocks.device)
     count = blocks.shape[0]
     bits = parts["qdata"].nbytes * 8 // max(count * packing.elements, 1)
-    step = _PIECE // packing.elements
+    step = PIECE // packing.elements
     for at in range(0, count, step):
         made = CODECS[packing.name].apart(blocks[at : at + step])
         made["qdata"] = packed(made["qdata"], bits)
@@ -73,7 +75,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
@@ -81,7 +83,7 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def packing(name: str, spec: WeightSpec) -> Packing:
-    """The type that holds a Weight of ``spec`` as it is; raises SchemeError, with those that there are."""
+    """Return the type that holds a Weight of ``spec`` as it is; raise SchemeError, with those that there are."""
     scheme = _plainly(spec.scheme)
     found = next((PACKINGS[one] for one, codec in CODECS.items() if codec.scheme == scheme), None)
     if found is None:
@@ -101,7 +103,7 @@ def packing(name: str, spec: WeightSpec) -> Packing:
 
 
 def _plainly(scheme: Scheme) -> Scheme:
-    """``scheme`` without what matters only when it encodes."""
+    """Return ``scheme`` without the fields that matter only when it encodes."""
     if not isinstance(scheme, Affine):
         return scheme
     scheme = replace(scheme, narrow_range=False, reciprocal=False)
@@ -109,13 +111,13 @@ def _plainly(scheme: Scheme) -> Scheme:
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """The bytes of its blocks, row by row, under its own name."""
+    """Return the bytes of its blocks, row by row, under its own name."""
     found = packing(name, spec)
     return {name: (torch.uint8, (*spec.shape[:-1], spec.shape[-1] // found.elements * found.nbytes))}
 
 
 def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The bytes of the blocks: bits are moved, a bounded number of blocks at a time."""
+    """Return the bytes of the blocks: bits are moved, a bounded number of blocks at a time."""
     assert isinstance(weight, Weight)
     found = packing(name, weight.spec)
     ((_, shape),) = layout(name, weight.spec).values()
@@ -123,7 +125,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     blocks = out.view(-1, found.nbytes)
     count = blocks.shape[0]
     parts = {part: tensor.detach().reshape(count, -1) for part, tensor in weight.parts.items() if count}
-    step = _PIECE // found.elements
+    step = PIECE // found.elements
     for at in range(0, count, step):
         some = {part: tensor[at : at + step] for part, tensor in parts.items()}
         codes = some["qdata"].view(torch.uint8)
@@ -133,7 +135,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Nothing beside the file: every tensor in it says its type."""
+    """Return nothing: every tensor in the file says its type."""
     return {}
 
 
@@ -152,7 +154,9 @@ _CONFIG = {
 
 
 def pairs(config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
-    """The pairs of a file: ``given`` ones, and before them those that ``config.json`` says; "unknown" if neither does.
+    """Return the pairs of a file: ``given`` ones, and before them those that ``config.json`` says.
+
+    "unknown" if neither does.
 
     >>> pairs({"model_type": "llama", "num_hidden_layers": 2})
     {'general.architecture': 'llama', 'general.quantization_version': 2, 'llama.block_count': 2}

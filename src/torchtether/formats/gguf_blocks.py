@@ -30,7 +30,7 @@ class Codec(NamedTuple):
 
 
 def _half(raw: Tensor) -> Tensor:
-    """Pairs of bytes (n, 2 * count) as float16 (n, count)."""
+    """Return pairs of bytes (n, 2 * count) as float16 (n, count)."""
     return raw.contiguous().view(torch.float16)
 
 
@@ -39,25 +39,25 @@ def _bytes(halves: Tensor) -> Tensor:
 
 
 def _halves(raw: Tensor) -> Tensor:
-    """4-bit codes whose first half are the low nibbles."""
+    """Return 4-bit codes, the first half of which are the low nibbles."""
     return torch.cat((raw & 15, raw >> 4), -1)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """The inverse of ``_halves``."""
+    """Return the inverse of ``_halves``."""
     half = codes.shape[-1] // 2
     return (codes[:, :half] & 15) | (codes[:, half:] << 4)
 
 
 def _bit_of_each(raw: Tensor) -> Tensor:
-    """The bits of (n, 4) bytes, low first, as (n, 32)."""
+    """Return the bits of (n, 4) bytes, low first, as (n, 32)."""
     shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
     bits: Tensor = (raw.unsqueeze(-1) >> shifts) & 1
     return bits.flatten(-2)
 
 
 def _spread(raw: Tensor, run: int, bits: int) -> Tensor:
-    """Fields of ``bits`` bits: of each run of ``run`` bytes first all lowest fields, then all next ones, ..."""
+    """Return fields of ``bits`` bits: of each run of ``run`` bytes all lowest fields, then all next ones, ..."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device).unsqueeze(-1)
     runs = raw.unflatten(-1, (raw.shape[-1] // run, 1, run))
     fields: Tensor = (runs >> shifts) & ((1 << bits) - 1)
@@ -65,7 +65,7 @@ def _spread(raw: Tensor, run: int, bits: int) -> Tensor:
 
 
 def _joined(codes: Tensor, run: int, bits: int) -> Tensor:
-    """The inverse of ``_spread``, of the lowest ``bits`` bits of each code."""
+    """Return the inverse of ``_spread``, of the lowest ``bits`` bits of each code."""
     each = 8 // bits
     runs = codes.unflatten(-1, (codes.shape[-1] // (each * run), each, run))
     fields: Tensor = runs & ((1 << bits) - 1)
@@ -112,7 +112,7 @@ def _q5_1(raw: Tensor) -> Parts:
 
 
 def _fifth_bits(codes: Tensor) -> Tensor:
-    """The fifth bit of each of 32 codes, in 4 bytes."""
+    """Return the fifth bit of each of 32 codes, in 4 bytes."""
     return _joined((codes >> 4).unflatten(-1, (4, 8)).flatten(0, 1), 1, 1).view(-1, 4)
 
 
@@ -180,7 +180,7 @@ def _to_q3_k(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight scales and eight minima in 12 bytes: six bits of each, those of the last four in two places."""
+    """Return the eight scales and eight minima in 12 bytes: six bits of each, those of the last four in two places."""
     scale, low, rest = raw[:, :4], raw[:, 4:8], raw[:, 8:12]
     return (
         torch.cat((scale & 63, (rest & 15) | ((scale >> 6) << 4)), -1),
@@ -200,7 +200,7 @@ def _q4_k(raw: Tensor) -> Parts:
 
 
 def _twelve_bytes(scale: Tensor, low: Tensor) -> Tensor:
-    """The inverse of ``_six_bits``."""
+    """Return the inverse of ``_six_bits``."""
     first = (scale[:, :4] & 63) | ((scale[:, 4:] >> 4) << 6)
     second = (low[:, :4] & 63) | ((low[:, 4:] >> 4) << 6)
     return torch.cat((first, second, (scale[:, 4:] & 15) | (low[:, 4:] << 4)), -1)
@@ -258,7 +258,7 @@ def _to_iq4_xs(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _unsigned(scale: Tensor, offset: int) -> Tensor:
-    """The inverse of ``_signed``."""
+    """Return the inverse of ``_signed``."""
     return (scale + offset).to(torch.uint8)
 
 

@@ -32,13 +32,14 @@ from ..schemes import Affine
 from ..schemes import bits as streams
 from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Found, spec_of
+from .evidence import Evidence
 from .linears import (
     FLOATS,
     Options,
     Settings,
     check_shape,
     compute_dtype,
-    dynamic_rules,
+    dynamic_overrides,
     find_modules,
     groups_over,
     matrix,
@@ -48,6 +49,7 @@ from .linears import (
 from .rows import Along
 
 name = "gptq"
+evidence = Evidence(methods=(name,), files=("quantize_config.json",), keys=("qweight\n",))
 
 WIDTHS = range(2, 9)
 _SIDE = "quantize_config.json"
@@ -64,7 +66,7 @@ _UNPACKED = "Take a checkpoint in the format 'gptq' or 'gptq_v2', or have the pa
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every module with a ``qweight``; bits and sizes come from its tensors, the size of groups from the config.
+    """Return every module with a ``qweight``; bits and sizes come from its tensors, the size of groups from the config.
 
     Without a config, what looks like GPTQ is read as version 1, as far as the tensors decide the rest.
     """
@@ -72,11 +74,11 @@ def recognise(contents: Contents) -> Found | None:
     if config is None:
         return None
     version = _version(config, file)
-    return read(contents, Settings(options_of(config, file=file), dynamic_rules(config, file=file)), version)
+    return read(contents, Settings(options_of(config, file=file), dynamic_overrides(config, file=file)), version)
 
 
 def read(contents: Contents, settings: Settings, version: int) -> Found:
-    """Every module with a ``qweight``, its zero points stored as ``version`` says."""
+    """Return every module with a ``qweight``, its zero points stored as ``version`` says."""
 
     def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
         return _entry(contents, keys, options, version)
@@ -88,7 +90,7 @@ def read(contents: Contents, settings: Settings, version: int) -> Found:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: columns of words become rows of bytes, zero points one byte each."""
+    """Return the parts: columns of words become rows of bytes, zero points one byte each."""
     assert entry.spec is not None
     scheme = entry.spec.scheme
     assert isinstance(scheme, Affine)
@@ -108,18 +110,18 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along]:
-    """Codes and scales have them as columns; whether all zero points are the middle is asked of all rows."""
+    """Return where rows lie: codes and scales have them as columns; zero points need all rows."""
     return {"qweight": Along(1), "scales": Along(1)}
 
 
 def as_bytes(words: Tensor) -> Tensor:
-    """The bytes of ``words`` (N, W) int32, row by row: (N, 4 * W) uint8, lowest byte first."""
+    """Return the bytes of ``words`` (N, W) int32, row by row: (N, 4 * W) uint8, lowest byte first."""
     # flat first, because a dimension of 1 may have any stride, and a view as bytes wants 1
     return words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
 
 
 def looks_like(contents: Contents) -> bool:
-    """Whether some module has a ``qweight`` with one column per output, and the zero points of GPTQ."""
+    """Return whether some module has a ``qweight`` with one column per output, and the zero points of GPTQ."""
     for keys in find_modules(contents).values():
         if {"qweight", "qzeros", "scales"} <= keys.keys():
             codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
@@ -132,7 +134,7 @@ def looks_like(contents: Contents) -> bool:
 
 
 def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
-    """The config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
+    """Return the config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
     if contents.method:
         return (contents.quantization if contents.method == name else None), "config.json"
     side = contents.beside.get(_SIDE)
@@ -189,7 +191,10 @@ def _words(count: int, bits: int) -> int:
 
 
 def _bits(codes: Stored, zeros: Stored, listed: Stored | None, options: Options) -> int:
-    """The width that explains the shapes of all tensors; CheckpointError if none does, or not the one asked for."""
+    """Return the width that explains the shapes of all tensors.
+
+    Raise CheckpointError if none does, or not the one asked for.
+    """
     words, rows = codes.shape
     fitting = (
         [
@@ -224,7 +229,7 @@ def _columns(words: int, bits: int, listed: Stored | None) -> int:
 def _groups(
     contents: Contents, keys: Mapping[str, str], columns: int, groups: int, options: Options
 ) -> tuple[tuple[int | None, int | None], bool]:
-    """The block under one scale, and whether ``g_idx`` puts the columns into groups otherwise than as neighbours."""
+    """Return the block under one scale, and whether ``g_idx`` groups columns that are no neighbours."""
     if "g_idx" not in keys:
         if groups > 1 and contents.quantization.get("desc_act") is True:
             raise CheckpointError("its g_idx is absent, and the config says that columns are reordered (desc_act)")
@@ -246,7 +251,7 @@ def _groups(
 
 
 def _zero_points(words: Tensor, bits: int, rows: int, *, is_less_one: bool, may_be_symmetric: bool) -> Tensor:
-    """The zero points (G, rows) uint8 that ``words`` stand for."""
+    """Return the zero points (G, rows) uint8 that ``words`` stand for."""
     fields = streams.unpack(as_bytes(words), bits, rows)
     middle = 1 << (bits - 1)
     if may_be_symmetric:

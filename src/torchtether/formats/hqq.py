@@ -24,8 +24,10 @@ from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 
 name = "hqq"
+evidence = Evidence(methods=(name,), keys=(".W_q\n",))
 
 PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "2bit_u8": 2, "1bit_u8": 1}
 DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
@@ -37,7 +39,7 @@ _LONGEST = 256  # bytes of a setting
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every ``W_q`` with its scales and settings; what is packed in another way is a fault, by its name."""
+    """Return every ``W_q`` with its scales and settings; what is packed in another way is a fault, by its name."""
     if contents.method != name and (contents.method or "W_q" not in contents.leaves):
         return None
     modules = [key.removesuffix(".W_q") for key in contents.tensors if key.endswith(".W_q")]
@@ -59,7 +61,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
+    """Return the parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     scheme = entry.spec.scheme
@@ -80,7 +82,10 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
-    """The weight of one module; CheckpointError for what is absent, contradicts itself or is packed in another way."""
+    """Return the weight of one module.
+
+    Raise CheckpointError for what is absent, contradicts itself or is packed in another way.
+    """
     for one in ("shape", "scale", "zero", "packing", "axis", "compute_dtype"):
         if one not in keys:
             held = " (they are in one zero_scale, which is not read)" if "zero_scale" in keys else ""
@@ -95,8 +100,8 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
         raise CheckpointError(f"its axis is {axis}, and only groups of columns (axis 1) are read")
     dtype = DTYPES.get(_text(contents, keys["compute_dtype"]))
     if dtype is None:
-        told = _text(contents, keys["compute_dtype"])
-        raise CheckpointError(f"its compute_dtype is {told!r}, known are {', '.join(DTYPES)}")
+        words = _text(contents, keys["compute_dtype"])
+        raise CheckpointError(f"its compute_dtype is {words!r}, known are {', '.join(DTYPES)}")
     shape = _shape(contents, keys["shape"])
     group_size = _number(contents, keys["group_size"]) if "group_size" in keys else shape[-1]
     if not 0 < group_size <= shape[-1] or shape[-1] % group_size:

@@ -32,7 +32,7 @@ class Options:
     symmetric: bool | None = None
 
 
-class Rule(NamedTuple):
+class Override(NamedTuple):
     """An exception: ``options`` for the modules that ``matches``; nobody says more about the others."""
 
     matches: Callable[[str], object]
@@ -44,19 +44,21 @@ class Settings:
     """What a config says about all modules, and the exceptions, of which the first that matches has its say."""
 
     options: Options = Options()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Override, ...] = ()
 
     def of(self, module: str) -> Options:
-        """What holds for ``module``."""
+        """Return the options that hold for ``module``."""
         rule = next((rule for rule in self.rules if rule.matches(module)), None)
         if rule is None:
             return self.options
-        said = {name: value for name, value in vars(rule.options).items() if value is not None}
-        return replace(self.options, **said)
+        given = {name: value for name, value in vars(rule.options).items() if value is not None}
+        return replace(self.options, **given)
 
 
 def options_of(config: Mapping[str, Any], *, file: str) -> Options:
-    """What ``config`` says, under the names of AutoGPTQ or of old AWQ; CheckpointError, naming ``file``, for nonsense.
+    """Return what ``config`` says, under the names of AutoGPTQ or of old AWQ.
+
+    Raise CheckpointError, naming ``file``, for nonsense.
 
     >>> options_of({"w_bit": 4, "q_group_size": 128, "sym": None}, file="quant_config.json")
     Options(bits=4, group_size=128, symmetric=None)
@@ -72,12 +74,12 @@ def options_of(config: Mapping[str, Any], *, file: str) -> Options:
     return Options(bits, group_size, symmetric)
 
 
-def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
-    """``dynamic`` of GPTQModel: patterns for the beginning of a name, ``+:`` with options, ``-:`` not quantized.
+def dynamic_overrides(config: Mapping[str, Any], *, file: str) -> tuple[Override, ...]:
+    """Return ``dynamic`` of GPTQModel: name prefixes as patterns, ``+:`` with options, ``-:`` not quantized.
 
     A module that is quantized all the same has the options of all.
 
-    >>> rules = dynamic_rules({"dynamic": {r"-:lm_head": {}, r"+:.*down": {"bits": 8}}}, file="config.json")
+    >>> rules = dynamic_overrides({"dynamic": {r"-:lm_head": {}, r"+:.*down": {"bits": 8}}}, file="config.json")
     >>> Settings(Options(4), rules).of("layers.0.down").bits, Settings(Options(4), rules).of("lm_head").bits
     (8, 4)
     """
@@ -87,12 +89,12 @@ def dynamic_rules(config: Mapping[str, Any], *, file: str) -> tuple[Rule, ...]:
             raise CheckpointError(f"dynamic[{_short(text)}] is {_short(options)}, not an object", name=file)
         made = Options() if text.startswith("-:") else options_of(options, file=file)
         pattern = NamePattern(text[2:] if text[:2] in ("+:", "-:") else text, file=file, clock=clock)
-        rules.append(Rule(pattern.match, made))
+        rules.append(Override(pattern.match, made))
     return tuple(rules)
 
 
-def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) -> tuple[Rule, ...]:
-    """``extra_config`` of AutoRound: options of the modules that it names, and of those that match its patterns.
+def extra_overrides(config: Mapping[str, Any], names: Container[str], *, file: str) -> tuple[Override, ...]:
+    """Return ``extra_config`` of AutoRound: options of the modules that it names or that match its patterns.
 
     What is not among ``names``, of all modules, is a pattern for any part of a name.
     """
@@ -103,14 +105,14 @@ def extra_rules(config: Mapping[str, Any], names: Container[str], *, file: str) 
             raise CheckpointError(f"extra_config[{_short(text)}] is {_short(options)}, not an object", name=file)
         made = options_of(options, file=file)
         if text in names:
-            exact.append(Rule(text.__eq__, made))
+            exact.append(Override(text.__eq__, made))
         elif is_pattern(text):  # the name of a module that is elsewhere need be none
-            patterns.append(Rule(NamePattern(text, file=file, clock=clock).search, made))
+            patterns.append(Override(NamePattern(text, file=file, clock=clock).search, made))
     return (*exact, *patterns)
 
 
 def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
-    """The keys of every module that has a ``qweight`` or ``qzeros``, by role."""
+    """Return the keys of every module that has a ``qweight`` or ``qzeros``, by role."""
     modules: dict[str, dict[str, str]] = {}
     if contents.leaves.isdisjoint(("qweight", "qzeros")):
         return modules
@@ -129,7 +131,7 @@ def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
 def read_modules(
     contents: Contents, settings: Settings, understand: Callable[[Contents, Mapping[str, str], Options], Entry]
 ) -> Found:
-    """Every module with a ``qweight``, as ``understand`` makes an entry of it; its CheckpointErrors are faults.
+    """Return every module with a ``qweight``, as ``understand`` makes an entry of it; its CheckpointErrors are faults.
 
     A module that has half of what it needs, or a ``weight`` besides, is a fault too. Keys that the entry does not use
     are spare.
@@ -153,7 +155,7 @@ def read_modules(
 
 
 def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple[torch.dtype, ...]) -> Stored:
-    """The stored matrix that is the ``role`` of a module; CheckpointError if its dtype or rank is another."""
+    """Return the stored matrix that is the ``role`` of a module; CheckpointError if its dtype or rank is another."""
     stored = contents.tensors[keys[role]]
     if stored.dtype not in dtypes:
         raise CheckpointError(f"its {role} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
@@ -163,13 +165,15 @@ def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple
 
 
 def check_shape(role: str, stored: Stored, wanted: Shape, why: str) -> None:
-    """Raises CheckpointError unless ``stored`` has the shape ``wanted``, which it needs because of ``why``."""
+    """Raise CheckpointError unless ``stored`` has the shape ``wanted``, which it needs because of ``why``."""
     if stored.shape != wanted:
         raise CheckpointError(f"its {role} has shape {stored.shape}, {why} needs {wanted}")
 
 
 def groups_over(columns: int, groups: int, size: int | None) -> Block:
-    """The block of scales in ``groups`` groups of ``size`` (-1: all) over ``columns``; CheckpointError if they differ.
+    """Return the block of scales in ``groups`` groups of ``size`` (-1: all) over ``columns``.
+
+    Raise CheckpointError if they differ.
 
     Where nobody says the size, groups as long as a power of two that divide the columns are believed: others could be
     of several sizes, with a shorter one at the end.
@@ -193,7 +197,7 @@ def groups_over(columns: int, groups: int, size: int | None) -> Block:
 
 
 def compute_dtype(scales: torch.dtype) -> torch.dtype:
-    """The dtype to compute in, where nobody says another: that of half precision scales, else float16."""
+    """Return the dtype to compute in, where nobody says another: that of half precision scales, else float16."""
     return scales if scales == torch.bfloat16 else torch.float16
 
 

@@ -24,9 +24,11 @@ from ..files import Stored
 from ..schemes import ScaledFloat, Scheme
 from ..schemes.biased import Biased
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "mlx"
+evidence = Evidence(config=("quantization",), dtypes=(torch.uint32,))
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -47,7 +49,7 @@ MODES = {
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every uint32 weight with scales beside it; one of them alone is a fault."""
+    """Return every uint32 weight with scales beside it; one of them alone is a fault."""
     shared = contents.config.get("quantization")
     if contents.method:
         return None
@@ -74,7 +76,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: words as bytes, bytes as the small floats that they are."""
+    """Return the parts: words as bytes, bytes as the small floats that they are."""
     assert entry.spec is not None
     scheme = entry.spec.scheme
     codes = tensors["packed"].view(torch.uint8)
@@ -86,12 +88,12 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
 def _refuse_without_config(contents: Contents) -> None:
-    """Raises CheckpointError for tensors of MLX whose ``config.json`` is absent: group size and bits are ambiguous."""
+    """Raise CheckpointError for tensors of MLX whose ``config.json`` is absent: group size and bits are ambiguous."""
     if torch.uint32 not in contents.dtypes:
         return
     for key, stored in contents.tensors.items():
@@ -105,7 +107,7 @@ def _refuse_without_config(contents: Contents) -> None:
 
 
 def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Mapping[str, str]) -> Entry | str:
-    """What the tensors of one module are, or what is wrong with them."""
+    """Return what the tensors of one module are, or what is wrong with them."""
     own = shared.get(module, shared)
     if own is False:
         return "config.json says that it is not quantized, and it is"
@@ -150,7 +152,7 @@ def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Map
 
 
 def _options(own: Any) -> tuple[str, int, int] | str:
-    """Mode, group size and bits that an object of the config asks for, or what is wrong with it."""
+    """Return mode, group size and bits that an object of the config asks for, or what is wrong with it."""
     if not isinstance(own, Mapping):
         return f"its quantization in config.json is {str(own)[:40]!r}, not an object"
     mode = "affine" if own.get("mode") is None else own["mode"]

@@ -27,9 +27,11 @@ from ..files import Stored
 from ..geometry.views import Shape
 from ..schemes import ScaledFloat
 from .entry import NOTHING, Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "modelopt"
+evidence = Evidence(methods=(name,), files=("hf_quant_config.json",))
 
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 ALGORITHMS = {
@@ -59,7 +61,7 @@ _INPUTS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every float8 or uint8 tensor with its scales; scales alone, or codes alone, are a fault."""
+    """Return every float8 or uint8 tensor with its scales; scales alone, or codes alone, are a fault."""
     beside = contents.beside.get("hf_quant_config.json", NOTHING).get("quantization")
     if contents.method != name and (contents.method or not isinstance(beside, Mapping)):
         return None
@@ -90,7 +92,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts; exponents that were stored as bytes become e8m0."""
+    """Return the parts; exponents that were stored as bytes become e8m0."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     parts = {role: tensors[role] for role in tensors if role in layout}
@@ -100,12 +102,12 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
 def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mapping[str, str]) -> Entry | str:
-    """What a tensor of codes and its scales are, or what is wrong with them."""
+    """Return what a tensor of codes and its scales are, or what is wrong with them."""
     tensors = contents.tensors
     module = key.rpartition(".")[0]
     lost = [one for one in _INPUTS if f"{module}.{one}" in tensors]
@@ -119,9 +121,9 @@ def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mappin
     is_fp4, is_power = codes.dtype == torch.uint8, scale.dtype == torch.uint8
     kind = ("MXFP4" if is_power else "NVFP4") if is_fp4 else ("MXFP8" if is_power else "FP8")
     own = _options(config, module)
-    told = own.get("quant_algo")
-    if isinstance(told, str) and ALGORITHMS.get(told, kind) != kind:
-        return f"its tensors are {kind}, and its quant_algo is {told}"
+    algorithm = own.get("quant_algo")
+    if isinstance(algorithm, str) and ALGORITHMS.get(algorithm, kind) != kind:
+        return f"its tensors are {kind}, and its quant_algo is {algorithm}"
     roles = dict(keys)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if is_fp4 else codes.shape
     if kind == "FP8":
@@ -154,7 +156,7 @@ def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mappin
 
 
 def _options(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """What the config says about one module: algorithm and group size."""
+    """Return what the config says about one module: algorithm and group size."""
     if str(config.get("quant_algo")).upper() != "MIXED_PRECISION":
         return config
     layers = config.get("quantized_layers")

@@ -18,16 +18,21 @@ from ..files import Stored
 from ..schemes import ScaledFloat
 from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Found
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "mxfp4"
+evidence = Evidence(methods=(name,), keys=("_blocks\n",))
 
 SCHEME = ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every pair of blocks and scales; one alone is a fault. ``None`` without any, unless the config says mxfp4."""
+    """Return every pair of blocks and scales; one alone is a fault.
+
+    ``None`` without any, unless the config says mxfp4.
+    """
     tensors = contents.tensors
     if not contents.method and not any(leaf.endswith(BLOCKS) for leaf in contents.leaves):
         return None
@@ -60,7 +65,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both as they are stored, seen as parts."""
+    """Return both as they are stored, seen as parts."""
     return {
         "qdata": tensors["blocks"].flatten(-2),
         "scale": tensors["scales"].view(torch.float8_e8m0fnu),
@@ -68,5 +73,5 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)

@@ -38,7 +38,7 @@ class Clock:
 
 
 def is_pattern(text: str) -> bool:
-    """Whether ``text`` is a regular expression that may be meant for names."""
+    """Return whether ``text`` is a regular expression that may be meant for names."""
     try:
         return len(text) <= _LENGTH_LIMIT and re.compile(text) is not None
     except (re.error, ValueError, RecursionError, OverflowError):
@@ -66,11 +66,11 @@ class NamePattern:
             self._refuse(f"has {str(error)[:40]!r}, which is not read in the patterns of a config")
 
     def match(self, name: str) -> bool:
-        """Whether ``re.match`` finds it at the beginning of ``name``."""
+        """Return whether ``re.match`` finds it at the beginning of ``name``."""
         return self._finds(name, 1, self._compiled.match)
 
     def search(self, name: str) -> bool:
-        """Whether ``re.search`` finds it in ``name``."""
+        """Return whether ``re.search`` finds it in ``name``."""
         return self._finds(name, (2 << len(name)) - 1, self._compiled.search)
 
     def _finds(self, name: str, starts: int, find: Callable[[str], object]) -> bool:
@@ -107,7 +107,7 @@ class _Run:
         self._places: dict[re.Pattern[str], int] = {}
 
     def places(self, leaf: re.Pattern[str]) -> int:
-        """The places, as bits, at which ``leaf`` matches."""
+        """Return the places, as bits, at which ``leaf`` matches."""
         if leaf not in self._places:
             self.steps += len(self.name) >> 4
             found = "".join("1" if leaf.match(self.name, at) else "0" for at in range(len(self.name), -1, -1))
@@ -191,7 +191,7 @@ def _step(run: _Run, body: _Node, at: int) -> int:
 
 
 def _looked(body: _Node, kind: str) -> _Node:
-    """A lookahead or a lookbehind, ``kind`` as ``?=``, ``?!``, ``?<=`` or ``?<!``."""
+    """Return a lookahead or a lookbehind, ``kind`` as ``?=``, ``?!``, ``?<=`` or ``?<!``."""
     is_behind, is_wanted = "<" in kind, kind.endswith("=")
 
     def ends(run: _Run, at: int) -> int:
@@ -209,7 +209,7 @@ def _looked(body: _Node, kind: str) -> _Node:
 
 
 def _parse(text: str) -> _Node:
-    """The nodes of a pattern that ``re`` has compiled, so that it is known to be one."""
+    """Return the nodes of a pattern that ``re`` has compiled, so that it is known to be one."""
     found = _FLAGS.match(text)
     node, at = _parse_alternation(text, found.end() if found else 0, found[0] if found else "")
     assert at == len(text)

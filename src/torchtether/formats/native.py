@@ -13,12 +13,14 @@ from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Found
+from .evidence import Evidence
 
 name = "native"
+evidence = Evidence(record=True)
 
 
 def recognise(contents: Contents) -> Found | None:
-    """The Weights in the record, by name; ``None`` if there are none."""
+    """Return the Weights in the record, by name; ``None`` if there are none."""
     weights = contents.record.weights
     if not weights:
         return None
@@ -31,18 +33,18 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: they are stored as they are."""
+    """Return the parts: they are stored as they are."""
     return dict(tensors)
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """What ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+    """Return what ``pack`` will store for a Weight of this spec: dtype and shape by key."""
     parts = spec.scheme.layout(spec.base)
     return {part_key(name, part): (what.dtype or spec.dtype, tuple(what.shape)) for part, what in parts.items()}
 
 
 def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
+    """Return the tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
 
     >>> import torch, torchtether as tt
     >>> sorted(pack("w", tt.Weight.encode(torch.eye(4), tt.int8())))
@@ -53,5 +55,5 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Nothing: the record in the file itself says it."""
+    """Return nothing: the record in the file itself says it."""
     return {}

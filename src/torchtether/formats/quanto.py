@@ -26,8 +26,10 @@ from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 
 name = "quanto"
+evidence = Evidence(methods=(name,), files=("quanto_qmap.json",), config=("_quanto_qmap",), keys=("._data\n",))
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -36,7 +38,7 @@ DATA, PACKED = "._data", "._data._data"
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every ``_data`` with its scale (and shift); components without the others are a fault."""
+    """Return every ``_data`` with its scale (and shift); components without the others are a fault."""
     qmap = _map(contents)
     ends = (f".weight{DATA}", f".weight{PACKED}")
     guessed = not contents.method and "_data" in contents.leaves and any(key.endswith(ends) for key in contents.tensors)
@@ -57,7 +59,10 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts; packed codes are laid out row by row, and a shift that is subtracted becomes a bias that is added."""
+    """Return the parts.
+
+    Packed codes are laid out row by row, and a shift that is subtracted becomes a bias that is added.
+    """
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     if "packed" not in tensors:
@@ -79,7 +84,10 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fit(entry: Entry, shape: Shape) -> Entry | None:
-    """The same weight in ``shape``; ``None`` if it has another number of elements, or groups would cross rows."""
+    """Return the same weight in ``shape``.
+
+    ``None`` if it has another number of elements, or groups would cross rows.
+    """
     spec = entry.spec
     if "packed" not in entry.keys or spec is None or not shape:
         return None
@@ -91,12 +99,12 @@ def fit(entry: Entry, shape: Shape) -> Entry | None:
 
 
 def _are_rows(columns: int, group: int, bits: int) -> bool:
-    """Whether rows are whole groups, none of which ends within a byte that another begins in."""
+    """Return whether rows are whole groups, none of which ends within a byte that another begins in."""
     return columns == group or (columns % group == 0 and group * bits % 8 == 0)
 
 
 def _map(contents: Contents) -> Mapping[str, Any] | None:
-    """What quanto wrote about each module, if it did."""
+    """Return what quanto wrote about each module, if it did."""
     beside = contents.beside.get("quanto_qmap.json")
     own = contents.config.get("_quanto_qmap")
     return beside if beside is not None else own if isinstance(own, Mapping) else None
@@ -107,8 +115,8 @@ def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) 
     roles = {"packed": PACKED, "qdata": DATA, "scales": "._scale", "shifts": "._shift"}
     keys = {role: owner + suffix for role, suffix in roles.items() if owner + suffix in tensors}
     entry = qmap.get(owner.rpartition(".")[0])
-    told = entry.get("weights") if isinstance(entry, Mapping) else None
-    told = told if told is None else str(told)[:40]
+    qtype = entry.get("weights") if isinstance(entry, Mapping) else None
+    qtype = qtype if qtype is None else str(qtype)[:40]
     what: Entry | str
     if {"packed", "qdata"} <= keys.keys() or not {"packed", "qdata"} & keys.keys():
         what = f"it has {'both' if 'qdata' in keys else 'neither'} {DATA} and {PACKED}"
@@ -117,22 +125,22 @@ def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) 
     elif tensors[keys["scales"]].dtype not in FLOATS:
         what = f"its _scale is {tensors[keys['scales']].dtype}, not a float"
     elif "packed" in keys:
-        what = _packed(contents, owner, keys, told)
+        what = _packed(contents, owner, keys, qtype)
     else:
-        what = _bytes(contents, owner, keys, told)
+        what = _bytes(contents, owner, keys, qtype)
     if isinstance(what, str):
         found.fault(owner, what, keys)
     else:
         found.weights[owner] = what
 
 
-def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
-    """A weight with one byte for each code."""
+def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
+    """Return a weight with one byte for each code."""
     codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scales"))
     if "shifts" in keys:
         return "it has a _shift, which codes of 8 bits do not have"
-    if told in BITS:
-        return f"it is stored as {codes.dtype}, and the map says {told}"
+    if qtype in BITS:
+        return f"it is stored as {codes.dtype}, and the map says {qtype}"
     if not codes.shape:
         return "its codes have no dimensions"
     one = math.prod(scale.shape) == 1
@@ -152,8 +160,8 @@ def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], told: str | 
     return Entry.of({"qdata": keys["qdata"], "scale" if is_part else "scales": keys["scales"]}, spec)
 
 
-def _packed(contents: Contents, owner: str, keys: Mapping[str, str], told: str | None) -> Entry | str:
-    """A weight whose codes share bytes."""
+def _packed(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
+    """Return a weight whose codes share bytes."""
     tensors = contents.tensors
     packed, scale = (tensors[keys[role]] for role in ("packed", "scales"))
     if "shifts" not in keys:
@@ -164,11 +172,11 @@ def _packed(contents: Contents, owner: str, keys: Mapping[str, str], told: str |
     wrong = expect(tensors, keys, {"scales": ((scale.dtype,), (groups, 1)), "shifts": ((scale.dtype,), (groups, 1))})
     if wrong:
         return wrong
-    if told is not None and told not in BITS:
-        return f"its codes are packed, and the map says {told}"
-    bits = [n for n in BITS.values() if -(-groups * n // 8) == packed.shape[0] and told in (None, f"qint{n}")]
+    if qtype is not None and qtype not in BITS:
+        return f"its codes are packed, and the map says {qtype}"
+    bits = [n for n in BITS.values() if -(-groups * n // 8) == packed.shape[0] and qtype in (None, f"qint{n}")]
     if len(bits) != 1:
-        return f"{packed.shape[0]} rows of bytes for {groups} groups are not those of {told or 'qint4 or qint2'} alone"
+        return f"{packed.shape[0]} rows of bytes for {groups} groups are not those of {qtype or 'qint4 or qint2'} alone"
     group_size = packed.shape[1]
     bias = tensors.get(f"{owner.rpartition('.')[0]}.bias")
     rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 and bias.shape[0] else groups

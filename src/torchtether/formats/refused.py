@@ -60,7 +60,7 @@ _FIX = "Take the model unquantized or in a format that is read, or dequantize it
 
 
 def check_refused(contents: Contents) -> None:
-    """Raises CheckpointError, naming the format, for a checkpoint that no module of this room recognises and whose
+    """Raise CheckpointError, naming the format, for a checkpoint that no module of this room recognises and whose
     tensors are not what they seem; all others may be loaded as they are."""
     for kind, suffixes in _SUFFIXES.items():
         key = _with(contents, suffixes) if suffixes[0] in contents.leaves else None
@@ -74,7 +74,7 @@ def check_refused(contents: Contents) -> None:
 
 
 def find_codes(contents: Contents) -> str | None:
-    """The first matrix of integers or float8; masks that old models keep as ``bias`` are none."""
+    """Return the first matrix of integers or float8; masks that old models keep as ``bias`` are none."""
     if contents.dtypes.isdisjoint(_CODES):
         return None
     for key, stored in contents.tensors.items():
@@ -84,7 +84,7 @@ def find_codes(contents: Contents) -> str | None:
 
 
 def _with(contents: Contents, suffixes: tuple[str, ...]) -> str | None:
-    """The first key of integers of a module that has all of ``suffixes``."""
+    """Return the first key of integers of a module that has all of ``suffixes``."""
     first, *others = suffixes
     for key, stored in contents.tensors.items():
         module, _, last = key.rpartition(".")

@@ -25,7 +25,7 @@ class Along:
 
     @property
     def multiple(self) -> int:
-        """Rows that share no index with others."""
+        """Return the smallest number of rows that share no index with others."""
         return self.rows // math.gcd(self.count, self.rows)
 
 
@@ -34,7 +34,7 @@ class ByRows(Protocol):
     """A format of which some rows of a weight can be read and unpacked alone."""
 
     def rows(self, entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-        """Along what the tensors of ``entry`` have its rows, by role; ``None`` if rows cannot be told apart.
+        """Return where the tensors of ``entry`` have its rows, by role; ``None`` if rows cannot be told apart.
 
         Tensors that are left out are needed whole. ``unpack`` finds under the option ``rows`` the first of the rows
         that it is given, and how many there were.
@@ -52,14 +52,14 @@ class Cut:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all of it."""
+        """Return the bytes of all of it."""
         return sum(math.prod(view.size) * view.dtype.itemsize for view in self.views.values())
 
 
 def all_along(entry: Entry, tensors: Mapping[str, Stored], **known: Along) -> dict[str, Along] | None:
-    """Every tensor of ``entry`` has its rows as dim 0, or as in ``known``; but for parts that all rows need.
+    """Return where tensors of ``entry`` have its rows: as dim 0, or as in ``known``, but for parts that all rows need.
 
-    ``None`` if one has something else.
+    ``None`` if one has them elsewhere.
     """
     assert entry.spec is not None
     base = entry.spec.base
@@ -75,7 +75,7 @@ def all_along(entry: Entry, tensors: Mapping[str, Stored], **known: Along) -> di
 
 
 def cut_rows(entry: Entry, tensors: Mapping[str, Stored], along: Mapping[str, Along], start: int, stop: int) -> Cut:
-    """The fewest rows that have ``start:stop`` among them and can be read alone; at least one."""
+    """Return the fewest rows that have ``start:stop`` among them and can be read alone; at least one."""
     assert entry.spec is not None
     spec, total = entry.spec, entry.spec.base[0]
     multiple = math.lcm(*(one.multiple for one in along.values()))

@@ -31,9 +31,11 @@ from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, Block, pieces
 from .entry import Contents, Entry, Found, expect, spec_of
+from .evidence import Evidence
 from .rows import Along, all_along
 
 name = "torchao"
+evidence = Evidence(metadata=("tensor_names",))
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
@@ -44,7 +46,10 @@ Made = tuple[Scheme, Shape]
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every tensor that the metadata call a subclass; those of other types are faults, by the name of their type."""
+    """Return every tensor that the metadata call a subclass.
+
+    Those of other types are faults, by the name of their type.
+    """
     if contents.method not in ("", name) or "tensor_names" not in contents.metadata:
         return None
     found = Found()
@@ -66,7 +71,10 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts, as they are stored; codes of less than 8 bits are packed, and SchemeError raised for one too large."""
+    """Return the parts, as they are stored.
+
+    Codes of less than 8 bits are packed, and SchemeError raised for one too large.
+    """
     assert entry.spec is not None
     scheme = entry.spec.scheme
     layout = scheme.layout(entry.spec.base)
@@ -78,7 +86,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows."""
+    """Return where rows lie: every tensor has them as its rows."""
     return all_along(entry, tensors)
 
 
@@ -99,7 +107,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _keys(contents: Contents, key: str, record: Mapping[str, Any]) -> dict[str, str]:
-    """The stored key of each component."""
+    """Return the stored key of each component."""
     names = record.get("_tensor_data_names")
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         raise CheckpointError(f"its _tensor_data_names are {str(names)[:60]}, not a list of names")
@@ -112,7 +120,7 @@ def _keys(contents: Contents, key: str, record: Mapping[str, Any]) -> dict[str, 
 
 
 def _entry(contents: Contents, key: str, kind: Any, record: Mapping[str, Any], keys: Mapping[str, str]) -> Entry:
-    """The weight that a description and its components make."""
+    """Return the weight that a description and its components make."""
     if not isinstance(kind, str) or kind not in _TYPES:
         raise CheckpointError(
             f"it is a torchao {str(kind)[:60]}, and only {', '.join(_TYPES)} are read: dequantize it with torchao"
@@ -224,7 +232,7 @@ def _scale_dtype(contents: Contents, keys: Mapping[str, str], known: tuple[torch
 
 
 def _block(data: Mapping[str, Any], shape: Shape) -> Block:
-    """The block of a scheme that ``block_size`` is: what one scale covers, in every dimension."""
+    """Return the block of a scheme that ``block_size`` is: what one scale covers, in every dimension."""
     block = data.get("block_size")
     if not isinstance(block, list) or len(block) != len(shape) or not all(type(n) is int and n > 0 for n in block):
         raise CheckpointError(f"its block_size is {str(block)[:60]}, for codes of shape {shape}")
@@ -244,9 +252,9 @@ def _width(data: Mapping[str, Any], shape: Shape) -> int:
 
 
 def _dtype_of(data: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that torchao decodes to."""
-    told = data.get("dtype", data.get("orig_dtype"))
-    text = told.get("_data") if isinstance(told, Mapping) else told
+    """Return the dtype that torchao decodes to."""
+    dtype = data.get("dtype", data.get("orig_dtype"))
+    text = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
     if not isinstance(text, str) or text not in known:
         raise CheckpointError(f"its dtype is {str(text)[:40]!r}, known are {', '.join(known)}")

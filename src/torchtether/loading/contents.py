@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError
-from ..files import Batch, fresh
+from ..files import Batch, allocate
 from ..geometry.blocks import STOCK
 from ..progress import Tick, no_tick
 from ..renaming.renamed_checkpoint import Arranged
 from ..ties.components import Member
-from ..ties.spans import member_view
+from ..ties.spans import member_view, plain_values
 from ..weights.module_load import encoded_as
 from ..weights.spec import order_of
 from ..weights.weight import Weight
@@ -100,7 +100,7 @@ def encode_whole(step: Step, given: Arranged, tick: Tick) -> Weight:
         if isinstance(held, Weight) and held.scheme == step.scheme and step.kept is None:
             made = encoded_as(held, values)
         else:
-            made = Weight.encode(_memory(values), step.scheme)
+            made = Weight.encode(plain_values(values), step.scheme)
     except SchemeError as error:
         raise error.named(step.name) from None
     del values
@@ -114,7 +114,7 @@ def encode_whole(step: Step, given: Arranged, tick: Tick) -> Weight:
 def _wrap(made: Sequence[Tensor], step: Step) -> Sequence[Tensor]:
     """Return plain contents as Weights where the rules ask for a transparent scheme, with their tie."""
     if step.scheme is not None:
-        made = [Weight.encode(_memory(tensor), step.scheme) for tensor in made]
+        made = [Weight.encode(plain_values(tensor), step.scheme) for tensor in made]
     return [new.map(Tensor.detach, new.spec.replace(tie=step.tie)) if isinstance(new, Weight) else new for new in made]
 
 
@@ -148,10 +148,10 @@ def _read_plain(
     if batch is not None and len(step.sources) == 1:
         place = given.rows_in(step.sources[0].name)
         if place is not None:
-            given.checkpoint.store.read_later(place[0], _memory(made[step.sources[0].member]), batch, place[1])
+            given.checkpoint.store.read_later(place[0], plain_values(made[step.sources[0].member]), batch, place[1])
             return made
     for source in reversed(step.sources):
-        given.read_into(source.name, _memory(made[source.member]), tick)
+        given.read_into(source.name, plain_values(made[source.member]), tick)
     return made
 
 
@@ -166,7 +166,7 @@ def _make_as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
     if held.stride() != entry.stride or not held.is_contiguous():
         return None
     store, key = given.checkpoint.store, entry.keys["tensor"]
-    made = fresh(entry.shape, step.dtype, step.device, entry.stride, at=store.stored(key).start)
+    made = allocate(entry.shape, step.dtype, step.device, entry.stride, at=store.stored(key).start)
     store.read_later(key, made, batch)
     return made
 
@@ -190,10 +190,5 @@ def _empty(step: Step, member: Member, given: Arranged, dtype: torch.dtype) -> T
         stride = torch.empty_like(torch.empty_strided(held.shape, stride, device="meta")).stride()
     if not spec.is_contiguous and given.find(step.sources[0].name)[1] is None:
         stride = spec.stride
-    made = fresh(tuple(held.shape), dtype, step.device, stride)
+    made = allocate(tuple(held.shape), dtype, step.device, stride)
     return held.around(made) if isinstance(held, Weight) else made
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or the plain tensor that a transparent Weight wraps."""
-    return tensor.values_of() if isinstance(tensor, Weight) else tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import compiled
 from ..errors import SchemeError
-from ..files import THREADS, Batch, Room, fresh
+from ..files import THREADS, Batch, Scratch, allocate
 from ..geometry.views import Shape
 from ..renaming.renamed_checkpoint import Arranged
 from ..schemes import Part, Scheme
@@ -51,7 +51,7 @@ def encode_by_rows(step: Step, given: Arranged, batch: Batch, encode_whole: Call
     count = _rows_at_once(layout, shape, stored)
     if count is None:
         return None
-    parts = {role: fresh(part.shape, part.dtype or stored, step.device) for role, part in layout.items()}
+    parts = {role: allocate(part.shape, part.dtype or stored, step.device) for role, part in layout.items()}
     encoder = _RowEncoder(step.name, scheme, parts, encode_whole)
     for rows, recipe, cuts in _jobs(scheme, layout, shape, stored, count):
         encode, encode_file = partial(encoder.encode, cuts=cuts), None
@@ -110,15 +110,15 @@ class _RowEncoder:
         self,
         descriptor: int,
         at: int,
-        room: Room,
+        scratch: Scratch,
         recipe: compiled.Recipe,
         rows: int,
         cuts: Mapping[str, slice | None],
     ) -> bool:
         """Return whether the compiled loops have read the rows at ``at`` and encoded them into ``cuts``."""
-        scratch = room.take((max(_READ, recipe.row),), torch.uint8, at)
+        buffer = scratch.take((max(_READ, recipe.row),), torch.uint8, at)
         outs = {role: self.parts[role][cuts[role]] for role in recipe.parts}
-        return compiled.encode_file(recipe, descriptor, at, rows, scratch, outs)
+        return compiled.encode_file(recipe, descriptor, at, rows, buffer, outs)
 
 
 def start_encoder(count: int) -> str:

@@ -69,7 +69,7 @@ def stream(
                     mapped_contents(step, given, tick) if id(step) in mapped else new_contents(step, given, tick, batch)
                 )
             exchange.during(batch.run, tick)
-            exchange.put_own(held, made)
+            exchange.put_each(held, made, is_own=True)
             keep_loading(model, exchange, names_of_weights(new))
             done.update([step.name for step in plain])
             done.update(name for step in new for name in step.component.names)

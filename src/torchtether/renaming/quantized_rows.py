@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._dtypes import copyable
 from ..checkpoint.reader import Checkpoint
 from ..errors import SchemeError, UnsupportedOpError
 from ..geometry.views import Shape, contiguous_stride
@@ -89,7 +90,7 @@ class Recipe:
         for run in self.runs:
             given = self._read_run(run, checkpoint)
             for name, place in self._places(run).items():
-                _bits(parts[name] if place is None else parts[name][place]).copy_(_bits(given[name]))
+                copyable(parts[name] if place is None else parts[name][place]).copy_(copyable(given[name]))
             tick(self._nbytes(run, checkpoint))
         spec = self.spec
         return Weight(view_parts(scheme, parts, spec.base), spec)
@@ -198,8 +199,3 @@ def _rows_are_apart(scheme: Scheme, shape: Shape) -> bool:
 
 def _can_view(scheme: Scheme, old: Shape, new: Shape) -> bool:
     return old == new or scheme.can_view(old, new)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Some dtypes have no copies of their own."""
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor

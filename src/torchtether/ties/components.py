@@ -46,13 +46,13 @@ class Component(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of every member."""
+        """Return every name of every member."""
         if len(self.members) == 1:
             return self.members[0].names
         return tuple(name for member in self.members for name in member.names)
 
     def member(self, name: str) -> Member:
-        """The one that has this name. Raises KeyError."""
+        """Return the one that has this name. Raise KeyError."""
         for member in self.members:
             if name in member.names:
                 return member
@@ -60,7 +60,7 @@ class Component(NamedTuple):
 
 
 def find_components(model: Tensors) -> tuple[Component, ...]:
-    """The model's tensors, grouped so that two are together if and only if they share an element, in module order.
+    """Group the model's tensors: two are together if and only if they share an element, in module order.
 
     Slices of one storage that share no element are apart.  Also on ``meta``, where only the memory object tells.
     """
@@ -68,12 +68,12 @@ def find_components(model: Tensors) -> tuple[Component, ...]:
 
 
 def shared_components(model: Tensors) -> tuple[Component, ...]:
-    """Those of ``find_components`` that have two names or more, in a small part of the time."""
+    """Return those of ``find_components`` that have two names or more, in a small part of the time."""
     return tuple(component for component in _components(model, alone=False) if len(component.names) > 1)
 
 
-def parted(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[Tensor], tuple[Component, ...]]:
-    """The tensors of ``model`` that surely share no element with another, and the components of all the rest.
+def split_shared(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[Tensor], tuple[Component, ...]]:
+    """Return the tensors of ``model`` that surely share no element with another, and the components of all the rest.
 
     ``modules`` are all of the model's. Together they are what ``find_components`` finds; a model of nothing but
     parameters in memory of their own is through in a fraction of the time, because nobody asks for names.
@@ -95,7 +95,7 @@ def parted(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[Tensor]
 
 
 def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
-    """Every component; without ``alone`` those of one name may be missing."""
+    """Return every component; without ``alone`` those of one name may be missing."""
     with uncollected():
         objects: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
         for name, tensor in named_tensors(model).items():
@@ -123,12 +123,12 @@ def _lone(tensor: Tensor, names: tuple[str, ...], span: tuple[int, int]) -> Comp
 
 @lru_cache(maxsize=4096)
 def _whole(dtype: torch.dtype, size: Shape, stride: Shape) -> View:
-    """Thousands of tensors have a few shapes, and share what describes them."""
+    """Return the view of a whole tensor, shared by the thousands of tensors that have a few shapes."""
     return View(dtype, tuple(size), stride)
 
 
 def _groups(blocks: Sequence[Sequence[Block]]) -> list[list[int]]:
-    """The indices of ``blocks``, grouped by overlap, in order of their first index."""
+    """Return the indices of ``blocks``, grouped by overlap, in order of their first index."""
     groups = Groups(len(blocks))
     spaces: dict[object, list[tuple[int, Block]]] = {}
     for i, own in enumerate(blocks):
@@ -174,7 +174,7 @@ def _own_view(tensor: Tensor) -> View:
 
 
 def _aligned(spans: Sequence[Block]) -> int:
-    """The last byte at or before the first of ``spans`` from which each of them is a whole number of its elements."""
+    """Return the last byte at or before the first of ``spans`` from which each is a whole number of its elements."""
     first = min(span.start for span in spans)
     for start in range(first, first - 16, -1):
         if all((span.start - start) % span.itemsize == 0 for span in spans):

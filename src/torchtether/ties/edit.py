@@ -14,7 +14,7 @@ from .records import how_to_tie, record_ties
 
 
 def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, rows: slice | None = None) -> None:
-    """``alias`` is the very object that ``owner`` names, or with ``transpose`` or ``rows`` a view over its memory.
+    """Make ``alias`` the very object that ``owner`` names, or with ``transpose`` or ``rows`` a view over its memory.
 
     The values that ``alias`` had are gone.  An optimizer that was built before still holds the old parameter:
     tie first.  The tie records of the Weights concerned say what is true afterwards.
@@ -59,7 +59,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
 
 
 def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) -> Tensor:
-    """The rows of ``given``, turned if wanted. Raises TieError where it has none, or is no matrix to turn."""
+    """Return the rows of ``given``, turned if wanted. Raise TieError where it has none, or is no matrix to turn."""
     if rows is not None and (given.dim() == 0 or (rows.step is not None and rows.step < 1)):
         what = f"has shape {tuple(given.shape)}, of which rows={rows} is no view"
         raise TieError(what, name=owner, fix="Give a slice with a positive step, of a tensor that has rows.")
@@ -70,7 +70,7 @@ def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) ->
 
 
 def untie(model: nn.Module, name: str) -> None:
-    """``name`` is a tensor of its own, with equal values; what it was tied to stays as it was.
+    """Make ``name`` a tensor of its own, with equal values; what it was tied to stays as it was.
 
     An optimizer that was built before does not hold the new parameter: untie first.  A name that is not tied is left.
 
@@ -106,13 +106,13 @@ def _component_names(model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _check_unmanaged(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """FSDP2 puts its own parameters back at every forward, so what it manages is tied before, or not at all."""
+    """Refuse what FSDP2 manages: it puts its own parameters back at every forward, so it is tied before, or never."""
     if is_sharded(tensor) and any(fsdp2_state(module) is not None for module in model.modules()):
         raise TieError("is under FSDP2, which would undo it", name=name, fix="Tie or untie before fully_shard.")
 
 
 def _register(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts ``tensor`` under ``name``. The module is looked up in the model's own table, never by getattr on text."""
+    """Put ``tensor`` under ``name``. The module is looked up in the model's own table, never by getattr on text."""
     modules = dict(model.named_modules(remove_duplicate=False))
     path, _, leaf = name.rpartition(".")
     module = modules[path]

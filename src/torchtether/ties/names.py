@@ -16,7 +16,7 @@ Tensors = nn.Module | Mapping[str, Tensor]
 
 
 def named_tensors(model: Tensors) -> dict[str, Tensor]:
-    """Every parameter, then every other tensor, under every name that it has, in module order."""
+    """Return every parameter, then every other tensor, under every name that it has, in module order."""
     if isinstance(model, nn.Module):
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
 
 
 def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Every parameter and buffer of ``modules`` once."""
+    """Return every parameter and buffer of ``modules`` once."""
     found: dict[int, Tensor] = {}
     for module in modules:
         for tensor in module._parameters.values():
@@ -56,7 +56,7 @@ def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The one of ``names`` that looks most like ``name``; empty if there are none."""
+    """Return the one of ``names`` that looks most like ``name``; empty if there are none."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)), "")
 
 
@@ -68,5 +68,5 @@ def check_known(name: str, tensors: Iterable[str]) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: this process has a part of it, or a copy that others have too."""
+    """Return whether it is a DTensor: this process has a part of it, or a copy that others have too."""
     return type(tensor) not in STOCK and hasattr(tensor, "_local_tensor")

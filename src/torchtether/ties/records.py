@@ -23,7 +23,9 @@ from .spans import same_parts
 
 
 def find_ties(model: nn.Module) -> tuple[Tie, ...]:
-    """Every group of names that share memory, in module order: one object, one storage, views, Weights over one part.
+    """Return every group of names that share memory, in module order.
+
+    They share one object, one storage, views, or parts of Weights.
 
     The owner is the tensor that covers the others: contiguous first, then a Parameter before a buffer, the larger
     element, the higher rank, module order.  Where none covers all, it is the first in memory, and views reach past it.
@@ -41,7 +43,7 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
 
 
 def tie_of(component: Component, owner: str | None = None) -> Tie | None:
-    """The tie of one component, ``None`` if it has one name; ``owner`` forces the choice of its owner."""
+    """Return the tie of one component, ``None`` if it has one name; ``owner`` forces the choice of its owner."""
     if len(component.names) < 2:
         return None
     for member in component.members:
@@ -84,7 +86,7 @@ def _rank(component: Component, member: Member, owner: str | None) -> tuple[obje
 
 
 def _relative(component: Component, member: Member, owner: Member) -> View | None:
-    """The geometry of ``member`` from the first byte of ``owner``; ``None`` where it is that of the owner."""
+    """Return the geometry of ``member`` from the first byte of ``owner``; ``None`` where it is that of the owner."""
     view, base = member.view, owner.view
     if component.nbytes == 0:
         return _relative_weight(member, owner)
@@ -115,14 +117,14 @@ def _relative_weight(member: Member, owner: Member) -> View | None:
 
 
 def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:
-    """The ties that the model's Weights carry, each once, in module order."""
+    """Return the ties that the model's Weights carry, each once, in module order."""
     tensors = (getattr(t, "_local_tensor", t) for t in named_tensors(model).values())  # rows carry the record, too
     carried = (tensor.tie for tensor in tensors if isinstance(tensor, Weight))
     return tuple(dict.fromkeys(tie for tie in carried if tie is not None))
 
 
 def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
-    """The Weights among ``names`` (all, if ``None``) carry the tie that is live now, and no other."""
+    """Give the Weights among ``names`` (all, if ``None``) the tie that is live now, and no other."""
     wanted = None if names is None else set(names)
     for component in find_components(model):
         if wanted is None or not wanted.isdisjoint(component.names):
@@ -132,7 +134,7 @@ def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
 
 
 def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
-    """Returns if the live ties are those of ``expected``, or of the records that the model's Weights carry.
+    """Raise TieError unless the live ties are those of ``expected``, or of the records that Weights carry.
 
     With ``expected`` a tie that it does not name is an error; records speak for the names in them only.
 
@@ -172,7 +174,7 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
 
 
 def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
-    """Raises TieError unless ``tie`` is live; ``components`` has every name of the model, ``None`` for those alone."""
+    """Raise TieError unless ``tie`` is live; ``components`` has every name of the model, ``None`` for those alone."""
     for name in tie.names:
         if name not in components:
             fix = f"The nearest name is {nearest(name, components)!r}." if nearest(name, components) else ""
@@ -195,7 +197,7 @@ def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
 
 
 def _agree(live: Tie, record: Tie, name: str) -> bool:
-    """Dtypes are compared only where they differ inside the live tie: a record is older than the last conversion."""
+    """Return whether two ties agree; dtypes count only where they differ inside the live one: a record is older."""
     i, j = live.names.index(name), record.names.index(name)
     now, then = live.views[i], record.views[j]
     if now is not None and then is not None:

@@ -14,7 +14,7 @@ from .names import is_sharded
 
 
 def span_tensor(component: Component) -> Tensor:
-    """All the memory of ``component`` as one 1-D tensor, in the common dtype, or in bytes where the dtypes differ.
+    """Return all memory of ``component`` as one 1-D tensor, in the common dtype, or bytes where dtypes differ.
 
     A component without memory of its own (a sparse tensor, Weights over the same parts) gives its first tensor,
     detached; ``member_view`` takes either.  Raises TieError for Weights that share some of their parts only.
@@ -25,7 +25,7 @@ def span_tensor(component: Component) -> Tensor:
         return first if is_lazy(first) else first.detach()
     dtype = component.dtype or torch.uint8
     for member in component.members:
-        tensor = _memory(member.tensor)
+        tensor = plain_values(member.tensor)
         offset = component.start - (blocks_of(tensor)[0].start - tensor.storage_offset() * tensor.element_size())
         storage = tensor.untyped_storage()
         if offset >= 0 and offset + component.nbytes <= storage.nbytes() and offset % dtype.itemsize == 0:
@@ -39,7 +39,7 @@ def span_tensor(component: Component) -> Tensor:
 
 
 def member_view(span: Tensor, member: Member) -> Tensor:
-    """The tensor of ``member`` over ``span``, which is ``span_tensor`` of its component or a conversion of it."""
+    """Return the tensor of ``member`` over ``span``: ``span_tensor`` of its component, or a conversion of it."""
     tensor, view = member.tensor, member.view
     if isinstance(tensor, Weight) and not tensor.scheme.transparent and isinstance(span, Weight):
         return span.map(Tensor.detach, span.spec.replace(shape=view.size, stride=view.stride, tie=tensor.tie))
@@ -57,7 +57,8 @@ def member_view(span: Tensor, member: Member) -> Tensor:
     return tensor.around(made) if isinstance(tensor, Weight) else made
 
 
-def _memory(tensor: Tensor) -> Tensor:
+def plain_values(tensor: Tensor) -> Tensor:
+    """Return the values of a Weight, without a copy where it is transparent; any other tensor as it is."""
     return tensor.values_of() if isinstance(tensor, Weight) else tensor
 
 

@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 
 def fsdp2_state(module: nn.Module) -> Any:
-    """FSDP2's state of a module that ``fully_shard`` was applied to, ``None`` for any other."""
+    """Return FSDP2's state of a module that ``fully_shard`` was applied to, ``None`` for any other."""
     get = getattr(module, "_get_fsdp_state", None)
     return get() if get is not None else None
 
 
 def is_forwarded(state: Any) -> bool:
-    """Whether FSDP2 has run a forward, after which it holds buffers in the old dtype and on the old device."""
+    """Return whether FSDP2 has run a forward, after which it holds buffers in the old dtype and on the old device."""
     return getattr(state, "_is_root", None) is not None
 
 
 def renew_shards(state: Any) -> None:
-    """FSDP2 refers to the memory of the parameters that the module has now."""
+    """Point FSDP2 to the memory of the parameters that the module has now."""
     for param in _fsdp2_params(state):
         param.reset_sharded_param()
 
 
 def offloaded_parameters(state: Any) -> list[Tensor]:
-    """The sharded parameters that FSDP2 keeps on the CPU, whatever device it computes on."""
+    """Return the sharded parameters that FSDP2 keeps on the CPU, whatever device it computes on."""
     return [param.sharded_param for param in _fsdp2_params(state) if param.offload_to_cpu]
 
 
@@ -52,14 +52,14 @@ def _fsdp2_params(state: Any) -> Iterator[Any]:
 
 
 def reseat_slots(state: Any) -> None:
-    """Every module that shares a sharded parameter has it again, where an assignment gave one of them another."""
+    """Give every module that shares a sharded parameter the same one, where an assignment gave one another."""
     for param in _fsdp2_params(state):
         if param.sharded_state.name == "SHARDED":
             param._setattr_on_modules(param.sharded_param)
 
 
 def sharded_slots(model: nn.Module) -> dict[int, Any]:
-    """FSDP2's record of each sharded parameter of ``model``, by the id of the parameter."""
+    """Return FSDP2's record of each sharded parameter of ``model``, by the id of the parameter."""
     found: dict[int, Any] = {}
     for module in model.modules():
         state = fsdp2_state(module)
@@ -69,7 +69,7 @@ def sharded_slots(model: nn.Module) -> dict[int, Any]:
 
 
 def follow_buffer(model: nn.Module, parameter: Tensor, module: nn.Module, name: str, *, detached: bool) -> None:
-    """The buffer ``name`` of ``module`` is the parameter in whichever state FSDP2 has it: sharded, or gathered.
+    """Make the buffer ``name`` of ``module`` the parameter in whichever state FSDP2 has it: sharded, or gathered.
 
     FSDP2 tells every module that shares a parameter, by setting an attribute; it would not know of a buffer.
     """
@@ -116,7 +116,7 @@ def stale_shards(state: Any, lacks_padding: Callable[[Tensor], bool]) -> list[An
 
 
 def changed_dtypes(state: Any) -> list[tuple[Any, torch.dtype]]:
-    """FSDP2's records of which the parameter has another dtype than at the first forward, and that dtype."""
+    """Return FSDP2's records whose parameter has another dtype than at the first forward, and that dtype."""
     found = []
     for param in _fsdp2_params(state):
         before = getattr(param, "orig_dtype", None)

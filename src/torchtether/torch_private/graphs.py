@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_released(node: Any) -> bool:
-    """Whether backward has freed what this node saved, so that no gradient can pass it again.
+    """Return whether backward has freed what this node saved, so that no gradient can pass it again.
 
     Reads the raw saved variables first: the public accessors would run unpack hooks (recompute, read from disk).
     """
@@ -29,7 +29,7 @@ def is_released(node: Any) -> bool:
 
 
 def saved_by(node: Any) -> Iterator[Tensor]:
-    """The tensors that a node has saved, without running unpack hooks."""
+    """Yield the tensors that a node has saved, without running unpack hooks."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             try:

@@ -8,28 +8,27 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-Apply = Callable[..., nn.Module]
+Method = Callable[..., Any]
 
 
-def stock_apply() -> Apply | None:
-    """``nn.Module._apply`` as torch has it, through which every stock conversion goes; ``None`` if it was replaced."""
-    found = nn.Module._apply
-    is_torchs = (found.__module__, found.__qualname__) == ("torch.nn.modules.module", "Module._apply")
-    return found if is_torchs else None
+def current_method(name: str) -> tuple[Method, bool]:
+    """Return the method ``name`` of ``nn.Module`` as it is in this process, and whether it is torch's own."""
+    found = getattr(nn.Module, name)
+    return found, (found.__module__, found.__qualname__) == ("torch.nn.modules.module", f"Module.{name}")
 
 
-def replace_apply(function: Apply, expected: Apply) -> None:
-    """``nn.Module._apply`` is ``function`` in this process, if it was ``expected``.
+def replace_method(name: str, function: Method, expected: Method) -> None:
+    """Make ``function`` the method ``name`` of ``nn.Module`` in this process, if it was ``expected``.
 
-    Nothing else is told that a conversion begins, and which module it converts, without a mode that sees every tensor
-    function; such a mode, even one that does nothing, doubles the time of a conversion.
+    Nothing else is told that a stock conversion (``_apply``) or load begins, and of which module, without a mode that
+    sees every tensor function; such a mode, even one that does nothing, doubles the time of a conversion.
     """
-    if nn.Module._apply is expected:
-        nn.Module._apply = function  # type: ignore[method-assign]
+    if getattr(nn.Module, name) is expected:
+        setattr(nn.Module, name, function)
 
 
 def flat_weight_refs(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of the weak references that ``nn.RNNBase`` modules keep to their own weights."""
+    """Return the ids of the weak references that ``nn.RNNBase`` modules keep to their own weights."""
     return {
         id(ref)
         for module in modules
@@ -39,17 +38,17 @@ def flat_weight_refs(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:
-    """The module has no weak reference to its weights, so that torch's own exchange does not refuse them."""
+    """Drop the module's weak references to its weights, so that torch's own exchange does not refuse them."""
     module._flat_weight_refs = []
 
 
 def renew_flat_weights(module: nn.RNNBase) -> None:
-    """The module's list of flat weights is that of its parameters, compact in memory where cuDNN wants it."""
+    """Set the module's list of flat weights to its parameters, compact in memory where cuDNN wants it."""
     module._init_flat_weights()
 
 
 def is_parametrization_cached() -> bool:
-    """Whether ``parametrize.cached()`` is active and holds computed weights, which a conversion would leave stale."""
+    """Return whether ``parametrize.cached()`` holds computed weights, which a conversion would leave stale."""
     return bool(getattr(parametrize, "_cache_enabled", 0)) and bool(getattr(parametrize, "_cache", None))
 
 

@@ -11,7 +11,7 @@ from torch import overrides
 
 
 def is_direct() -> bool:
-    """Whether ops that are called now run at once and unseen: nobody traces, records or transforms them.
+    """Return whether ops that are called now run at once and unseen: nobody traces, records or transforms them.
 
     What works on the memory of tensors without torch must not run otherwise.  There are public ways to ask each
     tracer, but none that knows them all.
@@ -29,12 +29,12 @@ GRAD_SWITCH = torch._C._set_grad_enabled
 
 
 def function_modes() -> list[Any]:
-    """The function modes of this thread, the innermost last."""
+    """Return the function modes of this thread, the innermost last."""
     return overrides._get_current_function_mode_stack()  # type: ignore[no-any-return]
 
 
 def set_function_modes(modes: Sequence[Any]) -> None:
-    """The function modes of this thread are ``modes``; a mode can be left only when it is the innermost."""
+    """Set the function modes of this thread to ``modes``; a mode can be left only when it is the innermost."""
     for _ in overrides._get_current_function_mode_stack():
         overrides._pop_mode()
     for mode in modes:
@@ -42,7 +42,9 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 
 
 def is_observed() -> bool:
-    """Whether ops must go through torch's dispatcher: a mode counts, fakes or casts them, a trace or transform follows.
+    """Return whether ops must go through torch's dispatcher.
+
+    A mode counts, fakes or casts them, a trace or transform follows.
 
     There is no public way to ask for the modes that are active, nor for the level of ``torch.func`` or of forward AD.
     """
@@ -63,7 +65,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def never_compiled(function: Function) -> Function:
-    """``function``, which the compiler does not translate as a frame of its own, nor what it calls.
+    """Return ``function``, which the compiler does not translate as a frame of its own, nor what it calls.
 
     As ``torch.compiler.disable``, but without importing the compiler; and a graph that it follows goes through it.
     """
@@ -82,7 +84,7 @@ WATCHED = (_count_modes, _level, _is_autocasting, is_tracing)
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """What is computed inside is a constant to a trace that looks on. There is no public way to look away."""
+    """Return what is computed inside is a constant to a trace that looks on. There is no public way to look away."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:

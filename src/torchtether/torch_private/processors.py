@@ -9,7 +9,7 @@ import torch
 
 
 def one_core() -> None:
-    """The ops that this thread calls use one core from now on, where torch computes with OpenMP; other threads' do not.
+    """Have ops of this thread use one core from now on, where torch computes with OpenMP; other threads' do not.
 
     ``torch.set_num_threads`` is process-wide. OpenMP keeps a number for each thread, which torch sets at first use.
     """
@@ -31,7 +31,7 @@ _set_openmp_threads = _find_openmp()
 
 
 def has_fast_float16() -> bool:
-    """Whether oneDNN multiplies float16 with vectors of this processor; False where this torch does not say."""
+    """Return whether oneDNN multiplies float16 with vectors of this processor; False where this torch does not say."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):

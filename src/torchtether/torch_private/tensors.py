@@ -13,7 +13,7 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def swap_impl(one: Tensor, two: Tensor) -> None:
-    """The two objects have each other's contents: storage, dtype, device, layout, autograd state; nothing of Python's.
+    """Exchange the contents of two objects: storage, dtype, device, layout, autograd state; nothing of Python's.
 
     ``torch.utils.swap_tensors`` swaps class and attributes first and this last, although only this can refuse, so a
     refusal leaves a torn object; it also poisons a graph that may still be needed.  Refuses C++ weak references only.
@@ -22,13 +22,13 @@ def swap_impl(one: Tensor, two: Tensor) -> None:
 
 
 def impl_id(tensor: Tensor) -> int:
-    """Which implementation the object has now; there is no public way to tell one from another."""
+    """Return which implementation the object has now; there is no public way to tell one from another."""
     with as_plain():
         return tensor._cdata  # type: ignore[no-any-return]
 
 
 def find_cpp_weakly_held(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those to which C++ (CUDA graphs, an autocast cache) holds a weak reference, with which no exchange is possible.
+    """Find the tensors to which C++ (CUDA graphs, an autocast cache) holds a weak reference, which forbids exchange.
 
     Nothing tells but the exchange itself, so each is exchanged with itself.
     """
@@ -42,7 +42,7 @@ def find_cpp_weakly_held(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def reset(held: Tensor, new: Tensor) -> bool:
-    """The leaf ``held`` has the contents of ``new``, if ``held.data = new`` does all that an exchange would do.
+    """Give the leaf ``held`` the contents of ``new``, if ``held.data = new`` does all that an exchange would do.
 
     So it is for nearly all parameters; for all others nothing happens, and the answer is no.  It keeps the
     implementation with its hooks, as stock conversions do.  A grad would have to follow, a view would stay a view of
@@ -62,19 +62,19 @@ def reset(held: Tensor, new: Tensor) -> bool:
 
 
 def use_counts(tensors: Iterable[Tensor]) -> list[int]:
-    """``use_count`` of each."""
+    """Return ``use_count`` of each."""
     with as_plain():
         return [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def use_count(tensor: Tensor) -> int:
-    """How many own the implementation: 1 for the object itself, more for views, graphs and C++."""
+    """Return how many own the implementation: 1 for the object itself, more for views, graphs and C++."""
     with as_plain():
         return tensor._use_count()  # type: ignore[no-any-return, attr-defined]
 
 
 def has_gradient_edge(tensor: Tensor) -> bool:
-    """Whether an AccumulateGrad node exists for this leaf, that is: some graph, spent or not, leads to it."""
+    """Return whether an AccumulateGrad node exists for this leaf, that is: some graph, spent or not, leads to it."""
     if not (tensor.requires_grad and tensor.is_leaf):
         return False
     before = use_count(tensor)
@@ -85,7 +85,7 @@ def has_gradient_edge(tensor: Tensor) -> bool:
 
 
 def as_class(kind: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
-    """A new object of ``kind`` over the memory of ``data``.
+    """Return a new object of ``kind`` over the memory of ``data``.
 
     ``nn.Parameter(...)`` cannot make a subclass without calling its constructor, which may ask for anything.
     """
@@ -94,13 +94,13 @@ def as_class(kind: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
 
 
 def hooks_of(tensor: Tensor) -> tuple[Any, Any]:
-    """The dictionaries of both kinds of hooks, ``None`` where there was never one."""
+    """Return the dictionaries of both kinds of hooks, ``None`` where there was never one."""
     with as_plain():
         return tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 def seat_hooks(tensor: Tensor) -> None:
-    """Hooks of both kinds that the object holds fire again, also those registered later.
+    """Have hooks of both kinds that the object holds fire again, also those registered later.
 
     The dictionaries belong to the object, but the implementation calls them: after an exchange the new one knows
     nothing of them, and only an assignment tells it.
@@ -135,7 +135,7 @@ any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad",
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
+    """Return the identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,11 +38,18 @@ def _minor(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
-def check_torch() -> None:
-    """Raises ConversionError if this torch lacks a call that exchanging tensors needs."""
-    missing = [f"{owner.__name__}.{name}" for owner, name in _NEEDED if not hasattr(owner, name)]
-    if missing:
-        raise ConversionError(
-            f"torch {torch.__version__} has no {', '.join(missing)}, without which tensors cannot be exchanged",
-            fix="Use the torch that this torchtether was released for.",
-        )
+def find_missing() -> tuple[str, ...]:
+    """Return the calls that exchanging tensors needs and this torch lacks."""
+    return tuple(f"{owner.__name__}.{name}" for owner, name in _NEEDED if not hasattr(owner, name))
+
+
+MISSING = find_missing()
+"""Looked for once: torch does not change while it runs."""
+
+
+def refuse_torch() -> NoReturn:
+    """Raise ConversionError, naming the calls that this torch lacks."""
+    raise ConversionError(
+        f"torch {torch.__version__} has no {', '.join(MISSING)}, without which tensors cannot be exchanged",
+        fix="Use the torch that this torchtether was released for.",
+    )

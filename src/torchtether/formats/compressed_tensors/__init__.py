@@ -18,10 +18,12 @@ Before version 0.18 widths that do not divide 32 were packed as whole codes to e
 Source: https://github.com/vllm-project/compressed-tensors, checked against 0.20.0.
 """
 
-from .reading import recognise
+from ..evidence import Evidence
+from .reading import METHODS, recognise
 from .unpacking import rows, unpack
 from .writing import announce, layout, pack
 
 name = "compressed-tensors"
+evidence = Evidence(methods=METHODS, config=("compression_config",), keys=("weight_packed\n",))
 
-__all__ = ["announce", "layout", "name", "pack", "recognise", "rows", "unpack"]
+__all__ = ["announce", "evidence", "layout", "name", "pack", "recognise", "rows", "unpack"]

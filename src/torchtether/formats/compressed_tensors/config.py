@@ -44,7 +44,7 @@ class Args:
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """One of the config groups; ``args`` is ``None`` where it leaves weights as they are, ``format`` "" if unsaid."""
 
     name: str
@@ -53,23 +53,23 @@ class Group:
     args: Args | None
 
 
-UNKNOWN = Group("", (), "", Args())
+UNKNOWN = ConfigGroup("", (), "", Args())
 """Where there is no config."""
 
-_IGNORED = Group("ignore", (), "", None)
+_IGNORED = ConfigGroup("ignore", (), "", None)
 
 
 @dataclass(frozen=True)
 class Names:
     """Targets: names of modules, patterns for them (``re:``), and classes; each with what it stands for."""
 
-    exact: Mapping[str, Group]
-    patterns: tuple[tuple[NamePattern, Group], ...]
-    classes: tuple[Group, ...]
+    exact: Mapping[str, ConfigGroup]
+    patterns: tuple[tuple[NamePattern, ConfigGroup], ...]
+    classes: tuple[ConfigGroup, ...]
 
     @staticmethod
-    def of(pairs: Iterable[tuple[str, Group]]) -> Names:
-        """A target that is given twice stands for the last; patterns are tried in the order of their text."""
+    def of(pairs: Iterable[tuple[str, ConfigGroup]]) -> Names:
+        """Index ``pairs``: a target given twice stands for the last; patterns are tried in the order of their text."""
         named, clock = dict(pairs), Clock()
         patterns = (
             (_pattern(target, clock), group)
@@ -80,8 +80,8 @@ class Names:
         classes = dict.fromkeys(group for target, group in named.items() if target[:1].isupper())
         return Names(named, tuple(patterns), tuple(classes))
 
-    def find(self, module: str) -> tuple[Group, ...]:
-        """What stands for ``module``: by its name, or else by a pattern, or else whatever a class stands for."""
+    def find(self, module: str) -> tuple[ConfigGroup, ...]:
+        """Return what stands for ``module``: by its name, or else by a pattern, or else whatever a class stands for."""
         if module in self.exact:
             return (self.exact[module],)
         matching = next((group for pattern, group in self.patterns if pattern.match(module)), None)
@@ -97,13 +97,13 @@ class Config:
     version: tuple[int, ...]
 
     def is_ignored(self, module: str) -> bool:
-        """Whether ``ignore`` names ``module``; a class in it is not asked, because names do not tell classes."""
+        """Return whether ``ignore`` names ``module``; a class in it is not asked, because names do not tell classes."""
         names = self.ignored
         return module in names.exact or any(pattern.match(module) for pattern, _ in names.patterns)
 
 
 def parse(settings: Mapping[str, Any]) -> Config:
-    """``settings`` as a Config.
+    """Return ``settings`` as a Config.
 
     Raises CheckpointError, naming ``config.json``, for what is known and not read, and for what means nothing.
 
@@ -126,7 +126,7 @@ def parse(settings: Mapping[str, Any]) -> Config:
     return Config(targets, Names.of((target, _IGNORED) for target in ignore), _version(settings.get("version")))
 
 
-def _group(name: str, group: Any, format: str) -> Group:
+def _group(name: str, group: Any, format: str) -> ConfigGroup:
     if isinstance(group, list):
         if name.upper() not in PRESETS:
             _refuse(f"config group {name} is a list of targets, and no preset has that name")
@@ -137,7 +137,7 @@ def _group(name: str, group: Any, format: str) -> Group:
     if weights is not None and not isinstance(weights, Mapping):
         _refuse(f"weights of config group {name} is {_short(weights)}, not an object")
     own = _format(group.get("format"))
-    return Group(
+    return ConfigGroup(
         name,
         _strings(group.get("targets"), f"targets of config group {name}"),
         own or (format if format not in _UNSAID else ""),
@@ -225,7 +225,7 @@ def _is_pattern(target: str) -> bool:
     return target.startswith("re:")
 
 
-def _text(pair: tuple[str, Group]) -> str:
+def _text(pair: tuple[str, ConfigGroup]) -> str:
     return pair[0]
 
 

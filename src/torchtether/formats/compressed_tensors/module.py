@@ -31,13 +31,13 @@ class Module:
         return role in self.keys
 
     def stored(self, role: str) -> Stored:
-        """The header of a tensor. Raises Fault if it is absent."""
+        """Return the header of a tensor. Raise Fault if it is absent."""
         if role not in self.keys:
             raise Fault(f"its {SUFFIX[role]} is absent")
         return self.contents.tensors[self.keys[role]]
 
     def checked(self, role: str, dtypes: tuple[torch.dtype, ...], shape: Shape, why: str) -> Stored:
-        """The header of a tensor, dimensions of 1 aside of ``shape``. Raises Fault if it is anything else."""
+        """Return the header of a tensor, dimensions of 1 aside of ``shape``. Raise Fault if it is anything else."""
         stored = self.stored(role)
         if stored.dtype not in dtypes:
             raise Fault(f"its {SUFFIX[role]} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
@@ -46,5 +46,5 @@ class Module:
         return stored
 
     def read(self, role: str) -> Tensor:
-        """The values of a small tensor."""
+        """Return the values of a small tensor."""
         return self.contents.read(self.keys[role])

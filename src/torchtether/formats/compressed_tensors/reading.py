@@ -12,7 +12,7 @@ from ...files import Stored
 from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme, bits
 from ..entry import Contents, Entry, Found, spec_of
-from .config import FLOAT, INT, MXFP4, MXFP6, MXFP8, NAIVE, NVFP4, PACK, UNKNOWN, Args, Config, Group, parse
+from .config import FLOAT, INT, MXFP4, MXFP6, MXFP8, NAIVE, NVFP4, PACK, UNKNOWN, Args, Config, ConfigGroup, parse
 from .module import SUFFIX, Fault, Module
 
 METHODS = ("compressed-tensors", "compressed_tensors")
@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Every module with a packed weight, or with codes and a scale; half of either is a fault.
+    """Return every module with a packed weight, or with codes and a scale; half of either is a fault.
 
     The tensors of a module say how it is stored; bits, groups and blocks come from ``quantization_config``, and a
     config that says otherwise than the tensors is a fault. Without a config, what the tensors leave open is one.
@@ -70,7 +70,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def _settings(contents: Contents) -> Mapping[str, Any] | None:
-    """``quantization_config``; before version 0.6 it was ``compression_config``, or inside of that."""
+    """Return ``quantization_config``; before version 0.6 it was ``compression_config``, or inside of that."""
     if contents.method in METHODS:
         return contents.quantization
     old = contents.config.get("compression_config")
@@ -81,7 +81,7 @@ def _settings(contents: Contents) -> Mapping[str, Any] | None:
 
 
 def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
-    """The keys by module and role; what belongs to activations is spare."""
+    """Return the keys by module and role; what belongs to activations is spare."""
     role_of = {suffix: role for role, suffix in SUFFIX.items()}
     modules: dict[str, dict[str, str]] = {}
     for key in contents.tensors:
@@ -94,13 +94,13 @@ def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
 
 
 def _understood(module: Module, config: Config | None) -> Reading | None:
-    """How to read ``module``; ``None`` if it is not quantized. Raises Fault."""
+    """Return how to read ``module``; ``None`` if it is not quantized. Raise Fault."""
     if module.keys.keys() <= {"weight"}:
         if "weight" in module and module.stored("weight").dtype in _CODES:
             raise Fault(f"it is {module.stored('weight').dtype} and has no weight_scale")
         return None
     if config is None:
-        groups: tuple[Group, ...] = (UNKNOWN,)
+        groups: tuple[ConfigGroup, ...] = (UNKNOWN,)
     elif config.is_ignored(module.name):
         raise Fault("config.json ignores its module, and it is quantized")
     else:
@@ -122,7 +122,7 @@ def _understood(module: Module, config: Config | None) -> Reading | None:
     return readings[0]
 
 
-def _reading(module: Module, group: Group) -> Reading:
+def _reading(module: Module, group: ConfigGroup) -> Reading:
     if "packed" not in module and "weight" not in module:
         raise Fault(f"its {SUFFIX[next(iter(module.keys))]} is there, its codes are not")
     if "packed" in module and "weight" in module:
@@ -155,8 +155,8 @@ def _reading(module: Module, group: Group) -> Reading:
     return _microscaled_packed(module, args)
 
 
-def _agree(group: Group, kind: str, widths: range | tuple[int, ...], formats: tuple[str, ...]) -> None:
-    """Raises Fault where the config contradicts how a module is stored."""
+def _agree(group: ConfigGroup, kind: str, widths: range | tuple[int, ...], formats: tuple[str, ...]) -> None:
+    """Raise Fault where the config contradicts how a module is stored."""
     args = group.args or Args()
     if args.kind not in (None, kind) or (args.bits is not None and args.bits not in widths):
         raise Fault(f"it is stored as {formats[0]}, and config.json says {args}")
@@ -170,7 +170,7 @@ def _agree(group: Group, kind: str, widths: range | tuple[int, ...], formats: tu
 def _integers(module: Module, args: Args) -> Reading:
     shape = module.stored("weight").shape
     scale, block = _blocks(module, args, shape)
-    is_symmetric = _is_symmetric(module, args)
+    is_symmetric = _check_zero_point(module, args)
     if not is_symmetric:
         module.checked("zero_point", (torch.int8,), scale, f"{args}")
     scheme = Affine(8, symmetric=is_symmetric, block=block, scale_dtype=module.stored("scale").dtype)
@@ -184,7 +184,7 @@ def _packed(module: Module, args: Args) -> Reading:
     scale, block = _blocks(module, args, shape)
     roles = {"packed": "packed", "scale": "scale"}
     zeros: Shape | None = None
-    is_symmetric = _is_symmetric(module, args)
+    is_symmetric = _check_zero_point(module, args)
     if not is_symmetric and module.stored("zero_point").dtype == torch.int8:
         module.checked("zero_point", (torch.int8,), scale, f"{args}")
         roles["zero_point"] = "zero_point"
@@ -192,7 +192,7 @@ def _packed(module: Module, args: Args) -> Reading:
         zeros = module.checked("zero_point", (torch.int32,), module.stored("zero_point").shape, "").shape
         roles["packed_zero_point"] = "zero_point"
     width, dense = _packing(module, args, shape, zeros, scale[-1])
-    is_ordered = _is_ordered(module, args, shape, scale, block)
+    is_ordered = _check_order(module, args, shape, scale, block)
     if is_ordered:
         roles["g_idx"] = "g_idx"
     dtype = module.stored("scale").dtype
@@ -201,7 +201,10 @@ def _packed(module: Module, args: Args) -> Reading:
 
 
 def _packing(module: Module, args: Args, shape: Shape, zeros: Shape | None, groups: int) -> tuple[int, bool]:
-    """How many bits codes and zero points have, and whether they are dense: what fits the words that are stored."""
+    """Return how many bits codes and zero points have, and whether they are dense.
+
+    They are those that fit the stored words.
+    """
     words = module.stored("packed").shape[-1]
     fits: dict[tuple[int, bool], None] = {}
     for width in range(1, 9) if args.bits is None else (args.bits,):
@@ -226,12 +229,12 @@ def _packing(module: Module, args: Args, shape: Shape, zeros: Shape | None, grou
 
 
 def _words(count: int, width: int, dense: bool) -> int:
-    """The int32 words of ``count`` codes: one stream, or as many whole codes to a word as fit."""
+    """Return the int32 words of ``count`` codes: one stream, or as many whole codes to a word as fit."""
     return -(-count * width // 32) if dense else -(-count // (32 // width))
 
 
 def _is_either(shape: Shape, width: int, with_zeros: bool) -> bool:
-    """Whether both packings are the same bits: words hold whole codes anyway, or there is no second word."""
+    """Return whether both packings are the same bits: words hold whole codes anyway, or there is no second word."""
     fit = 32 // width
     return 32 % width == 0 or (shape[-1] <= fit and (not with_zeros or shape[-2] <= fit))
 
@@ -246,8 +249,8 @@ def _stated_shape(module: Module, packed: Stored) -> Shape:
     return shape
 
 
-def _is_ordered(module: Module, args: Args, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
-    """Whether ``weight_g_idx`` puts columns into other groups than their neighbours'."""
+def _check_order(module: Module, args: Args, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
+    """Return whether ``weight_g_idx`` reorders columns. Raise Fault if it cannot be."""
     if "g_idx" not in module:
         if args.is_reordered and scale[-1] > 1 and block[1] is not None:
             raise Fault("its weight_g_idx is absent, and the config says that columns are reordered (actorder: group)")
@@ -262,8 +265,8 @@ def _is_ordered(module: Module, args: Args, shape: Shape, scale: Shape, block: t
     return not torch.equal(g_idx, torch.arange(shape[-1], dtype=torch.int32) // block[1])
 
 
-def _is_symmetric(module: Module, args: Args) -> bool:
-    """Without zero points; where they are stored they count, whatever the config says."""
+def _check_zero_point(module: Module, args: Args) -> bool:
+    """Return whether no zero points are stored, whatever the config says. Raise Fault if it asks for absent ones."""
     if "zero_point" not in module and args.symmetric is False:
         raise Fault("its weight_zero_point is absent, and config.json says that it is not symmetric")
     return "zero_point" not in module
@@ -326,7 +329,7 @@ def _check_groups(module: Module, dtypes: tuple[torch.dtype, ...], shape: Shape,
 
 
 def _check_symmetric(module: Module, args: Args) -> None:
-    """Old releases store zero points of floats, all zero. Raises Fault for others."""
+    """Raise Fault for zero points other than 0, which old releases store beside floats."""
     if args.symmetric is False or ("zero_point" in module and bool(module.read("zero_point").float().any())):
         raise Fault("its codes are floats, which have no zero point, and it is not symmetric")
 
@@ -335,7 +338,7 @@ def _check_symmetric(module: Module, args: Args) -> None:
 
 
 def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int | None, int | None]]:
-    """The shape of float scales as we keep them, and the block that each stands for. Raises Fault."""
+    """Return the shape of float scales as we keep them, and the block that each stands for. Raise Fault."""
     stored = module.stored("scale")
     if len(shape) < 2:
         raise Fault(f"its codes have shape {shape}, which has no rows")
@@ -366,7 +369,7 @@ def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int 
 
 
 def _strategy(scale: Shape, shape: Shape) -> str:
-    """What the shape of the scale alone says."""
+    """Return what the shape of the scale alone says."""
     if math.prod(scale) == 1:
         return "tensor"
     if scale in (shape[:-1], (*shape[:-1], 1)):

@@ -15,7 +15,10 @@ from ..rows import Along, all_along
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parts: words become the stream of codes that they are, zero points one to a byte, the rest stays as it is."""
+    """Return the parts.
+
+    Words become the stream of codes that they are, zero points one to a byte, the rest stays as it is.
+    """
     assert entry.spec is not None
     scheme, layout = entry.spec.scheme, entry.spec.scheme.layout(entry.spec.base)
     parts: dict[str, Tensor] = {}
@@ -36,7 +39,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Every tensor has them as its rows, but for zero points, of which several rows share a word."""
+    """Return where rows lie: every tensor has them as its rows, but several rows of zero points share a word."""
     assert entry.spec is not None
     if "packed_zero_point" not in entry.keys or len(entry.shape) > 2:
         return all_along(entry, tensors)
@@ -48,7 +51,7 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def _stream(words: Tensor, width: int, count: int, dense: bool) -> Tensor:
-    """The bytes of ``count`` codes a row, without gaps, from int32 words."""
+    """Return the bytes of ``count`` codes a row, without gaps, from int32 words."""
     size = bits.packed_size(count, width)
     if dense:
         # flat first, because a dimension of 1 may have any stride, and a view as bytes wants 1

@@ -35,7 +35,7 @@ class Way:
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """What ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+    """Return what ``pack`` will store for a Weight of this spec: dtype and shape by key."""
     way, module = _way(name, spec), _module(name)
     rows, columns = spec.shape
     parts = {
@@ -64,7 +64,7 @@ def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
 
 
 def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """The tensors to store for the Weight ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
+    """Return the tensors to store for the Weight ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
 
     Raises SchemeError, besides what ``layout`` raises, where a zero point does not fit its bits, or where the global
     scale of nvfp4, which multiplies, has no exact reciprocal.
@@ -103,7 +103,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """``quantization_config`` for ``config.json``.
+    """Return ``quantization_config`` for ``config.json``.
 
     Weights that are all stored in one way are one group, and target ``Linear``; otherwise each group names its
     modules. ``ignore`` names every other module with a ``weight``, because names do not tell which of them are linear,
@@ -144,7 +144,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 
 
 def _is_single(module: str) -> bool:
-    """Whether ``module`` stands outside of numbered layers: an embedding, say, which is no ``Linear``."""
+    """Return whether ``module`` stands outside of numbered layers: an embedding, say, which is no ``Linear``."""
     return bool(module) and not any(part.isdecimal() for part in module.split("."))
 
 
@@ -152,7 +152,7 @@ def _is_single(module: str) -> bool:
 
 
 def _way(name: str, spec: WeightSpec) -> Way:
-    """How a Weight of this spec is stored; SchemeError if the format has no words for it."""
+    """Return how a Weight of this spec is stored; SchemeError if the format has no words for it."""
     scheme = spec.scheme
     if len(spec.shape) != 2 or not spec.is_contiguous:
         _refuse(
@@ -202,7 +202,7 @@ def _floats(name: str, scheme: ScaledFloat, shape: Shape) -> Way:
 
 
 def _strategy(name: str, block: tuple[int | None, int | None], shape: Shape, *, always: bool = False) -> dict[str, Any]:
-    """``strategy`` and its size; ``always`` a group, where microscaling asks for one."""
+    """Return ``strategy`` and its size; ``always`` a group, where microscaling asks for one."""
     rows, columns = block
     if block == (None, None):
         return {"strategy": "tensor", "group_size": None}
@@ -239,7 +239,7 @@ def _refuse(name: str, what: str, fix: str) -> NoReturn:
 
 
 def _scale_dtype(way: Way, dtype: torch.dtype) -> torch.dtype:
-    """Powers of two are bytes in microscaling, and floats elsewhere."""
+    """Return the dtype of stored scales: powers of two are bytes in microscaling, and floats elsewhere."""
     if way.format in (MXFP4, MXFP6, MXFP8):
         return torch.uint8
     return dtype if way.format == NVFP4 or dtype in _FLOATS else torch.float32
@@ -254,24 +254,24 @@ def _words(count: int, width: int) -> int:
 
 
 def _as_words(stream: Tensor) -> Tensor:
-    """Bytes by row as int32 words, the last of a row filled up with zeros."""
+    """Return bytes by row as int32 words, the last of a row filled up with zeros."""
     padded = F.pad(stream, (0, -stream.shape[-1] % 4))
     # flat first, because a dimension of 1 may have any stride, and a view as words wants multiples of 4
     return padded.reshape(-1).view(torch.int32).view(*padded.shape[:-1], padded.shape[-1] // 4)
 
 
 def _unsigned(codes: Tensor) -> Tensor:
-    """Codes as they are packed: a stream already has its offset, int8 does not."""
+    """Return codes as they are packed: a stream already has its offset, int8 does not."""
     return codes.view(torch.uint8).bitwise_xor(0x80) if codes.dtype == torch.int8 else codes
 
 
 def _signed(codes: Tensor) -> Tensor:
-    """Codes as int8: those of an unsigned scheme lie 128 higher, and so does their zero."""
+    """Return codes as int8: those of an unsigned scheme lie 128 higher, and so does their zero."""
     return codes if codes.dtype == torch.int8 else codes.bitwise_xor(0x80).view(torch.int8)
 
 
 def _zeros(name: str, zeros: Tensor, width: int, is_signed: bool) -> Tensor:
-    """Zero points as they are packed, uint8; SchemeError if one does not fit into ``width`` bits."""
+    """Return zero points as they are packed, uint8; SchemeError if one does not fit into ``width`` bits."""
     wide = zeros.to(torch.int16) + ((1 << (width - 1)) if is_signed else 0)
     if bool(((wide < 0) | (wide >= 1 << width)).any()):
         outside = int(wide.min()) if bool((wide < 0).any()) else int(wide.max())
@@ -280,7 +280,10 @@ def _zeros(name: str, zeros: Tensor, width: int, is_signed: bool) -> Tensor:
 
 
 def _divisor(name: str, spec: WeightSpec, parts: Mapping[str, Tensor]) -> Tensor:
-    """The global scale as a number to divide by, under which no block scale changes a bit; SchemeError without one."""
+    """Return the global scale as a number to divide by, under which no block scale changes a bit.
+
+    Raise SchemeError without one.
+    """
     scheme = spec.scheme
     assert isinstance(scheme, ScaledFloat)
     if not scheme.global_scale:
