@@ -136,7 +136,7 @@ def test_each_device_gets_its_names_and_recorded_buffers_too(tmp_path, meta):
 def test_recorded_buffers_are_computed_on_one_device_and_moved(tmp_path, monkeypatch):
     """``meta`` stands in for a second device, which not every machine has."""
     tt.save(Rotary(), tmp_path / "x")
-    monkeypatch.setattr(torchtether.plan, "_check_device", torch.device)
+    monkeypatch.setattr(torchtether.loading.matching, "_check_device", torch.device)
     with tt.on_meta():
         model = Rotary()
     before = named_tensors(model)

@@ -22,6 +22,7 @@ from ..schemes import same_bits
 from ..weights.ops.rows import part_rows, view_parts
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
+from .aliases import is_equal, view_of
 from .slices import TensorSlice
 
 _SMALL = 16 * 2**20  # bytes that a format may read to find out how others are to be read
@@ -111,8 +112,7 @@ class Checkpoint(Mapping[str, Tensor]):
             whole = self.read(owner)
             if owner in self._tied or owner in self.flat.values():
                 self._kept[owner] = whole
-        made = whole if view is None else view_of(whole, view)
-        return made.detach()
+        return view_of(whole, view).detach()
 
     def get_slice(self, name: str) -> TensorSlice:
         """``name``, of which ``[...]`` reads a part without the rest; always into memory of its own.
@@ -199,7 +199,12 @@ class Checkpoint(Mapping[str, Tensor]):
             stored = self.store.stored(key)
             tensors[role] = fresh(stored.shape, stored.dtype, device, at=stored.start)
             self.store.read_into(key, tensors[role], tick)
+        return self._unpack(entry, tensors, tie)
+
+    def _unpack(self, entry: Entry, tensors: dict[str, Tensor], tie: Tie | None = None) -> Weight:
+        """Return the Weight of ``entry`` whose stored tensors are ``tensors``, by role."""
         assert self._format is not None
+        assert entry.spec is not None
         try:
             return Weight(self._format.unpack(entry, tensors), entry.spec.replace(tie=tie))
         except TetherError as error:
@@ -208,8 +213,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def read_whole(self, name: str, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
         """``name`` in new memory on ``device``, as the view of its owner that it is."""
         owner, view = self.find(name)
-        made = self.read(owner, device=device, tick=tick)
-        return made if view is None else view_of(made, view)
+        return view_of(self.read(owner, device=device, tick=tick), view)
 
     def read_rows(self, name: str, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
         """The parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``; nothing else is read.
@@ -229,7 +233,7 @@ class Checkpoint(Mapping[str, Tensor]):
         cuts = part_rows(scheme.layout(shape), shape, start, stop)
         if not is_in_parts(entry, self.store.header.tensors):
             cut = self._cut(entry, shape, start, stop)
-            made = self._read(entry) if cut is None else self._read_cut(entry, cut)
+            made = self._read(entry) if cut is None else self._unpack(cut.entry, self._read_views(entry, cut))
             assert isinstance(made, Weight)
             if cut is not None:
                 each = shape[0] // entry.spec.base[0]
@@ -261,14 +265,9 @@ class Checkpoint(Mapping[str, Tensor]):
         each = shape[0] // base[0]
         return cut_rows(entry, tensors, along, start // each, -(-stop // each))
 
-    def _read_cut(self, entry: Entry, cut: Cut) -> Weight:
-        assert self._format is not None
-        assert cut.entry.spec is not None
-        tensors = {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
-        try:
-            return Weight(self._format.unpack(cut.entry, tensors), cut.entry.spec)
-        except TetherError as error:
-            raise CheckpointError(error.what, name=f"{self.path}: {next(iter(entry.keys.values()))}") from None
+    def _read_views(self, entry: Entry, cut: Cut) -> dict[str, Tensor]:
+        """Read what ``cut`` needs of the stored tensors of ``entry``, by role."""
+        return {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
 
     def rows_nbytes(self, name: str, shape: Shape, start: int, stop: int) -> int | None:
         """The bytes that ``read_rows`` needs, where it reads other tensors than the parts; else ``None``."""
@@ -295,8 +294,7 @@ class Checkpoint(Mapping[str, Tensor]):
             made = scratch(entry.shape, entry.dtype)
             self.store.read_into(entry.keys["tensor"], made, tick)
             return made
-        made = self._read(entry, tick=tick)
-        return made if view is None else view_of(made, view)
+        return view_of(self._read(entry, tick=tick), view)
 
     def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:
         """Fills the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
@@ -322,8 +320,7 @@ class Checkpoint(Mapping[str, Tensor]):
         tensors = {role: self.store.map(key) for role, key in entry.keys.items()}
         if entry.spec is None:
             return tensors["tensor"]
-        made = Weight(tensors, entry.spec.replace(tie=self._tied.get(owner)))
-        return made if view is None else view_of(made, view)
+        return view_of(Weight(tensors, entry.spec.replace(tie=self._tied.get(owner))), view)
 
     def whole_key(self, name: str) -> str | None:
         """The key under which the values of ``name`` are stored as they are; ``None`` for a view, and for a Weight."""
@@ -356,10 +353,7 @@ class Checkpoint(Mapping[str, Tensor]):
                 other.spec,
                 other.keys.keys(),
             ) and all(self.store.is_equal(key, other.keys[role]) for role, key in one.keys.items())
-        first, second = self._read(one), self._read(other)
-        first = first if view is None else view_of(first, view)
-        second = second if other_view is None else view_of(second, other_view)
-        return is_equal(first, second)
+        return is_equal(view_of(self._read(one), view), view_of(self._read(other), other_view))
 
     def close(self) -> None:
         """Afterwards nothing can be read; tensors that were handed out stay."""
@@ -401,36 +395,3 @@ def _check_owners(ties: tuple[Tie, ...], names: AbstractSet[str], path: str) -> 
     for tie in ties:
         if tie.owner not in names:
             raise CheckpointError("the record ties names to it, and it is not stored", name=f"{path}: {tie.owner}")
-
-
-def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, bit for bit: shape, dtype, and for Weights scheme and parts."""
-    if isinstance(one, Weight) or isinstance(other, Weight):
-        return (
-            isinstance(one, Weight)
-            and isinstance(other, Weight)
-            and one.spec.replace(tie=None) == other.spec.replace(tie=None)
-            and all(same_bits(part, other.parts[name]) for name, part in one.parts.items())
-        )
-    return same_bits(one, other)
-
-
-def view_of(whole: Tensor, view: View) -> Tensor:
-    """The alias of geometry ``view`` over the memory of ``whole``, which a tie names as its owner."""
-    if isinstance(whole, Weight) and not whole.scheme.transparent:
-        return _view_of_weight(whole, view)
-    storage = whole.untyped_storage()
-    start = whole.storage_offset() * whole.element_size() + view.offset * view.dtype.itemsize
-    if start % view.dtype.itemsize:
-        raise CheckpointError(f"a view of {view.dtype} cannot begin at byte {start}")
-    made = torch.empty(0, dtype=view.dtype, device=whole.device)
-    return made.set_(storage, start // view.dtype.itemsize, view.size, view.stride)
-
-
-def _view_of_weight(whole: Weight, view: View) -> Weight:
-    spec = whole.spec
-    if len(view.size) == len(spec.shape) and sorted(view.size) == sorted(spec.shape) and view.offset == 0:
-        return whole.map(Tensor.detach, spec.replace(shape=view.size, stride=view.stride))
-    row = contiguous_stride(spec.shape)[0]
-    rows: Weight = whole.detach().narrow(0, view.offset // row, view.size[0])  # type: ignore[assignment]
-    return rows

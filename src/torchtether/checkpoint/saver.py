@@ -23,7 +23,7 @@ from ..ties.records import tie_of
 from ..ties.spans import member_view
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .reader import view_of
+from .aliases import view_of
 from .writer import Group, write_groups
 
 Aliases = Literal["drop", "copy"]

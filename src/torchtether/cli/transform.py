@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import compiled
 from .._dtypes import dtype_name
-from ..checkpoint.reader import Checkpoint, view_of
+from ..checkpoint.aliases import view_of
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import Group, check_target, write_groups
 from ..errors import CheckpointError, RuleError, SchemeError

@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, RuleError
 from ..files import PAIRS
-from .rules import Rotary
+from .reordering import Rotary
 from .steps import Naming, Rule, Substitution
 
 _DECODER: list[Substitution] = [

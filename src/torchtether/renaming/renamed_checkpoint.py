@@ -8,7 +8,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..checkpoint.reader import Checkpoint, is_equal
+from ..checkpoint.aliases import is_equal
+from ..checkpoint.reader import Checkpoint
 from ..errors import UnsupportedOpError
 from ..files import scratch
 from ..formats import Entry
@@ -18,9 +19,9 @@ from ..progress import Tick, no_tick
 from ..schemes import Plain
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
+from .named_tensors import Named
 from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
 from .quantized_rows import Recipe, recipe
-from .rules import Named
 from .steps import Rename, renamed
 
 _PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor

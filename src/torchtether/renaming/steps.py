@@ -9,7 +9,9 @@ from dataclasses import replace
 from .._checks import describe
 from ..errors import RuleError, TetherError
 from ..ties.names import nearest
-from .rules import Concat, Named, Rotary, Split, Stack, Transpose
+from .joining import Concat, Split, Stack
+from .named_tensors import Named
+from .reordering import Rotary, Transpose
 
 Rule = Concat | Split | Stack | Transpose | Rotary
 Substitution = tuple[str, str]

@@ -1,24 +1,16 @@
-"""The rules that join, cut and turn tensors of a checkpoint for a model."""
+"""The rename rules that join tensors of a checkpoint and cut them: Concat, Split and Stack."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import RuleError
 from ..geometry.views import Shape
+from .named_tensors import Named, broken, change_found, find_dim, find_duplicate, find_mismatch, join_found
 from .patterns import NUMBER, TURN_BY_HAND, check_pattern, left_out, replaced, turned
-from .pieces import Composed, concatenated, keys_of, narrowed, reordered, selected, stacked, transposed
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A name, as the rules so far have left it, and its tensor; ``listed`` ones must not be left over."""
-
-    name: str
-    tensor: Composed
-    listed: bool = True
+from .pieces import Composed, concatenated, keys_of, narrowed, selected, stacked
 
 
 @dataclass(frozen=True)
@@ -74,29 +66,29 @@ class Concat:
                     return replaced(found, self.target), i
             return None
 
-        return _gathered(names, place, self._join)
+        return join_found(names, place, self._join)
 
     def _join(self, name: str, found: dict[int, list[Named]]) -> Composed:
         given = [one for i in sorted(found) for one in found[i]]
         absent = [source for i, source in enumerate(self.sources) if i not in found]
-        wrong = _twice(name, self, found)
+        wrong = find_duplicate(name, self, found)
         if absent:
             there, what = ", ".join(one.name for one in given), ", ".join(map(repr, absent))
-            return _broken(given, lacks=f"{name}: Concat has {there}, the checkpoint has nothing for {what}")
+            return broken(given, lacks=f"{name}: Concat has {there}, the checkpoint has nothing for {what}")
         if wrong or any(one.tensor.is_broken for one in given):
-            return _broken(given, wrong=wrong)
-        dim, wrong = _dim(name, given[0], self.dim)
-        wrong = wrong or _misfit(name, self, given, dim)
+            return broken(given, wrong=wrong)
+        dim, wrong = find_dim(name, given[0], self.dim)
+        wrong = wrong or find_mismatch(name, self, given, dim)
         if wrong:
-            return _broken(given, wrong=wrong)
+            return broken(given, wrong=wrong)
         tensors = [one.tensor for one in given]
         sizes = tuple(tensor.shape[dim] for tensor in tensors)
         if self.sizes is not None and sizes != self.sizes:
-            return _broken(given, wrong=f"{name}: its pieces have sizes {sizes} along dim {dim}, not {self.sizes}")
+            return broken(given, wrong=f"{name}: its pieces have sizes {sizes} along dim {dim}, not {self.sizes}")
         if self.groups == 1:
             return concatenated(tensors, dim)
         if any(size % self.groups for size in sizes):
-            return _broken(given, wrong=f"{name}: sizes {sizes} along dim {dim} do not make {self.groups} groups each")
+            return broken(given, wrong=f"{name}: sizes {sizes} along dim {dim} do not make {self.groups} groups each")
         chunks = [_chunk(one, dim, i, self.groups) for i in range(self.groups) for one in tensors]
         return replace(concatenated(chunks, dim), keys=keys_of(tensors))
 
@@ -160,22 +152,13 @@ class Split:
 
     def apply(self, names: Sequence[Named]) -> list[Named] | None:
         """``names`` after this rule; ``None`` if it finds none of them."""
-        made: list[Named] = []
-        is_used = False
-        for one in names:
-            found = re.search(self.source, one.name)
-            if found is None:
-                made.append(one)
-                continue
-            is_used = True
-            made += self._cut(one, found)
-        return made if is_used else None
+        return change_found(names, self.source, self._cut)
 
     def _cut(self, one: Named, found: re.Match[str]) -> list[Named]:
-        dim, wrong = (0, "") if one.tensor.is_broken else _dim(one.name, one, self.dim)
+        dim, wrong = (0, "") if one.tensor.is_broken else find_dim(one.name, one, self.dim)
         if isinstance(self.targets, str):
             if wrong or one.tensor.is_broken:
-                return [replace(one, tensor=_broken([one], wrong=wrong))]
+                return [replace(one, tensor=broken([one], wrong=wrong))]
             name = replaced(found, self.targets)
             return [
                 replace(one, name=name.replace(NUMBER, str(i)), tensor=selected(one.tensor, dim, i))
@@ -184,7 +167,7 @@ class Split:
         targets = [replaced(found, target) for target in self.targets]
         wrong = wrong or ("" if one.tensor.is_broken else self._misfit(one, dim))
         if wrong or one.tensor.is_broken:
-            return [replace(one, name=name, tensor=_broken([one], wrong=wrong)) for name in targets]
+            return [replace(one, name=name, tensor=broken([one], wrong=wrong)) for name in targets]
         sizes = self._sizes(one.tensor.shape[dim])
         made, offset = [], 0
         for name, size in zip(targets, sizes, strict=True):
@@ -268,243 +251,32 @@ class Stack:
                 return None
             return replaced(found, self.target), int(found[group])
 
-        return _gathered(names, place, self._join)
+        return join_found(names, place, self._join)
 
     def _join(self, name: str, found: dict[int, list[Named]]) -> Composed:
         given = [one for i in sorted(found) for one in found[i]]
         absent = [i for i in range(max(found)) if i not in found]
         if absent:
             first = f"number {absent[0]}" if len(absent) == 1 else f"{len(absent)} numbers, the first is {absent[0]}"
-            return _broken(
+            return broken(
                 given, lacks=f"{name}: Stack has {len(found)} tensors up to number {max(found)}, without {first}"
             )
-        wrong = _twice(name, self, found)
+        wrong = find_duplicate(name, self, found)
         if wrong or any(one.tensor.is_broken for one in given):
-            return _broken(given, wrong=wrong)
+            return broken(given, wrong=wrong)
         rank = len(given[0].tensor.shape) + 1
-        dim, wrong = self.dim % rank, _misfit(name, self, given, None)
+        dim, wrong = self.dim % rank, find_mismatch(name, self, given, None)
         if not -rank <= self.dim < rank:
             wrong = f"{name}: Stack makes {rank} dimensions, dim is {self.dim}"
-        return _broken(given, wrong=wrong) if wrong else stacked([one.tensor for one in given], dim)
+        return broken(given, wrong=wrong) if wrong else stacked([one.tensor for one in given], dim)
 
     def __str__(self) -> str:
         return f"Stack({self.source!r} -> {self.target!r})"
 
 
-@dataclass(frozen=True)
-class Transpose:
-    """Two dimensions of a tensor of the checkpoint change places for the model: ``torch.transpose``.
-
-    ``source``   a regex, found anywhere in a name
-    ``target``   what it is replaced by, as by ``re.sub``; ``None`` leaves the name
-    ``dims``     the two dimensions
-
-    A quantized tensor becomes a transposed ``Weight``.
-
-    >>> import torch, torchtether as tt, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     tt.save({"c_attn.weight": torch.ones(2, 6), "c_attn.bias": torch.ones(6)}, folder)
-    ...     model = torch.nn.ModuleDict({"c_attn": torch.nn.Linear(2, 6)})
-    ...     tt.plan_load(model, folder, rename=tt.Transpose(r"c_attn\\.weight")).faults
-    ()
-    """
-
-    source: str
-    target: str | None = None
-    dims: tuple[int, int] = (0, 1)
-
-    def __post_init__(self) -> None:
-        check_pattern(self, self.source, self.target or "")
-        dims = tuple(self.dims)
-        if len(dims) != 2 or not all(type(dim) is int for dim in dims):
-            raise RuleError(f"dims {self.dims!r} are not two ints", name="Transpose", fix="Give dims=(0, 1).")
-        object.__setattr__(self, "dims", dims)
-
-    @property
-    def inverse(self) -> Transpose:
-        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
-        return self if self.target is None else Transpose(*turned(self.source, self.target), self.dims)
-
-    def apply(self, names: Sequence[Named]) -> list[Named] | None:
-        """``names`` after this rule; ``None`` if it finds none of them."""
-        made: list[Named] = []
-        is_used = False
-        for one in names:
-            found = re.search(self.source, one.name)
-            if found is None:
-                made.append(one)
-                continue
-            is_used = True
-            name = one.name if self.target is None else replaced(found, self.target)
-            made.append(replace(one, name=name, tensor=self._turn(one)))
-        return made if is_used else None
-
-    def _turn(self, one: Named) -> Composed:
-        if one.tensor.is_broken:
-            return one.tensor
-        rank = len(one.tensor.shape)
-        if not all(-rank <= dim < rank for dim in self.dims):
-            what = f"it has shape {one.tensor.shape}, Transpose exchanges dims {self.dims[0]} and {self.dims[1]}"
-            return _broken([one], wrong=f"{one.name}: {what}. Let the rule find fewer names.")
-        return transposed(one.tensor, self.dims[0] % rank, self.dims[1] % rank)
-
-    def __str__(self) -> str:
-        return f"Transpose({self.source!r}{'' if self.target is None else f' -> {self.target!r}'})"
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """The rows of each head of a query or key change between the two orders that rotary embeddings are computed in.
-
-    ``source``    a regex, found anywhere in a name
-    ``heads``     how many heads the rows belong to, in equal numbers
-    ``target``    what the name is replaced by, as by ``re.sub``; ``None`` leaves it
-    ``to_pairs``  the checkpoint has the halves of transformers and the model the pairs of Meta and llama.cpp; by
-                  default it is the other way round
-
-    Quantized tensors are reordered without decoding, where no block spans rows. The rule comes before others that join
-    or cut the tensor.
-
-    >>> import torch, torchtether as tt, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     tt.save({"q.weight": torch.arange(6.).view(6, 1)}, folder)
-    ...     model = torch.nn.ModuleDict({"q": torch.nn.Linear(1, 6, bias=False)})
-    ...     _ = tt.load(model, folder, rename=tt.Rotary("q.weight", heads=1))
-    >>> model["q"].weight.flatten().tolist()
-    [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
-    """
-
-    source: str
-    heads: int
-    target: str | None = None
-    to_pairs: bool = False
-
-    def __post_init__(self) -> None:
-        check_pattern(self, self.source, self.target or "")
-        if type(self.heads) is not int or self.heads < 1:
-            raise RuleError(f"heads must be a positive int, got {self.heads!r}", name="Rotary")
-
-    @property
-    def inverse(self) -> Rotary:
-        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
-        source, target = (self.source, None) if self.target is None else turned(self.source, self.target)
-        return Rotary(source, self.heads, target, not self.to_pairs)
-
-    def apply(self, names: Sequence[Named]) -> list[Named] | None:
-        """``names`` after this rule; ``None`` if it finds none of them."""
-        made: list[Named] = []
-        is_used = False
-        for one in names:
-            found = re.search(self.source, one.name)
-            if found is None:
-                made.append(one)
-                continue
-            is_used = True
-            name = one.name if self.target is None else replaced(found, self.target)
-            made.append(replace(one, name=name, tensor=self._reordered(one)))
-        return made if is_used else None
-
-    def _reordered(self, one: Named) -> Composed:
-        tensor = one.tensor
-        if tensor.is_broken:
-            return tensor
-        if not tensor.shape or tensor.shape[0] % (2 * self.heads):
-            what = f"it has shape {tensor.shape}, whose rows are no pairs for each of {self.heads} heads"
-            return _broken([one], wrong=f"{one.name}: {what}")
-        if not tensor.is_stored:
-            what = "Rotary finds a tensor that a rule before it has made. Put it first"
-            return _broken([one], wrong=f"{one.name}: {what}")
-        return reordered(tensor, -self.heads if self.to_pairs else self.heads)
-
-    def __str__(self) -> str:
-        return f"Rotary({self.source!r}{'' if self.target is None else f' -> {self.target!r}'})"
-
-
-# -- what the rules share ---------------------------------------------------------------------------------------------
-
-
-def _gathered(
-    names: Sequence[Named],
-    place: Callable[[str], tuple[str, int] | None],
-    join: Callable[[str, dict[int, list[Named]]], Composed],
-) -> list[Named] | None:
-    """The names with each group that ``place`` puts under one name joined, where the first of the group was."""
-    made: list[Named | str] = []
-    groups: dict[str, dict[int, list[Named]]] = {}
-    for one in names:
-        where = place(one.name)
-        if where is None:
-            made.append(one)
-            continue
-        name, i = where
-        if name not in groups:
-            made.append(name)
-        groups.setdefault(name, {}).setdefault(i, []).append(one)
-    if not groups:
-        return None
-    return [one if isinstance(one, Named) else _group(one, groups[one], join) for one in made]
-
-
-def _group(name: str, found: dict[int, list[Named]], join: Callable[[str, dict[int, list[Named]]], Composed]) -> Named:
-    listed = any(one.listed for ones in found.values() for one in ones)
-    return Named(name, join(name, found), listed)
-
-
-def _broken(given: Sequence[Named], *, lacks: str = "", wrong: str = "") -> Composed:
-    tensors = [one.tensor for one in given]
-    return replace(
-        tensors[0],
-        shape=(),
-        pieces=(),
-        keys=keys_of(tensors),
-        lacks=tuple(dict.fromkeys([*(w for t in tensors for w in t.lacks), *([lacks] if lacks else [])])),
-        wrong=tuple(dict.fromkeys([*(w for t in tensors for w in t.wrong), *([wrong] if wrong else [])])),
-    )
-
-
-def _twice(name: str, rule: Concat | Stack, found: dict[int, list[Named]]) -> str:
-    for ones in found.values():
-        if len(ones) > 1:
-            return f"{name}: {type(rule).__name__} finds {ones[0].name} and {ones[1].name} for the same piece"
-    return ""
-
-
-def _dim(name: str, one: Named, dim: int) -> tuple[int, str]:
-    rank = len(one.tensor.shape)
-    if -rank <= dim < rank:
-        return dim % rank, ""
-    return 0, f"{name}: {one.name} has shape {one.tensor.shape}, which has no dim {dim}"
-
-
-def _misfit(name: str, rule: Concat | Stack, given: Sequence[Named], free: int | None) -> str:
-    """Why the tensors cannot be joined; their sizes along ``free`` may differ."""
-    first = given[0]
-
-    def rest(shape: Shape) -> Shape:
-        return shape if free is None or free >= len(shape) else (*shape[:free], -1, *shape[free + 1 :])
-
-    for other in given[1:]:
-        one, two = first.tensor, other.tensor
-        if (one.dtype, one.scheme) != (two.dtype, two.scheme):
-            kinds = [f"{n.name}, {_kind(n.tensor)}" for n in (first, other)]
-            return f"{name}: {type(rule).__name__} joins {kinds[0]}, and {kinds[1]}: they must be the same"
-        if rest(one.shape) != rest(two.shape):
-            along = "" if free is None else f" along dim {free}"
-            shapes = f"{first.name} {one.shape} and {other.name} {two.shape}"
-            return f"{name}: {type(rule).__name__}{along} does not fit {shapes}"
-    return ""
-
-
-def _kind(tensor: Composed) -> str:
-    return str(tensor.dtype) if tensor.scheme.transparent else f"{tensor.dtype} as {tensor.scheme}"
-
-
 def _chunk(tensor: Composed, dim: int, i: int, count: int) -> Composed:
     size = tensor.shape[dim] // count
     return narrowed(tensor, dim, i * size, (i + 1) * size)
-
-
-# -- checking what the user wrote -------------------------------------------------------------------------------------
 
 
 def _take_many(rule: Concat | Split, field: str, texts: Sequence[str]) -> None:
