@@ -11,23 +11,13 @@ from torch import Tensor
 from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
-from .bits import pack, unpack
-from .blocks import (
-    Block,
-    Grid,
-    check_block,
-    check_finite,
-    code_part,
-    divide,
-    grid_over,
-    rounded_off,
-    rows,
-    source,
-    store_scale,
-)
-from .decoding import Blocked, unmoved
+from .bits import pack_into, unpack
+from .blocked import Blocked
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .scales import divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .search import FITS, SMALLEST, half_quadratic, least_squares
+from .unchanged import find_unchanged
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,21 +80,6 @@ class Biased(Blocked):
         scale = grid_over(shape, self.block).scale_part(self.scale_dtype)
         return {"qdata": code_part(shape, self.bits), "scale": scale, "bias": scale}
 
-    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``; ``like``: parts whose scales and biases are used again, values beyond them clip."""
-        values = source(values)
-        parts = self.empty(tuple(values.shape), values.dtype, values.device)
-        if values.is_meta:
-            return parts
-        grid = grid_over(tuple(values.shape), self.block)
-        if like is None:
-            parts.update(self._fit(grid, values))
-        else:
-            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
-            parts.update({name: like[name].clone() for name in ("scale", "bias")})
-        self._quantize(grid, values, parts)
-        return parts
-
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held scale and bias in blocks that they give back exactly or suit."""
         values = source(values)
@@ -117,7 +92,7 @@ class Biased(Blocked):
         first, last = (self._position(end, held["scale"].float(), held["bias"].float()) for end in ends)
         low, high = torch.minimum(first, last), torch.maximum(first, last)
         suits = (low >= -0.5) & (high <= self._steps + 0.5) & (high - low >= self._steps - 0.51)
-        keep = suits | unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
+        keep = suits | find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
         if bool(keep.all()):
             return again
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
@@ -143,11 +118,20 @@ class Biased(Blocked):
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        grid = grid_over(tuple(values.shape), self.block)
+        if like is None:
+            like = self._fit(grid, values)
+        else:
+            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+        for name in ("scale", "bias"):
+            parts[name].copy_(like[name])
+        self._quantize(grid, values, parts)
+
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` in ``arithmetic``."""
         codes = unpack(parts["qdata"].reshape(grid.rows, -1)[start:stop], self.bits, grid.columns)
-        scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
-        x, scale, bias = grid.align(codes.to(self.arithmetic), scale, bias)
+        x, scale, bias = grid.align(codes.to(self.arithmetic), *self._numbers(grid, parts, start, stop))
         return self._value(x, scale, bias).reshape(stop - start, grid.columns)
 
     def _value(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -175,8 +159,7 @@ class Biased(Blocked):
             return fitted
 
         def rounded(x: Tensor, parts: Parts, start: int, stop: int) -> Tensor:
-            scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
-            x, scale, bias = grid.align(x, scale, bias)
+            x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))
             codes = self._nearest(x, scale, bias).to(self.arithmetic)
             return self._value(codes, scale, bias).float().reshape(stop - start, grid.columns)
 
@@ -204,17 +187,15 @@ class Biased(Blocked):
         bias = low / scale.float() if self.bias_first else low
         return {"scale": scale, "bias": (bias + 0.0).to(self.scale_dtype)}  # of 0 and -0, either may be the lowest
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
-        if values.numel() == 0:
-            return
-        table = parts["qdata"].view(grid.rows, -1)
-        for start, stop in grid.chunks():
-            scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
-            x, scale, bias = grid.align(rows(values, start, stop).float(), scale, bias)
-            codes = self._nearest(x, scale, bias).reshape(stop - start, grid.columns)
-            packed = pack(codes.to(torch.uint8), self.bits)
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))
+        codes = self._nearest(x, scale, bias).reshape(stop - start, grid.columns)
+        pack_into(codes.to(torch.uint8), self.bits, out)
+
+    def _numbers(self, grid: Grid, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the scales and the biases of the rows, in ``arithmetic``."""
+        scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
+        return scale, bias
 
     def _nearest(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         """The codes that decode nearest to ``x``: the neighbours of the rounded position are tried too."""

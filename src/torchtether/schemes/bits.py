@@ -55,6 +55,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return packed[..., : packed_size(count, bits)]
 
 
+def pack_into(codes: Tensor, bits: int, out: Tensor) -> None:
+    """Write the stream of each row of ``codes`` (R, K) to the rows of ``out`` (R, bytes), and zeros after it."""
+    packed = pack(codes, bits)
+    out[:, : packed.shape[1]].copy_(packed)
+    out[:, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+
+
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """The first ``count`` codes of every row; the inverse of ``pack``.
 

@@ -274,9 +274,6 @@ def check_block(block: object, who: str) -> None:
         )
 
 
-# -- walking ------------------------------------------------------------------------------------------------------
-
-
 def pieces(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     """The range from ``start`` to ``stop`` in pieces of ``size``, the last one perhaps smaller."""
     return [(at, min(at + size, stop)) for at in range(start, stop, size)]
@@ -324,6 +321,33 @@ def flat(values: Tensor, start: int, stop: int) -> Tensor:
     return rows(values, first, -(-stop // columns)).reshape(-1)[start - first * columns : stop - first * columns]
 
 
+def flat_ranges(count: int, block_size: int) -> list[tuple[int, int]]:
+    """Return ranges of a flattened tensor that cut no block and no byte, about ``CHUNK`` elements each."""
+    unit = block_size * 8
+    size = max(1, CHUNK // unit) * unit
+    if torch.compiler.is_compiling() or count <= size:
+        return [(0, count)]
+    return pieces(0, count, size)
+
+
+def flat_magnitudes(values: Tensor, block_size: int) -> Tensor:
+    """Return the largest magnitude of each block of the flattened ``values``, (blocks,) float32."""
+    if compiled.can_read(values):
+        found = compiled.magnitudes(values.view(1, -1), block_size)
+        if found is not None:
+            return found.view(-1)
+    amax = torch.zeros(-(-values.numel() // block_size), dtype=torch.float32, device=values.device)
+    memory = Bare()
+    for start, stop in flat_ranges(values.numel(), block_size) if values.numel() else ():
+        x = flat(values, start, stop)
+        if x.dtype in SIXTEEN and is_direct():
+            stats = fold(memory.of(x), block_size, 0, torch.amax).view(x.dtype)
+        else:
+            stats = fold((x.float() if x.dtype.itemsize == 1 else x).abs(), block_size, 0, torch.amax)
+        amax[start // block_size :][: stats.shape[0]].copy_(stats)
+    return amax
+
+
 def floats(grid: Grid, values: Tensor) -> Iterator[tuple[Tensor, int, int]]:
     """The rows of ``values`` in float32, a chunk at a time, with where it starts and stops.
 
@@ -368,34 +392,3 @@ def check_finite(stats: Tensor, values: Tensor) -> None:
         f"the values reach {float(stats.abs().max()):.4g}, too large for float32 to round them up",
         fix="Scale them down, or leave them unquantized.",
     )
-
-
-# -- scales -------------------------------------------------------------------------------------------------------
-
-TINY = float(torch.finfo(torch.float32).tiny)
-"""The smallest normal float32: a device that flushes subnormals must not turn a scale into 0."""
-
-
-def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` rounded to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
-    info = torch.finfo(dtype)
-    scale = scale.clamp_min(max(TINY, info.smallest_normal * info.eps))  # the product: the smallest subnormal
-    stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
-    if not torch.compiler.is_compiling() and not bool(torch.isfinite(stored).all()):
-        raise SchemeError(
-            f"a scale of {float(scale.max()):.4g} does not fit {dtype_name(dtype)}",
-            fix="Use scale_dtype=torch.float32.",
-        )
-    return stored
-
-
-def divide(x: Tensor, number: float) -> Tensor:
-    """``x / number``, rounded once on every device (a GPU multiplies by the reciprocal of a Python number)."""
-    return x / x.new_full((), number)
-
-
-def rounded_off(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """How much larger a scale may have been before it was rounded to ``dtype``: half a unit in its last place."""
-    info = torch.finfo(dtype)
-    half = info.eps / 2
-    return (scale * (half / (1 - half))).clamp_min(info.smallest_normal * half)

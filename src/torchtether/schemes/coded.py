@@ -11,10 +11,12 @@ from torch import Tensor
 from .._checks import describe
 from ..errors import SchemeError
 from ..geometry.views import Shape
-from .bits import pack, unpack
-from .blocks import TINY, Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
-from .decoding import Blocked, unmoved
+from .bits import pack_into, unpack
+from .blocked import Blocked
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
+from .scales import TINY
 from .scheme import Part, Parts
+from .unchanged import find_unchanged
 
 
 @dataclass(frozen=True)
@@ -94,30 +96,6 @@ class BlockScheme(Blocked):
         part = grid_over(shape, self.block).scale_part(torch.float32)
         return {"qdata": code_part(shape, self.bits), **dict.fromkeys(self.numbers, part)}
 
-    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``; ``like``: parts whose numbers are used again."""
-        values = source(values)
-        shape = tuple(values.shape)
-        parts = self.empty(shape, values.dtype, values.device)
-        if values.is_meta or 0 in shape:
-            return parts
-        grid = grid_over(shape, self.block)
-        check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
-        found = self._fitted(grid, values) if like is None else {name: like[name].clone() for name in self.numbers}
-        parts.update(found)
-        table = parts["qdata"].view(grid.rows, -1)
-        last = (1 << self.bits) - 1
-        for start, stop in grid.chunks():
-            x, *numbers = self._aligned(grid, parts, rows(values, start, stop).float(), start, stop)
-            codes = self._whole(self.to_codes(x, *numbers), x, "to_codes").round().clamp(0, last)
-            if not torch.compiler.is_compiling() and bool(codes.isnan().any()):
-                fix = "Divide by no number that may be 0: only `scale` is never."
-                raise SchemeError("to_codes gives codes that are not a number", name=type(self).__name__, fix=fix)
-            packed = pack(codes.reshape(stop - start, grid.columns).to(torch.uint8), self.bits)
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
-        return parts
-
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``; the held numbers stay in blocks that they give back exactly."""
         values = source(values)
@@ -125,7 +103,7 @@ class BlockScheme(Blocked):
             return self.encode(values)
         grid = grid_over(tuple(values.shape), self.block)
         again = self.encode(values, like=held)
-        keep = unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
+        keep = find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
         fresh = self._fitted(grid, values)
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
 
@@ -138,6 +116,24 @@ class BlockScheme(Blocked):
 
     def _unwritten(self, method: str) -> str:
         return f"{type(self).__name__}: it has no {method}(). It needs fit, to_codes, to_values and error."
+
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        if values.numel() == 0:
+            return
+        grid = grid_over(tuple(values.shape), self.block)
+        check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+        found = self._fitted(grid, values) if like is None else like
+        for name in self.numbers:
+            parts[name].copy_(found[name])
+        self._quantize(grid, values, parts)
+
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        x, *numbers = self._aligned(grid, parts, x, start, stop)
+        codes = self._whole(self.to_codes(x, *numbers), x, "to_codes").round().clamp(0, (1 << self.bits) - 1)
+        if not torch.compiler.is_compiling() and bool(codes.isnan().any()):
+            fix = "Divide by no number that may be 0: only `scale` is never."
+            raise SchemeError("to_codes gives codes that are not a number", name=type(self).__name__, fix=fix)
+        pack_into(codes.reshape(stop - start, grid.columns).to(torch.uint8), self.bits, out)
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
         codes, *numbers = self._aligned(grid, parts, self._codes(grid, parts, start, stop), start, stop)

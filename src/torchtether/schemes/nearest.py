@@ -26,6 +26,27 @@ def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
     return _compared(x, thresholds)
 
 
+def nearest_code(x: Tensor, thresholds: Sequence[float], order: Sequence[int]) -> Tensor:
+    """Return the code nearest to each element of ``x``, uint8; the arguments are those that ``nearest_codes`` returns.
+
+    >>> nearest_code(torch.tensor([0.4, -0.4]), *nearest_codes((1.0, -1.0))).tolist()
+    [0, 1]
+    """
+    place = count_above(x, thresholds)
+    if tuple(order) == tuple(range(len(order))):
+        return place
+    codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
+    return codes.index_select(0, place.reshape(-1).int()).view(place.shape)
+
+
+def half_gaps(table: tuple[float, ...]) -> list[float]:
+    """Return, for each code, how far from its value a number within [-1, 1] may lie that is nearest to it."""
+    thresholds, order = nearest_codes(table)
+    edges = (-1.0, *thresholds, 1.0)
+    gaps = {table[code]: max(table[code] - edges[i], edges[i + 1] - table[code]) for i, code in enumerate(order)}
+    return [gaps[value] for value in table]
+
+
 _CELLS = 2**15 - 1
 """Cells of equal width on either side of 0, up to the largest threshold."""
 

@@ -14,25 +14,14 @@ from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
-from .bits import lookup, pack, table_of
-from .blocks import (
-    TINY,
-    Block,
-    Grid,
-    check_block,
-    check_finite,
-    code_part,
-    divide,
-    floats,
-    grid_over,
-    rounded_off,
-    source,
-    store_scale,
-)
-from .decoding import Blocked, quiet
+from .bits import lookup, pack_into, table_of
+from .blocked import Blocked
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
 from .nearest import count_above
+from .scales import TINY, divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .tables import E2M1, E2M3
+from .unchanged import find_zeros
 
 
 class Element(NamedTuple):
@@ -162,20 +151,6 @@ class ScaledFloat(Blocked):
             parts["global_scale"] = Part((), torch.float32, 0)
         return parts
 
-    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``; ``like``: parts whose scales are used again, values beyond their range clip."""
-        values = source(values)
-        parts = self.empty(tuple(values.shape), values.dtype, values.device)
-        if values.is_meta:
-            return parts
-        self._encode(values, parts, like)
-        return parts
-
-    def encode_into(self, values: Tensor, parts: Parts) -> None:
-        values = source(values)
-        if not values.is_meta:
-            self._encode(values, parts, None)
-
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         grid, element = grid_over(shape, self.block), self._element
         if element.dtype is None or self.scale_dtype != torch.float32 or 0 in shape:
@@ -195,19 +170,6 @@ class ScaledFloat(Blocked):
             mantissa=element.mantissa,
             bias=1 - element.low,
         )
-
-    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
-        if like is None and self._is_encoded(values, parts):
-            return
-        grid = grid_over(tuple(values.shape), self.block)
-        amax = grid.reduce(values, torch.amax, magnitude=True)
-        check_finite(amax, values)
-        if like is None:
-            self._fit(amax, parts)
-        else:
-            for name in parts.keys() - {"qdata"}:
-                parts[name].copy_(like[name])
-        self._quantize(grid, values, parts)
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """As ``encode``, with the held scales where the largest value is within their reach and near its end."""
@@ -245,12 +207,24 @@ class ScaledFloat(Blocked):
         error = half * step
         error = torch.where(codes == element.largest, torch.maximum(error, self._clipped(stored) * unit), error)
         bound = error * (1 + 2.0**-14)  # float32 arithmetic moves a tie by less
-        return bound * ~quiet(grid, codes * step, step, None)
+        return bound * ~find_zeros(grid, codes * step, step, None)
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        if like is None and self._try_encode(values, parts):
+            return
+        grid = grid_over(tuple(values.shape), self.block)
+        amax = grid.reduce(values, torch.amax, magnitude=True)
+        check_finite(amax, values)
+        if like is None:
+            self._fit(amax, parts)
+        else:
+            for name in parts.keys() - {"qdata"}:
+                parts[name].copy_(like[name])
+        self._quantize(grid, values, parts)
+
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """The rows from ``start`` to ``stop``, float32."""
         x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
         x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
         return x.mul_(scale).reshape(stop - start, grid.columns)
@@ -325,10 +299,9 @@ class ScaledFloat(Blocked):
             return (1.0 / parts["global_scale"]) / scale.float(), False
         return self._scales(scale, parts), True
 
-    def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
-        """Whether a compiled loop knows this scheme, and has written the codes."""
+    def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         element = self._element
-        if element.bits == 6 or not compiled.can_read(values):
+        if element.bits == 6:
             return False
         scale, divides = self._divided(grid, parts, 0, grid.rows)
         x, codes = values.view(grid.rows, grid.columns), parts["qdata"].view(grid.rows, -1)
@@ -336,29 +309,22 @@ class ScaledFloat(Blocked):
             return compiled.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
         return compiled.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
 
-    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
-        """Whether a compiled loop knows this scheme, and has written the rows from ``start`` to ``stop``."""
+    def _try_decode(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
         if self._element.bits == 6:
             return False
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         scale = self._scales(grid.pick(parts["scale"], start, stop), parts)
         return compiled.decode_table(codes, grid.run, scale, _table(self.element), out, bits=self._element.bits)
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
-        if values.numel() == 0 or self._is_quantized(grid, values, parts):
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        largest = self._element.largest  # every step from here on is in place
+        scale, divides = self._divided(grid, parts, start, stop)
+        x, scale = grid.align(x, scale)
+        x = x.div_(scale) if divides else x.mul_(scale)
+        x = x.clamp_(-largest, largest).reshape(stop - start, grid.columns)
+        if self._element.dtype is not None:
+            out.copy_(x)
             return
-        table = parts["qdata"].view(grid.rows, -1)
-        largest = self._element.largest
-        for x, start, stop in floats(grid, values):  # every step from here on is in place
-            scale, divides = self._divided(grid, parts, start, stop)
-            x, scale = grid.align(x, scale)
-            x = x.div_(scale) if divides else x.mul_(scale)
-            x = x.clamp_(-largest, largest).reshape(stop - start, grid.columns)
-            if self._element.dtype is not None:
-                table[start:stop].copy_(x)
-                continue
-            width = self._element.bits
-            codes = torch.signbit(x).to(torch.uint8) << (width - 1)
-            packed = pack(codes.add_(count_above(x.abs_(), _BELOW[self.element])), width)
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+        width = self._element.bits
+        codes = torch.signbit(x).to(torch.uint8) << (width - 1)
+        pack_into(codes.add_(count_above(x.abs_(), _BELOW[self.element])), width, out)

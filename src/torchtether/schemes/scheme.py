@@ -108,8 +108,8 @@ class Scheme:
         """How the compiled loops encode a contiguous tensor of ``shape`` and ``dtype``; ``None`` if they do not."""
         return None
 
-    def _is_encoded(self, values: Tensor, parts: Parts) -> bool:
-        """Whether the compiled loops have written ``parts``, all of it; a tracer sees none of this."""
+    def _try_encode(self, values: Tensor, parts: Parts) -> bool:
+        """Write all of ``parts`` by the compiled loops; return whether they know this scheme. No tracer sees it."""
         if not compiled.can_read(values):
             return False
         return compiled.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts)
