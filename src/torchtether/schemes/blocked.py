@@ -24,6 +24,11 @@ class Blocked(Scheme):
 
     block: Block
 
+    @property
+    def _block(self) -> Block:
+        """The rows and columns under one scale."""
+        return self.block
+
     # -- what a family writes ---------------------------------------------------------------------------------------
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
@@ -62,7 +67,7 @@ class Blocked(Scheme):
             self._encode(values, parts, None)
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        grid, codes = grid_over(tuple(shape), self.block), parts["qdata"]
+        grid, codes = grid_over(tuple(shape), self._block), parts["qdata"]
         size = (grid.rows, grid.columns)
         if 0 in grid.shape:
             return torch.empty(grid.shape, dtype=dtype, device=codes.device)
@@ -79,19 +84,19 @@ class Blocked(Scheme):
         return out.view(grid.shape)
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        grid = grid_over(tuple(shape), self.block)
+        grid = grid_over(tuple(shape), self._block)
         if not self._try_decode(grid, parts, start, stop, out):
             out.copy_(self._rows(grid, parts, start, stop))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
         if len(shape) == 1:
             return super().gather(parts, shape, index, dtype)
-        some, block = _take_rows(self.layout(shape), parts, shape, self.block, index)
-        scheme = self if block == self.block else replace(self, block=block)  # type: ignore[type-var]
+        some, block = _take_rows(self.layout(shape), parts, shape, self._block, index)
+        scheme = self if block == self._block else replace(self, block=block)  # type: ignore[type-var]
         return scheme.decode(some, (index.shape[0], *shape[1:]), dtype)
 
     def can_view(self, old: Shape, new: Shape) -> bool:
-        return super().can_view(old, new) and _is_reshapable(self, self.block, old, new)
+        return super().can_view(old, new) and _is_reshapable(self, self._block, old, new)
 
     # -- how it is done ---------------------------------------------------------------------------------------------
 

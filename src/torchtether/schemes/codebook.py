@@ -228,8 +228,7 @@ class Codebook(Blocked):
     # -- how it is done -----------------------------------------------------------------------------------------
 
     @property
-    def block(self) -> Block:  # type: ignore[override]
-        """The rows and columns under one absmax, where blocks end with their row."""
+    def _block(self) -> Block:
         return 1, self.block_size
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
@@ -258,7 +257,7 @@ class Codebook(Blocked):
             parts["absmax"].copy_(amax)
 
     def _grid(self, shape: Shape) -> Grid:
-        return grid_over(shape, self.block)
+        return grid_over(shape, self._block)
 
     @property
     def _unit(self) -> int:

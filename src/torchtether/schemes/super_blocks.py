@@ -116,8 +116,7 @@ class SuperBlocks(Blocked):
         return parts
 
     @property
-    def block(self) -> Block:  # type: ignore[override]
-        """The rows and columns under one scale."""
+    def _block(self) -> Block:
         return 1, self.block_size
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:

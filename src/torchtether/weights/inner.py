@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,17 +11,6 @@ from torch import Tensor
 from .._dtypes import dtype_from_name, dtype_name
 from ..errors import UnsupportedOpError
 from ..torch_private.tensors import as_plain
-
-
-def share(tensors: Iterable[Tensor]) -> None:
-    """Every one of ``tensors`` lies in shared memory."""
-    for tensor in tensors:
-        tensor.share_memory_()
-
-
-def are_shared(tensors: Iterable[Tensor]) -> bool:
-    """Whether every one of ``tensors`` lies in shared memory."""
-    return all(tensor.is_shared() for tensor in tensors)
 
 
 def to_pickle(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,8 +18,9 @@ from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
 from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
+from .exporting import Exporting
 from .graph_cache_key import digest_of_code
-from .inner import are_shared, from_pickle, share, to_pickle
+from .inner import from_pickle, to_pickle
 from .products import PREFIX, Layout, layout_of
 from .spec import Tie, WeightSpec
 
@@ -29,7 +29,7 @@ _UNKNOWN: Any = object()
 _is_compiling = torch.compiler.is_compiling
 
 
-class Weight(Tensor):
+class Weight(Exporting):
     """A tensor that is stored as the *parts* of a scheme and knows its ties.
 
         weight.parts    the plain tensors that hold it, e.g. qdata (N, K) int8, scale (N, 1) float32
@@ -53,7 +53,6 @@ class Weight(Tensor):
     _is_room: bool = False  # made by new_zeros, to be filled with fewer rows: a cut may go through its last block
     _room: Weight | None = None  # the room whose first rows these are: what is padded for a collective
     _kernel_layout: Layout | None
-    _is_param: bool
 
     @staticmethod
     def __new__(
@@ -229,7 +228,7 @@ class Weight(Tensor):
         for name, part in held.items():
             part.copy_(parts[name])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def _facts(self) -> list[str]:
         spec = self._spec
         words = [f"{spec.scheme}", f"shape={tuple(spec.shape)}", f"dtype={spec.dtype}", f"{self.nbytes} bytes"]
         if self.device.type != "cpu":
@@ -240,38 +239,7 @@ class Weight(Tensor):
             words.append(f"activations={spec.activations}")
         if spec.tie is not None:
             words.append(f"tie: {spec.tie}")
-        return f"{type(self).__name__}({', '.join(words)})"
-
-    # -- its values elsewhere: torch would refuse without a way out, or read the wrapper's null storage ------------
-
-    def tolist(self) -> Any:
-        """The values as nested lists of numbers."""
-        return self.dequantize().tolist()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """The values as a numpy array of its own memory, which is what ``numpy.asarray`` gives."""
-        if copy is False:
-            raise ValueError("copy=False: a numpy array cannot share the memory of a Weight")
-        values = self.dequantize().detach().cpu().numpy()
-        return values if dtype is None else values.astype(dtype, copy=False)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """With ``force``, the values as a numpy array of its own memory; without, an array would have to share it.
-
-        Raises UnsupportedOpError without ``force``.
-        """
-        if not force:
-            raise UnsupportedOpError(
-                "a numpy array cannot share the memory of a Weight", fix="Call .numpy(force=True), which copies."
-            )
-        return self.__array__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise UnsupportedOpError("DLPack cannot share the memory of a Weight", fix="Call .dequantize() on it first.")
-
-    def apply_(self, callable: Callable[..., Any]) -> Weight:
-        """Raises UnsupportedOpError: torch would write to memory that a Weight does not have."""
-        raise UnsupportedOpError("apply_ cannot write to a Weight", fix="Call .dequantize(), and copy_() the result.")
+        return words
 
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
@@ -360,36 +328,21 @@ class Weight(Tensor):
         }
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
+    def _inner(self) -> Mapping[str, Tensor]:
+        return self.parts
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
+        if id(self) not in memo and not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user support the deepcopy protocol at the moment"
             )
-        # torch's own deepcopy of the parts goes through ``memo`` by storage, so shared storage stays shared
-        made = type(self)({n: copy.deepcopy(p, memo) for n, p in self.parts.items()}, self._spec, cut=self._cut)
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
-        if isinstance(self, torch.nn.Parameter):
-            made._is_param = True
-        made.requires_grad_(self.requires_grad)
-        return made
+        return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
         is_param = isinstance(self, torch.nn.Parameter)
         parts, float8 = to_pickle(self.parts)
         return rebuild_weight, (parts, float8, spec, self.requires_grad, is_param, self._cut, self._attributes())
-
-    def share_memory_(self) -> Weight:  # torch's own walks the wrapper's null storage and crashes the process
-        """Moves every part to shared memory, in place."""
-        share(self.parts.values())
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether every part lies in shared memory."""
-        return are_shared(self.parts.values())
 
 
 class _Dequantize(torch.autograd.Function):
@@ -424,11 +377,8 @@ def rebuild_weight(
     attributes: dict[str, Any],
 ) -> Weight:
     """What pickle calls. The spec is JSON, so that the only name a pickle may run is this one."""
-    weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), requires_grad, cut)
-    weight.__dict__.update(attributes)
-    if is_param:
-        weight._is_param = True
-    return weight
+    weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), cut=cut)
+    return weight._restore(requires_grad, is_param, attributes)
 
 
 rebuild_weight.__module__ = "torchtether"  # pickles know it by this name, wherever it is defined

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,15 +15,16 @@ from ..errors import TetherError, UnsupportedOpError
 from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Plain
 from ..torch_private.tensors import as_plain
-from .inner import are_shared, empty_storage, from_pickle, share, to_pickle
+from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec
+from .wrapping import Wrapping
 
 aten = torch.ops.aten
 
 _GEOMETRY = Plain()
 
 
-class WrapperTensor(Tensor):
+class WrapperTensor(Wrapping):
     """A tensor that is stored as inner tensors, with everything that torch expects of such a class.
 
     Subclass it, name the inner tensors and the metadata, and write ``decode``; with ``encode`` it can be written to
@@ -59,7 +59,6 @@ class WrapperTensor(Tensor):
     """The attributes that are constants."""
 
     _geometry: WeightSpec
-    _is_param: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -178,10 +177,9 @@ class WrapperTensor(Tensor):
         for name, held in self.inner_tensors.items():
             held.copy_(inner[name])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def _facts(self) -> list[str]:
         words = [f"{name}={value}" for name, value in self.metadata.items()]
-        words += [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"device='{self.device}'"]
-        return f"{type(self).__name__}({', '.join(words)})"
+        return [*words, f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"device='{self.device}'"]
 
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
@@ -242,30 +240,14 @@ class WrapperTensor(Tensor):
         own = {"_geometry", "_is_param", *self.inner_names, *self.metadata_names}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        made = self.like({name: copy.deepcopy(tensor.detach(), memo) for name, tensor in self.inner_tensors.items()})
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
-        if isinstance(self, torch.nn.Parameter):
-            made._is_param = True
-        return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
+    def _inner(self) -> Mapping[str, Tensor]:
+        return self.inner_tensors
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         inner, float8 = to_pickle(self.inner_tensors)
         how = (self.metadata, self.dtype, tuple(self.shape), tuple(self.stride()))
         is_param = isinstance(self, torch.nn.Parameter)
         return rebuild_wrapper, (type(self), inner, float8, how, self.requires_grad, is_param, self._attributes())
-
-    def share_memory_(self) -> WrapperTensor:  # torch's own walks the wrapper's null storage and crashes the process
-        """Moves every inner tensor to shared memory, in place."""
-        share(self.inner_tensors.values())
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether every inner tensor lies in shared memory."""
-        return are_shared(self.inner_tensors.values())
 
 
 def rebuild_wrapper(
@@ -281,10 +263,7 @@ def rebuild_wrapper(
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
         raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
     made = kind._around(from_pickle(inner, float8), *how)
-    made.__dict__.update(attributes)
-    if is_param:
-        made._is_param = True
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+    return made._restore(requires_grad, is_param, attributes)
 
 
 rebuild_wrapper.__module__ = "torchtether"  # pickles know it by this name, wherever it is defined
