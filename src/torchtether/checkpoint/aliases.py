@@ -12,7 +12,7 @@ from ..weights.weight import Weight
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, bit for bit: shape, dtype, and for Weights scheme and parts."""
+    """Return whether two tensors are the same, bit for bit: shape, dtype, and for Weights scheme and parts."""
     if isinstance(one, Weight) or isinstance(other, Weight):
         return (
             isinstance(one, Weight)

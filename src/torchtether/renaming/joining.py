@@ -15,7 +15,7 @@ from .pieces import Composed, concatenated, keys_of, narrowed, selected, stacked
 
 @dataclass(frozen=True)
 class Concat:
-    """Tensors of the checkpoint are one in the model: ``torch.cat`` of those that ``sources`` find, in that order.
+    """Join tensors of the checkpoint to one of the model: ``torch.cat`` of those that ``sources`` find, in order.
 
     ``sources``  regexes, one per piece, each found anywhere in a name; what it found is replaced by ``target``, as
                  ``re.sub`` does. Names that become the same are the pieces of one tensor, so layers, weights and biases
@@ -50,14 +50,14 @@ class Concat:
 
     @property
     def inverse(self) -> Split:
-        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
         pairs = [turned(source, self.target) for source in self.sources]
         if len({pattern for pattern, _ in pairs}) != 1:
             raise RuleError("its sources have different groups", name=str(self), fix=TURN_BY_HAND)
         return Split(pairs[0][0], [template for _, template in pairs], self.dim, self.sizes, self.groups)
 
     def apply(self, names: Sequence[Named]) -> list[Named] | None:
-        """``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
 
         def place(name: str) -> tuple[str, int] | None:
             for i, source in enumerate(self.sources):
@@ -98,7 +98,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class Split:
-    """One tensor of the checkpoint is several in the model: ``torch.split``, the inverse of ``Concat``; or ``unbind``.
+    """Split a tensor of the checkpoint for the model: ``torch.split``, the inverse of ``Concat``; or ``unbind``.
 
     ``source``   a regex, found anywhere in a name
     ``targets``  what it is replaced by, as by ``re.sub``, for every piece; or one text with ``{}`` in it for as many
@@ -142,7 +142,7 @@ class Split:
 
     @property
     def inverse(self) -> Concat | Stack:
-        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
         if isinstance(self.targets, str):
             return Stack(*turned(self.source, self.targets), self.dim)
         pairs = [turned(self.source, target) for target in self.targets]
@@ -151,7 +151,7 @@ class Split:
         return Concat([pattern for pattern, _ in pairs], pairs[0][1], self.dim, self.sizes, self.groups)
 
     def apply(self, names: Sequence[Named]) -> list[Named] | None:
-        """``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
         return change_found(names, self.source, self._cut)
 
     def _cut(self, one: Named, found: re.Match[str]) -> list[Named]:
@@ -204,7 +204,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Stack:
-    """Numbered tensors of the checkpoint are one in the model, with a new dimension ``dim``: ``torch.stack``.
+    """Stack numbered tensors of the checkpoint along a new dimension ``dim``: ``torch.stack``.
 
     ``source``   a regex, found anywhere in a name; its one group that ``target`` leaves out is the number
     ``target``   what it is replaced by, as by ``re.sub``; names that become the same are stacked
@@ -238,11 +238,11 @@ class Stack:
 
     @property
     def inverse(self) -> Split:
-        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
         return Split(*turned(self.source, self.target, left_out(self.source, self.target)[0]), self.dim)
 
     def apply(self, names: Sequence[Named]) -> list[Named] | None:
-        """``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
         (group,) = left_out(self.source, self.target)
 
         def place(name: str) -> tuple[str, int] | None:

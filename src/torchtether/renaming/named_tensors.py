@@ -12,7 +12,7 @@ from .pieces import Composed, keys_of
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A name, as the rules so far have left it, and its tensor; ``listed`` ones must not be left over."""
+    """A tensor under the name that the rules so far gave it; ``listed`` ones must not be left over."""
 
     name: str
     tensor: Composed
@@ -40,7 +40,7 @@ def join_found(
     place: Callable[[str], tuple[str, int] | None],
     join: Callable[[str, dict[int, list[Named]]], Composed],
 ) -> list[Named] | None:
-    """The names with each group that ``place`` puts under one name joined, where the first of the group was."""
+    """Join each group that ``place`` puts under one name; the result stands where its first member was."""
     made: list[Named | str] = []
     groups: dict[str, dict[int, list[Named]]] = {}
     for one in names:
@@ -89,7 +89,7 @@ def find_dim(name: str, one: Named, dim: int) -> tuple[int, str]:
 
 
 def find_mismatch(name: str, rule: object, given: Sequence[Named], free: int | None) -> str:
-    """Why the tensors cannot be joined; their sizes along ``free`` may differ."""
+    """Return why the tensors cannot be joined, or ""; their sizes along ``free`` may differ."""
     first = given[0]
 
     def rest(shape: Shape) -> Shape:

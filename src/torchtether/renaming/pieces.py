@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the stored tensor ``key``, and where it lies in a composed one.
+    """A box of the stored tensor ``key``, and where it lies in a composite one.
 
     ``box`` has a range per dimension of the stored tensor.  ``dims[t]`` is the stored dimension that is dimension ``t``
     of the composed one, ``None`` where that is a new one of size 1; a stored dimension that is named nowhere has one
@@ -36,7 +36,7 @@ class Piece:
 
     @property
     def size(self) -> Shape:
-        """The sizes of the box, as the composed tensor sees it."""
+        """Return the sizes of the box, as the composite tensor sees it."""
         ranges = [(0, 1) if dim is None else self.box[dim] for dim in self.dims]
         return tuple(stop - start for start, stop in ranges)
 
@@ -70,20 +70,20 @@ class Composed:
 
 
 def whole(key: str, spec: WeightSpec) -> Composed:
-    """The stored tensor ``key`` as it is."""
+    """Return the stored tensor ``key`` as it is."""
     shape = tuple(spec.shape)
     return Composed(shape, spec.dtype, spec.scheme, (Piece(key, *_frame(shape)),), (key,), is_stored=True)
 
 
 @lru_cache(maxsize=4096)
 def _frame(shape: Shape) -> tuple[tuple[Range, ...], Shape, Shape]:
-    """``box``, ``dims`` and ``at`` of all of a tensor; thousands of tensors have a few shapes, and share them."""
+    """Return ``box``, ``dims`` and ``at`` of all of a tensor, cached: thousands of tensors have a few shapes."""
     rank = len(shape)
     return tuple((0, size) for size in shape), tuple(range(rank)), (0,) * rank
 
 
 def concatenated(given: Sequence[Composed], dim: int) -> Composed:
-    """``torch.cat(given, dim)``; sizes, dtypes and schemes fit."""
+    """Return ``torch.cat(given, dim)``; sizes, dtypes and schemes fit."""
     pieces, offset = [], 0
     for one in given:
         pieces += [replace(piece, at=_set(piece.at, dim, piece.at[dim] + offset)) for piece in one.pieces]
@@ -94,7 +94,7 @@ def concatenated(given: Sequence[Composed], dim: int) -> Composed:
 
 
 def stacked(given: Sequence[Composed], dim: int) -> Composed:
-    """``torch.stack(given, dim)``; shapes, dtypes and schemes are equal."""
+    """Return ``torch.stack(given, dim)``; shapes, dtypes and schemes are equal."""
     pieces = [
         replace(piece, dims=_insert(piece.dims, dim, None), at=_insert(piece.at, dim, i))
         for i, one in enumerate(given)
@@ -105,7 +105,7 @@ def stacked(given: Sequence[Composed], dim: int) -> Composed:
 
 
 def transposed(given: Composed, dim0: int, dim1: int) -> Composed:
-    """``given.transpose(dim0, dim1)``.
+    """Return ``given.transpose(dim0, dim1)``.
 
     >>> from torchtether.schemes import Plain
     >>> transposed(whole("w", WeightSpec.of((2, 3), torch.float32, Plain())), 0, 1).shape
@@ -121,7 +121,7 @@ def transposed(given: Composed, dim0: int, dim1: int) -> Composed:
 
 
 def narrowed(given: Composed, dim: int, start: int, stop: int) -> Composed:
-    """``given.narrow(dim, start, stop - start)``: only the pieces that reach in there, cut."""
+    """Return ``given.narrow(dim, start, stop - start)``: only the pieces that reach in there, cut."""
     pieces = []
     for piece in given.pieces:
         at = piece.at[dim]
@@ -137,19 +137,19 @@ def narrowed(given: Composed, dim: int, start: int, stop: int) -> Composed:
 
 
 def selected(given: Composed, dim: int, index: int) -> Composed:
-    """``given.select(dim, index)``."""
+    """Return ``given.select(dim, index)``."""
     one = narrowed(given, dim, index, index + 1)
     pieces = [replace(piece, dims=_remove(piece.dims, dim), at=_remove(piece.at, dim)) for piece in one.pieces]
     return replace(one, shape=_remove(one.shape, dim), pieces=tuple(pieces))
 
 
 def reordered(given: Composed, heads: int) -> Composed:
-    """``given``, which is one stored tensor, after ``in_halves(heads)``."""
+    """Return ``given``, which is one stored tensor, after ``in_halves(heads)``."""
     return replace(given, is_stored=False, pieces=tuple(replace(piece, heads=heads) for piece in given.pieces))
 
 
 def in_halves(rows: int, heads: int) -> torch.Tensor:
-    """The order of ``rows`` rows in which the pairs of each head are two halves: first all even rows, then all odd.
+    """Return the order of ``rows`` rows in which the pairs of each head are two halves: even rows, then odd.
 
     With negative ``heads`` it is the inverse.
 
@@ -163,7 +163,7 @@ def in_halves(rows: int, heads: int) -> torch.Tensor:
 
 
 def keys_of(given: Sequence[Composed]) -> tuple[str, ...]:
-    """All their keys, each once."""
+    """Return all their keys, each once."""
     return tuple(dict.fromkeys(key for one in given for key in one.keys))
 
 

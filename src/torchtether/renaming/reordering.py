@@ -15,7 +15,7 @@ from .pieces import Composed, reordered, transposed
 
 @dataclass(frozen=True)
 class Transpose:
-    """Two dimensions of a tensor of the checkpoint change places for the model: ``torch.transpose``.
+    """Exchange two dimensions of a tensor of the checkpoint for the model: ``torch.transpose``.
 
     ``source``   a regex, found anywhere in a name
     ``target``   what it is replaced by, as by ``re.sub``; ``None`` leaves the name
@@ -44,11 +44,11 @@ class Transpose:
 
     @property
     def inverse(self) -> Transpose:
-        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
         return self if self.target is None else Transpose(*turned(self.source, self.target), self.dims)
 
     def apply(self, names: Sequence[Named]) -> list[Named] | None:
-        """``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
         return change_found(names, self.source, partial(_with_tensor, self.target, self._turn))
 
     def _turn(self, one: Named) -> Composed:
@@ -66,7 +66,7 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rows of each head of a query or key change between the two orders that rotary embeddings are computed in.
+    """Reorder the rows of each head of a query or key between the two orders of rotary embeddings.
 
     ``source``    a regex, found anywhere in a name
     ``heads``     how many heads the rows belong to, in equal numbers
@@ -98,12 +98,12 @@ class Rotary:
 
     @property
     def inverse(self) -> Rotary:
-        """The rule for the other direction. Raises RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
         source, target = (self.source, None) if self.target is None else turned(self.source, self.target)
         return Rotary(source, self.heads, target, not self.to_pairs)
 
     def apply(self, names: Sequence[Named]) -> list[Named] | None:
-        """``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
         return change_found(names, self.source, partial(_with_tensor, self.target, self._reordered))
 
     def _reordered(self, one: Named) -> Composed:

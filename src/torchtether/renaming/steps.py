@@ -21,7 +21,7 @@ Rename = Mapping[str, str] | Naming | Rule | Sequence[Substitution | Rule | Mapp
 
 
 def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[str]]:
-    """``names`` after every step of ``rename`` in order, each on what the one before has left; and the faults.
+    """Return ``names`` after every step of ``rename`` in order, each on the result of the last; and the faults.
 
     A rule that finds no name is a fault; a substitution, a mapping and a function need not find one.
 
@@ -83,7 +83,7 @@ def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Nami
 
 
 def _called(function: Naming, name: str) -> str | None:
-    """What ``function`` makes of ``name``; RuleError if it fails, or gives what is no name."""
+    """Return ``function(name)``. Raise RuleError if it fails, or returns no name."""
     try:
         made = function(name)
     except TetherError:

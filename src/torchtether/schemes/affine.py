@@ -25,7 +25,7 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Affine(Blocked):
-    """Holds integers ``q`` so that ``w ≈ (q - zero_point) * scale``, with one scale per block.
+    """Hold integers ``q`` so that ``w ≈ (q - zero_point) * scale``, with one scale per block.
 
         qdata (*shape) int8, uint8 if unsigned        where bits == 8
         qdata (*lead, ceil(K * bits / 8)) uint8       below: a dense stream of q + 2**(bits - 1) if signed, of q if not
@@ -98,7 +98,7 @@ class Affine(Blocked):
 
     @property
     def _offset(self) -> int:
-        """What the codes as stored lie above the signed ones; zero points share it only if unsigned."""
+        """Return how far stored codes lie above the signed ones; zero points share it only if unsigned."""
         return 0 if self.signed and self.bits == 8 else 1 << (self.bits - 1)
 
     @property
@@ -121,7 +121,7 @@ class Affine(Blocked):
         return parts
 
     def encode(self, values: Tensor, *, like: Parts | None = None, g_idx: Tensor | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``.
+        """Return the parts of ``values``.
 
         Args:
             like: parts whose scales, zero points and column groups are used again; values beyond their range clip.
@@ -154,7 +154,7 @@ class Affine(Blocked):
         )
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scale and zero point in blocks that they suit or give back exactly.
+        """Encode as ``encode`` does, with the held scale and zero point in blocks that they suit or give back exactly.
 
         They suit where the values fit and use their range. Exactly is for parts that others wrote: their scales may be
         negative, or larger than the values ask for.
@@ -182,7 +182,7 @@ class Affine(Blocked):
         return self.encode(values, like={**held, **chosen})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half a step; the range that a rounded scale lost; 2**-14 of a step for float32 arithmetic on 8-bit codes."""
+        """Return half a step, the range that a rounded scale lost, and 2**-14 of a step for float32 arithmetic."""
         grid = grid_over(shape, self.block)
         g_idx = parts.get("g_idx")
         reach = self._steps / 2 if self.symmetric else self._steps
@@ -240,7 +240,7 @@ class Affine(Blocked):
         return grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset
 
     def _step(self, scale: Tensor) -> Tensor:
-        """The distance between neighbours, float32."""
+        """Return the distance between neighbours, float32."""
         return scale.float() if self.unit == 1 else scale.float() * self.unit
 
     def _order(self, grid: Grid, g_idx: Tensor | None, device: torch.device) -> Tensor:
@@ -253,7 +253,7 @@ class Affine(Blocked):
         return g_idx
 
     def _fit(self, grid: Grid, values: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-        """The scale, and the zero point, that fit ``values``."""
+        """Return the scale, and the zero point, that fit ``values``."""
         zero = torch.zeros((), device=values.device)
         if self.symmetric:
             low, high = zero, grid.reduce(values, torch.amax, magnitude=True, g_idx=g_idx)
@@ -271,7 +271,7 @@ class Affine(Blocked):
         return least_squares(grid, values, lambda ratio: self._fitted(low * ratio, high * ratio), rounded, g_idx)
 
     def _fitted(self, low: Tensor, high: Tensor) -> dict[str, Tensor]:
-        """The scale, and the zero point, for blocks that reach from ``low`` to ``high``."""
+        """Return the scale, and the zero point, for blocks that reach from ``low`` to ``high``."""
         if self.symmetric:
             return {"scale": store_scale(divide(high, self._steps / 2 * self.unit), high, self.scale_dtype)}
         scale = store_scale(divide(high - low, self._steps * self.unit), high - low, self.scale_dtype)
@@ -281,7 +281,7 @@ class Affine(Blocked):
     def _codes(
         self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, g_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The float32 rows ``x`` as signed integers, in place, and the steps and zero points that go with them."""
+        """Round the float32 rows ``x`` to signed integers, in place; return them with their steps and zero points."""
         scale = _divisor(self._step(grid.pick(parts["scale"], start, stop)))
         zero = scale.new_zeros(1, 1).expand(scale.shape)
         if not self.symmetric:
@@ -330,5 +330,5 @@ class Affine(Blocked):
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """``scale``, and 1 where it is 0: others write that above zeros."""
+    """Return ``scale``, and 1 where it is 0, as other writers store it above zeros."""
     return torch.where(scale == 0, 1.0, scale)

@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Biased(Blocked):
-    """Holds unsigned integers ``q`` so that ``w ≈ q * scale + bias``, with one scale and one bias per block.
+    """Hold unsigned integers ``q`` so that ``w ≈ q * scale + bias``, with one scale and one bias per block.
 
         qdata (*lead, ceil(K * bits / 8)) uint8       a dense stream of q
         scale (*lead, ceil(K / columns)) scale_dtype  1 row per ``block[0]`` rows; 1 where None; may be negative
@@ -81,7 +81,7 @@ class Biased(Blocked):
         return {"qdata": code_part(shape, self.bits), "scale": scale, "bias": scale}
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scale and bias in blocks that they give back exactly or suit."""
+        """Encode as ``encode`` does, with the held scale and bias in blocks that they give back exactly or suit."""
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
@@ -98,7 +98,7 @@ class Biased(Blocked):
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half a step, the range that roundings of scale and bias lost, and what two roundings may add to a value."""
+        """Return half a step, the range that roundings of scale and bias lost, and the two roundings of a value."""
         grid = grid_over(shape, self.block)
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
@@ -129,22 +129,22 @@ class Biased(Blocked):
         self._quantize(grid, values, parts)
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` in ``arithmetic``."""
+        """Return the decoded rows from ``start`` to ``stop``, (stop - start, K) in ``arithmetic``."""
         codes = unpack(parts["qdata"].reshape(grid.rows, -1)[start:stop], self.bits, grid.columns)
         x, scale, bias = grid.align(codes.to(self.arithmetic), *self._numbers(grid, parts, start, stop))
         return self._value(x, scale, bias).reshape(stop - start, grid.columns)
 
     def _value(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """What the codes ``x`` decode to; all three are in ``arithmetic``, and so is each step."""
+        """Return the values of the codes ``x``; all three are in ``arithmetic``, and so is each step."""
         return (x + bias) * scale if self.bias_first else x * scale + bias
 
     def _position(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """Where ``x`` lies among the codes, not rounded; float32."""
+        """Return where ``x`` lies among the codes, not rounded, float32."""
         scale = torch.where(scale == 0, 1.0, scale)  # a foreign block of one value
         return x / scale - bias if self.bias_first else (x - bias) / scale
 
     def _fit(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
-        """The scale and the bias that fit ``values``."""
+        """Return the scale and the bias that fit ``values``."""
         low, high = (grid.reduce(values, op) for op in (torch.amin, torch.amax))
         extent = torch.maximum(high - low, torch.maximum(high.abs(), low.abs()))
         check_finite(extent, values)
@@ -181,7 +181,7 @@ class Biased(Blocked):
         return least_squares(grid, values, clipped, rounded)
 
     def _fitted(self, low: Tensor, high: Tensor, extent: Tensor) -> dict[str, Tensor]:
-        """The scale and the bias for blocks that reach from ``low`` to ``high``, their values at most ``extent``."""
+        """Return scale and bias for blocks from ``low`` to ``high`` whose magnitudes are at most ``extent``."""
         finest = extent * (torch.finfo(self.arithmetic).eps / 2)
         scale = store_scale(torch.maximum(divide(high - low, self._steps), finest), extent, self.scale_dtype)
         bias = low / scale.float() if self.bias_first else low
@@ -198,7 +198,7 @@ class Biased(Blocked):
         return scale, bias
 
     def _nearest(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """The codes that decode nearest to ``x``: the neighbours of the rounded position are tried too."""
+        """Return the codes that decode nearest to ``x``; neighbours of the rounded position are tried too."""
         middle = self._position(x, scale.float(), bias.float()).round_().clamp_(0, self._steps)
         best, error = middle, self._error(middle, x, scale, bias)
         reach = 1 + int(self._steps * torch.finfo(self.arithmetic).eps)  # how many codes a rounding can merge

@@ -26,7 +26,7 @@ class Blocked(Scheme):
 
     @property
     def _block(self) -> Block:
-        """The rows and columns under one scale."""
+        """Return the rows and columns under one scale."""
         return self.block
 
     # -- what a family writes ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from .search import FITS, RATIOS, SMALLEST
 
 @dataclass(frozen=True)
 class Codebook(Blocked):
-    """Holds codes so that ``w ≈ table[code] * absmax``, with one absmax per ``block_size`` elements.
+    """Hold codes so that ``w ≈ table[code] * absmax``, with one absmax per ``block_size`` elements.
 
         qdata (ceil(n * bits / 8),) uint8          a dense stream over the flattened tensor, low bits first
         absmax (ceil(n / block_size),) float32     with ``nested``: uint8 codes of the 8-bit dynamic type, and
@@ -94,7 +94,7 @@ class Codebook(Blocked):
 
     @property
     def bits(self) -> int:
-        """Bits per code."""
+        """Return how many bits a code takes."""
         return (len(self.table) - 1).bit_length()
 
     # -- the interface ------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Codebook(Blocked):
         )
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held absmax in blocks whose largest value it still reaches."""
+        """Encode as ``encode`` does, with the held absmax in blocks whose largest value it still reaches."""
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
@@ -205,7 +205,7 @@ class Codebook(Blocked):
         return super().can_view(old, new)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half the gap around each value times absmax, and the value times what double quantization did to absmax."""
+        """Return half the gap around each value times absmax, and the value times the error of a nested absmax."""
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
         device = parts["qdata"].device
@@ -261,18 +261,18 @@ class Codebook(Blocked):
 
     @property
     def _unit(self) -> int:
-        """A stretch of so many elements, from the start, ends with a block and with a byte."""
+        """Return how many elements, from the start, end with a block and with a byte."""
         return self.block_size * 8
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """The rows from ``start`` to ``stop``, float32, where blocks end with their row."""
+        """Return the decoded rows, (stop - start, K) float32, where blocks end with their row."""
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         x = lookup(codes, self._table(codes.device), self.bits, grid.columns)
         x, absmax = grid.align(x, grid.pick(parts["absmax"], start, stop))
         return x.mul_(absmax).reshape(stop - start, grid.columns)
 
     def _stretch(self, parts: Parts, start: int, stop: int) -> Tensor:
-        """The elements from ``start``, with which a block and a byte begin, to ``stop``, float32, where flat."""
+        """Return the flat elements ``start`` to ``stop``, float32; a block and a byte begin at ``start``."""
         stream = parts["qdata"].reshape(-1)
         x = lookup(stream[start * self.bits // 8 :], self._table(stream.device), self.bits, stop - start)
         return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
@@ -297,17 +297,17 @@ class Codebook(Blocked):
         return table_of(self.table, device)
 
     def _blocks(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """The numbers of the blocks that lie over the elements from ``start``, which begins one, to ``stop``."""
+        """Return the numbers of the blocks over the elements from ``start``, which begins one, to ``stop``."""
         return torch.arange(start // self.block_size, -(-stop // self.block_size), device=device)
 
     def _scaled(self, x: Tensor, absmax: Tensor) -> Tensor:
-        """``x``, flat and from the start of a block, times the ``absmax`` of each block, in place."""
+        """Multiply ``x``, flat and from the start of a block, by the ``absmax`` of each block, in place."""
         if absmax.shape[0] * self.block_size == x.shape[0]:
             return x.view(absmax.shape[0], self.block_size).mul_(absmax.unsqueeze(-1)).view(-1)
         return x.mul_(absmax.repeat_interleave(self.block_size)[: x.shape[0]])
 
     def _absmax(self, parts: Parts, index: Tensor) -> Tensor:
-        """The absmax, float32, of the flat blocks that ``index`` names."""
+        """Return the absmax, float32, of the flat blocks that ``index`` names."""
         if self.nested:
             return unnest(parts, self.nested_block_size, index)
         return parts["absmax"].index_select(0, index)
@@ -324,7 +324,7 @@ class Codebook(Blocked):
         return flat_magnitudes(values, self.block_size)
 
     def _least_squares(self, grid: Grid, values: Tensor, amax: Tensor) -> Tensor:
-        """For each block the part of ``amax`` under which its values lose least."""
+        """Return, for each block, the part of ``amax`` under which its values lose least."""
         if 0 in values.shape:
             return amax
         best = amax.clone()
@@ -341,7 +341,7 @@ class Codebook(Blocked):
         return best
 
     def _squares(self, x: Tensor, absmax: Tensor) -> Tensor:
-        """The sum of squared errors of each block of ``x`` along its last dimension, under ``absmax``."""
+        """Return the sum of squared errors of each block of ``x`` along its last dimension, under ``absmax``."""
         wide = absmax.repeat_interleave(self.block_size, -1)[..., : x.shape[-1]]
         thresholds, order = self._nearest
         ascending = torch.tensor([self.table[code] for code in order], device=x.device)

@@ -21,7 +21,7 @@ from .unchanged import find_unchanged
 
 @dataclass(frozen=True)
 class BlockScheme(Blocked):
-    """Holds codes of ``bits`` bits, and float32 numbers (a scale, say) for each block: say only what they mean.
+    """Hold codes of ``bits`` bits, and float32 numbers (a scale, say) for each block, by four methods.
 
         qdata (*lead, ceil(K * bits / 8)) uint8       a dense stream of codes from 0 to 2**bits - 1
         each of ``numbers``: (*lead, ceil(K / columns)) float32    1 row per ``block[0]`` rows; 1 where None
@@ -75,19 +75,19 @@ class BlockScheme(Blocked):
     # -- what a kind says ---------------------------------------------------------------------------------------
 
     def fit(self, x: Tensor) -> dict[str, Tensor]:
-        """The ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
+        """Return the ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
         raise NotImplementedError(self._unwritten("fit"))
 
     def to_codes(self, x: Tensor, *numbers: Tensor) -> Tensor:
-        """Where the values ``x`` lie among the codes, not rounded; half a code beyond the ends is clipped."""
+        """Return where the values ``x`` lie among the codes, not rounded; half a code beyond the ends is clipped."""
         raise NotImplementedError(self._unwritten("to_codes"))
 
     def to_values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """What ``codes`` (whole numbers, float32) decode to."""
+        """Return the values of ``codes`` (whole numbers, float32)."""
         raise NotImplementedError(self._unwritten("to_values"))
 
     def error(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """The largest error of values that were encoded as ``codes``."""
+        """Return the largest error of values that were encoded as ``codes``."""
         raise NotImplementedError(self._unwritten("error"))
 
     # -- the interface ------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class BlockScheme(Blocked):
         return {"qdata": code_part(shape, self.bits), **dict.fromkeys(self.numbers, part)}
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``; the held numbers stay in blocks that they give back exactly."""
+        """Encode as ``encode`` does; the held numbers stay in blocks that they give back exactly."""
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
@@ -147,13 +147,13 @@ class BlockScheme(Blocked):
         return grid.align(x, *(grid.pick(parts[name], start, stop) for name in self.numbers))
 
     def _fitted(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
-        """What ``fit`` says of every block, of ``grid.scale_shape``."""
+        """Return the numbers of every block, by ``fit``, of ``grid.scale_shape``."""
         pieces = [(0, grid.rows)] if grid.height is None else grid.chunks()
         found = [self._fit_rows(grid, rows(values, start, stop).float()) for start, stop in pieces]
         return {name: torch.cat([one[name] for one in found]).view(grid.scale_shape) for name in self.numbers}
 
     def _fit_rows(self, grid: Grid, x: Tensor) -> dict[str, Tensor]:
-        """``fit`` of the blocks over whole rows (R, K): (blocks of rows, groups), those at the edges on their own."""
+        """Fit the blocks over whole rows (R, K), those at the edges on their own: (blocks of rows, groups)."""
         matrix = x.shape[0] if grid.height in (None, 1) else min(grid.shape[-2], x.shape[0])
         height, width = grid.height or x.shape[0], grid.width or grid.columns
         bands = [
@@ -164,7 +164,7 @@ class BlockScheme(Blocked):
         return dict(zip(self.numbers, found, strict=True))
 
     def _fit(self, blocks: Tensor) -> Tensor:
-        """The numbers (their count, matrices, bands, groups) of (1, matrices, bands, height, groups, width) values."""
+        """Return the numbers (count, matrices, bands, groups) of (1, matrices, bands, height, groups, width) values."""
         x = blocks.squeeze(0).transpose(2, 3).flatten(3)
         found = self.fit(x)
         shape = tuple(x.shape[:-1])
@@ -186,7 +186,7 @@ class BlockScheme(Blocked):
         return torch.stack([found[name].float() for name in self.numbers])
 
     def _whole(self, made: Tensor, x: Tensor, what: str) -> Tensor:
-        """``made`` expanded to the shape of ``x``."""
+        """Expand ``made`` to the shape of ``x``."""
         if not isinstance(made, Tensor):
             raise SchemeError(f"{what} gives {describe(made)}, not a tensor", name=type(self).__name__)
         try:
@@ -197,7 +197,7 @@ class BlockScheme(Blocked):
 
 
 def _runs(x: Tensor, size: int, dim: int) -> list[Tensor]:
-    """``x`` with ``dim`` cut into runs of ``size``, as two dimensions; the last run, if shorter, on its own."""
+    """Cut ``dim`` of ``x`` into runs of ``size``, as two dimensions; a shorter last run is on its own."""
     length = x.shape[dim]
     size = min(size, length)
     whole = length // size * size

@@ -13,7 +13,7 @@ from ..torch_private.observers import is_direct
 
 
 def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """How many of the ascending ``thresholds`` (at most 255) lie strictly below each element of ``x``, as uint8.
+    """Return how many of the ascending ``thresholds`` (at most 255) lie strictly below each element, uint8.
 
     >>> count_above(torch.tensor([0.0, 0.5, 2.0]), (0.5, 1.0)).tolist()
     [0, 0, 2]
@@ -57,7 +57,7 @@ _MANY = 2**13  # elements; below, making the table costs more
 
 
 def _looked_up(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
-    """``count_above`` from a table of narrow cells; the few numbers in a cell with a threshold are compared."""
+    """Return ``count_above`` by a table of narrow cells; numbers in a cell with a threshold are compared."""
     table, reach = _cells(thresholds)
     flat = x.reshape(-1).float()
     count = table.index_select(0, _cell(flat, reach))
@@ -78,7 +78,7 @@ _ANY_UNSURE = -0x7F7F7F7F7F7F7F80  # the highest bit of every byte
 
 
 def _compared(x: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """A few comparisons are faster than a search, and those that give numbers of the dtype of x faster than bools."""
+    """Return ``count_above`` by comparisons: a few are faster than a search, most so in the dtype of ``x``."""
     count, is_above = x.new_zeros(x.shape), x.new_empty(x.shape)
     for threshold in thresholds:
         count += torch.gt(x, threshold, out=is_above)
@@ -87,7 +87,7 @@ def _compared(x: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _cells(thresholds: tuple[float, ...]) -> tuple[Tensor, float]:
-    """How many thresholds lie below each cell, and the magnitude from which on all are alike.
+    """Return how many thresholds lie below each cell, and the magnitude from which on all are alike.
 
     Numbers go to cells by products and roundings that keep their order, so a threshold in a lower cell is smaller.
     """
@@ -106,7 +106,7 @@ def _cell(x: Tensor, reach: float) -> Tensor:
 
 @lru_cache(maxsize=64)
 def nearest_codes(table: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The thresholds between the values of ``table``, ascending, and the code of each value between them.
+    """Return the thresholds between the values of ``table``, ascending, and the code of each value between them.
 
     A number halfway goes to the lower value.  Of equal values (0 and -0) the first code is used.
 

@@ -39,7 +39,7 @@ class Element(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Return how many bits a code takes."""
         return (len(self.table) - 1).bit_length() if self.table else 8
 
 
@@ -54,7 +54,7 @@ ROUNDINGS = ("even", "floor", "rceil")
 
 
 def _below(table: tuple[float, ...]) -> tuple[float, ...]:
-    """The code of x >= 0 is how many of these lie below x.
+    """Return the ascending thresholds of which the code of x >= 0 counts those below x.
 
     Halfway cases go to the even code: thresholds to an odd one are the middles, to an even one the floats just before.
     """
@@ -76,7 +76,7 @@ _KEEP = 2.0**-10
 
 @cache
 def _table(name: str) -> Tensor:
-    """The values of an element, float32, by code."""
+    """Return the values of an element, float32, by code."""
     element = ELEMENTS[name]
     if element.dtype is None:
         return torch.tensor(element.table, device="cpu")
@@ -85,7 +85,7 @@ def _table(name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledFloat(Blocked):
-    """Holds small floats ``q`` so that ``w ≈ q * scale`` (``* global_scale``), with one scale per block.
+    """Hold small floats ``q`` so that ``w ≈ q * scale`` (``* global_scale``), with one scale per block.
 
         qdata (*shape) float8_e4m3fn or float8_e5m2    for "e4m3" and "e5m2"
         qdata (*lead, ceil(K * bits / 8)) uint8        for "e2m1" and "e2m3": a dense stream of 4 or 6 bits
@@ -172,7 +172,7 @@ class ScaledFloat(Blocked):
         )
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scales where the largest value is within their reach and near its end."""
+        """Encode as ``encode`` does; held scales stay where the largest value is in their reach and near its end."""
         values = source(values)
         if values.is_meta or values.numel() == 0 or self.scale_dtype == torch.float8_e8m0fnu:
             return self.encode(values)
@@ -193,7 +193,7 @@ class ScaledFloat(Blocked):
         return self.encode(values, like={**fresh, "scale": chosen})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half the distance to the next element away from zero, times the scale; more where the largest one clips."""
+        """Return half the distance to the next element, times the scale; more where the largest one clips."""
         grid = grid_over(shape, self.block)
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
@@ -230,7 +230,7 @@ class ScaledFloat(Blocked):
         return x.mul_(scale).reshape(stop - start, grid.columns)
 
     def _clipped(self, scale: Tensor) -> Tensor:
-        """How far beyond the largest element a value may lie, by block, before the global scale."""
+        """Return how far beyond the largest element a value may lie, by block, before the global scale."""
         if self.scale_dtype != torch.float8_e8m0fnu:
             return rounded_off(scale, self.scale_dtype) * self._element.largest
         if self.scale_rounding == "rceil":
@@ -241,7 +241,7 @@ class ScaledFloat(Blocked):
         return scale * (top - self._element.largest)
 
     def _scales(self, scale: Tensor, parts: Parts) -> Tensor:
-        """What a code is multiplied by, float32."""
+        """Return the float32 factors of the codes."""
         scale = scale.float()
         if not self.global_scale:
             return scale
@@ -255,7 +255,7 @@ class ScaledFloat(Blocked):
         return lookup(codes, table_of(self._element.table, codes.device), self._element.bits, columns)
 
     def _fit(self, amax: Tensor, parts: Parts, unit: Tensor | None = None) -> None:
-        """Writes the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
+        """Write the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
         largest = self._element.largest
         if self.scale_dtype == torch.float8_e8m0fnu:
             parts["scale"].copy_(self._power_of_two(amax))
@@ -279,7 +279,7 @@ class ScaledFloat(Blocked):
             parts["scale"].copy_(store_scale(divide(amax, largest), amax, self.scale_dtype))
 
     def _power_of_two(self, amax: Tensor) -> Tensor:
-        """The e8m0 scales: 2**-127 to 2**127, never the NaN of byte 255; 1 where there are only zeros."""
+        """Return e8m0 scales: 2**-127 to 2**127, never the NaN of byte 255; 1 where there are only zeros."""
         element = self._element
         if self.scale_rounding == "rceil":
             bits = divide(amax, element.largest).view(torch.int32)
@@ -293,7 +293,7 @@ class ScaledFloat(Blocked):
         return torch.where(amax > 0, byte, 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
     def _divided(self, grid: Grid, parts: Parts, start: int, stop: int) -> tuple[Tensor, bool]:
-        """What the rows from ``start`` to ``stop`` are divided by, or else multiplied with, and which of the two."""
+        """Return the divisors (True) or the factors (False) of the rows from ``start`` to ``stop``, and which."""
         scale = grid.pick(parts["scale"], start, stop)
         if self.global_scale and not self.global_divides:
             return (1.0 / parts["global_scale"]) / scale.float(), False

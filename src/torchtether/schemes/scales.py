@@ -13,7 +13,7 @@ TINY = float(torch.finfo(torch.float32).tiny)
 
 
 def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` rounded to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
+    """Round ``scale`` to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
     info = torch.finfo(dtype)
     scale = scale.clamp_min(max(TINY, info.smallest_normal * info.eps))  # the product: the smallest subnormal
     stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
@@ -26,12 +26,12 @@ def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide(x: Tensor, number: float) -> Tensor:
-    """``x / number``, rounded once on every device (a GPU multiplies by the reciprocal of a Python number)."""
+    """Return ``x / number``, rounded once on every device (a GPU would multiply by the reciprocal)."""
     return x / x.new_full((), number)
 
 
 def rounded_off(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """How much larger a scale may have been before it was rounded to ``dtype``: half a unit in its last place."""
+    """Return how much larger a scale may have been before it was rounded to ``dtype``: half its last unit."""
     info = torch.finfo(dtype)
     half = info.eps / 2
     return (scale * (half / (1 - half))).clamp_min(info.smallest_normal * half)

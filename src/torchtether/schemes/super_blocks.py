@@ -24,7 +24,7 @@ _HALF = torch.float16
 
 @dataclass(frozen=True)
 class SuperBlocks(Blocked):
-    """Holds codes ``q`` so that ``w ≈ (super_scale * scale) * q - super_min * min``, or ``... * (q - offset)``, or
+    """Hold codes ``q`` so that ``w ≈ (super_scale * scale) * q - super_min * min``, or ``... * (q - offset)``, or
     ``... * table[q]``.
 
         qdata (*lead, ceil(K * bits / 8)) uint8            a dense stream of q
@@ -120,7 +120,7 @@ class SuperBlocks(Blocked):
         return 1, self.block_size
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scales and minima of every super-block whose values they give back exactly."""
+        """Encode as ``encode`` does; super-blocks that give their values back exactly keep scales and minima."""
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
@@ -137,7 +137,7 @@ class SuperBlocks(Blocked):
         return self.encode(values, like=kept)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half the larger gap beside the level of each code, times its scale, and what float32 arithmetic may add."""
+        """Return half the larger gap beside the level of each code, times its scale, and float32 arithmetic."""
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
         grid, _ = self._grids(shape)
@@ -164,17 +164,17 @@ class SuperBlocks(Blocked):
         self._quantize(blocks, values, parts)
 
     def _grids(self, shape: Shape) -> tuple[Grid, Grid]:
-        """The blocks and the super-blocks over ``shape``."""
+        """Return the blocks and the super-blocks over ``shape``."""
         return grid_over(tuple(shape), (1, self.block_size)), grid_over(tuple(shape), (1, self.super_block_size))
 
     def _over_blocks(self, part: Tensor, supers: Grid) -> Tensor:
-        """One entry per super-block, repeated for each of its blocks."""
+        """Repeat one entry per super-block for each of its blocks."""
         groups = -(-supers.columns // self.block_size)
         index = torch.arange(groups, device=part.device) // (self.super_block_size // self.block_size)
         return part.index_select(-1, index)
 
     def _scales(self, parts: Parts, grid: Grid, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """What codes are multiplied by, and what is subtracted then: one per block of the rows, float32."""
+        """Return the factor and the subtrahend (or ``None``) of each block of the rows, float32."""
         blocks, supers = self._grids(grid.shape)
         scale = self._over_blocks(supers.pick(parts["super_scale"], start, stop).float(), supers)
         if self.scale_bits:
@@ -185,7 +185,7 @@ class SuperBlocks(Blocked):
         return scale, low * blocks.pick(parts["min"], start, stop).float()
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """The rows from ``start`` to ``stop``, float32."""
+        """Return the rows from ``start`` to ``stop``, float32."""
         blocks, _ = self._grids(grid.shape)
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         if self.table is not None:
@@ -200,7 +200,7 @@ class SuperBlocks(Blocked):
         return (x * scale).sub_(low).reshape(stop - start, grid.columns)
 
     def _fit(self, values: Tensor) -> dict[str, Tensor]:
-        """The scales and minima that fit ``values``: none of them clips."""
+        """Return the scales and minima that fit ``values`` without clipping any."""
         blocks, supers = self._grids(tuple(values.shape))
         high, low = blocks.reduce(values, torch.amax), -blocks.reduce(values, torch.amin)
         check_finite(torch.maximum(high.abs(), low.abs()), values)
@@ -222,7 +222,7 @@ class SuperBlocks(Blocked):
         return parts
 
     def _under_supers(self, scale: Tensor, supers: Grid) -> tuple[Tensor, Tensor]:
-        """Integers, and the float16 number above each super-block of them, whose products reach each ``scale``."""
+        """Return integers, and a float16 number per super-block of them, whose products reach each ``scale``."""
         largest = (1 << (self.scale_bits if self.minimum else self.scale_bits - 1)) - 1
         ratio = self.super_block_size // self.block_size
         top = fold(scale, ratio, scale.dim() - 1, torch.amax) if scale.numel() else scale.new_zeros(supers.scale_shape)
@@ -241,13 +241,13 @@ class SuperBlocks(Blocked):
         pack_into(codes.reshape(stop - start, grid.columns), self.bits, out)
 
     def _codes(self, x: Tensor) -> Tensor:
-        """The code whose level is nearest to each element of ``x``."""
+        """Return the code whose level is nearest to each element of ``x``."""
         if self.table is None:
             return x.round().add_(self.offset).clamp_(0, (1 << self.bits) - 1).to(torch.uint8)
         return nearest_code(x, *self._nearest)
 
     def _above(self, x: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-        """The code that decodes nearest to ``x`` above a minimum: a float32 sum may have hidden which it is."""
+        """Return the code that decodes nearest to ``x`` above a minimum, also where a float32 sum has hidden it."""
         steps = (1 << self.bits) - 1
         middle = ((x + low) / torch.where(scale == 0, 1.0, scale)).round_().clamp_(0, steps)
         middle = torch.where(scale == 0, 0.0, middle)
@@ -259,7 +259,7 @@ class SuperBlocks(Blocked):
         return best.to(torch.uint8)
 
     def _half_gaps(self) -> list[float]:
-        """For each code, how far from its level a number may lie that is nearest to it; at the ends as far inwards."""
+        """Return, for each code, how far from its level a number nearest to it may lie; ends as far as inwards."""
         distinct = sorted(set(self._levels))
         place = {level: i for i, level in enumerate(distinct)}
         gaps = [(b - a) / 2 for a, b in itertools.pairwise(distinct)]
@@ -268,7 +268,7 @@ class SuperBlocks(Blocked):
 
 
 def _rounded_up(scale: Tensor, empty: int = 1) -> Tensor:
-    """``scale`` as float16 and not smaller; ``empty`` where it is 0. SchemeError if it does not fit."""
+    """Round ``scale`` up to float16, ``empty`` where it is 0. Raise SchemeError if it does not fit."""
     stored = scale.clamp_min(TINY).to(_HALF)
     bits = stored.view(torch.int16)  # of a number that is not negative, the next larger one has the next bits
     stored = torch.where(stored.float() < scale, bits + 1, bits).clamp_min(1).view(_HALF)

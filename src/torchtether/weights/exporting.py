@@ -16,18 +16,18 @@ class Exporting(Wrapping):
     """
 
     def tolist(self) -> Any:
-        """The values as nested lists of numbers."""
+        """Return the values as nested lists of numbers."""
         return self.dequantize().tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """The values as a numpy array of its own memory, which is what ``numpy.asarray`` gives."""
+        """Return the values as a numpy array of its own memory, which is what ``numpy.asarray`` gives."""
         if copy is False:
             raise ValueError("copy=False: a numpy array cannot share the memory of a Weight")
         values = self.dequantize().detach().cpu().numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """With ``force``, the values as a numpy array of its own memory; without, an array would have to share it.
+        """Return the values as a numpy array of its own memory, with ``force``.
 
         Raises UnsupportedOpError without ``force``.
         """
@@ -41,5 +41,5 @@ class Exporting(Wrapping):
         raise UnsupportedOpError("DLPack cannot share the memory of a Weight", fix="Call .dequantize() on it first.")
 
     def apply_(self, callable: Callable[..., Any]) -> Self:
-        """Raises UnsupportedOpError: torch would write to memory that a Weight does not have."""
+        """Raise UnsupportedOpError: torch would write to memory that a Weight does not have."""
         raise UnsupportedOpError("apply_ cannot write to a Weight", fix="Call .dequantize(), and copy_() the result.")

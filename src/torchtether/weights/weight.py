@@ -30,7 +30,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 class Weight(Exporting):
-    """A tensor that is stored as the *parts* of a scheme and knows its ties.
+    """Hold a tensor as the *parts* of a scheme, with its ties.
 
         weight.parts    the plain tensors that hold it, e.g. qdata (N, K) int8, scale (N, 1) float32
         weight.spec     WeightSpec(shape, stride, dtype, scheme, tie, activations); ``dtype`` is the compute dtype
@@ -77,7 +77,7 @@ class Weight(Exporting):
         requires_grad: bool = False,
         cut: tuple[str, ...] = (),
     ) -> None:
-        """Wraps ``parts`` as they are; use ``Weight.encode`` to make one from values.
+        """Wrap ``parts`` as they are; use ``Weight.encode`` to make one from values.
 
         ``cut`` names, in rows of a larger Weight, the parts that its other rows need too, and that must not change.
         """
@@ -90,7 +90,7 @@ class Weight(Exporting):
 
     @classmethod
     def encode(cls, values: Tensor, scheme: Scheme, *, tie: Tie | None = None) -> Weight:
-        """A new Weight that holds the given values (any strides, any float dtype) in ``scheme``, without a graph.
+        """Return a new Weight that holds ``values`` (any strides, any float dtype) in ``scheme``, without a graph.
         It is contiguous.
 
         Raises SchemeError if the shape does not fit, or the values are not floating point or not finite.
@@ -120,27 +120,27 @@ class Weight(Exporting):
 
     @property
     def spec(self) -> WeightSpec:
-        """The facts: shape, stride, compute dtype, scheme, tie."""
+        """Return the facts: shape, stride, compute dtype, scheme, tie."""
         return self._spec
 
     @property
     def scheme(self) -> Scheme:
-        """How values become parts."""
+        """Return the scheme, by which values become parts."""
         return self._spec.scheme
 
     @property
     def tie(self) -> Tie | None:
-        """The names under which this tensor was registered when its tie was recorded."""
+        """Return the names under which this tensor was registered when its tie was recorded."""
         return self._spec.tie
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """The plain tensors that hold the Weight, by name, in the scheme's order; a read-only view."""
+        """Return the plain tensors that hold the Weight, by name, in the scheme's order; a read-only view."""
         return MappingProxyType({name: getattr(self, _PART + name) for name in self._names})
 
     @property
     def kernel_layout(self) -> Layout | None:
-        """How the compiled kernels see the parts; ``None`` where they cannot, or where its strides are turned."""
+        """Return how the compiled kernels see the parts; ``None`` if they cannot, or if it is transposed."""
         found = self._kernel_layout
         if found is _UNKNOWN:  # it follows from the spec
             spec = self._spec
@@ -149,18 +149,18 @@ class Weight(Exporting):
         return found
 
     def set_activations(self, activations: str | None) -> None:
-        """``F.linear`` with this Weight rounds its inputs to ``activations``, ``"int8"`` or ``"float8"``, or not."""
+        """Let ``F.linear`` round its inputs to ``activations``, ``"int8"`` or ``"float8"``; ``None``: not at all."""
         self._kernel_layout = None  # meanwhile no kernel is called from another thread
         self._spec = self._spec.replace(activations=activations)
         self._kernel_layout = _UNKNOWN
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(part.nbytes for part in self.parts.values())
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The values, as a new plain tensor of this shape, stride and dtype; gradients flow through unchanged.
+        """Return the values as a new plain tensor of this shape, stride and dtype; gradients flow through.
 
         What is beyond the range of the dtype is infinite, as in any conversion; ``.to(torch.float32)`` has it again.
         """
@@ -170,7 +170,7 @@ class Weight(Exporting):
         return self.values_of().clone() if self.scheme.transparent else self.values_of()
 
     def values_of(self) -> Tensor:
-        """The values outside of autograd; for a transparent scheme the very tensor that is wrapped."""
+        """Return the values outside of autograd; for a transparent scheme the very tensor that is wrapped."""
         spec = self._spec
         if spec.scheme.transparent:
             (tensor,) = self.parts.values()
@@ -185,26 +185,26 @@ class Weight(Exporting):
         *,
         cut: tuple[str, ...] | None = None,
     ) -> Weight:
-        """The Weight whose parts are ``function`` of these. Every Weight that comes from a Weight is made here."""
+        """Return the Weight with ``function`` of these parts. Every Weight that comes from a Weight is made here."""
         parts = {name: function(part) for name, part in self.parts.items()}
         return type(self)(parts, spec or self._spec, cut=self._cut if cut is None else cut)
 
     def with_parts(
         self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
-        """The Weight with other parts of the same names."""
+        """Return the Weight with other parts of the same names."""
         return self.map_named(lambda name, _: parts[name], spec, cut=cut)
 
     def map_named(
         self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
-        """As ``map``, for functions that need the part's name."""
+        """Return what ``map`` does, for functions that need the part's name."""
         return type(self)(
             {name: function(name, part) for name, part in self.parts.items()}, spec or self._spec, cut=cut
         )
 
     def around(self, tensor: Tensor) -> Weight:
-        """For a transparent scheme: the Weight that wraps ``tensor`` with this one's tie."""
+        """Wrap ``tensor`` with this one's tie, for a transparent scheme."""
         spec = self._spec.replace(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype)
         return self.map(lambda _: tensor, spec, cut=())
 
@@ -214,7 +214,7 @@ class Weight(Exporting):
         return self
 
     def set_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Copies ``parts`` into the storage of these; all of them fit or nothing is written."""
+        """Copy ``parts`` into the storage of these; all of them fit or nothing is written."""
         held = self.parts
         for name, part in held.items():
             if parts[name].shape != part.shape:
@@ -253,7 +253,7 @@ class Weight(Exporting):
         return cls({name.removeprefix(_PART): part for name, part in inner.items()}, spec)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's cache of compiled graphs knows a Weight by: everything but its values.
+        """Return the key of torch's cache of compiled graphs: everything of a Weight but its values.
 
         The code that is traced for it counts, too, or graphs of another version would be run.
         """
@@ -304,18 +304,18 @@ class Weight(Exporting):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """What FSDP2 calls for the tensors to gather; ``ops.sharding`` says how."""
+        """Return the hook by which FSDP2 gets the tensors to gather; see ``ops.sharding``."""
         return HOOKS["fsdp_pre_all_gather"](self)  # type: ignore[no-any-return]
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """What FSDP2 calls with the gathered tensors; ``ops.sharding`` says how."""
+        """Return the hook that FSDP2 calls with the gathered tensors; see ``ops.sharding``."""
         return HOOKS["fsdp_post_all_gather"](self)  # type: ignore[no-any-return]
 
     # -- copying, pickling, sharing -------------------------------------------------------------------------------
 
     def _attributes(self) -> dict[str, Any]:
-        """What users have set on this tensor."""
+        """Return the attributes that users have set on this tensor."""
         own = {
             "_spec",
             "_names",
@@ -376,7 +376,7 @@ def rebuild_weight(
     cut: tuple[str, ...],
     attributes: dict[str, Any],
 ) -> Weight:
-    """What pickle calls. The spec is JSON, so that the only name a pickle may run is this one."""
+    """Rebuild a Weight for pickle. The spec is JSON, so that the only name a pickle may run is this one."""
     weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), cut=cut)
     return weight._restore(requires_grad, is_param, attributes)
 

@@ -25,7 +25,7 @@ _GEOMETRY = Plain()
 
 
 class WrapperTensor(Wrapping):
-    """A tensor that is stored as inner tensors, with everything that torch expects of such a class.
+    """Hold a tensor as inner tensors, with everything that torch expects of such a class.
 
     Subclass it, name the inner tensors and the metadata, and write ``decode``; with ``encode`` it can be written to
     as well.  It then passes every law of ``tt.testing.check_tensor_subclass``: it is detached, cloned, moved, emptied,
@@ -81,7 +81,7 @@ class WrapperTensor(Wrapping):
         requires_grad: bool = False,
         **fields: Any,
     ) -> WrapperTensor:
-        """Wraps inner tensors as they are. ``shape`` is that of the first unless it is given."""
+        """Wrap inner tensors as they are. ``shape`` is that of the first unless it is given."""
         asked = {*cls.inner_names, *cls.metadata_names}
         if fields.keys() != asked or not cls.inner_names:
             raise TetherError(f"needs {sorted(asked)}, got {sorted(fields)}", name=cls.__name__)
@@ -106,38 +106,38 @@ class WrapperTensor(Wrapping):
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do: a subclass with a constructor of its own writes ``__new__``, whatever it takes."""
+        """Do nothing: a subclass with a constructor of its own writes ``__new__``, whatever it takes."""
 
     # -- what a subclass writes -----------------------------------------------------------------------------------
 
     def decode(self) -> Tensor:
-        """The values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by plain tensor functions."""
+        """Return the values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by tensor functions."""
         raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which gives its values. Write it.")
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """The inner tensors of other ``values`` (of ``self.base``, dtype and device), with the metadata of this one."""
+        """Return the inner tensors of other ``values`` (of ``self.base``, dtype, device), with this one's metadata."""
         raise UnsupportedOpError(f"a {type(self).__name__} cannot be written to", fix="Give its class an encode().")
 
     # -- what it has ----------------------------------------------------------------------------------------------
 
     @property
     def inner_tensors(self) -> dict[str, Tensor]:
-        """The inner tensors by name; those that are None are left out."""
+        """Return the inner tensors by name; those that are None are left out."""
         found = {name: getattr(self, name) for name in self.inner_names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The constants by name."""
+        """Return the constants by name."""
         return {name: getattr(self, name) for name in self.metadata_names}
 
     @property
     def base(self) -> Shape:
-        """The shape of the contiguous tensor that the inner tensors describe: this one's before it was transposed."""
+        """Return the shape of the contiguous tensor that the inner tensors describe: this one before transposing."""
         return self._geometry.base
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The values as a new plain tensor of this shape, stride and dtype, outside of autograd."""
+        """Return the values as a new plain tensor of this shape, stride and dtype, outside of autograd."""
         with torch.no_grad():
             values = self.decode()
         return values if self._geometry.is_contiguous else values.permute(self._geometry.order)
@@ -145,7 +145,7 @@ class WrapperTensor(Wrapping):
     def like(
         self, inner: Mapping[str, Tensor], geometry: WeightSpec | None = None, *, dtype: torch.dtype | None = None
     ) -> WrapperTensor:
-        """The same kind of tensor around ``inner``. Every one that comes from another is made here."""
+        """Wrap ``inner`` in the same kind of tensor. Every one that comes from another is made here."""
         what = geometry or self._geometry
         return self._around(inner, self.metadata, dtype or what.dtype, what.shape, what.stride)
 
@@ -153,16 +153,16 @@ class WrapperTensor(Wrapping):
     def _around(
         cls, inner: Mapping[str, Tensor], metadata: Mapping[str, Any], dtype: torch.dtype, shape: Any, stride: Any
     ) -> WrapperTensor:
-        """One of this class, past whatever constructor it has."""
+        """Return a tensor of this class around ``inner``, past whatever constructor it has."""
         fields: dict[str, Any] = {**dict.fromkeys(cls.inner_names), **inner, **metadata}
         return WrapperTensor.__new__(cls, dtype=dtype, shape=shape, stride=stride, **fields)
 
     def map(self, function: Callable[[Tensor], Tensor], *, dtype: torch.dtype | None = None) -> WrapperTensor:
-        """The same kind of tensor whose inner tensors are ``function`` of these."""
+        """Return the same kind of tensor whose inner tensors are ``function`` of these."""
         return self.like({name: function(tensor) for name, tensor in self.inner_tensors.items()}, dtype=dtype)
 
     def encoded(self, values: Tensor) -> Mapping[str, Tensor]:
-        """What ``encode`` makes of values of this shape, checked to fit the inner tensors that are held."""
+        """Return ``encode`` of values of this shape, checked to fit the inner tensors that are held."""
         if not self._geometry.is_contiguous:
             values = values.permute([self._geometry.order.index(d) for d in range(values.dim())])
         made = self.encode(values.to(self.device, self.dtype).contiguous())
@@ -173,7 +173,7 @@ class WrapperTensor(Wrapping):
         return made
 
     def write(self, inner: Mapping[str, Tensor]) -> None:
-        """Copies ``inner`` into the storage of the inner tensors that are held."""
+        """Copy ``inner`` into the storage of the inner tensors that are held."""
         for name, held in self.inner_tensors.items():
             held.copy_(inner[name])
 
@@ -236,7 +236,7 @@ class WrapperTensor(Wrapping):
     # -- copying, pickling, sharing -------------------------------------------------------------------------------
 
     def _attributes(self) -> dict[str, Any]:
-        """What users have set on this tensor."""
+        """Return the attributes that users have set on this tensor."""
         own = {"_geometry", "_is_param", *self.inner_names, *self.metadata_names}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
@@ -259,7 +259,7 @@ def rebuild_wrapper(
     is_param: bool,
     attributes: dict[str, Any],
 ) -> WrapperTensor:
-    """What pickle calls."""
+    """Rebuild a WrapperTensor for pickle."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
         raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
     made = kind._around(from_pickle(inner, float8), *how)
@@ -293,7 +293,7 @@ def _clone(func: Any, tensor: WrapperTensor, *, memory_format: torch.memory_form
 
 
 def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Tensor:
-    """Inner tensors move and keep their dtype; a float dtype becomes the one that values are decoded to."""
+    """Move inner tensors, which keep their dtype; a float dtype becomes the one that values decode to."""
     dtype = kwargs.pop("dtype", None) or tensor.dtype
     if not dtype.is_floating_point:
         return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
@@ -302,7 +302,7 @@ def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Tensor:
 
 
 def _empty_like(func: Any, tensor: WrapperTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """Zeros, so that no inner index is wild."""
+    """Return zeros, so that no inner index is wild."""
     if not (dtype or tensor.dtype).is_floating_point:
         return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
     kwargs.pop("memory_format", None)
@@ -316,7 +316,7 @@ def _permute(func: Any, tensor: WrapperTensor, *args: Any) -> WrapperTensor:
 
 
 def _copy_(func: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> Tensor:
-    """``held`` stays what it is and takes the values of ``given``; like from like is copied as it is, unrounded."""
+    """Write the values of ``given`` to ``held``, which keeps its kind; like is copied from like unrounded."""
     if not isinstance(held, WrapperTensor):
         func(held, _values(given), non_blocking)
         return held
@@ -337,7 +337,7 @@ def _fits(given: Tensor, held: WrapperTensor) -> bool:
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an in-place op on the values, then encodes those that it wrote; all are encoded before one is written."""
+    """Run an in-place op on the values, then encodes those that it wrote; all are encoded before one is written."""
     decoded: dict[int, tuple[WrapperTensor, Tensor]] = {}
 
     def values(tensor: WrapperTensor) -> Tensor:
@@ -357,7 +357,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _module_load(held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
-    """What the parameter ``held`` becomes: it keeps its kind whatever is given, and a plain one takes any."""
+    """Return the tensor that the parameter ``held`` becomes: of its own kind, unless it is plain."""
     if held.shape != given.shape:
         raise TetherError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
     if not assign:

@@ -25,11 +25,11 @@ class Wrapping(Tensor):
         raise NotImplementedError(f"{type(self).__name__}._inner")
 
     def _attributes(self) -> dict[str, Any]:
-        """Return what users have set on this tensor."""
+        """Return the attributes that users have set on this tensor."""
         raise NotImplementedError(f"{type(self).__name__}._attributes")
 
     def _facts(self) -> list[str]:
-        """Return what ``repr`` prints."""
+        """Return the words that ``repr`` prints."""
         raise NotImplementedError(f"{type(self).__name__}._facts")
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:

@@ -29,7 +29,7 @@ Gathered = tuple[Tensor, tuple[Tensor, ...]]
 
 
 def rows_per_rank(rows: int, ranks: int) -> int:
-    """How many rows the fullest of ``ranks`` has, by the rule of ``torch.chunk``, which FSDP2 and DTensor follow.
+    """Return how many rows the fullest of ``ranks`` has, by the rule of ``torch.chunk`` (FSDP2, DTensor).
 
     >>> rows_per_rank(101, 4), rows_per_rank(3, 4)
     (26, 1)
@@ -38,7 +38,7 @@ def rows_per_rank(rows: int, ranks: int) -> int:
 
 
 def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str, int] | None:
-    """The part of which ``ranks`` shards of rows would cut a block, and the rows that a rank must have a multiple of.
+    """Return the part whose blocks ``ranks`` shards would cut, and the rows that a rank needs a multiple of.
 
     ``None`` where every block lies in one shard.
 
@@ -58,7 +58,7 @@ def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str
 
 
 def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], None]]:
-    """The hook for ``weight``, in the signature that suits it.
+    """Return the hook for ``weight``, in the signature that suits it.
 
     FSDP2 reads the signature.  With five arguments it demands that each input has the padded size of the parameter,
     which only a transparent Weight has; with one it takes the bytes of the parts as they are.
@@ -78,7 +78,7 @@ def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], No
 
 
 def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
-    """The hook for ``weight``: the Weight of all rows, whose parts are views of what was gathered."""
+    """Return the hook for ``weight``: it makes the Weight of all rows, over views of the gathered bytes."""
 
     def hook(
         outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -109,12 +109,12 @@ def _cut_parts(weight: Weight) -> list[str]:
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """The part as one row of bytes: what any backend can gather, and any mixture of dtypes."""
+    """Return the part as one row of bytes, which any backend can gather, in any mixture of dtypes."""
     return part.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
-    """The Weight whose parts are ``gathered``, the bytes of equally many rows from each rank, one after the other."""
+    """Return the Weight whose parts are ``gathered``, the bytes of equally many rows from each rank in turn."""
     room = weight if weight._room is None else weight._room
     nbytes = {name: room.parts[name].nbytes for name in gathered}
     ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
@@ -131,14 +131,14 @@ def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) 
 
 
 def _local(tensor: Tensor) -> Weight:
-    """The Weight itself, or inside of the DTensor that tensor parallelism makes of it."""
+    """Return the Weight itself, or the one inside of the DTensor that tensor parallelism makes of it."""
     inner = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(inner, Weight)
     return inner
 
 
 def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
-    """These parts of ``out`` are those of ``weight`` now, on its own device; shards may be kept on the CPU."""
+    """Set these parts of ``out`` to those of ``weight``, on its own device; shards may be kept on the CPU."""
     for name in names:
         if out.parts[name] is not weight.parts[name]:
             setattr(out, f"_part_{name}", weight.parts[name].to(out.device))
@@ -149,7 +149,7 @@ def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(op: Any, weight: Weight, pad: Sequence[int], value: float = 0) -> Any:
-    """Zeros below the last row are room, as DTensor asks for it before it gathers; anything else reads the values."""
+    """Pad with zero rows, as DTensor asks for it before it gathers; anything else reads the values."""
     *others, below = [0, 0, *pad][1:] if pad else [0]
     is_below = len(pad) == 2 * weight.dim() > 0 and not any(others) and below >= 0 == value
     if not is_below or not weight.spec.is_contiguous:
@@ -158,7 +158,7 @@ def constant_pad_nd(op: Any, weight: Weight, pad: Sequence[int], value: float = 
 
 
 def roomy(weight: Weight, rows: int) -> Weight:
-    """The rows of ``weight``, copied, and zeros below them up to ``rows``."""
+    """Copy the rows of ``weight``, and pad them with zero rows up to ``rows``."""
     made = weight.new_zeros((rows, *weight.shape[1:]))
     assert isinstance(made, Weight)
     if weight.shape[0]:
@@ -170,7 +170,7 @@ def roomy(weight: Weight, rows: int) -> Weight:
 
 
 def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name: Any) -> Weight:
-    """The rows of all ranks, one below the other. It waits, because a Weight has no tensor to wait for later."""
+    """Gather the rows of all ranks along dim 0, and wait: a Weight has no tensor to wait for later."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     if weight.scheme.transparent:
         made = weight.around(wait(op(weight.values_of().contiguous(), group_size, group_name)))
@@ -186,12 +186,12 @@ def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name:
 
 
 def wait_tensor(op: Any, weight: Weight) -> Weight:
-    """The Weight itself: its collectives have waited."""
+    """Return the Weight itself: its collectives have waited."""
     return weight.map(aten.alias.default).roomed(weight)
 
 
 def scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
-    """Each part of the root's Weights has gone to the rank that it is for."""
+    """Send each part of the root's Weights to the rank that it is for."""
     (held,) = outputs
     work = None
     for name, part in _weight(held).parts.items():

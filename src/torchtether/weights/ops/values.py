@@ -54,7 +54,7 @@ BACKWARDS = """
 
 
 def overloads(names: list[str], *, writes: bool) -> list[Any]:
-    """The overloads of the named aten ops that exist in this torch and do (or do not) write to an argument.
+    """Return the overloads of the named aten ops in this torch that do (or do not) write to an argument.
 
     Left out are ``out=`` overloads, those of named tensors, and those of TorchScript, which no tensor ever meets.
     """
@@ -81,7 +81,7 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
 
 @rule(*overloads(MATMULS + BACKWARDS, writes=False), kind="decoded")
 def product(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The op on the decoded values, in pieces where it is a product of two matrices."""
+    """Run the op on the decoded values, in pieces where it is a product of two matrices."""
     made = matrix_product(op, *args, **kwargs)
     if made is not None:
         return made
@@ -91,7 +91,7 @@ def product(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(torch.einsum, kind="decoded")
 def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The sum over the decoded values, with gradients: torch would turn and split a Weight on the way to ``bmm``."""
+    """Sum over the decoded values, with gradients: torch would permute and split a Weight on the way to ``bmm``."""
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
 
@@ -101,7 +101,7 @@ _warned: set[Any] = set()
 
 @rule(*overloads(READS, writes=False), kind="decoded")
 def read(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The op on the decoded values; says once per op when those are large."""
+    """Run the op on the decoded values; warn once per op when those are large."""
 
     def values(weight: Weight) -> Tensor:
         nbytes = weight.numel() * weight.dtype.itemsize

@@ -70,7 +70,7 @@ def _addresses(functions: Iterable[Any], objects: Iterable[Any] = ()) -> Any:
 
 
 def bind(path: Path) -> Kernels | None:
-    """The library, which knows how to ask torch about tensors; ``None`` where that is not as it is known here."""
+    """Return the library after it has learnt how to ask torch about tensors; ``None`` if torch is another one."""
     try:
         library, torch_ = ctypes.CDLL(str(path)), ctypes.CDLL("libtorch_cpu.so")  # loaded, so its name is enough
         of_python = _addresses((getattr(ctypes.pythonapi, name) for name in _OF_PYTHON), _OBJECTS)
@@ -90,7 +90,7 @@ def bind(path: Path) -> Kernels | None:
 
 
 def _serve(library: ctypes.CDLL, torch_: ctypes.CDLL) -> None:
-    """The op ``torchtether::linear`` runs no Python any more, for Weights that it is told to remember."""
+    """Let the op ``torchtether::linear`` run without Python for remembered Weights."""
     try:
         addresses = _addresses(getattr(torch_, name) for name in _OF_DISPATCHER)
     except AttributeError:  # another torch
@@ -105,7 +105,7 @@ def _serve(library: ctypes.CDLL, torch_: ctypes.CDLL) -> None:
 
 
 def remember(weight: str, layout: Layout, parts: int, order: Sequence[int]) -> None:
-    """What the op ``torchtether::linear`` is told to be ``weight`` is multiplied without Python from now on.
+    """Let the op ``torchtether::linear`` multiply ``weight`` without Python from now on.
 
     It is given that many ``parts``; ``order`` says which of them the kernels take, in the order in which they do.
     """

@@ -90,7 +90,7 @@ TABLE = (
 
 @lru_cache(maxsize=2)
 def has_fast_halves(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
+    """Return whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
 
     bfloat16 with AVX-512 (measured on a Xeon); float16 where oneDNN says so, too: AVX512-FP16, say (not measured).
     """
@@ -99,7 +99,7 @@ def has_fast_halves(dtype: torch.dtype) -> bool:
 
 
 def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    """The kernels, each with the most rows of input that it is for, that suit a weight on the CPU; best first."""
+    """Return the kernels for a weight on the CPU, best first, each with the most rows of input that it is for."""
     found = layout.choices.get(dtype)
     if found is None:
         found = layout.choices[dtype] = tuple(_kernels_for(layout, dtype))
@@ -120,7 +120,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
 
 
 def choose(layout: Layout | None, dtype: torch.dtype, rows: int) -> str:
-    """The name of the kernel for ``rows`` rows of input: ``compiled``, ``int8pack`` or ``chunks``.
+    """Return the name of the kernel for ``rows`` rows of input: ``compiled``, ``int8pack`` or ``chunks``.
 
     >>> choose(None, torch.bfloat16, 1)
     'chunks'
