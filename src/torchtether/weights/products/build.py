@@ -30,8 +30,7 @@ from ...compiled.toolchain import (
 from .binding import Kernels, bind
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-_HEADERS = ("avx2.h", "decode_avx2.h", "dispatcher.h", "python.h", "tensors.h")
-INCLUDED = tuple(SOURCE.with_name(name) for name in _HEADERS)
+INCLUDED = tuple(sorted(SOURCE.parent.glob("*.h")))
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
