@@ -24,7 +24,7 @@ from ..ties.spans import member_view
 from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .aliases import view_of
-from .writer import Group, write_groups
+from .writer import ShardGroup, write_groups
 
 Aliases = Literal["drop", "copy"]
 
@@ -92,7 +92,7 @@ def plan_groups(model: nn.Module | Mapping[str, Tensor], format: Writable, alias
 
 
 @dataclass
-class HeldGroup(Group):
+class HeldGroup(ShardGroup):
     """One component, whose tensors are there already: ``stored`` by key, and ``packed``, the Weights by name."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)

@@ -44,7 +44,7 @@ _NO_DIGEST = "0" * 32
 
 
 @dataclass
-class Group:
+class ShardGroup:
     """A tensor with all that is tied to it, which stays in one shard: its keys, and what the record says.
 
     ``layout`` is known before any tensor is made, because the header comes first. ``weights`` are the quantized ones,
@@ -92,7 +92,7 @@ class Group:
 
 
 def write_groups(
-    groups: Sequence[Group],
+    groups: Sequence[ShardGroup],
     path: Path,
     *,
     format: Writable = native,
@@ -135,7 +135,7 @@ class FilePlan:
     stem: str
     is_folder: bool
     targets: list[Path]
-    shards: list[list[Group]]
+    shards: list[list[ShardGroup]]
     texts: Callable[[Mapping[str, str]], dict[Path, bytes]]
 
     def change(self, written: Sequence[tuple[Path, Path]], headers: Mapping[str, str]) -> Change:
@@ -144,7 +144,7 @@ class FilePlan:
 
 
 def plan_files(
-    groups: Sequence[Group], path: Path, format: Writable = native, max_shard_size: int | str | None = None
+    groups: Sequence[ShardGroup], path: Path, format: Writable = native, max_shard_size: int | str | None = None
 ) -> FilePlan:
     """Plan where each of ``groups`` goes, and what is written beside."""
     shards = list(_shards(groups, _limit(max_shard_size)))
@@ -191,7 +191,7 @@ def check_target(
 
 
 def _write_contained(
-    groups: Sequence[Group], path: Path, format: Contained, metadata: Pairs | None, progress: Progress, verb: str
+    groups: Sequence[ShardGroup], path: Path, format: Contained, metadata: Pairs | None, progress: Progress, verb: str
 ) -> None:
     """Write all of ``groups`` to the one file ``path``; names of one tensor are stored once, under the first."""
     layout = {key: what for group in groups for key, what in group.layout.items()}
@@ -204,7 +204,7 @@ def _write_contained(
         write_gguf(file, layout, packings, made, metadata or format.pairs({}), name=str(path), tick=tick)
 
 
-def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:
+def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:
     """Return the JSON files beside the tensors that ``format`` changes, whole, without words of other formats."""
     specs = {name: spec for group in groups for name, spec in group.weights.items()}
     taken = {key for name, spec in specs.items() for key in format.layout(name, spec)}
@@ -235,7 +235,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
         return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def check_keys(groups: Sequence[Group]) -> None:
+def check_keys(groups: Sequence[ShardGroup]) -> None:
     """Raise CheckpointError if a key is stored twice, or is also the name of a Weight or an alias."""
     names = {name for group in groups for name in group.weights if name not in group.layout}
     names |= {alias for group in groups for tie in group.ties for alias in tie.aliases if alias not in group.copies}
@@ -274,8 +274,8 @@ def _limit(size: int | str | None) -> int | None:
     return max(int(float(found[1]) * units[found[2]]), 1)
 
 
-def _shards(groups: Sequence[Group], limit: int | None) -> Iterator[list[Group]]:
-    shard: list[Group] = []
+def _shards(groups: Sequence[ShardGroup], limit: int | None) -> Iterator[list[ShardGroup]]:
+    shard: list[ShardGroup] = []
     size = 0
     for group in groups:
         if shard and limit is not None and size + group.nbytes > limit:
@@ -292,7 +292,7 @@ def _file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
 
 
-def _record(groups: Sequence[Group]) -> Record:
+def _record(groups: Sequence[ShardGroup]) -> Record:
     return Record(
         tuple(tie for group in groups for tie in group.ties),
         {name: spec for group in groups if group.format is native for name, spec in group.weights.items()},
@@ -301,12 +301,14 @@ def _record(groups: Sequence[Group]) -> Record:
     )
 
 
-def shard_tensors(shard: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
+def shard_tensors(shard: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the groups, by key, each made when its turn comes."""
     return (pair for group in shard for pair in group.tensors())
 
 
-def write_shard(shard: Sequence[Group], made: Iterable[tuple[str, Tensor]], file: FileIO, name: str, tick: Tick) -> str:
+def write_shard(
+    shard: Sequence[ShardGroup], made: Iterable[tuple[str, Tensor]], file: FileIO, name: str, tick: Tick
+) -> str:
     """Write the groups, their record and the tensors ``made`` to ``file``; return the digest of its header."""
     layout = {key: what for group in shard for key, what in group.layout.items()}
     record = _record(shard)
@@ -316,7 +318,9 @@ def write_shard(shard: Sequence[Group], made: Iterable[tuple[str, Tensor]], file
     )
 
 
-def _index(groups: Sequence[Group], shards: list[list[Group]], headers: Mapping[str, str], *, name: str) -> bytes:
+def _index(
+    groups: Sequence[ShardGroup], shards: list[list[ShardGroup]], headers: Mapping[str, str], *, name: str
+) -> bytes:
     """Return the index of several shards, with the whole record and, for other readers, ``alias: owner``.
 
     ``headers`` has the digest of each shard's header by the name of its file.

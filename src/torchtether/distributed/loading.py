@@ -22,7 +22,7 @@ from ..loading.matching import Device, Draft, Dtype, Step, Ties, is_filled
 from ..loading.report import LoadReport
 from ..progress import Progress
 from ..renaming.pieces import Range
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint as Arranged
 from ..renaming.steps import Rename
 from ..schemes import Scheme
 from ..ties.components import Component, find_components

@@ -22,7 +22,7 @@ STOCK = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MemoryBlock:
     """The bytes of one strided tensor; ``start`` and ``stop`` count in ``space``, and compare only within one."""
 
     space: Hashable
@@ -46,7 +46,7 @@ class Block:
             step *= size
         return True
 
-    def overlaps(self, other: Block) -> bool:
+    def overlaps(self, other: MemoryBlock) -> bool:
         """Return whether some byte belongs to an element of both."""
         if self.space != other.space or self.stop <= other.start or other.stop <= self.start:
             return False
@@ -67,7 +67,7 @@ class _Shadow:
         self.__array_interface__ = interface
 
     @staticmethod
-    def of(block: Block, first: int) -> Any:
+    def of(block: MemoryBlock, first: int) -> Any:
         stride = tuple(step * block.itemsize for step in block.stride)
         address = (block.start - first + 4096, True)
         return np.asarray(
@@ -89,7 +89,7 @@ def is_strided(tensor: Tensor) -> bool:
     return is_one and tensor.layout == torch.strided and not tensor.is_nested
 
 
-def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
+def blocks_of(tensor: Tensor) -> tuple[MemoryBlock, ...]:
     """Return the memory under ``tensor``: one region, or those of what it wraps; none if empty or not strided."""
     is_stock = type(tensor) in STOCK
     if not is_stock and hasattr(tensor, "__tensor_flatten__"):
@@ -104,7 +104,7 @@ def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
     space: Hashable = tensor.device
     if address == 0:  # meta, or freed: unknown, so only the same memory object can be shared
         space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize
-    return (Block(space, address, address + extent(size, stride) * itemsize, size, stride, itemsize),)
+    return (MemoryBlock(space, address, address + extent(size, stride) * itemsize, size, stride, itemsize),)
 
 
 def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:

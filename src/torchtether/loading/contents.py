@@ -28,7 +28,7 @@ from ..geometry.blocks import STOCK
 from ..geometry.views import Shape
 from ..pictures.drawing import describe_bytes
 from ..progress import Meter, Progress, Tick, no_tick, ticking
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint as Arranged
 from ..renaming.steps import Rename
 from ..ties.components import Member, find_components
 from ..ties.edit import tie, untie

@@ -18,7 +18,7 @@ from ..conversion.selection import Rules, schemes_for, unmatched
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape, View, overlaps_itself
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint as Arranged
 from ..renaming.steps import Rename
 from ..schemes import Scheme
 from ..ties.components import Component, Member, find_components

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from ..errors import RuleError
 from ..geometry.views import Shape
-from .named_tensors import Named, broken, change_found, find_dim, find_duplicate, find_mismatch, join_found
-from .patterns import NUMBER, TURN_BY_HAND, check_pattern, left_out, replaced, turned
-from .pieces import Composed, concatenated, keys_of, narrowed, selected, stacked
+from .named_tensors import NamedTensor, broken, change_found, find_dim, find_duplicate, find_mismatch, join_found
+from .patterns import NUMBER, TURN_BY_HAND, check_pattern, invert_pattern, left_out, replaced
+from .pieces import CompositeTensor, concatenated, keys_of, narrowed, selected, stacked
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Concat:
     @property
     def inverse(self) -> Split:
         """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
-        pairs = [turned(source, self.target) for source in self.sources]
+        pairs = [invert_pattern(source, self.target) for source in self.sources]
         if len({pattern for pattern, _ in pairs}) != 1:
             raise RuleError("its sources have different groups", name=str(self), fix=TURN_BY_HAND)
         return Split(pairs[0][0], [template for _, template in pairs], self.dim, self.sizes, self.groups)
 
-    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
         """Return ``names`` after this rule; ``None`` if it finds none of them."""
 
         def place(name: str) -> tuple[str, int] | None:
@@ -68,7 +68,7 @@ class Concat:
 
         return join_found(names, place, self._join)
 
-    def _join(self, name: str, found: dict[int, list[Named]]) -> Composed:
+    def _join(self, name: str, found: dict[int, list[NamedTensor]]) -> CompositeTensor:
         given = [one for i in sorted(found) for one in found[i]]
         absent = [source for i, source in enumerate(self.sources) if i not in found]
         wrong = find_duplicate(name, self, found)
@@ -144,17 +144,17 @@ class Split:
     def inverse(self) -> Concat | Stack:
         """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
         if isinstance(self.targets, str):
-            return Stack(*turned(self.source, self.targets), self.dim)
-        pairs = [turned(self.source, target) for target in self.targets]
+            return Stack(*invert_pattern(self.source, self.targets), self.dim)
+        pairs = [invert_pattern(self.source, target) for target in self.targets]
         if len({template for _, template in pairs}) != 1:
             raise RuleError("its targets use the groups in different orders", name=str(self), fix=TURN_BY_HAND)
         return Concat([pattern for pattern, _ in pairs], pairs[0][1], self.dim, self.sizes, self.groups)
 
-    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
         """Return ``names`` after this rule; ``None`` if it finds none of them."""
         return change_found(names, self.source, self._cut)
 
-    def _cut(self, one: Named, found: re.Match[str]) -> list[Named]:
+    def _cut(self, one: NamedTensor, found: re.Match[str]) -> list[NamedTensor]:
         dim, wrong = (0, "") if one.tensor.is_broken else find_dim(one.name, one, self.dim)
         if isinstance(self.targets, str):
             if wrong or one.tensor.is_broken:
@@ -175,7 +175,7 @@ class Split:
             offset += size
         return made
 
-    def _piece(self, tensor: Composed, dim: int, offset: int, size: int) -> Composed:
+    def _piece(self, tensor: CompositeTensor, dim: int, offset: int, size: int) -> CompositeTensor:
         chunks = []
         for i in range(self.groups):
             start = i * (tensor.shape[dim] // self.groups) + offset // self.groups
@@ -186,7 +186,7 @@ class Split:
         count = len(self.targets)
         return (total // count,) * count if self.sizes is None else tuple(self.sizes)
 
-    def _misfit(self, one: Named, dim: int) -> str:
+    def _misfit(self, one: NamedTensor, dim: int) -> str:
         total, sizes = one.tensor.shape[dim], self._sizes(one.tensor.shape[dim])
         if sum(sizes) != total:
             if self.sizes is None:
@@ -239,9 +239,9 @@ class Stack:
     @property
     def inverse(self) -> Split:
         """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
-        return Split(*turned(self.source, self.target, left_out(self.source, self.target)[0]), self.dim)
+        return Split(*invert_pattern(self.source, self.target, left_out(self.source, self.target)[0]), self.dim)
 
-    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
         """Return ``names`` after this rule; ``None`` if it finds none of them."""
         (group,) = left_out(self.source, self.target)
 
@@ -253,7 +253,7 @@ class Stack:
 
         return join_found(names, place, self._join)
 
-    def _join(self, name: str, found: dict[int, list[Named]]) -> Composed:
+    def _join(self, name: str, found: dict[int, list[NamedTensor]]) -> CompositeTensor:
         given = [one for i in sorted(found) for one in found[i]]
         absent = [i for i in range(max(found)) if i not in found]
         if absent:
@@ -274,7 +274,7 @@ class Stack:
         return f"Stack({self.source!r} -> {self.target!r})"
 
 
-def _chunk(tensor: Composed, dim: int, i: int, count: int) -> Composed:
+def _chunk(tensor: CompositeTensor, dim: int, i: int, count: int) -> CompositeTensor:
     size = tensor.shape[dim] // count
     return narrowed(tensor, dim, i * size, (i + 1) * size)
 

@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..geometry.views import Shape
-from .pieces import Composed, keys_of
+from .pieces import CompositeTensor, keys_of
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedTensor:
     """A tensor under the name that the rules so far gave it; ``listed`` ones must not be left over."""
 
     name: str
-    tensor: Composed
+    tensor: CompositeTensor
     listed: bool = True
 
 
 def change_found(
-    names: Sequence[Named], source: str, change: Callable[[Named, re.Match[str]], list[Named]]
-) -> list[Named] | None:
+    names: Sequence[NamedTensor], source: str, change: Callable[[NamedTensor, re.Match[str]], list[NamedTensor]]
+) -> list[NamedTensor] | None:
     """Replace every tensor whose name ``source`` finds by ``change`` of it; return ``None`` if it finds none."""
-    made: list[Named] = []
+    made: list[NamedTensor] = []
     is_used = False
     for one in names:
         found = re.search(source, one.name)
@@ -36,13 +36,13 @@ def change_found(
 
 
 def join_found(
-    names: Sequence[Named],
+    names: Sequence[NamedTensor],
     place: Callable[[str], tuple[str, int] | None],
-    join: Callable[[str, dict[int, list[Named]]], Composed],
-) -> list[Named] | None:
+    join: Callable[[str, dict[int, list[NamedTensor]]], CompositeTensor],
+) -> list[NamedTensor] | None:
     """Join each group that ``place`` puts under one name; the result stands where its first member was."""
-    made: list[Named | str] = []
-    groups: dict[str, dict[int, list[Named]]] = {}
+    made: list[NamedTensor | str] = []
+    groups: dict[str, dict[int, list[NamedTensor]]] = {}
     for one in names:
         where = place(one.name)
         if where is None:
@@ -54,15 +54,17 @@ def join_found(
         groups.setdefault(name, {}).setdefault(i, []).append(one)
     if not groups:
         return None
-    return [one if isinstance(one, Named) else _group(one, groups[one], join) for one in made]
+    return [one if isinstance(one, NamedTensor) else _group(one, groups[one], join) for one in made]
 
 
-def _group(name: str, found: dict[int, list[Named]], join: Callable[[str, dict[int, list[Named]]], Composed]) -> Named:
+def _group(
+    name: str, found: dict[int, list[NamedTensor]], join: Callable[[str, dict[int, list[NamedTensor]]], CompositeTensor]
+) -> NamedTensor:
     listed = any(one.listed for ones in found.values() for one in ones)
-    return Named(name, join(name, found), listed)
+    return NamedTensor(name, join(name, found), listed)
 
 
-def broken(given: Sequence[Named], *, lacks: str = "", wrong: str = "") -> Composed:
+def broken(given: Sequence[NamedTensor], *, lacks: str = "", wrong: str = "") -> CompositeTensor:
     tensors = [one.tensor for one in given]
     return replace(
         tensors[0],
@@ -74,21 +76,21 @@ def broken(given: Sequence[Named], *, lacks: str = "", wrong: str = "") -> Compo
     )
 
 
-def find_duplicate(name: str, rule: object, found: dict[int, list[Named]]) -> str:
+def find_duplicate(name: str, rule: object, found: dict[int, list[NamedTensor]]) -> str:
     for ones in found.values():
         if len(ones) > 1:
             return f"{name}: {type(rule).__name__} finds {ones[0].name} and {ones[1].name} for the same piece"
     return ""
 
 
-def find_dim(name: str, one: Named, dim: int) -> tuple[int, str]:
+def find_dim(name: str, one: NamedTensor, dim: int) -> tuple[int, str]:
     rank = len(one.tensor.shape)
     if -rank <= dim < rank:
         return dim % rank, ""
     return 0, f"{name}: {one.name} has shape {one.tensor.shape}, which has no dim {dim}"
 
 
-def find_mismatch(name: str, rule: object, given: Sequence[Named], free: int | None) -> str:
+def find_mismatch(name: str, rule: object, given: Sequence[NamedTensor], free: int | None) -> str:
     """Return why the tensors cannot be joined, or ""; their sizes along ``free`` may differ."""
     first = given[0]
 
@@ -107,5 +109,5 @@ def find_mismatch(name: str, rule: object, given: Sequence[Named], free: int | N
     return ""
 
 
-def _kind(tensor: Composed) -> str:
+def _kind(tensor: CompositeTensor) -> str:
     return str(tensor.dtype) if tensor.scheme.transparent else f"{tensor.dtype} as {tensor.scheme}"

@@ -49,13 +49,13 @@ def _number(reference: re.Match[str], pattern: re.Pattern[str]) -> int:
     return int(name) if name.isdecimal() else pattern.groupindex[name]
 
 
-def turned(pattern: str, target: str, number: int | None = None) -> tuple[str, str]:
+def invert_pattern(pattern: str, target: str, number: int | None = None) -> tuple[str, str]:
     """Return the pattern that finds what ``target`` makes, and the text that makes of it what ``pattern`` finds.
 
     Group ``number`` of the pattern is ``{}`` in that text; ``{}`` in the target is a group of digits in the pattern.
     Raises RuleError where the pattern is more than a name with groups in it, all of which the target uses.
 
-    >>> print(*turned(r"(.*)\\.(\\d+)\\.w1", r"\\1.w1", 2))
+    >>> print(*invert_pattern(r"(.*)\\.(\\d+)\\.w1", r"\\1.w1", 2))
     (.*)\\.w1 \\1.{}.w1
     """
     compiled = re.compile(pattern)

@@ -18,7 +18,7 @@ from ..schemes import Scheme
 from ..weights.ops.rows import part_rows, view_parts
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .pieces import Composed, Piece, in_halves
+from .pieces import CompositeTensor, Piece, in_halves
 
 _FIX = "Load it from a float checkpoint, or dequantize it first."
 
@@ -43,7 +43,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RowPlan:
     """The runs that fill the parts of ``shape``, which are then those of a composite Weight of ``spec``."""
 
     spec: WeightSpec
@@ -104,7 +104,7 @@ class Recipe:
         return {name: part.index_select(0, order) if layout[name].span else part for name, part in given.items()}
 
 
-def recipe(made: Composed, checkpoint: Checkpoint) -> Recipe:
+def plan_rows(made: CompositeTensor, checkpoint: Checkpoint) -> RowPlan:
     """Plan how to make the Weight ``made`` of stored ones. Raise UnsupportedOpError if blocks would be cut.
 
     The parts are seen with as many leading dimensions merged as the scheme allows.
@@ -124,7 +124,7 @@ def recipe(made: Composed, checkpoint: Checkpoint) -> Recipe:
         shape = (math.prod(base[:merged]), *tail)
         try:
             if _can_view(made.scheme, shape, base):
-                found = Recipe(spec, shape, tuple(_runs(made, order, tail, specs)))
+                found = RowPlan(spec, shape, tuple(_runs(made, order, tail, specs)))
                 _check(found)
                 return found
         except (UnsupportedOpError, SchemeError) as error:
@@ -139,7 +139,7 @@ def _order(piece: Piece, spec: WeightSpec) -> tuple[int, ...]:
     return tuple(sorted(range(len(place)), key=lambda dim: place[dim]))
 
 
-def _runs(made: Composed, order: tuple[int, ...], tail: Shape, specs: dict[str, WeightSpec]) -> Iterator[Run]:
+def _runs(made: CompositeTensor, order: tuple[int, ...], tail: Shape, specs: dict[str, WeightSpec]) -> Iterator[Run]:
     row = math.prod(tail)
     steps = contiguous_stride(tuple(made.shape[dim] for dim in order))
     for piece in made.pieces:
@@ -176,7 +176,7 @@ def _contiguous(sizes: list[int], source: list[int], target: list[int]) -> Itera
         yield offset, place, count
 
 
-def _check(found: Recipe) -> None:
+def _check(found: RowPlan) -> None:
     """Raise UnsupportedOpError where an entry of a part would be cut, here or there, or mean something else."""
     target = found.spec.scheme.layout(found.shape)
     for run in found.runs:

@@ -1,4 +1,4 @@
-"""A checkpoint in the words of a model: its names renamed, and tensors composed as the rules of a load say."""
+"""A checkpoint under the names of a model, its tensors joined, cut and reordered as the rename rules say."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import UnsupportedOpError
 from ..files import scratch
 from ..formats import Entry
-from ..geometry.blocks import Block
+from ..geometry.blocks import MemoryBlock
 from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
 from ..schemes import Plain
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .named_tensors import Named
-from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
-from .quantized_rows import Recipe, recipe
+from .named_tensors import NamedTensor
+from .pieces import CompositeTensor, Piece, Range, in_halves, narrowed, whole
+from .quantized_rows import RowPlan, plan_rows
 from .steps import Rename, renamed
 
 _PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor
 
 
-class Arranged(Mapping[str, Composed]):
+class RenamedCheckpoint(Mapping[str, CompositeTensor]):
     """A checkpoint under the names of a model, read as ``Checkpoint`` reads.
 
-        arranged[name]     which boxes of which stored tensors make it up
-        arranged.broken    names that the rules promise, and of which something is absent or does not fit
-        arranged.faults    what is wrong with the rules themselves
+        renamed[name]      which boxes of which stored tensors make it up
+        renamed.broken     names that the rules promise, and of which something is absent or does not fit
+        renamed.faults     what is wrong with the rules themselves
 
     A name that no rule composes is read as the checkpoint reads it. Plain tensors are read straight into the place
-    where they belong, piece by piece; Weights are composed from the entries of their parts, without decoding.
+    where they belong, piece by piece; Weights are put together from the entries of their parts, without decoding.
     """
 
     def __init__(self, checkpoint: Checkpoint, rename: Rename = None) -> None:
@@ -45,9 +45,9 @@ class Arranged(Mapping[str, Composed]):
         names = set(listed)
         hidden = [key for key in checkpoint.flat if key not in names]
         self.faults: list[str] = []
-        self.broken: dict[str, Composed] = {}
-        self._made: dict[str, Composed] = _AsStored(checkpoint)
-        self._recipes: dict[str, Recipe] = {}
+        self.broken: dict[str, CompositeTensor] = {}
+        self._made: dict[str, CompositeTensor] = _AsStored(checkpoint)
+        self._row_plans: dict[str, RowPlan] = {}
         self._keys: dict[str, str | None] = {key: key for key in (*listed, *hidden)}
         """The key in the checkpoint that a name is, if it is only called so."""
         self.listed: set[str] = names
@@ -57,7 +57,9 @@ class Arranged(Mapping[str, Composed]):
 
     def _rename(self, listed: list[str], hidden: list[str], rename: Rename) -> None:
         stored = {key: self._made[key] for key in self._keys}
-        every = [Named(key, stored[key], True) for key in listed] + [Named(key, stored[key], False) for key in hidden]
+        every = [NamedTensor(key, stored[key], True) for key in listed] + [
+            NamedTensor(key, stored[key], False) for key in hidden
+        ]
         named, self.faults = renamed(every, rename)
         self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
         self._made = {}
@@ -76,7 +78,7 @@ class Arranged(Mapping[str, Composed]):
 
     # -- what there is --------------------------------------------------------------------------------------------
 
-    def __getitem__(self, name: str) -> Composed:
+    def __getitem__(self, name: str) -> CompositeTensor:
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -102,14 +104,14 @@ class Arranged(Mapping[str, Composed]):
         entry = self._entries.get(self._keys.get(name))  # type: ignore[arg-type]  # no entry has the key None
         return entry if entry is not None and entry.spec is None else None
 
-    def cut(self, boxes: Mapping[str, Sequence[Range]]) -> Arranged:
+    def cut(self, boxes: Mapping[str, Sequence[Range]]) -> RenamedCheckpoint:
         """Return this checkpoint with each name in ``boxes`` cut to that box: (start, stop) by dimension.
 
         Only what lies in a box is read. Weights can be cut at multiples of the rows that share a block; ``check``
         says where one is not.
         """
         made = copy.copy(self)
-        made._made, made._keys, made._recipes = copy.copy(self._made), dict(self._keys), {}
+        made._made, made._keys, made._row_plans = copy.copy(self._made), dict(self._keys), {}
         for name, box in boxes.items():
             key, one = self._keys[name], self._made[name]
             if key is not None:
@@ -150,7 +152,7 @@ class Arranged(Mapping[str, Composed]):
         if made.scheme.transparent:
             return WeightSpec.of(made.shape, made.dtype, Plain())
         try:
-            return self._recipe(name).spec
+            return self._row_plan(name).spec
         except UnsupportedOpError:
             return WeightSpec.of(made.shape, made.dtype, made.scheme)
 
@@ -165,7 +167,7 @@ class Arranged(Mapping[str, Composed]):
         """Raise UnsupportedOpError if the Weights that make up ``name`` cannot be cut or joined as stored."""
         made = self._made[name]
         if self._keys[name] is None and not made.scheme.transparent and (made.pieces or not made.shape):
-            self._recipe(name).check(self.checkpoint)
+            self._row_plan(name).check(self.checkpoint)
 
     def nbytes(self, name: str) -> int:
         """Return the bytes that are read for ``name``."""
@@ -177,7 +179,7 @@ class Arranged(Mapping[str, Composed]):
             if 0 in made.shape:
                 key = made.keys[0]
                 return self.checkpoint.rows_nbytes(key, self.checkpoint.spec(key).base, 0, 0) or 0
-            return self._recipe(name).count(self.checkpoint)
+            return self._row_plan(name).count(self.checkpoint)
         return sum(
             self.checkpoint.nbytes(piece.key) if self._is_whole(piece) else piece.numel * made.dtype.itemsize
             for piece in made.pieces
@@ -186,10 +188,10 @@ class Arranged(Mapping[str, Composed]):
     def _is_whole(self, piece: Piece) -> bool:
         return not piece.heads and piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
 
-    def _recipe(self, name: str) -> Recipe:
-        if name not in self._recipes:
-            self._recipes[name] = recipe(self._made[name], self.checkpoint)
-        return self._recipes[name]
+    def _row_plan(self, name: str) -> RowPlan:
+        if name not in self._row_plans:
+            self._row_plans[name] = plan_rows(self._made[name], self.checkpoint)
+        return self._row_plans[name]
 
     # -- where it lies in the file --------------------------------------------------------------------------------
 
@@ -220,14 +222,14 @@ class Arranged(Mapping[str, Composed]):
         """Return whether some stored element is in both."""
         return any(mine.overlaps(theirs) for mine in self._blocks(one) for theirs in self._blocks(other))
 
-    def _blocks(self, name: str) -> list[Block]:
+    def _blocks(self, name: str) -> list[MemoryBlock]:
         blocks = []
         for piece in self._made[name].pieces:
             home, view = self._place(piece)
             item = view.dtype.itemsize
             start = view.offset * item
             stop = start + extent(view.size, view.stride) * item
-            blocks.append(Block(home, start, stop, view.size, view.stride, item))
+            blocks.append(MemoryBlock(home, start, stop, view.size, view.stride, item))
         return blocks
 
     def tied(self) -> Iterator[list[str]]:
@@ -263,12 +265,12 @@ class Arranged(Mapping[str, Composed]):
             made = self._made[name]
             if 0 in made.shape and not made.pieces:
                 return self._rowless(made, device)
-            return self._recipe(name).read(self.checkpoint, device, tick)
+            return self._row_plan(name).read(self.checkpoint, device, tick)
         weight = self.checkpoint.read_whole(key, device, tick)
         assert isinstance(weight, Weight)
         return weight
 
-    def _rowless(self, made: Composed, device: torch.device | str) -> Weight:
+    def _rowless(self, made: CompositeTensor, device: torch.device | str) -> Weight:
         """Return a Weight that was cut to no rows; it still has the parts that every row needs."""
         scheme, key = made.scheme, made.keys[0]
         parts, layout = scheme.empty(made.shape, made.dtype, device), scheme.layout(made.shape)
@@ -332,19 +334,19 @@ class Arranged(Mapping[str, Composed]):
         return self.find(one) == self.find(other) or is_equal(self.read_briefly(one), self.read_briefly(other))
 
 
-class _AsStored(dict[str, Composed]):
+class _AsStored(dict[str, CompositeTensor]):
     """Stored tensors as they are, by their keys; each is described when it is first asked for."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
 
-    def __missing__(self, key: str) -> Composed:
+    def __missing__(self, key: str) -> CompositeTensor:
         made = self[key] = whole(key, self._checkpoint.spec(key))
         return made
 
 
-def _key(made: Composed, stored: Mapping[str, Composed]) -> str | None:
+def _key(made: CompositeTensor, stored: Mapping[str, CompositeTensor]) -> str | None:
     """Return the key of the stored tensor that ``made`` is, from one end to the other."""
     if len(made.pieces) != 1:
         return None

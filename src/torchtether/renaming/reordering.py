@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..errors import RuleError
-from .named_tensors import Named, broken, change_found
-from .patterns import check_pattern, replaced, turned
-from .pieces import Composed, reordered, transposed
+from .named_tensors import NamedTensor, broken, change_found
+from .patterns import check_pattern, invert_pattern, replaced
+from .pieces import CompositeTensor, reordered, transposed
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Transpose:
     @property
     def inverse(self) -> Transpose:
         """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
-        return self if self.target is None else Transpose(*turned(self.source, self.target), self.dims)
+        return self if self.target is None else Transpose(*invert_pattern(self.source, self.target), self.dims)
 
-    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
         """Return ``names`` after this rule; ``None`` if it finds none of them."""
-        return change_found(names, self.source, partial(_with_tensor, self.target, self._turn))
+        return change_found(names, self.source, partial(_with_tensor, self.target, self._transposed))
 
-    def _turn(self, one: Named) -> Composed:
+    def _transposed(self, one: NamedTensor) -> CompositeTensor:
         if one.tensor.is_broken:
             return one.tensor
         rank = len(one.tensor.shape)
@@ -99,14 +99,14 @@ class Rotary:
     @property
     def inverse(self) -> Rotary:
         """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
-        source, target = (self.source, None) if self.target is None else turned(self.source, self.target)
+        source, target = (self.source, None) if self.target is None else invert_pattern(self.source, self.target)
         return Rotary(source, self.heads, target, not self.to_pairs)
 
-    def apply(self, names: Sequence[Named]) -> list[Named] | None:
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
         """Return ``names`` after this rule; ``None`` if it finds none of them."""
         return change_found(names, self.source, partial(_with_tensor, self.target, self._reordered))
 
-    def _reordered(self, one: Named) -> Composed:
+    def _reordered(self, one: NamedTensor) -> CompositeTensor:
         tensor = one.tensor
         if tensor.is_broken:
             return tensor
@@ -123,8 +123,8 @@ class Rotary:
 
 
 def _with_tensor(
-    target: str | None, change: Callable[[Named], Composed], one: Named, found: re.Match[str]
-) -> list[Named]:
+    target: str | None, change: Callable[[NamedTensor], CompositeTensor], one: NamedTensor, found: re.Match[str]
+) -> list[NamedTensor]:
     """Return ``one`` with the tensor that ``change`` makes of it, and ``target`` in its name unless that is None."""
     name = one.name if target is None else replaced(found, target)
     return [replace(one, name=name, tensor=change(one))]

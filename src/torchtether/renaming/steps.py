@@ -10,7 +10,7 @@ from .._checks import describe
 from ..errors import RuleError, TetherError
 from ..ties.names import nearest
 from .joining import Concat, Split, Stack
-from .named_tensors import Named
+from .named_tensors import NamedTensor
 from .reordering import Rotary, Transpose
 
 Rule = Concat | Split | Stack | Transpose | Rotary
@@ -20,7 +20,7 @@ Rename = Mapping[str, str] | Naming | Rule | Sequence[Substitution | Rule | Mapp
 """A mapping, a function, a rule, or a list of these and of (regex, replacement) pairs, applied in order."""
 
 
-def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[str]]:
+def renamed(names: Iterable[NamedTensor], rename: Rename) -> tuple[list[NamedTensor], list[str]]:
     """Return ``names`` after every step of ``rename`` in order, each on the result of the last; and the faults.
 
     A rule that finds no name is a fault; a substitution, a mapping and a function need not find one.
@@ -29,7 +29,7 @@ def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[s
     >>> from torchtether.renaming.pieces import whole
     >>> from torchtether.schemes import Plain
     >>> from torchtether.weights.spec import WeightSpec
-    >>> gamma = Named("model.norm.gamma", whole("model.norm.gamma", WeightSpec.of((2,), torch.float32, Plain())))
+    >>> gamma = NamedTensor("model.norm.gamma", whole("model.norm.gamma", WeightSpec.of((2,), torch.float32, Plain())))
     >>> renamed([gamma], [(r"^model\\.", ""), (r"gamma$", "weight")])[0][0].name
     'norm.weight'
     """

@@ -163,7 +163,7 @@ class Affine(Blocked):
         if values.is_meta or values.numel() == 0:
             return self.encode(values, g_idx=held.get("g_idx"))
         grid, g_idx = grid_over(tuple(values.shape), self.block), held.get("g_idx")
-        fresh = self._fit(grid, values, g_idx)
+        fitted = self._fit(grid, values, g_idx)
         scale = _divisor(self._step(held["scale"]))
         ends = [grid.reduce(values, op, g_idx=g_idx) / scale for op in (torch.amin, torch.amax)]
         low, high = torch.minimum(*ends), torch.maximum(*ends)
@@ -178,7 +178,7 @@ class Affine(Blocked):
         if not bool(keep.all()):
             again = self.encode(values, like=held)
             keep |= find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values, g_idx)
-        chosen = {name: torch.where(keep, held[name], part) for name, part in fresh.items()}
+        chosen = {name: torch.where(keep, held[name], part) for name, part in fitted.items()}
         return self.encode(values, like={**held, **chosen})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:

@@ -86,7 +86,7 @@ class Biased(Blocked):
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
         grid = grid_over(tuple(values.shape), self.block)
-        fresh = self._fit(grid, values)
+        fitted = self._fit(grid, values)
         again = self.encode(values, like=held)
         ends = [grid.reduce(values, op) for op in (torch.amin, torch.amax)]
         first, last = (self._position(end, held["scale"].float(), held["bias"].float()) for end in ends)
@@ -95,7 +95,7 @@ class Biased(Blocked):
         keep = suits | find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
         if bool(keep.all()):
             return again
-        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
+        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fitted.items()})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         """Return half a step, the range that roundings of scale and bias lost, and the two roundings of a value."""

@@ -127,7 +127,7 @@ class Grid(NamedTuple):
                 return self._fold_rows(found, op)
 
         if magnitude and g_idx is None and values.dtype in SIXTEEN and self.run > _SHORT and is_direct():
-            memory = Bare()
+            memory = Magnitudes()
             return self._reduce_all(
                 lambda start, stop: memory.of(rows(values, start, stop)),
                 (op,),
@@ -216,7 +216,7 @@ SIXTEEN = (torch.bfloat16, torch.float16)
 _SHORT = 32  # columns; torch reduces shorter runs of integers slowly
 
 
-class Bare:
+class Magnitudes:
     """The bits of numbers of 16 bits without their sign: integers in the same order, infinity and then NaN last.
 
     Torch reduces integers five times faster than such numbers. Each piece takes the memory of the one before it, whose
@@ -337,7 +337,7 @@ def flat_magnitudes(values: Tensor, block_size: int) -> Tensor:
         if found is not None:
             return found.view(-1)
     amax = torch.zeros(-(-values.numel() // block_size), dtype=torch.float32, device=values.device)
-    memory = Bare()
+    memory = Magnitudes()
     for start, stop in flat_ranges(values.numel(), block_size) if values.numel() else ():
         x = flat(values, start, stop)
         if x.dtype in SIXTEEN and is_direct():

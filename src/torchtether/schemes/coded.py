@@ -104,8 +104,8 @@ class BlockScheme(Blocked):
         grid = grid_over(tuple(values.shape), self.block)
         again = self.encode(values, like=held)
         keep = find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
-        fresh = self._fitted(grid, values)
-        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
+        fitted = self._fitted(grid, values)
+        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fitted.items()})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         grid = grid_over(shape, self.block)

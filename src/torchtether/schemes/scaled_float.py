@@ -178,19 +178,19 @@ class ScaledFloat(Blocked):
             return self.encode(values)
         amax = grid_over(tuple(values.shape), self.block).reduce(values, torch.amax, magnitude=True)
         check_finite(amax, values)
-        fresh = self.empty(tuple(values.shape), values.dtype, values.device)
-        self._fit(amax, fresh)
+        fitted = self.empty(tuple(values.shape), values.dtype, values.device)
+        self._fit(amax, fitted)
         if self.global_scale:
-            change = fresh["global_scale"] / held["global_scale"] - 1
+            change = fitted["global_scale"] / held["global_scale"] - 1
             if not bool(change.abs() < _KEEP):
-                return self.encode(values, like=fresh)
-            self._fit(amax, fresh, held["global_scale"])
+                return self.encode(values, like=fitted)
+            self._fit(amax, fitted, held["global_scale"])
         # an e4m3 scale is so coarse that the largest value may have become the second largest code
         low = 0.92 if self.scale_dtype == torch.float8_e4m3fn else 1 - _KEEP
         reach = self._scales(held["scale"], held) * self._element.largest
         keep = (amax >= low * reach) & (amax <= (1 + _KEEP) * reach)
-        chosen = torch.where(keep, held["scale"].float(), fresh["scale"].float()).to(self.scale_dtype)
-        return self.encode(values, like={**fresh, "scale": chosen})
+        chosen = torch.where(keep, held["scale"].float(), fitted["scale"].float()).to(self.scale_dtype)
+        return self.encode(values, like={**fitted, "scale": chosen})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         """Return half the distance to the next element, times the scale; more where the largest one clips."""

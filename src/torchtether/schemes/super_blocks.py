@@ -129,10 +129,10 @@ class SuperBlocks(Blocked):
         keep = find_unchanged(lambda start, stop: self._rows(supers, again, start, stop), supers, values)
         if bool(keep.all()):
             return again
-        fresh = self._fit(values)
+        fitted = self._fit(values)
         each = self._over_blocks(keep, supers)
         kept = {
-            name: torch.where(keep if name.startswith("super") else each, held[name], fresh[name]) for name in fresh
+            name: torch.where(keep if name.startswith("super") else each, held[name], fitted[name]) for name in fitted
         }
         return self.encode(values, like=kept)
 

@@ -137,3 +137,13 @@ any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad",
 def storage_id(tensor: Tensor) -> int:
     """The identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+"""``make_wrapper(cls, size, strides=..., dtype=..., device=..., requires_grad=...)``: a tensor without memory.
+
+It is how torch documents that such subclasses are made; it has no public name.
+"""
+
+typed_storage: Callable[[Tensor], Any] = Tensor._typed_storage  # type: ignore[attr-defined]
+"""The typed storage without the warning of ``Tensor.storage``; torch's own code calls it."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
+from ..torch_private.dispatching import OpOverload, is_composite, return_and_correct_aliasing
+from ..torch_private.tensors import as_plain, make_wrapper
 from .dispatch import FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
 from .exporting import Exporting
 from .graph_cache_key import digest_of_code
@@ -65,7 +65,7 @@ class Weight(Exporting):
         first = next(iter(parts.values()))
         # A wrapper of normal parts is a normal tensor, also when inference mode asks for a view of it: as in torch.
         with torch.inference_mode(first.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
-            made: Weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: Weight = make_wrapper(
                 cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=first.device, requires_grad=requires_grad
             )
         return made
@@ -281,7 +281,7 @@ class Weight(Exporting):
                 return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
         elif func in FOLDS:
             return FOLDS[func](func, *args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -294,9 +294,7 @@ class Weight(Exporting):
         answer = RULES.get(func)
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
-        if func not in REFUSED and torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        ):
+        if func not in REFUSED and is_composite(func):
             return func.decompose(*args, **kwargs)  # inference mode hands us composite ops whole
         raise UnsupportedOpError(
             f"{func} {REFUSED.get(func, 'has no rule for Weight')}", fix="Call .dequantize() on the Weight first."

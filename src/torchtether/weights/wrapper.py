@@ -7,14 +7,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._checks import describe
 from ..errors import TetherError, UnsupportedOpError
 from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Plain
-from ..torch_private.tensors import as_plain
+from ..torch_private.dispatching import (
+    can_decompose,
+    return_and_correct_aliasing,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
+from ..torch_private.tensors import as_plain, make_wrapper
 from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec
 from .wrapping import Wrapping
@@ -97,7 +102,7 @@ class WrapperTensor(Wrapping):
                 raise TetherError(f"{name} is a tensor, not metadata", name=cls.__name__, fix=fix)
         size = tuple(first.shape if shape is None else shape)
         steps = contiguous_stride(size) if stride is None else tuple(stride)
-        made: WrapperTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: WrapperTensor = make_wrapper(
             cls, size, strides=steps, dtype=dtype, device=first.device, requires_grad=requires_grad
         )
         made._geometry = WeightSpec(size, steps, dtype, _GEOMETRY)
@@ -147,10 +152,10 @@ class WrapperTensor(Wrapping):
     ) -> WrapperTensor:
         """Wrap ``inner`` in the same kind of tensor. Every one that comes from another is made here."""
         what = geometry or self._geometry
-        return self._around(inner, self.metadata, dtype or what.dtype, what.shape, what.stride)
+        return self._wrap(inner, self.metadata, dtype or what.dtype, what.shape, what.stride)
 
     @classmethod
-    def _around(
+    def _wrap(
         cls, inner: Mapping[str, Tensor], metadata: Mapping[str, Any], dtype: torch.dtype, shape: Any, stride: Any
     ) -> WrapperTensor:
         """Return a tensor of this class around ``inner``, past whatever constructor it has."""
@@ -191,7 +196,7 @@ class WrapperTensor(Wrapping):
         cls, inner: Mapping[str, Tensor], context: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> WrapperTensor:
         dtype, metadata = context
-        return cls._around(inner, dict(metadata), dtype, outer_size, outer_stride)
+        return cls._wrap(inner, dict(metadata), dtype, outer_size, outer_stride)
 
     @classmethod
     def __torch_function__(
@@ -222,13 +227,13 @@ class WrapperTensor(Wrapping):
         answer = _ANSWERS.get(func)
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
-        if func._can_decompose() and torch.is_inference_mode_enabled():  # which hands us composite ops whole
+        if can_decompose(func) and torch.is_inference_mode_enabled():  # which hands us composite ops whole
             return func.decompose(*args, **kwargs)
         if func.is_view:
             raise UnsupportedOpError(
                 f"{func} of a {cls.__name__} would be a copy, not a view", fix="Call .dequantize() on it first."
             )
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return _write(func, args, kwargs)
         plain_args, plain_kwargs = _values((args, kwargs))
         return func(*plain_args, **plain_kwargs)
@@ -262,7 +267,7 @@ def rebuild_wrapper(
     """Rebuild a WrapperTensor for pickle."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
         raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
-    made = kind._around(from_pickle(inner, float8), *how)
+    made = kind._wrap(from_pickle(inner, float8), *how)
     return made._restore(requires_grad, is_param, attributes)
 
 
@@ -345,8 +350,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     plain_args, plain_kwargs = tree_map_only(WrapperTensor, values, (args, kwargs))
     answer = func(*plain_args, **plain_kwargs)
-    given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    given = [*zip(schema_of(func).arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in schema_of(func).arguments if argument.name in kwargs]
     places = [place for argument, place in given if argument.alias_info is not None and argument.alias_info.is_write]
     written = {id(leaf): leaf for leaf in tree_leaves(places) if isinstance(leaf, WrapperTensor)}
     encoded = [(tensor, tensor.encoded(decoded[key][1])) for key, tensor in written.items()]

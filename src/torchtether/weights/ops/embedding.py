@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...torch_private.observers import is_observed, is_tracing
+from ...torch_private.tensors import as_plain
 from ..dispatch import SHORTCUTS, rule
 from ..products import cpu
 from ..weight import Weight
@@ -38,7 +39,7 @@ def _is_row(weight: Weight, padding_idx: int | None) -> bool:
 
 
 def _plain_embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         made: Tensor = op(input, weight, *args, **kwargs)
     return made
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ...schemes import same_bits
+from ...torch_private.dispatching import schema_of, tree_map_only
 from ..dispatch import rule
 from ..weight import Weight
 from .values import overloads
@@ -40,7 +40,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     plain_args, plain_kwargs = tree_map_only(Weight, values, (args, kwargs))
     op(*plain_args, **plain_kwargs)
     written: dict[int, Weight] = {}
-    for argument, value in zip(op._schema.arguments, args, strict=False):
+    for argument, value in zip(schema_of(op).arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, Weight):
@@ -49,7 +49,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     for weight, parts in encoded:
         if parts is not None:
             weight.set_parts(parts)
-    return args[0] if op._schema.returns else None
+    return args[0] if schema_of(op).returns else None
 
 
 def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:

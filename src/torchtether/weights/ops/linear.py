@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...torch_private.observers import is_observed, is_tracing
+from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..products import cpu, rounding
 from ..weight import Weight
@@ -42,7 +43,7 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
 def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
     """Return the product; a batch of matrices is one matrix with all of their rows."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         if op is Tensor.__rmatmul__:
             op, first, second = torch.matmul, second, first
         if not kwargs and _is_matrix(second) and is_batch(first):

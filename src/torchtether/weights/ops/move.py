@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
+from ...torch_private.tensors import as_plain
 from ..dispatch import refuse, rule
 from ..weight import Weight
 from .rows import first_rows
@@ -85,7 +86,7 @@ def set_data(op: Any, held: Tensor, given: Tensor) -> None:
         )
     if held.shape != given.shape:
         raise UnsupportedOpError(f".data of shape {tuple(held.shape)} cannot become one of {tuple(given.shape)}")
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         op(held, given)
     for name in held.parts:
         delattr(held, f"_part_{name}")

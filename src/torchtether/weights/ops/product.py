@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedOpError
 from ...torch_private.observers import is_observed, untraced
-from ...torch_private.tensors import any_requires_grad
+from ...torch_private.tensors import any_requires_grad, as_plain
 from ..products import ANY, Layout, chunks, cpu, int8pack, kernels_for, rounding
 from ..weight import Weight
 from .rows import cut_rows
@@ -41,7 +41,7 @@ def traced(weight: Weight) -> Tensor:
 
 
 def plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         if isinstance(weight, Weight) and is_batch(input):
             folded: Tensor = op(input.flatten(0, -2), weight, bias)
             return folded.view(*input.shape[:-1], weight.shape[0])
@@ -79,7 +79,7 @@ def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) 
     step = rows_at_once(weight)
     if step is None or input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type):
         return plain_linear(op, input, weight.values_of(), bias)
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, decoder(weight))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
 from ...schemes import Part
+from ...torch_private.dispatching import define_collectives
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
 from .rows import first_rows
@@ -209,7 +210,7 @@ def _weight(tensor: Tensor) -> Weight:
 
 
 if dist.is_available():
-    from torch.distributed import _functional_collectives  # noqa: F401 - defines the last of these ops
+    define_collectives()  # the last of these ops
 
     _collectives = torch.ops._c10d_functional
     rule(_collectives.all_gather_into_tensor.default)(all_gather_into_tensor)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...torch_private.tensors import typed_storage
 from ..dispatch import rule
 from ..inner import empty_storage
 from ..weight import Weight
@@ -17,7 +18,7 @@ def untyped_storage(op: Any, weight: Weight) -> Any:
     return empty_storage(weight)
 
 
-@rule(Tensor.storage, Tensor._typed_storage)  # type: ignore[attr-defined]
+@rule(Tensor.storage, typed_storage)
 def storage(op: Any, weight: Weight) -> Any:
     """Return the same storage, typed, as deprecated code asks for it."""
     return empty_storage(weight, op)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
 from ..dispatch import rule
 from ..weight import Weight
 from .below_autograd import matrix_product
@@ -63,16 +63,11 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            arguments = op._schema.arguments
+            arguments = schema_of(op).arguments
             is_out = any(a.kwarg_only and a.alias_info is not None for a in arguments)
             is_named = any("Dimname" in str(a.type) for a in arguments)
             # the ``dtype`` overloads of products are CUDA's; autocast and functional code do not call them
-            if (
-                is_out
-                or is_named
-                or (overload == "dtype" and name in MATMULS)
-                or not torch._C._dispatch_has_kernel(op.name())
-            ):
+            if is_out or is_named or (overload == "dtype" and name in MATMULS) or not has_kernel(op):
                 continue
             if any(a.alias_info is not None and a.alias_info.is_write for a in arguments) == writes:
                 found[op] = None

@@ -13,7 +13,7 @@ import torch
 
 from ..._signals import renewed_after_fork
 from ...torch_private.observers import WATCHED
-from ...torch_private.tensors import any_requires_grad, empty_on_cpu
+from ...torch_private.tensors import any_requires_grad, empty_on_cpu, impl_id
 from .layout import Layout
 
 
@@ -80,7 +80,7 @@ def bind(path: Path) -> Kernels | None:
         return None
     known = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
     library.tether_bind.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    if not library.tether_bind(of_python, of_torch, known._cdata, known.data_ptr()):  # type: ignore[attr-defined]
+    if not library.tether_bind(of_python, of_torch, impl_id(known), known.data_ptr()):
         return None
     as_function = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     make = as_function(made)
