@@ -30,7 +30,7 @@ from .geometry.views import View
 from .loading.contents import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap, storage_map
-from .renaming.gguf import gguf_names
+from .renaming.gguf_names import gguf_names
 from .renaming.joining import Concat, Split, Stack
 from .renaming.reordering import Rotary, Transpose
 from .schemes import (

@@ -262,11 +262,11 @@ class ScaledFloat(Blocked):
         elif self.scale_dtype == torch.float8_e4m3fn:
             ratio = divide(amax, largest)
             if self.global_scale:
-                room = amax.new_full((), _E4M3_LARGEST * largest)
+                reach = amax.new_full((), _E4M3_LARGEST * largest)
                 # 128 * TINY: then neither 1 / unit nor unit * 2**-6, the smallest block scale, is subnormal
-                whole = (amax.max() if amax.numel() else torch.zeros_like(room)).clamp_min(128 * TINY * room)
+                whole = (amax.max() if amax.numel() else torch.zeros_like(reach)).clamp_min(128 * TINY * reach)
                 if unit is None:
-                    unit = whole.reciprocal() * room if self.global_divides else whole / room
+                    unit = whole.reciprocal() * reach if self.global_divides else whole / reach
                     unit = torch.where((amax > 0).any(), unit, 1.0)
                 parts["global_scale"].copy_(unit)
                 ratio = ratio * unit if self.global_divides else ratio / unit

@@ -372,8 +372,8 @@ def _module_load(held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
     if isinstance(given, WrapperTensor) or not isinstance(held, WrapperTensor):
         return given.detach()
     with torch.no_grad():
-        room = torch.empty_like(held, device=given.device, dtype=given.dtype)
-        return room.copy_(given).detach()
+        made = torch.empty_like(held, device=given.device, dtype=given.dtype)
+        return made.copy_(given).detach()
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {

@@ -100,14 +100,14 @@ template <int C, int D, bool Z, bool U> void decode_one(const Layout& L, const u
 template <int C, int D> void decode(const Layout& L, const Parts& P, const Rows& rows, void* out) {
     const bool zero = L.zero >= 0 || L.offset != 0;
     (void)zero;
-    const int64_t each = room(L);
-    over(rows.count, rows.count * L.columns > 32768, [&] { return Room(2 * each); }, [&](Room& room, int64_t i) {
+    const int64_t each = buffer_size(L);
+    over(rows.count, rows.count * L.columns > 32768, [&] { return Buffer(2 * each); }, [&](Buffer& buffer, int64_t i) {
         const int64_t n = rows[i];
         if (rows.index && i + 1 < rows.count) {  // no processor guesses where an index leads
             const char* next = (const char*)P.codes + rows[i + 1] * L.row_bytes;
             for (int64_t b = 0; b < L.row_bytes && b < 8192; b += 64) __builtin_prefetch(next + b);
         }
-        float *s = room.data(), *z = s + each;
+        float *s = buffer.data(), *z = s + each;
         row_scales(L, P, n, s, z);
         const uint8_t* row = (const uint8_t*)P.codes + n * L.row_bytes;
         if constexpr (C == INT8 || C == UINT8 || C == INT4) {

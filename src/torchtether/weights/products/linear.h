@@ -179,11 +179,11 @@ template <int C, bool X, bool Z> void linear(const Layout& L, const Parts& P, co
     constexpr bool nibbled = C == TABLE4 || C == INT4;
     const int64_t per = L.group >= BLOCK || L.group >= L.columns ? 1 : BLOCK / L.group;
     const Inputs in(x, dtype, rows, stride, L.columns, nibbled, X, !Z ? 0 : nibbled ? 1 : per);
-    const int64_t each = room(L);
+    const int64_t each = buffer_size(L);
     const Table table(L.table);
-    const auto make = [&] { return Room(2 * each); };
-    over(L.rows, rows * L.rows * L.columns > 65536, make, [&](Room& room, int64_t n) {
-        float *s = room.data(), *z = s + each, y[4];
+    const auto make = [&] { return Buffer(2 * each); };
+    over(L.rows, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t n) {
+        float *s = buffer.data(), *z = s + each, y[4];
         row_scales(L, P, n, s, z);
         const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
         for (int64_t m = 0, some; m < rows; m += some) {

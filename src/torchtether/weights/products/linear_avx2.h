@@ -27,14 +27,14 @@ template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P
                                          int dtype, const void* bias, void* out) {
     constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
     const Spans in = Spans::of<C, S, E>(L, x, dtype, rows, stride);
-    const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : room(L);
+    const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : buffer_size(L);
     const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
     const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
     Failed failed;
     const auto work = [&] {
         std::vector<float> s, z, scratch, scales, zeros;
         failed.within([&] {
-            s.resize(room(L)), z.resize(room(L)), scratch.resize(4 * in.stride + LANES);
+            s.resize(buffer_size(L)), z.resize(buffer_size(L)), scratch.resize(4 * in.stride + LANES);
             scales.resize(tile * each + LANES), zeros.resize(tile * each + LANES, -L.offset);
         });
         Decoder<C> decoder(L);

@@ -67,7 +67,7 @@ void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) 
         for (int64_t g = 0; g < G; g++) z[g] = -L.offset;
 }
 
-// Room for the scales of a row: Table reads 16 of them from any of its first entries.
-int64_t room(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }
+// Elements of a buffer for the scales of a row: Table reads 16 of them from any of its first entries.
+int64_t buffer_size(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }
 
-typedef std::vector<float> Room;
+typedef std::vector<float> Buffer;

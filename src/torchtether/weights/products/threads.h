@@ -14,22 +14,22 @@ class Failed {
     void rethrow() const { if (is_so) throw std::bad_alloc(); }
 };
 
-// item(room, i) for every i below count, by several threads if there is much to do, each in a room of its own. One thread
+// item(buffer, i) for every i below count, by several threads if there is much to do, each in a buffer of its own. One thread
 // is not asked through OpenMP, which would take a tenth of what a small product does.
 template <class Make, class Item> inline void over(int64_t count, bool is_much, Make make, Item item) {
     if (!is_much || count < 2) {
-        auto room = make();
-        for (int64_t i = 0; i < count; i++) item(room, i);
+        auto buffer = make();
+        for (int64_t i = 0; i < count; i++) item(buffer, i);
         return;
     }
     Failed failed;
 #pragma omp parallel
     {
-        decltype(make()) room;
-        failed.within([&] { room = make(); });
+        decltype(make()) buffer;
+        failed.within([&] { buffer = make(); });
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < count; i++)
-            if (!failed) item(room, i);
+            if (!failed) item(buffer, i);
     }
     failed.rethrow();
 }
