@@ -29,7 +29,7 @@ PROTOCOL = {
 """Other classes, and why they are no TetherError."""
 
 
-NAMED_BY_CALLERS = {"files", "formats", "weights/spec.py", "schemes"}
+NAMED_BY_CALLERS = {"files", "formats", "geometry/views.py", "weights/spec.py", "schemes"}
 """What reads and unpacks does not know of which tensor; whoever calls it adds the name."""
 
 

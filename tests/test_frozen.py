@@ -87,12 +87,19 @@ def public():
                 continue
             found[full] = signature(thing)
             if isinstance(thing, type):
-                for leaf, method in vars(thing).items():
+                for leaf, method in _methods(thing).items():
                     if not leaf.startswith("_") and callable(method):
                         found[f"{full}.{leaf}"] = signature(method)
                     elif not leaf.startswith("_") and isinstance(method, (property, classmethod, staticmethod)):
                         found[f"{full}.{leaf}"] = type(method).__name__
     return found
+
+
+def _methods(kind):
+    """What a class defines, and what it has from bases of ours that are not public themselves."""
+    bases = [base for base in kind.__mro__[1:] if base.__module__.startswith("torchtether.")]
+    private = [base for base in bases if getattr(tt, base.__name__, None) is not base]
+    return {leaf: method for base in (*reversed(private), kind) for leaf, method in vars(base).items()}
 
 
 def test_public_names_and_signatures_are_those_that_are_written_down():

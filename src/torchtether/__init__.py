@@ -30,8 +30,9 @@ from .geometry.views import View
 from .loading.plan import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap, storage_map
-from .renaming.gguf import gguf_names
-from .renaming.rules import Concat, Rotary, Split, Stack, Transpose
+from .renaming.gguf_names import gguf_names
+from .renaming.joining import Concat, Split, Stack
+from .renaming.reordering import Rotary, Transpose
 from .schemes import (
     Affine,
     Biased,

@@ -22,13 +22,14 @@ from ..schemes import same_bits
 from ..weights.ops.rows import part_rows, view_parts
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
+from .aliases import is_equal, view_of
 from .slices import TensorSlice
 
 _SMALL = 16 * 2**20  # bytes that a format may read to find out how others are to be read
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Every tensor of a checkpoint by name, aliases included; nothing is read before it is asked for.
+    """Read a checkpoint by name, aliases included; nothing is read before it is asked for.
 
         checkpoint.ties      which names are one tensor, owner first
         checkpoint.format    how quantized weights are spelled: "native", "gptq", ...; "safetensors" without any
@@ -111,11 +112,10 @@ class Checkpoint(Mapping[str, Tensor]):
             whole = self.read(owner)
             if owner in self._tied or owner in self.flat.values():
                 self._kept[owner] = whole
-        made = whole if view is None else view_of(whole, view)
-        return made.detach()
+        return view_of(whole, view).detach()
 
     def get_slice(self, name: str) -> TensorSlice:
-        """``name``, of which ``[...]`` reads a part without the rest; always into memory of its own.
+        """Return ``name``, of which ``[...]`` reads a part without the rest; always into memory of its own.
 
         Aliases are sliced as they are, whatever view of their owner they are. Raises KeyError.
 
@@ -138,7 +138,7 @@ class Checkpoint(Mapping[str, Tensor]):
         )
 
     def find(self, name: str) -> tuple[str, View | None]:
-        """Where ``name`` is: the owner that is stored, and the view of it that ``name`` is. Raises KeyError."""
+        """Return the owner that is stored, and the view of it that ``name`` is. Raise KeyError."""
         if name in self.entries:
             return name, None
         if name in self._alias:
@@ -150,7 +150,7 @@ class Checkpoint(Mapping[str, Tensor]):
         raise KeyError(name)
 
     def spec(self, name: str) -> WeightSpec:
-        """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
+        """Return the spec of ``name``, without reading it; the scheme of a plain tensor is ``Plain()``."""
         owner, view = self.find(name)
         whole = self.entries[owner].kind
         if view is None:
@@ -158,32 +158,32 @@ class Checkpoint(Mapping[str, Tensor]):
         return whole.replace(shape=view.size, stride=view.stride, dtype=view.dtype)
 
     def fit(self, name: str, shape: Shape) -> Shape:
-        """The shape of ``name``: from now on ``shape``, if its format stores none and this one is possible."""
+        """Return the shape of ``name``: from now on ``shape``, if its format stores none and this one is possible."""
         owner, view = self.find(name)
         if view is None and self._fitting is not None:
             self.entries[owner] = self._fitting.fit(self.entries[owner], shape) or self.entries[owner]
         return self.spec(name).shape
 
     def is_padding(self, name: str) -> bool:
-        """Whether ``name`` is one that its format also stores where a model has none, and all of it is 0."""
+        """Return whether ``name`` is stored by its format where a model has none, and all of it is 0."""
         return name in self._padding and not bool(self.read_briefly(name).any())
 
     def nbytes(self, name: str) -> int:
-        """The bytes that are read for ``name``."""
+        """Return the bytes that are read for ``name``."""
         entry = self.entries[self.find(name)[0]]
         return sum(self.store.stored(key).nbytes for key in entry.keys.values())
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _read_small(self, key: str) -> Tensor:
-        """A stored tensor that says how others are to be read."""
+        """Read a stored tensor that says how others are to be read."""
         nbytes = self.store.stored(key).nbytes
         if nbytes > _SMALL:
             raise CheckpointError(f"takes {nbytes} bytes, too many for what it should say", name=f"{self.path}: {key}")
         return self.store.read(key)
 
     def read(self, owner: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """The stored tensor or Weight ``owner`` in new memory on ``device``, with its own strides and dtype."""
+        """Read the stored tensor or Weight ``owner`` into new memory on ``device``, with its strides and dtype."""
         return self._read(self.entries[owner], device=device, tick=tick, tie=self._tied.get(owner))
 
     def _read(
@@ -199,20 +199,24 @@ class Checkpoint(Mapping[str, Tensor]):
             stored = self.store.stored(key)
             tensors[role] = allocate(stored.shape, stored.dtype, device, at=stored.start)
             self.store.read_into(key, tensors[role], tick)
+        return self._unpack(entry, tensors, tie)
+
+    def _unpack(self, entry: Entry, tensors: dict[str, Tensor], tie: Tie | None = None) -> Weight:
+        """Return the Weight of ``entry`` whose stored tensors are ``tensors``, by role."""
         assert self._format is not None
+        assert entry.spec is not None
         try:
             return Weight(self._format.unpack(entry, tensors), entry.spec.replace(tie=tie))
         except TetherError as error:
             raise CheckpointError(error.what, name=f"{self.path}: {next(iter(entry.keys.values()))}") from None
 
     def read_whole(self, name: str, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """``name`` in new memory on ``device``, as the view of its owner that it is."""
+        """Read ``name`` into new memory on ``device``, as the view of its owner that it is."""
         owner, view = self.find(name)
-        made = self.read(owner, device=device, tick=tick)
-        return made if view is None else view_of(made, view)
+        return view_of(self.read(owner, device=device, tick=tick), view)
 
     def read_rows(self, name: str, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
-        """The parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``; nothing else is read.
+        """Read the parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``.
 
         A format whose rows cannot be told apart is read whole. Raises UnsupportedOpError if a block is cut.
         """
@@ -229,7 +233,7 @@ class Checkpoint(Mapping[str, Tensor]):
         cuts = part_rows(scheme.layout(shape), shape, start, stop)
         if not is_in_parts(entry, self.store.header.tensors):
             cut = self._cut(entry, shape, start, stop)
-            made = self._read(entry) if cut is None else self._read_cut(entry, cut)
+            made = self._read(entry) if cut is None else self._unpack(cut.entry, self._read_views(entry, cut))
             assert isinstance(made, Weight)
             if cut is not None:
                 each = shape[0] // entry.spec.base[0]
@@ -244,7 +248,7 @@ class Checkpoint(Mapping[str, Tensor]):
         }
 
     def _entries_of(self, key: str, shape: Shape, cut: slice | None) -> Tensor:
-        """Those along dim 0 of the tensor ``key``, seen in ``shape``; all of them without a cut."""
+        """Read the entries ``cut`` along dim 0 of the tensor ``key``, seen in ``shape``; all without a cut."""
         stride = contiguous_stride(shape)
         first, size = (0, shape) if cut is None else (cut.start, (cut.stop - cut.start, *shape[1:]))
         return self.store.read_view(
@@ -252,7 +256,7 @@ class Checkpoint(Mapping[str, Tensor]):
         )
 
     def _cut(self, entry: Entry, shape: Shape, start: int, stop: int) -> Cut | None:
-        """The rows of ``entry`` in which rows ``start:stop`` of ``shape`` are; ``None`` if all are to be read."""
+        """Return the rows of ``entry`` that hold rows ``start:stop`` of ``shape``; ``None`` if all are to be read."""
         assert entry.spec is not None
         base, tensors = entry.spec.base, self.store.header.tensors
         along = self._format.rows(entry, tensors) if isinstance(self._format, ByRows) else None
@@ -261,17 +265,12 @@ class Checkpoint(Mapping[str, Tensor]):
         each = shape[0] // base[0]
         return cut_rows(entry, tensors, along, start // each, -(-stop // each))
 
-    def _read_cut(self, entry: Entry, cut: Cut) -> Weight:
-        assert self._format is not None
-        assert cut.entry.spec is not None
-        tensors = {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
-        try:
-            return Weight(self._format.unpack(cut.entry, tensors), cut.entry.spec)
-        except TetherError as error:
-            raise CheckpointError(error.what, name=f"{self.path}: {next(iter(entry.keys.values()))}") from None
+    def _read_views(self, entry: Entry, cut: Cut) -> dict[str, Tensor]:
+        """Read what ``cut`` needs of the stored tensors of ``entry``, by role."""
+        return {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
 
     def rows_nbytes(self, name: str, shape: Shape, start: int, stop: int) -> int | None:
-        """The bytes that ``read_rows`` needs, where it reads other tensors than the parts; else ``None``."""
+        """Return the bytes that ``read_rows`` needs, where it reads other tensors than the parts; else ``None``."""
         entry = self.entries[self.find(name)[0]]
         assert entry.spec is not None
         if is_in_parts(entry, self.store.header.tensors):
@@ -280,7 +279,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self.nbytes(name) if cut is None else cut.nbytes
 
     def is_part_equal(self, one: str, other: str, part: str) -> bool:
-        """Whether two Weights have the same bits in ``part``."""
+        """Return whether two Weights have the same bits in ``part``."""
         entries = [self.entries[self.find(name)[0]] for name in (one, other)]
         if all(is_in_parts(entry, self.store.header.tensors) for entry in entries):
             return self.store.is_equal(*(entry.keys[part] for entry in entries))
@@ -288,18 +287,17 @@ class Checkpoint(Mapping[str, Tensor]):
         return all(isinstance(m, Weight) for m in made) and same_bits(*(m.parts[part] for m in made))  # type: ignore[attr-defined]
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
-        """The values of ``name`` on the CPU, contiguous if plain, to be dropped soon; see ``files.scratch``."""
+        """Read ``name`` to the CPU, contiguous if plain, to be dropped soon; see ``files.scratch``."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         if entry.spec is None and view is None:
             made = scratch(entry.shape, entry.dtype)
             self.store.read_into(entry.keys["tensor"], made, tick)
             return made
-        made = self._read(entry, tick=tick)
-        return made if view is None else view_of(made, view)
+        return view_of(self._read(entry, tick=tick), view)
 
     def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:
-        """Fills the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
+        """Fill the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         if view is None and entry.spec is None:
@@ -309,37 +307,36 @@ class Checkpoint(Mapping[str, Tensor]):
         out.detach().copy_(values.dequantize() if isinstance(values, Weight) else values)
 
     def is_mappable(self, name: str) -> bool:
-        """Whether the file holds ``name`` as it is in memory: a contiguous tensor, or a Weight of our own format."""
+        """Return whether the file holds ``name`` as in memory: a contiguous tensor, or a Weight of our own format."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         as_it_is = view is None and entry.kind.is_contiguous if entry.spec is None else self._format is native
         return as_it_is and all(self.store.is_mappable(key) for key in entry.keys.values())
 
     def map(self, name: str) -> Tensor:
-        """``name``, which is mappable, over private pages of its file."""
+        """Map ``name``, which is mappable, over private pages of its file."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         tensors = {role: self.store.map(key) for role, key in entry.keys.items()}
         if entry.spec is None:
             return tensors["tensor"]
-        made = Weight(tensors, entry.spec.replace(tie=self._tied.get(owner)))
-        return made if view is None else view_of(made, view)
+        return view_of(Weight(tensors, entry.spec.replace(tie=self._tied.get(owner))), view)
 
     def whole_key(self, name: str) -> str | None:
-        """The key under which the values of ``name`` are stored as they are; ``None`` for a view, and for a Weight."""
+        """Return the key of the stored values of ``name``; ``None`` for a view, and for a Weight."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         return entry.keys["tensor"] if view is None and entry.spec is None else None
 
     def is_same(self, one: str, other: str) -> bool:
-        """Whether two names hold the same bits in the same shape and dtype, because they are tied or by comparison."""
+        """Return whether two names hold the same bits in the same shape and dtype, tied or compared."""
         (home, view), (other_home, other_view) = self.find(one), self.find(other)
         if (home, view) == (other_home, other_view):
             return True
         return self._is_equal(self.entries[home], view, self.entries[other_home], other_view)
 
     def check_copy(self, alias: str) -> None:
-        """Raises CheckpointError if the stored copy of ``alias`` is not what its tie says."""
+        """Raise CheckpointError if the stored copy of ``alias`` is not what its tie says."""
         owner, view = self._alias[alias]
         if not self._is_equal(self.entries[owner], view, self.copies[alias], None):
             raise CheckpointError(
@@ -356,13 +353,10 @@ class Checkpoint(Mapping[str, Tensor]):
                 other.spec,
                 other.keys.keys(),
             ) and all(self.store.is_equal(key, other.keys[role]) for role, key in one.keys.items())
-        first, second = self._read(one), self._read(other)
-        first = first if view is None else view_of(first, view)
-        second = second if other_view is None else view_of(second, other_view)
-        return is_equal(first, second)
+        return is_equal(view_of(self._read(one), view), view_of(self._read(other), other_view))
 
     def close(self) -> None:
-        """Afterwards nothing can be read; tensors that were handed out stay."""
+        """Close the files: nothing can be read afterwards; tensors that were handed out stay."""
         self._kept.clear()
         self.store.close()
 
@@ -379,7 +373,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """The checkpoint at ``path`` is open: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
+    """Open the checkpoint at ``path``: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
 
     Of a ``.pt``, ``.pth`` or ``.bin`` file only a state dict is read, with ``weights_only=True``; tensors that shared
     storage when it was saved are tied.
@@ -397,40 +391,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def _check_owners(ties: tuple[Tie, ...], names: AbstractSet[str], path: str) -> None:
-    """Raises CheckpointError for an owner that no format made of the stored keys."""
+    """Raise CheckpointError for an owner that no format made of the stored keys."""
     for tie in ties:
         if tie.owner not in names:
             raise CheckpointError("the record ties names to it, and it is not stored", name=f"{path}: {tie.owner}")
-
-
-def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, bit for bit: shape, dtype, and for Weights scheme and parts."""
-    if isinstance(one, Weight) or isinstance(other, Weight):
-        return (
-            isinstance(one, Weight)
-            and isinstance(other, Weight)
-            and one.spec.replace(tie=None) == other.spec.replace(tie=None)
-            and all(same_bits(part, other.parts[name]) for name, part in one.parts.items())
-        )
-    return same_bits(one, other)
-
-
-def view_of(whole: Tensor, view: View) -> Tensor:
-    """The alias of geometry ``view`` over the memory of ``whole``, which a tie names as its owner."""
-    if isinstance(whole, Weight) and not whole.scheme.transparent:
-        return _view_of_weight(whole, view)
-    storage = whole.untyped_storage()
-    start = whole.storage_offset() * whole.element_size() + view.offset * view.dtype.itemsize
-    if start % view.dtype.itemsize:
-        raise CheckpointError(f"a view of {view.dtype} cannot begin at byte {start}")
-    made = torch.empty(0, dtype=view.dtype, device=whole.device)
-    return made.set_(storage, start // view.dtype.itemsize, view.size, view.stride)
-
-
-def _view_of_weight(whole: Weight, view: View) -> Weight:
-    spec = whole.spec
-    if len(view.size) == len(spec.shape) and sorted(view.size) == sorted(spec.shape) and view.offset == 0:
-        return whole.map(Tensor.detach, spec.replace(shape=view.size, stride=view.stride))
-    row = contiguous_stride(spec.shape)[0]
-    rows: Weight = whole.detach().narrow(0, view.offset // row, view.size[0])  # type: ignore[assignment]
-    return rows

@@ -23,8 +23,8 @@ from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .reader import view_of
-from .writer import Group, write_groups
+from .aliases import view_of
+from .writer import ShardGroup, write_groups
 
 Aliases = Literal["drop", "copy"]
 
@@ -39,7 +39,7 @@ def save(
     metadata: Pairs | None = None,
     progress: Progress = None,
 ) -> None:
-    """The tensors of ``model`` (or of a state dict) are at ``path``, each once, with their ties, strides and schemes.
+    """Save the tensors of ``model`` (or of a state dict) at ``path``, each once, with ties, strides and schemes.
 
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``; ``name.gguf`` for GGUF
     ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on. Others
@@ -85,14 +85,14 @@ def save(
 
 
 def plan_groups(model: nn.Module | Mapping[str, Tensor], format: Writable, aliases: Aliases) -> list[HeldGroup]:
-    """What ``save`` stores, in groups that stay in one shard; raises what ``save`` does."""
+    """Plan what ``save`` stores, in groups that stay in one shard; raise what ``save`` does."""
     if aliases not in ("drop", "copy"):
         raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
     return _groups(_named(model), format, copy=aliases == "copy")
 
 
 @dataclass
-class HeldGroup(Group):
+class HeldGroup(ShardGroup):
     """One component, whose tensors are there already: ``stored`` by key, and ``packed``, the Weights by name."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class HeldGroup(Group):
             yield from self.format.pack(name, weight).items()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Stores ``tensor`` as ``name``: its parts, or itself with its strides."""
+        """Store ``tensor`` as ``name``: its parts, or itself with its strides."""
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
             self.put_weight(name, tensor.spec.replace(tie=None))
             self.packed[name] = tensor
@@ -118,14 +118,14 @@ class HeldGroup(Group):
                 self.strides[name] = stride
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Stores ``tensor`` under ``key``."""
+        """Store ``tensor`` under ``key``."""
         check_writable(key, tensor)
         self.stored[key] = tensor
         self.layout[key] = (tensor.dtype, tuple(tensor.shape))
 
 
 def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a state dict holds, as the live objects."""
+    """Return the live objects that a state dict holds, by name."""
     found: Mapping[str, Any] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     if not isinstance(found, Mapping):
         raise ArgumentError(
@@ -185,7 +185,7 @@ def _group(
 
 
 def _check_recordable(component: Component) -> None:
-    """Raises TieError, naming it, if a member is a view that no record can hold, because readers would refuse it."""
+    """Raise TieError, naming it, if a member is a view that no record can hold: readers would refuse it."""
     for member in component.members if component.nbytes else ():
         name = member.names[0]
         others = [other for other in component.names if other not in member.names]
@@ -203,7 +203,7 @@ def _check_recordable(component: Component) -> None:
 
 
 def _is_whole(component: Component, owner: str, named: Mapping[str, Tensor]) -> bool:
-    """Whether the owner covers all that the component reaches, without a gap, so that storing it stores all."""
+    """Return whether the owner covers the component without a gap, so that storing it stores all."""
     if component.nbytes == 0 or len(component.members) == 1:
         return True
     (block,) = blocks_of(named[owner])
@@ -211,7 +211,7 @@ def _is_whole(component: Component, owner: str, named: Mapping[str, Tensor]) -> 
 
 
 def _span(component: Component) -> Tensor:
-    """The memory that the members cover, flat; what lies in the gaps between them is nobody's, and stays zero."""
+    """Return the memory that the members cover, flat; gaps between them are nobody's, and stay zero."""
     dtype = component.dtype or torch.uint8
     made = torch.zeros(component.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
     for member in component.members:
@@ -223,7 +223,7 @@ def _span(component: Component) -> Tensor:
 
 
 def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) -> list[Tie]:
-    """Ties that Weights carry and that are no longer live, because a state dict was moved tensor by tensor.
+    """Return ties that Weights carry and that are not live, because a state dict was moved tensor by tensor.
 
     Each is believed if the tensors are still equal; raises TieError if they are not.
     """

@@ -23,7 +23,7 @@ Rows = Callable[[Entry, Shape, int, int], dict[str, Tensor]]
 
 
 class TensorSlice:
-    """A tensor of a checkpoint from which ``[...]`` reads a part, as from a plain tensor: integers, slices, ``...``.
+    """Read parts of a tensor of a checkpoint by ``[...]``, as from a plain tensor: integers, slices, ``...``.
 
         piece.shape, piece.dtype    those of the whole tensor
         piece[2:5]                  rows, on the CPU, in memory of their own, contiguous
@@ -71,7 +71,7 @@ class TensorSlice:
         return self._store.read_view(next(iter(self._entry.keys.values())), made)
 
     def _checked(self, index: tuple[Any, ...]) -> tuple[int | slice, ...]:
-        """One entry per dimension, all of them within the shape; torch itself says what is out of range."""
+        """Return one entry per dimension, all within the shape; torch itself says what is out of range."""
         entries: list[int | slice] = []
         for one in index:
             if one is Ellipsis and index.count(Ellipsis) == 1:
@@ -91,7 +91,7 @@ class TensorSlice:
         return tuple(entries)
 
     def _rows(self, entries: tuple[int | slice, ...]) -> Tensor:
-        """Rows of a Weight: the rows of its parts, if no block is cut."""
+        """Read rows of a Weight: the rows of its parts, if no block is cut."""
         whole, order = self._entry.spec, self._spec.order
         assert whole is not None
         start, stop, only = 0, whole.base[0] if whole.base else 1, None

@@ -44,8 +44,8 @@ _NO_DIGEST = "0" * 32
 
 
 @dataclass
-class Group:
-    """What stays in one shard: a tensor with all that is tied to it, its keys, and what the record says.
+class ShardGroup:
+    """A tensor with all that is tied to it, which stays in one shard: its keys, and what the record says.
 
     ``layout`` is known before any tensor is made, because the header comes first. ``weights`` are the quantized ones,
     in the words of ``format``.
@@ -60,12 +60,12 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are written for it."""
+        """Return the bytes that are written for it."""
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.layout.values()]
         return sum(tensor.nbytes for tensor in made)
 
     def put_weight(self, name: str, spec: WeightSpec) -> None:
-        """``name`` will be stored as a Weight of ``spec``; raises SchemeError if the format has no words for it."""
+        """Note ``name`` as a Weight of ``spec``. Raise SchemeError if the format has no words for it."""
         if self.format is not native and spec.stride != contiguous_stride(spec.shape):
             raise SchemeError(
                 f"{self.format.name} has no words for a quantized weight with the strides {spec.stride}",
@@ -76,7 +76,7 @@ class Group:
         self.layout |= self.format.layout(name, spec)
 
     def put_tie(self, tie: Tie) -> None:
-        """Names that are one tensor; raises TieError for views, which only our own format remembers."""
+        """Note names that are one tensor. Raise TieError for views, which only our own format remembers."""
         view = next((pair for pair in zip(tie.names, tie.views, strict=True) if pair[1] is not None), None)
         if view is not None and self.format is not native:
             raise TieError(
@@ -87,12 +87,12 @@ class Group:
         self.ties.append(tie)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of ``layout``, made now."""
+        """Yield every tensor of ``layout``, made now."""
         raise NotImplementedError(f"{type(self).__name__}.tensors")
 
 
 def write_groups(
-    groups: Sequence[Group],
+    groups: Sequence[ShardGroup],
     path: Path,
     *,
     format: Writable = native,
@@ -101,7 +101,7 @@ def write_groups(
     verb: str = "save",
     metadata: Pairs | None = None,
 ) -> None:
-    """All of ``groups`` is at ``path``, a ``.safetensors`` file or a folder, in shards where it must be.
+    """Write all of ``groups`` to ``path``, a ``.safetensors`` file or a folder, in shards where it must be.
 
     A format that has files of its own writes one of those, with ``metadata`` in it.
 
@@ -135,7 +135,7 @@ class FilePlan:
     stem: str
     is_folder: bool
     targets: list[Path]
-    shards: list[list[Group]]
+    shards: list[list[ShardGroup]]
     texts: Callable[[Mapping[str, str]], dict[Path, bytes]]
 
     def change(self, written: Sequence[tuple[Path, Path]], headers: Mapping[str, str]) -> FolderChange:
@@ -144,9 +144,9 @@ class FilePlan:
 
 
 def plan_files(
-    groups: Sequence[Group], path: Path, format: Writable = native, max_shard_size: int | str | None = None
+    groups: Sequence[ShardGroup], path: Path, format: Writable = native, max_shard_size: int | str | None = None
 ) -> FilePlan:
-    """Where each of ``groups`` goes, and what is written beside."""
+    """Plan where each of ``groups`` goes, and what is written beside."""
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
@@ -165,7 +165,7 @@ def plan_files(
 def check_target(
     path: Path, format: Writable, *, max_shard_size: int | str | None = None, metadata: Pairs | None = None
 ) -> None:
-    """Raises CheckpointError if ``path`` is not what ``format`` writes to, or it has no place for what is given."""
+    """Raise CheckpointError if ``path`` is not what ``format`` writes to, or cannot take what is given."""
     if isinstance(format, Contained):
         if path.suffix != format.suffix:
             raise CheckpointError(
@@ -191,9 +191,9 @@ def check_target(
 
 
 def _write_contained(
-    groups: Sequence[Group], path: Path, format: Contained, metadata: Pairs | None, progress: Progress, verb: str
+    groups: Sequence[ShardGroup], path: Path, format: Contained, metadata: Pairs | None, progress: Progress, verb: str
 ) -> None:
-    """All of ``groups`` is in the one file ``path``; names that are one tensor are stored once, under the first."""
+    """Write all of ``groups`` to the one file ``path``; names of one tensor are stored once, under the first."""
     layout = {key: what for group in groups for key, what in group.layout.items()}
     packings = {name: format.packing(name, spec).name for group in groups for name, spec in group.weights.items()}
     for key, (dtype, shape) in layout.items():
@@ -204,8 +204,8 @@ def _write_contained(
         write_gguf(file, layout, packings, made, metadata or format.pairs({}), name=str(path), tick=tick)
 
 
-def _beside(groups: Sequence[Group], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:
-    """The JSON files beside the tensors that ``format`` changes, whole; what another format said there is taken out."""
+def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:
+    """Return the JSON files beside the tensors that ``format`` changes, whole, without words of other formats."""
     specs = {name: spec for group in groups for name, spec in group.weights.items()}
     taken = {key for name, spec in specs.items() for key in format.layout(name, spec)}
     aliases = [name for group in groups for tie in group.ties for name in tie.aliases if tie.owner not in specs]
@@ -235,8 +235,8 @@ def _json(value: Mapping[str, Any]) -> bytes:
         return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def check_keys(groups: Sequence[Group]) -> None:
-    """Raises CheckpointError if a key is stored twice, or is also the name of a Weight or an alias."""
+def check_keys(groups: Sequence[ShardGroup]) -> None:
+    """Raise CheckpointError if a key is stored twice, or is also the name of a Weight or an alias."""
     names = {name for group in groups for name in group.weights if name not in group.layout}
     names |= {alias for group in groups for tie in group.ties for alias in tie.aliases if alias not in group.copies}
     keys: set[str] = set()
@@ -248,7 +248,7 @@ def check_keys(groups: Sequence[Group]) -> None:
 
 
 def _limit(size: int | str | None) -> int | None:
-    """Bytes.
+    """Return the limit in bytes.
 
     >>> _limit("1.5GB"), _limit("200MiB")
     (1500000000, 209715200)
@@ -274,8 +274,8 @@ def _limit(size: int | str | None) -> int | None:
     return max(int(float(found[1]) * units[found[2]]), 1)
 
 
-def _shards(groups: Sequence[Group], limit: int | None) -> Iterator[list[Group]]:
-    shard: list[Group] = []
+def _shards(groups: Sequence[ShardGroup], limit: int | None) -> Iterator[list[ShardGroup]]:
+    shard: list[ShardGroup] = []
     size = 0
     for group in groups:
         if shard and limit is not None and size + group.nbytes > limit:
@@ -292,7 +292,7 @@ def _file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
 
 
-def _record(groups: Sequence[Group]) -> Record:
+def _record(groups: Sequence[ShardGroup]) -> Record:
     return Record(
         tuple(tie for group in groups for tie in group.ties),
         {name: spec for group in groups if group.format is native for name, spec in group.weights.items()},
@@ -301,13 +301,15 @@ def _record(groups: Sequence[Group]) -> Record:
     )
 
 
-def shard_tensors(shard: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the groups, by key, each made when its turn comes."""
+def shard_tensors(shard: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the groups, by key, each made when its turn comes."""
     return (pair for group in shard for pair in group.tensors())
 
 
-def write_shard(shard: Sequence[Group], made: Iterable[tuple[str, Tensor]], file: FileIO, name: str, tick: Tick) -> str:
-    """The groups and their record are in ``file``, with the tensors ``made``; returns the digest of its header."""
+def write_shard(
+    shard: Sequence[ShardGroup], made: Iterable[tuple[str, Tensor]], file: FileIO, name: str, tick: Tick
+) -> str:
+    """Write the groups, their record and the tensors ``made`` to ``file``; return the digest of its header."""
     layout = {key: what for group in shard for key, what in group.layout.items()}
     record = _record(shard)
     record.with_checksums(dict.fromkeys(layout, 0)).check_extent(len(layout), name=name)
@@ -316,8 +318,10 @@ def write_shard(shard: Sequence[Group], made: Iterable[tuple[str, Tensor]], file
     )
 
 
-def _index(groups: Sequence[Group], shards: list[list[Group]], headers: Mapping[str, str], *, name: str) -> bytes:
-    """The index of several shards, with the whole record and, for other readers, ``alias: owner``.
+def _index(
+    groups: Sequence[ShardGroup], shards: list[list[ShardGroup]], headers: Mapping[str, str], *, name: str
+) -> bytes:
+    """Return the index of several shards, with the whole record and, for other readers, ``alias: owner``.
 
     ``headers`` has the digest of each shard's header by the name of its file.
     """

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .. import compiled
 from .._dtypes import dtype_name
-from ..checkpoint.reader import Checkpoint, view_of
+from ..checkpoint.aliases import view_of
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import Aliases
-from ..checkpoint.writer import Group, check_target, write_groups
+from ..checkpoint.writer import ShardGroup, check_target, write_groups
 from ..errors import CheckpointError, RuleError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
 from ..formats import Contained, Entry, Writable, writable
@@ -207,7 +208,7 @@ def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:
 
 
 @dataclass
-class _Streamed(Group):
+class _Streamed(ShardGroup):
     """One stored tensor with its ties: read, changed and written when its turn comes."""
 
     name: str = ""

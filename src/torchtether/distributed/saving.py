@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
-from ..checkpoint.writer import FilePlan, Group, check_keys, check_target, plan_files, write_shard
+from ..checkpoint.writer import FilePlan, ShardGroup, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
 from ..files import FolderChange, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
@@ -139,7 +139,7 @@ class _Save:
                 )
         self._transfers = Transfers(self._ranks, self._sharded, [boxes for _, boxes in found])
 
-    def _shards(self) -> list[tuple[Path, list[Group]]]:
+    def _shards(self) -> list[tuple[Path, list[ShardGroup]]]:
         """Return the files to write, each with its groups."""
         return list(zip(self.files.targets, self.files.shards, strict=True))
 
@@ -177,7 +177,7 @@ class _Save:
         pairs = [(written[target][0], target) for target in self.files.targets]
         return self.files.change(pairs, {target.name: written[target][1] for target in self.files.targets})
 
-    def _items(self, shard: list[Group]) -> Iterator[Item]:
+    def _items(self, shard: list[ShardGroup]) -> Iterator[Item]:
         """Yield the items of the groups of one file."""
         for group in shard:
             assert isinstance(group, HeldGroup)

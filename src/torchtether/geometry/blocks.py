@@ -22,7 +22,7 @@ STOCK = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MemoryBlock:
     """The bytes of one strided tensor; ``start`` and ``stop`` count in ``space``, and compare only within one."""
 
     space: Hashable
@@ -38,7 +38,7 @@ class Block:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements fill the bytes from ``start`` to ``stop`` without a gap or an overlap."""
+        """Return whether the elements fill the bytes from ``start`` to ``stop`` without a gap or an overlap."""
         step = 1
         for stride, size in sorted((t, n) for n, t in zip(self.size, self.stride, strict=True) if n != 1):
             if stride != step:
@@ -46,8 +46,8 @@ class Block:
             step *= size
         return True
 
-    def overlaps(self, other: Block) -> bool:
-        """Whether some byte belongs to an element of both."""
+    def overlaps(self, other: MemoryBlock) -> bool:
+        """Return whether some byte belongs to an element of both."""
         if self.space != other.space or self.stop <= other.start or other.stop <= self.start:
             return False
         for outer, inner in ((self, other), (other, self)):
@@ -67,7 +67,7 @@ class _Shadow:
         self.__array_interface__ = interface
 
     @staticmethod
-    def of(block: Block, first: int) -> Any:
+    def of(block: MemoryBlock, first: int) -> Any:
         stride = tuple(step * block.itemsize for step in block.stride)
         address = (block.start - first + 4096, True)
         return np.asarray(
@@ -84,13 +84,13 @@ class _Shadow:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether the tensor is one strided piece of memory: not sparse, nested, lazy or a wrapper around others."""
+    """Return whether the tensor is one strided piece of memory: not sparse, nested, lazy or a wrapper."""
     is_one = type(tensor) in STOCK or not (is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__"))
     return is_one and tensor.layout == torch.strided and not tensor.is_nested
 
 
-def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
-    """The memory under ``tensor``: one block, or those of everything that it wraps; none if empty or not strided."""
+def blocks_of(tensor: Tensor) -> tuple[MemoryBlock, ...]:
+    """Return the memory under ``tensor``: one region, or those of what it wraps; none if empty or not strided."""
     is_stock = type(tensor) in STOCK
     if not is_stock and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -104,11 +104,11 @@ def blocks_of(tensor: Tensor) -> tuple[Block, ...]:
     space: Hashable = tensor.device
     if address == 0:  # meta, or freed: unknown, so only the same memory object can be shared
         space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize
-    return (Block(space, address, address + extent(size, stride) * itemsize, size, stride, itemsize),)
+    return (MemoryBlock(space, address, address + extent(size, stride) * itemsize, size, stride, itemsize),)
 
 
 def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Where each tensor that surely shares no element with another begins, and its bytes; ``None`` for all others.
+    """Return, for each tensor that surely shares no element, its start and bytes; ``None`` for all others.
 
     Quick, by addresses alone: what has an address in the midst of another's bytes, is no plain tensor, or is empty, is
     left to ``blocks_of``.

@@ -1,14 +1,14 @@
-"""Groups of things that are connected, and pairs of spans that overlap."""
+"""DisjointSets of things that are connected, and pairs of spans that overlap."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 
-class Groups:
+class DisjointSets:
     """The numbers from 0 to ``count`` - 1 in groups: each alone at first, then as ``join`` says (union-find).
 
-    >>> groups = Groups(4); groups.join(1, 3); groups.lists()
+    >>> groups = DisjointSets(4); groups.join(1, 3); groups.lists()
     [[0], [1, 3], [2]]
     """
 

@@ -41,7 +41,7 @@ def overlaps_itself(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=4096)
 def contiguous_stride(shape: Shape) -> Shape:
-    """The strides, in elements, of a contiguous tensor of ``shape``.
+    """Return the strides, in elements, of a contiguous tensor of ``shape``.
 
     >>> contiguous_stride((2, 0, 3))
     (3, 3, 1)
@@ -71,11 +71,11 @@ class View:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two of its elements may share memory; see the function of this name."""
+        """Return whether two of its elements may share memory; see the function of this name."""
         return overlaps_itself(self.size, self.stride)
 
     def to_json(self) -> dict[str, Any]:
-        """The view as JSON values, which ``from_json`` reads."""
+        """Return the view as JSON values, which ``from_json`` reads."""
         return {
             "dtype": dtype_name(self.dtype),
             "size": list(self.size),
@@ -85,7 +85,7 @@ class View:
 
     @staticmethod
     def from_json(record: Any) -> View:
-        """What ``to_json`` wrote. Raises TieError for anything else."""
+        """Return the view that ``to_json`` wrote. Raise TieError for anything else."""
         if not isinstance(record, dict) or record.keys() != {"dtype", "size", "stride", "offset"}:
             raise TieError("a view record needs exactly dtype, size, stride and offset")
         size, stride, offset = record["size"], record["stride"], record["offset"]

@@ -13,7 +13,7 @@ from ..errors import SchemeError
 from ..files import Batch, allocate
 from ..geometry.blocks import STOCK
 from ..progress import Tick, no_tick
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import Member
 from ..ties.spans import member_view, plain_values
 from ..weights.module_load import encoded_as
@@ -23,7 +23,7 @@ from .encoding import encode_by_rows
 from .steps import Step
 
 
-def new_contents(step: Step, given: Arranged, tick: Tick, batch: Batch | None = None) -> Sequence[Tensor]:
+def new_contents(step: Step, given: RenamedCheckpoint, tick: Tick, batch: Batch | None = None) -> Sequence[Tensor]:
     """Return new contents for every member of the component, over one memory; ``batch`` fills it where it can wait."""
     if batch is not None and step.scheme is None and len(step.component.members) == 1:
         made = _make_as_stored(step, given, batch)
@@ -40,7 +40,7 @@ def new_contents(step: Step, given: Arranged, tick: Tick, batch: Batch | None = 
     return _wrap(_read_plain(step, given, tick, batch=None if step.scheme else batch), step)
 
 
-def mapped_contents(step: Step, given: Arranged, tick: Tick) -> Sequence[Tensor]:
+def mapped_contents(step: Step, given: RenamedCheckpoint, tick: Tick) -> Sequence[Tensor]:
     """Return the contents of every member, over private pages of the file."""
     made, members = given.map(step.sources[0].name), step.component.members
     tick(step.nbytes)
@@ -54,7 +54,7 @@ def mapped_contents(step: Step, given: Arranged, tick: Tick) -> Sequence[Tensor]
     return _wrap([held.around(made) if isinstance(held, Weight) else made], step)
 
 
-def is_mappable(step: Step, given: Arranged) -> bool:
+def is_mappable(step: Step, given: RenamedCheckpoint) -> bool:
     """Return whether the stored bytes can be the memory of the component, on ``meta`` so far, as they are."""
     component, held = step.component, step.held
     if not held.is_meta or step.device.type != "cpu" or len(step.sources) != 1 or step.is_encoded:
@@ -69,7 +69,7 @@ def is_mappable(step: Step, given: Arranged) -> bool:
     return covers and as_stored and member.tensor.is_contiguous()
 
 
-def fill(step: Step, given: Arranged, tick: Tick) -> None:
+def fill(step: Step, given: RenamedCheckpoint, tick: Tick) -> None:
     """Write the values into the tensors as they are; the first source is written last, so that it wins."""
     for source in reversed(step.sources):
         held = step.component.members[source.member].tensor
@@ -84,7 +84,7 @@ def fill(step: Step, given: Arranged, tick: Tick) -> None:
                 held.copy_(given.read_briefly(source.name, tick))
 
 
-def encode_whole(step: Step, given: Arranged, tick: Tick) -> Weight:
+def encode_whole(step: Step, given: RenamedCheckpoint, tick: Tick) -> Weight:
     """Return the owner's values, read in the dtype of the file so that no more memory is needed, encoded.
 
     Raises SchemeError, naming the step, if the scheme cannot hold the values.
@@ -138,7 +138,7 @@ def _for_members(step: Step, weight: Weight) -> Sequence[Tensor]:
 
 
 def _read_plain(
-    step: Step, given: Arranged, tick: Tick, dtype: torch.dtype | None = None, batch: Batch | None = None
+    step: Step, given: RenamedCheckpoint, tick: Tick, dtype: torch.dtype | None = None, batch: Batch | None = None
 ) -> list[Tensor]:
     """Return one tensor per member, all over one new memory, filled from the sources; by ``batch`` where it can wait.
 
@@ -155,7 +155,7 @@ def _read_plain(
     return made
 
 
-def _make_as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
+def _make_as_stored(step: Step, given: RenamedCheckpoint, batch: Batch) -> Tensor | None:
     """Return new memory, filled by ``batch``, for a plain tensor with the strides that the file has; ``None`` else.
 
     ``_read_plain`` gives the same in half as much time again, which counts when there are thousands of tensors.
@@ -171,7 +171,7 @@ def _make_as_stored(step: Step, given: Arranged, batch: Batch) -> Tensor | None:
     return made
 
 
-def _allocate(step: Step, given: Arranged, dtype: torch.dtype) -> list[Tensor]:
+def _allocate(step: Step, given: RenamedCheckpoint, dtype: torch.dtype) -> list[Tensor]:
     """Return one tensor per member, all over one new memory."""
     component = step.component
     if len(component.members) == 1 or component.nbytes == 0:
@@ -182,7 +182,7 @@ def _allocate(step: Step, given: Arranged, dtype: torch.dtype) -> list[Tensor]:
     return [member_view(span, member) for member in component.members]
 
 
-def _empty(step: Step, member: Member, given: Arranged, dtype: torch.dtype) -> Tensor:
+def _empty(step: Step, member: Member, given: RenamedCheckpoint, dtype: torch.dtype) -> Tensor:
     """Return new memory with the strides that the file remembers, or else those of the model."""
     held, spec = member.tensor, given.spec(step.sources[0].name)
     stride = held.stride()

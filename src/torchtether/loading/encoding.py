@@ -14,7 +14,7 @@ from .. import compiled
 from ..errors import SchemeError
 from ..files import THREADS, Batch, Scratch, allocate
 from ..geometry.views import Shape
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..schemes import Part, Scheme
 from ..weights.ops.rows import part_rows
 from ..weights.spec import WeightSpec
@@ -34,7 +34,9 @@ _LARGEST_ROWS = 2**22
 """Elements beyond which rows that share a block are encoded with the whole tensor."""
 
 
-def encode_by_rows(step: Step, given: Arranged, batch: Batch, encode_whole: Callable[[], object]) -> Weight | None:
+def encode_by_rows(
+    step: Step, given: RenamedCheckpoint, batch: Batch, encode_whole: Callable[[], object]
+) -> Weight | None:
     """Return a Weight, with its tie, that ``batch`` reads and encodes some rows at a time.
 
     ``None`` is returned if its rows cannot be encoded one by one, or if several members would share it.

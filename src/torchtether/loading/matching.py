@@ -13,7 +13,7 @@ from ..conversion import materializing
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape, View
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
@@ -31,7 +31,7 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
 
     Headers alone are read, and the values of names that must agree.
     """
-    given = Arranged(checkpoint, options.rename)
+    given = RenamedCheckpoint(checkpoint, options.rename)
     faults = given.faults
     faults += [fault(name, what) for name, what in checkpoint.faults.items()]
     if options.ties not in ("match", "file", "model"):
@@ -123,7 +123,7 @@ def _match_transient(draft: Draft, component: Component, sources: list[Source]) 
     return Step(name, component, tie, (fits[0],), dtype, device, None, False, False, nbytes)
 
 
-def _is_like(given: Arranged, name: str, held: Tensor) -> bool:
+def _is_like(given: RenamedCheckpoint, name: str, held: Tensor) -> bool:
     """Return whether ``name`` is stored plain, in dtype and shape of ``held``."""
     spec = given.spec(name)
     return spec.scheme.transparent and spec.dtype == held.dtype and spec.shape == tuple(held.shape)

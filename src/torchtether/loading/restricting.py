@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import TetherError
 from ..renaming.pieces import Range
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import Component, find_components
 from ..weights.ops.rows import part_rows
 from .steps import Draft, Source, Step
@@ -80,7 +80,7 @@ def _needs_all_rows(step: Step) -> bool:
     return any(part.span == 0 for part in step.scheme.layout(tuple(step.held.shape)).values())
 
 
-def _fault_of_cut(step: Step, whole: Arranged, cut: Arranged, box: Box) -> str:
+def _fault_of_cut(step: Step, whole: RenamedCheckpoint, cut: RenamedCheckpoint, box: Box) -> str:
     """Return what forbids that ``box`` alone is loaded; empty if nothing does."""
     name = step.sources[0].name
     if step.is_given and not whole.spec(name).is_contiguous:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..geometry.views import overlaps_itself
 from ..renaming.pieces import Range
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..schemes import Scheme
 from ..ties.components import Component
 from ..weights.spec import Tie
@@ -82,7 +82,7 @@ class Step(NamedTuple):
 class Draft:
     """Hold the steps of a load, the faults that forbid it, and what it leaves out; ``given`` is read by the steps."""
 
-    given: Arranged
+    given: RenamedCheckpoint
     targets: Targets
     steps: list[Step] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -115,7 +115,7 @@ def format_keys(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_KEYS]) + more
 
 
-def describe_step(step: Step, given: Arranged, is_mapped: bool) -> str:
+def describe_step(step: Step, given: RenamedCheckpoint, is_mapped: bool) -> str:
     """Return the line of ``step`` in a printed plan."""
     spec = given.spec(step.sources[0].name)
     names = " = ".join([step.name, *(name for name in step.component.names if name != step.name)])

@@ -15,7 +15,7 @@ from ..exchange.exchange import Exchange
 from ..files import Batch
 from ..geometry.views import Shape
 from ..progress import Tick
-from ..renaming.renamed_checkpoint import Arranged
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import find_components
 from ..ties.spans import member_view, span_tensor
 from .contents import encode_whole, fill, mapped_contents, new_contents
@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 
 def stream(
     model: nn.Module,
-    given: Arranged,
+    given: RenamedCheckpoint,
     steps: Sequence[Step],
     mapped: Collection[int],
     optimizer: Any,
@@ -101,7 +101,7 @@ def _put(exchange: Exchange, step: Step, contents: Sequence[Tensor]) -> None:
         exchange.put(member.tensor, new)
 
 
-def _fill(given: Arranged, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:
+def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:
     """Fill the tensors of ``filled`` where they are, one after the other, after all others of ``steps``.
 
     Raises CheckpointError or LoadError, which say how far it came, if some of ``steps`` have been done.

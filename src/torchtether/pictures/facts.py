@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..geometry.groups import Groups
+from ..geometry.groups import DisjointSets
 from ..geometry.views import Shape
 from ..weights.spec import Tie
 
@@ -98,7 +98,7 @@ class Group:
 def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
     """``items``, together where they have a key in common, directly or through each other, in order."""
     first: dict[object, int] = {}
-    groups = Groups(len(items))
+    groups = DisjointSets(len(items))
     for i, own in enumerate(keys):
         for key in own:
             groups.join(first.setdefault(key, i), i)

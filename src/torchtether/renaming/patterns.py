@@ -22,7 +22,7 @@ A dot is taken for the dot of a name, as people write it.
 
 
 def check_pattern(rule: object, pattern: str, target: str) -> None:
-    """Raises RuleError if ``pattern`` is no regex, or ``target`` cannot replace what it finds."""
+    """Raise RuleError if ``pattern`` is no regex, or ``target`` cannot replace what it finds."""
     for text in (pattern, target):
         if not isinstance(text, str):
             raise RuleError(f"{text!r:.40} is no text", name=type(rule).__name__, fix="Give a regex and a name.")
@@ -33,12 +33,12 @@ def check_pattern(rule: object, pattern: str, target: str) -> None:
 
 
 def replaced(found: re.Match[str], target: str) -> str:
-    """The name in which ``target`` replaces what was found; nothing else changes."""
+    """Return the name in which ``target`` replaces what was found; nothing else changes."""
     return found.string[: found.start()] + found.expand(target) + found.string[found.end() :]
 
 
 def left_out(pattern: str, target: str) -> list[int]:
-    """The groups of ``pattern`` that ``target`` does not use."""
+    """Return the groups of ``pattern`` that ``target`` does not use."""
     compiled = re.compile(pattern)
     used = {_number(found, compiled) for found in _REFERENCE.finditer(target)}
     return [i for i in range(1, compiled.groups + 1) if i not in used]
@@ -49,13 +49,13 @@ def _number(reference: re.Match[str], pattern: re.Pattern[str]) -> int:
     return int(name) if name.isdecimal() else pattern.groupindex[name]
 
 
-def turned(pattern: str, target: str, number: int | None = None) -> tuple[str, str]:
-    """The pattern that finds what ``target`` makes, and the text that makes of it what ``pattern`` finds.
+def invert_pattern(pattern: str, target: str, number: int | None = None) -> tuple[str, str]:
+    """Return the pattern that finds what ``target`` makes, and the text that makes of it what ``pattern`` finds.
 
     Group ``number`` of the pattern is ``{}`` in that text; ``{}`` in the target is a group of digits in the pattern.
     Raises RuleError where the pattern is more than a name with groups in it, all of which the target uses.
 
-    >>> print(*turned(r"(.*)\\.(\\d+)\\.w1", r"\\1.w1", 2))
+    >>> print(*invert_pattern(r"(.*)\\.(\\d+)\\.w1", r"\\1.w1", 2))
     (.*)\\.w1 \\1.{}.w1
     """
     compiled = re.compile(pattern)

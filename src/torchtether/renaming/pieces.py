@@ -19,10 +19,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the stored tensor ``key``, and where it lies in a composed one.
+    """A box of the stored tensor ``key``, and where it lies in a composite one.
 
     ``box`` has a range per dimension of the stored tensor.  ``dims[t]`` is the stored dimension that is dimension ``t``
-    of the composed one, ``None`` where that is a new one of size 1; a stored dimension that is named nowhere has one
+    of the composite one, ``None`` where that is a new one of size 1; a stored dimension that is named nowhere has one
     index.  ``at[t]`` is where the box begins.
 
     With ``heads`` the box is one of the stored tensor after ``in_halves(heads)`` has put its rows in another order.
@@ -36,7 +36,7 @@ class Piece:
 
     @property
     def size(self) -> Shape:
-        """The sizes of the box, as the composed tensor sees it."""
+        """Return the sizes of the box, as the composite tensor sees it."""
         ranges = [(0, 1) if dim is None else self.box[dim] for dim in self.dims]
         return tuple(stop - start for start, stop in ranges)
 
@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Composed:
+class CompositeTensor:
     """A tensor made of pieces that cover it, each element once; or, with ``lacks`` or ``wrong``, why there is none.
 
     ``keys`` are the names in the checkpoint that it comes from.
@@ -62,28 +62,28 @@ class Composed:
     wrong: tuple[str, ...] = ()
     """What does not fit together."""
     is_stored: bool = False
-    """Whether it is a stored tensor as it is, which no rule has cut, joined or turned."""
+    """Whether it is a stored tensor as it is, which no rule has cut, joined or transposed."""
 
     @property
     def is_broken(self) -> bool:
         return bool(self.lacks or self.wrong)
 
 
-def whole(key: str, spec: WeightSpec) -> Composed:
-    """The stored tensor ``key`` as it is."""
+def whole(key: str, spec: WeightSpec) -> CompositeTensor:
+    """Return the stored tensor ``key`` as it is."""
     shape = tuple(spec.shape)
-    return Composed(shape, spec.dtype, spec.scheme, (Piece(key, *_frame(shape)),), (key,), is_stored=True)
+    return CompositeTensor(shape, spec.dtype, spec.scheme, (Piece(key, *_frame(shape)),), (key,), is_stored=True)
 
 
 @lru_cache(maxsize=4096)
 def _frame(shape: Shape) -> tuple[tuple[Range, ...], Shape, Shape]:
-    """``box``, ``dims`` and ``at`` of all of a tensor; thousands of tensors have a few shapes, and share them."""
+    """Return ``box``, ``dims`` and ``at`` of all of a tensor, cached: thousands of tensors have a few shapes."""
     rank = len(shape)
     return tuple((0, size) for size in shape), tuple(range(rank)), (0,) * rank
 
 
-def concatenated(given: Sequence[Composed], dim: int) -> Composed:
-    """``torch.cat(given, dim)``; sizes, dtypes and schemes fit."""
+def concatenated(given: Sequence[CompositeTensor], dim: int) -> CompositeTensor:
+    """Return ``torch.cat(given, dim)``; sizes, dtypes and schemes fit."""
     pieces, offset = [], 0
     for one in given:
         pieces += [replace(piece, at=_set(piece.at, dim, piece.at[dim] + offset)) for piece in one.pieces]
@@ -93,8 +93,8 @@ def concatenated(given: Sequence[Composed], dim: int) -> Composed:
     )
 
 
-def stacked(given: Sequence[Composed], dim: int) -> Composed:
-    """``torch.stack(given, dim)``; shapes, dtypes and schemes are equal."""
+def stacked(given: Sequence[CompositeTensor], dim: int) -> CompositeTensor:
+    """Return ``torch.stack(given, dim)``; shapes, dtypes and schemes are equal."""
     pieces = [
         replace(piece, dims=_insert(piece.dims, dim, None), at=_insert(piece.at, dim, i))
         for i, one in enumerate(given)
@@ -104,8 +104,8 @@ def stacked(given: Sequence[Composed], dim: int) -> Composed:
     return replace(given[0], is_stored=False, shape=shape, pieces=tuple(pieces), keys=keys_of(given))
 
 
-def transposed(given: Composed, dim0: int, dim1: int) -> Composed:
-    """``given.transpose(dim0, dim1)``.
+def transposed(given: CompositeTensor, dim0: int, dim1: int) -> CompositeTensor:
+    """Return ``given.transpose(dim0, dim1)``.
 
     >>> from torchtether.schemes import Plain
     >>> transposed(whole("w", WeightSpec.of((2, 3), torch.float32, Plain())), 0, 1).shape
@@ -120,8 +120,8 @@ def transposed(given: Composed, dim0: int, dim1: int) -> Composed:
     return replace(given, is_stored=False, shape=tuple(given.shape[d] for d in order), pieces=tuple(pieces))
 
 
-def narrowed(given: Composed, dim: int, start: int, stop: int) -> Composed:
-    """``given.narrow(dim, start, stop - start)``: only the pieces that reach in there, cut."""
+def narrowed(given: CompositeTensor, dim: int, start: int, stop: int) -> CompositeTensor:
+    """Return ``given.narrow(dim, start, stop - start)``: only the pieces that reach in there, cut."""
     pieces = []
     for piece in given.pieces:
         at = piece.at[dim]
@@ -136,20 +136,20 @@ def narrowed(given: Composed, dim: int, start: int, stop: int) -> Composed:
     return replace(given, is_stored=False, shape=_set(given.shape, dim, stop - start), pieces=tuple(pieces))
 
 
-def selected(given: Composed, dim: int, index: int) -> Composed:
-    """``given.select(dim, index)``."""
+def selected(given: CompositeTensor, dim: int, index: int) -> CompositeTensor:
+    """Return ``given.select(dim, index)``."""
     one = narrowed(given, dim, index, index + 1)
     pieces = [replace(piece, dims=_remove(piece.dims, dim), at=_remove(piece.at, dim)) for piece in one.pieces]
     return replace(one, shape=_remove(one.shape, dim), pieces=tuple(pieces))
 
 
-def reordered(given: Composed, heads: int) -> Composed:
-    """``given``, which is one stored tensor, after ``in_halves(heads)``."""
+def reordered(given: CompositeTensor, heads: int) -> CompositeTensor:
+    """Return ``given``, which is one stored tensor, after ``in_halves(heads)``."""
     return replace(given, is_stored=False, pieces=tuple(replace(piece, heads=heads) for piece in given.pieces))
 
 
 def in_halves(rows: int, heads: int) -> torch.Tensor:
-    """The order of ``rows`` rows in which the pairs of each head are two halves: first all even rows, then all odd.
+    """Return the order of ``rows`` rows in which the pairs of each head are two halves: even rows, then odd.
 
     With negative ``heads`` it is the inverse.
 
@@ -162,8 +162,8 @@ def in_halves(rows: int, heads: int) -> torch.Tensor:
     return torch.arange(rows, device="cpu").view(pairs).transpose(1, 2).reshape(-1)
 
 
-def keys_of(given: Sequence[Composed]) -> tuple[str, ...]:
-    """All their keys, each once."""
+def keys_of(given: Sequence[CompositeTensor]) -> tuple[str, ...]:
+    """Return all their keys, each once."""
     return tuple(dict.fromkeys(key for one in given for key in one.keys))
 
 

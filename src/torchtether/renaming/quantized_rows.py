@@ -19,14 +19,14 @@ from ..schemes import Scheme
 from ..weights.ops.rows import part_rows, view_parts
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .pieces import Composed, Piece, in_halves
+from .pieces import CompositeTensor, Piece, in_halves
 
 _FIX = "Load it from a float checkpoint, or dequantize it first."
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of a stored Weight, seen in ``shape``, that are one after the other in the composed one too.
+    """Rows of a stored Weight, seen in ``shape``, that follow each other in the composite one too.
 
     With ``heads`` they are rows of it after ``in_halves(heads)``.
     """
@@ -39,20 +39,20 @@ class Run:
     heads: int = 0
 
     def cuts(self, scheme: Scheme) -> dict[str, slice | None]:
-        """The entries of each stored part that hold the rows; ``None`` for a part that all rows need."""
+        """Return the entries of each stored part that hold the rows; ``None`` for a part that all rows need."""
         return part_rows(scheme.layout(self.shape), self.shape, self.start, self.stop)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a composed Weight is made: ``runs`` fill the parts of ``shape``, which are then those of ``spec``."""
+class RowPlan:
+    """The runs that fill the parts of ``shape``, which are then those of a composite Weight of ``spec``."""
 
     spec: WeightSpec
     shape: Shape
     runs: tuple[Run, ...]
 
     def count(self, checkpoint: Checkpoint) -> int:
-        """The bytes that ``read`` reads."""
+        """Return the bytes that ``read`` reads."""
         return sum(self._nbytes(run, checkpoint) for run in self.runs)
 
     def _nbytes(self, run: Run, checkpoint: Checkpoint) -> int:
@@ -72,7 +72,7 @@ class Recipe:
         return part_rows(layout, self.shape, run.at, run.at + run.stop - run.start)
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raises UnsupportedOpError where parts that every row needs, such as one scale for all, differ in values."""
+        """Raise UnsupportedOpError where parts that every row needs, such as one scale for all, differ in values."""
         layout = self.spec.scheme.layout(self.shape)
         keys = list(dict.fromkeys(run.key for run in self.runs))
         for name in (name for name, part in layout.items() if part.span == 0):
@@ -84,7 +84,7 @@ class Recipe:
                     )
 
     def read(self, checkpoint: Checkpoint, device: torch.device | str, tick: Tick) -> Weight:
-        """The Weight, in new memory on ``device``; beside it no more than one run is held."""
+        """Read the Weight into new memory on ``device``; beside it no more than one run is held."""
         scheme = self.spec.scheme
         parts = scheme.empty(self.shape, self.spec.dtype, device)
         for run in self.runs:
@@ -105,8 +105,8 @@ class Recipe:
         return {name: part.index_select(0, order) if layout[name].span else part for name, part in given.items()}
 
 
-def recipe(made: Composed, checkpoint: Checkpoint) -> Recipe:
-    """How to make the Weight ``made`` of stored ones. Raises UnsupportedOpError if blocks would be cut.
+def plan_rows(made: CompositeTensor, checkpoint: Checkpoint) -> RowPlan:
+    """Plan how to make the Weight ``made`` of stored ones. Raise UnsupportedOpError if blocks would be cut.
 
     The parts are seen with as many leading dimensions merged as the scheme allows.
     """
@@ -125,7 +125,7 @@ def recipe(made: Composed, checkpoint: Checkpoint) -> Recipe:
         shape = (math.prod(base[:merged]), *tail)
         try:
             if _can_view(made.scheme, shape, base):
-                found = Recipe(spec, shape, tuple(_runs(made, order, tail, specs)))
+                found = RowPlan(spec, shape, tuple(_runs(made, order, tail, specs)))
                 _check(found)
                 return found
         except (UnsupportedOpError, SchemeError) as error:
@@ -135,12 +135,12 @@ def recipe(made: Composed, checkpoint: Checkpoint) -> Recipe:
 
 
 def _order(piece: Piece, spec: WeightSpec) -> tuple[int, ...]:
-    """The composed dimensions as its parts will have them: new ones, then those of the stored parts in their order."""
+    """Return the composite dimensions in the order of the parts: new ones, then those of the stored parts."""
     place = [-1 if dim is None else spec.order[dim] for dim in piece.dims]
     return tuple(sorted(range(len(place)), key=lambda dim: place[dim]))
 
 
-def _runs(made: Composed, order: tuple[int, ...], tail: Shape, specs: dict[str, WeightSpec]) -> Iterator[Run]:
+def _runs(made: CompositeTensor, order: tuple[int, ...], tail: Shape, specs: dict[str, WeightSpec]) -> Iterator[Run]:
     row = math.prod(tail)
     steps = contiguous_stride(tuple(made.shape[dim] for dim in order))
     for piece in made.pieces:
@@ -166,7 +166,7 @@ def _runs(made: Composed, order: tuple[int, ...], tail: Shape, specs: dict[str, 
 
 
 def _contiguous(sizes: list[int], source: list[int], target: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(offset in the source, offset in the target, count) of the longest runs that both have in one."""
+    """Return (source offset, target offset, count) of the longest runs that are contiguous in both."""
     count, depth = 1, len(sizes)
     while depth and (sizes[depth - 1] == 1 or source[depth - 1] == target[depth - 1] == count):
         depth -= 1
@@ -177,8 +177,8 @@ def _contiguous(sizes: list[int], source: list[int], target: list[int]) -> Itera
         yield offset, place, count
 
 
-def _check(found: Recipe) -> None:
-    """Raises UnsupportedOpError where an entry of a part would be cut in two, here or there, or mean something else."""
+def _check(found: RowPlan) -> None:
+    """Raise UnsupportedOpError where an entry of a part would be cut, here or there, or mean something else."""
     target = found.spec.scheme.layout(found.shape)
     for run in found.runs:
         source = found.spec.scheme.layout(run.shape)
@@ -193,7 +193,7 @@ def _check(found: Recipe) -> None:
 
 
 def _rows_are_apart(scheme: Scheme, shape: Shape) -> bool:
-    """Whether every part has one entry per row, or is needed by all rows."""
+    """Return whether every part has one entry per row, or is needed by all rows."""
     return all(part.span in (0, math.prod(shape[1:])) for part in scheme.layout(shape).values())
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint in the words of a model: its names renamed, and tensors composed as the rules of a load say."""
+"""A checkpoint under the names of a model, its tensors joined, cut and reordered as the rename rules say."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..checkpoint.reader import Checkpoint, is_equal
+from ..checkpoint.aliases import is_equal
+from ..checkpoint.reader import Checkpoint
 from ..errors import UnsupportedOpError
 from ..files import scratch
 from ..formats import Entry
-from ..geometry.blocks import Block
+from ..geometry.blocks import MemoryBlock
 from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
 from ..schemes import Plain
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .pieces import Composed, Piece, Range, in_halves, narrowed, whole
-from .quantized_rows import Recipe, recipe
-from .rules import Named
+from .named_tensors import NamedTensor
+from .pieces import CompositeTensor, Piece, Range, in_halves, narrowed, whole
+from .quantized_rows import RowPlan, plan_rows
 from .steps import Rename, renamed
 
 _PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor
 
 
-class Arranged(Mapping[str, Composed]):
-    """What the checkpoint has for a model, by the model's names, read as ``Checkpoint`` reads.
+class RenamedCheckpoint(Mapping[str, CompositeTensor]):
+    """A checkpoint under the names of a model, read as ``Checkpoint`` reads.
 
-        arranged[name]     which boxes of which stored tensors make it up
-        arranged.broken    names that the rules promise, and of which something is absent or does not fit
-        arranged.faults    what is wrong with the rules themselves
+        renamed[name]      which boxes of which stored tensors make it up
+        renamed.broken     names that the rules promise, and of which something is absent or does not fit
+        renamed.faults     what is wrong with the rules themselves
 
     A name that no rule composes is read as the checkpoint reads it. Plain tensors are read straight into the place
-    where they belong, piece by piece; Weights are composed from the entries of their parts, without decoding.
+    where they belong, piece by piece; Weights are put together from the entries of their parts, without decoding.
     """
 
     def __init__(self, checkpoint: Checkpoint, rename: Rename = None) -> None:
@@ -44,9 +45,9 @@ class Arranged(Mapping[str, Composed]):
         names = set(listed)
         hidden = [key for key in checkpoint.flat if key not in names]
         self.faults: list[str] = []
-        self.broken: dict[str, Composed] = {}
-        self._made: dict[str, Composed] = _AsStored(checkpoint)
-        self._recipes: dict[str, Recipe] = {}
+        self.broken: dict[str, CompositeTensor] = {}
+        self._made: dict[str, CompositeTensor] = _AsStored(checkpoint)
+        self._row_plans: dict[str, RowPlan] = {}
         self._keys: dict[str, str | None] = {key: key for key in (*listed, *hidden)}
         """The key in the checkpoint that a name is, if it is only called so."""
         self.listed: set[str] = names
@@ -56,7 +57,9 @@ class Arranged(Mapping[str, Composed]):
 
     def _rename(self, listed: list[str], hidden: list[str], rename: Rename) -> None:
         stored = {key: self._made[key] for key in self._keys}
-        every = [Named(key, stored[key], True) for key in listed] + [Named(key, stored[key], False) for key in hidden]
+        every = [NamedTensor(key, stored[key], True) for key in listed] + [
+            NamedTensor(key, stored[key], False) for key in hidden
+        ]
         named, self.faults = renamed(every, rename)
         self.broken = {one.name: one.tensor for one in named if one.tensor.is_broken and one.listed}
         self._made = {}
@@ -75,7 +78,7 @@ class Arranged(Mapping[str, Composed]):
 
     # -- what there is --------------------------------------------------------------------------------------------
 
-    def __getitem__(self, name: str) -> Composed:
+    def __getitem__(self, name: str) -> CompositeTensor:
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -88,27 +91,27 @@ class Arranged(Mapping[str, Composed]):
         return name in self._keys
 
     def keys_of(self, name: str) -> tuple[str, ...]:
-        """The names in the checkpoint that ``name`` comes from."""
+        """Return the names in the checkpoint that ``name`` comes from."""
         key = self._keys[name]
         return self._made[name].keys if key is None else (key,)
 
     def is_as_it_is(self, name: str) -> bool:
-        """Whether ``name`` is a stored tensor, at most called something else."""
+        """Return whether ``name`` is a stored tensor, at most called something else."""
         return self._keys[name] is not None
 
     def stored(self, name: str) -> Entry | None:
-        """The entry of the plain tensor that ``name`` is, as it is stored; ``None`` for anything else."""
+        """Return the entry of the plain tensor that ``name`` is, as it is stored; ``None`` for anything else."""
         entry = self._entries.get(self._keys.get(name))  # type: ignore[arg-type]  # no entry has the key None
         return entry if entry is not None and entry.spec is None else None
 
-    def cut(self, boxes: Mapping[str, Sequence[Range]]) -> Arranged:
-        """The same, but of each name in ``boxes`` only that box: from the one index to before the other, by dimension.
+    def cut(self, boxes: Mapping[str, Sequence[Range]]) -> RenamedCheckpoint:
+        """Return this checkpoint with each name in ``boxes`` cut to that box: (start, stop) by dimension.
 
         Only what lies in a box is read. Weights can be cut at multiples of the rows that share a block; ``check``
         says where one is not.
         """
         made = copy.copy(self)
-        made._made, made._keys, made._recipes = copy.copy(self._made), dict(self._keys), {}
+        made._made, made._keys, made._row_plans = copy.copy(self._made), dict(self._keys), {}
         for name, box in boxes.items():
             key, one = self._keys[name], self._made[name]
             if key is not None:
@@ -120,7 +123,7 @@ class Arranged(Mapping[str, Composed]):
         return made
 
     def rows_in(self, name: str) -> tuple[str, int | None] | None:
-        """The key that holds the values of ``name`` as they are: all of it, or with a number its rows from there on."""
+        """Return the key that holds ``name`` as it is: all of it, or with a number its rows from there on."""
         key = self._keys[name]
         if key is not None:
             found = self.checkpoint.whole_key(key)
@@ -136,12 +139,12 @@ class Arranged(Mapping[str, Composed]):
         return found, piece.box[0][0]
 
     def fit(self, name: str, shape: Shape) -> Shape:
-        """The shape of ``name``; where its file does not say one, it takes ``shape`` if it can."""
+        """Return the shape of ``name``; where its file does not say one, it takes ``shape`` if it can."""
         key = self._keys[name]
         return self.spec(name).shape if key is None else self.checkpoint.fit(key, shape)
 
     def spec(self, name: str) -> WeightSpec:
-        """What ``name`` is, without reading it; the scheme of a plain tensor is ``Plain()``."""
+        """Return the spec of ``name``, without reading it; the scheme of a plain tensor is ``Plain()``."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.spec(key)
@@ -149,25 +152,25 @@ class Arranged(Mapping[str, Composed]):
         if made.scheme.transparent:
             return WeightSpec.of(made.shape, made.dtype, Plain())
         try:
-            return self._recipe(name).spec
+            return self._row_plan(name).spec
         except UnsupportedOpError:
             return WeightSpec.of(made.shape, made.dtype, made.scheme)
 
     def is_weight(self, name: str) -> bool:
-        """Whether it is stored as a Weight."""
+        """Return whether it is stored as a Weight."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.entries[self.checkpoint.find(key)[0]].spec is not None
         return not self._made[name].scheme.transparent
 
     def check(self, name: str) -> None:
-        """Raises UnsupportedOpError if the Weights that make up ``name`` cannot be cut or joined as they are stored."""
+        """Raise UnsupportedOpError if the Weights that make up ``name`` cannot be cut or joined as stored."""
         made = self._made[name]
         if self._keys[name] is None and not made.scheme.transparent and (made.pieces or not made.shape):
-            self._recipe(name).check(self.checkpoint)
+            self._row_plan(name).check(self.checkpoint)
 
     def nbytes(self, name: str) -> int:
-        """The bytes that are read for ``name``."""
+        """Return the bytes that are read for ``name``."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.nbytes(key)
@@ -176,7 +179,7 @@ class Arranged(Mapping[str, Composed]):
             if 0 in made.shape:
                 key = made.keys[0]
                 return self.checkpoint.rows_nbytes(key, self.checkpoint.spec(key).base, 0, 0) or 0
-            return self._recipe(name).count(self.checkpoint)
+            return self._row_plan(name).count(self.checkpoint)
         return sum(
             self.checkpoint.nbytes(piece.key) if self._is_whole(piece) else piece.numel * made.dtype.itemsize
             for piece in made.pieces
@@ -185,15 +188,15 @@ class Arranged(Mapping[str, Composed]):
     def _is_whole(self, piece: Piece) -> bool:
         return not piece.heads and piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
 
-    def _recipe(self, name: str) -> Recipe:
-        if name not in self._recipes:
-            self._recipes[name] = recipe(self._made[name], self.checkpoint)
-        return self._recipes[name]
+    def _row_plan(self, name: str) -> RowPlan:
+        if name not in self._row_plans:
+            self._row_plans[name] = plan_rows(self._made[name], self.checkpoint)
+        return self._row_plans[name]
 
     # -- where it lies in the file --------------------------------------------------------------------------------
 
     def find(self, name: str) -> tuple[Hashable, View | None]:
-        """The stored tensor that ``name`` is, and the view of it; what has several pieces is a home of its own."""
+        """Return the stored tensor that ``name`` is, and the view of it; several pieces are a home of their own."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.find(key)
@@ -201,7 +204,7 @@ class Arranged(Mapping[str, Composed]):
         return self._place(made.pieces[0]) if len(made.pieces) == 1 else (made, None)
 
     def _place(self, piece: Piece) -> tuple[Hashable, View]:
-        """The memory of ``piece``, in strides of the stored tensor that holds it, as a tie would record it.
+        """Return the memory of ``piece``, in strides of the stored tensor that holds it, as a tie would record it.
 
         A stored tensor with its rows in another order is memory of its own.
         """
@@ -216,21 +219,21 @@ class Arranged(Mapping[str, Composed]):
         return home, View(spec.dtype, piece.size, stride, offset)
 
     def shares(self, one: str, other: str) -> bool:
-        """Whether some stored element is in both."""
+        """Return whether some stored element is in both."""
         return any(mine.overlaps(theirs) for mine in self._blocks(one) for theirs in self._blocks(other))
 
-    def _blocks(self, name: str) -> list[Block]:
+    def _blocks(self, name: str) -> list[MemoryBlock]:
         blocks = []
         for piece in self._made[name].pieces:
             home, view = self._place(piece)
             item = view.dtype.itemsize
             start = view.offset * item
             stop = start + extent(view.size, view.stride) * item
-            blocks.append(Block(home, start, stop, view.size, view.stride, item))
+            blocks.append(MemoryBlock(home, start, stop, view.size, view.stride, item))
         return blocks
 
     def tied(self) -> Iterator[list[str]]:
-        """The names, as the model calls them, of what the file ties or notes as tied; those of one tie at a time."""
+        """Yield the names, as the model calls them, of what the file ties or notes as tied, one tie at a time."""
         groups = [list(tie.names) for tie in self.checkpoint.ties]
         groups += [[owner, alias] for alias, owner in self.checkpoint.flat.items()]
         if not groups:
@@ -243,12 +246,12 @@ class Arranged(Mapping[str, Composed]):
             yield list(dict.fromkeys(name for key in keys for name in users.get(key, ())))
 
     def is_mappable(self, name: str) -> bool:
-        """Whether a file holds ``name`` as it is in memory; see ``Checkpoint``."""
+        """Return whether a file holds ``name`` as it is in memory; see ``Checkpoint``."""
         key = self._keys[name]
         return key is not None and self.checkpoint.is_mappable(key)
 
     def map(self, name: str) -> Tensor:
-        """``name``, which is mappable, over private pages of its file."""
+        """Map ``name``, which is mappable, over private pages of its file."""
         key = self._keys[name]
         assert key is not None
         return self.checkpoint.map(key)
@@ -256,19 +259,19 @@ class Arranged(Mapping[str, Composed]):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read_weight(self, name: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Weight:
-        """The Weight ``name``, which is stored as one, in new memory on ``device``."""
+        """Read the Weight ``name``, which is stored as one, into new memory on ``device``."""
         key = self._keys[name]
         if key is None:
             made = self._made[name]
             if 0 in made.shape and not made.pieces:
                 return self._rowless(made, device)
-            return self._recipe(name).read(self.checkpoint, device, tick)
+            return self._row_plan(name).read(self.checkpoint, device, tick)
         weight = self.checkpoint.read_whole(key, device, tick)
         assert isinstance(weight, Weight)
         return weight
 
-    def _rowless(self, made: Composed, device: torch.device | str) -> Weight:
-        """A Weight that was cut to no rows at all; parts that every row needs are there all the same."""
+    def _rowless(self, made: CompositeTensor, device: torch.device | str) -> Weight:
+        """Return a Weight that was cut to no rows; it still has the parts that every row needs."""
         scheme, key = made.scheme, made.keys[0]
         parts, layout = scheme.empty(made.shape, made.dtype, device), scheme.layout(made.shape)
         given = self.checkpoint.read_rows(key, self.checkpoint.spec(key).base, 0, 0)
@@ -279,7 +282,7 @@ class Arranged(Mapping[str, Composed]):
         return Weight(parts, WeightSpec.of(made.shape, made.dtype, scheme))
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
-        """The values of ``name`` on the CPU, to be dropped soon; see ``Checkpoint.read_briefly``."""
+        """Return the values of ``name`` on the CPU, to be dropped soon; see ``Checkpoint.read_briefly``."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.read_briefly(key, tick)
@@ -291,7 +294,7 @@ class Arranged(Mapping[str, Composed]):
         return values
 
     def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:
-        """Fills the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
+        """Fill the plain tensor ``out``, of any strides, dtype and device, with the values of ``name``."""
         key = self._keys[name]
         if key is not None:
             self.checkpoint.read_into(key, out, tick)
@@ -321,7 +324,7 @@ class Arranged(Mapping[str, Composed]):
             tick(given.nbytes)
 
     def is_same(self, one: str, other: str) -> bool:
-        """Whether two names hold the same bits in the same shape and dtype."""
+        """Return whether two names hold the same bits in the same shape and dtype."""
         key, other_key = self._keys[one], self._keys[other]
         if key is not None and other_key is not None:
             return self.checkpoint.is_same(key, other_key)
@@ -331,20 +334,20 @@ class Arranged(Mapping[str, Composed]):
         return self.find(one) == self.find(other) or is_equal(self.read_briefly(one), self.read_briefly(other))
 
 
-class _AsStored(dict[str, Composed]):
+class _AsStored(dict[str, CompositeTensor]):
     """Stored tensors as they are, by their keys; each is described when it is first asked for."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
 
-    def __missing__(self, key: str) -> Composed:
+    def __missing__(self, key: str) -> CompositeTensor:
         made = self[key] = whole(key, self._checkpoint.spec(key))
         return made
 
 
-def _key(made: Composed, stored: Mapping[str, Composed]) -> str | None:
-    """The key of the stored tensor that ``made`` is, from one end to the other."""
+def _key(made: CompositeTensor, stored: Mapping[str, CompositeTensor]) -> str | None:
+    """Return the key of the stored tensor that ``made`` is, from one end to the other."""
     if len(made.pieces) != 1:
         return None
     given = stored[made.pieces[0].key]
@@ -352,7 +355,7 @@ def _key(made: Composed, stored: Mapping[str, Composed]) -> str | None:
 
 
 def _laid(out: Tensor, piece: Piece) -> Tensor:
-    """The place of ``piece`` in ``out``, with the dimensions of the stored tensor."""
+    """Return the place of ``piece`` in ``out``, with the dimensions of the stored tensor."""
     for dim, (start, size) in enumerate(zip(piece.at, piece.size, strict=True)):
         out = out.narrow(dim, start, size)
     for dim in reversed(range(len(piece.dims))):
@@ -367,7 +370,7 @@ def _laid(out: Tensor, piece: Piece) -> Tensor:
 
 
 def _bounded(box: tuple[tuple[int, int], ...], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Boxes of at most ``limit`` elements that make up ``box``, in the order in which they are stored."""
+    """Yield boxes of at most ``limit`` elements that make up ``box``, in the order in which they are stored."""
     count = 1
     for start, stop in box:
         count *= stop - start

@@ -9,7 +9,9 @@ from dataclasses import replace
 from .._checks import describe
 from ..errors import RuleError, TetherError
 from ..ties.names import nearest
-from .rules import Concat, Named, Rotary, Split, Stack, Transpose
+from .joining import Concat, Split, Stack
+from .named_tensors import NamedTensor
+from .reordering import Rotary, Transpose
 
 Rule = Concat | Split | Stack | Transpose | Rotary
 Substitution = tuple[str, str]
@@ -18,8 +20,8 @@ Rename = Mapping[str, str] | Naming | Rule | Sequence[Substitution | Rule | Mapp
 """A mapping, a function, a rule, or a list of these and of (regex, replacement) pairs, applied in order."""
 
 
-def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[str]]:
-    """``names`` after every step of ``rename`` in order, each on what the one before has left; and the faults.
+def renamed(names: Iterable[NamedTensor], rename: Rename) -> tuple[list[NamedTensor], list[str]]:
+    """Return ``names`` after every step of ``rename`` in order, each on the result of the last; and the faults.
 
     A rule that finds no name is a fault; a substitution, a mapping and a function need not find one.
 
@@ -27,7 +29,7 @@ def renamed(names: Iterable[Named], rename: Rename) -> tuple[list[Named], list[s
     >>> from torchtether.renaming.pieces import whole
     >>> from torchtether.schemes import Plain
     >>> from torchtether.weights.spec import WeightSpec
-    >>> gamma = Named("model.norm.gamma", whole("model.norm.gamma", WeightSpec.of((2,), torch.float32, Plain())))
+    >>> gamma = NamedTensor("model.norm.gamma", whole("model.norm.gamma", WeightSpec.of((2,), torch.float32, Plain())))
     >>> renamed([gamma], [(r"^model\\.", ""), (r"gamma$", "weight")])[0][0].name
     'norm.weight'
     """
@@ -81,7 +83,7 @@ def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Nami
 
 
 def _called(function: Naming, name: str) -> str | None:
-    """What ``function`` makes of ``name``; RuleError if it fails, or gives what is no name."""
+    """Return ``function(name)``. Raise RuleError if it fails, or returns no name."""
     try:
         made = function(name)
     except TetherError:

@@ -12,30 +12,20 @@ from .. import compiled
 from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
-from .bits import pack, unpack
-from .blocks import (
-    Block,
-    Grid,
-    check_block,
-    check_finite,
-    code_part,
-    divide,
-    floats,
-    grid_over,
-    rounded_off,
-    source,
-    store_scale,
-)
-from .decoding import Blocked, quiet, unmoved
+from .bits import pack_into, unpack
+from .blocked import Blocked
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .scales import divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .search import FITS, SMALLEST, least_squares
+from .unchanged import find_unchanged, find_zeros
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Affine(Blocked):
-    """Holds integers ``q`` so that ``w ≈ (q - zero_point) * scale``, with one scale per block.
+    """Hold integers ``q`` so that ``w ≈ (q - zero_point) * scale``, with one scale per block.
 
         qdata (*shape) int8, uint8 if unsigned        where bits == 8
         qdata (*lead, ceil(K * bits / 8)) uint8       below: a dense stream of q + 2**(bits - 1) if signed, of q if not
@@ -108,7 +98,7 @@ class Affine(Blocked):
 
     @property
     def _offset(self) -> int:
-        """What the codes as stored lie above the signed ones; zero points share it only if unsigned."""
+        """Return how far stored codes lie above the signed ones; zero points share it only if unsigned."""
         return 0 if self.signed and self.bits == 8 else 1 << (self.bits - 1)
 
     @property
@@ -131,7 +121,7 @@ class Affine(Blocked):
         return parts
 
     def encode(self, values: Tensor, *, like: Parts | None = None, g_idx: Tensor | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``.
+        """Return the parts of ``values``.
 
         Args:
             like: parts whose scales, zero points and column groups are used again; values beyond their range clip.
@@ -139,38 +129,9 @@ class Affine(Blocked):
         """
         values = source(values)
         parts = self.empty(tuple(values.shape), values.dtype, values.device)
-        if values.is_meta:
-            return parts
-        if like is None and not self.act_order and g_idx is None:
-            self.encode_into(values, parts)
-            return parts
-        grid = grid_over(tuple(values.shape), self.block)
-        if self.act_order:
-            order = like["g_idx"] if g_idx is None and like is not None else g_idx
-            parts["g_idx"].copy_(self._order(grid, order, values.device))
-        elif g_idx is not None:
-            raise SchemeError("g_idx was given to a scheme without act_order", fix="Use Affine(act_order=True).")
-        g_idx = parts.get("g_idx")
-        if like is None:
-            parts.update(self._fit(grid, values, g_idx))
-        else:
-            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
-            for name in parts.keys() - {"qdata", "g_idx"}:
-                parts[name].copy_(like[name])
-        self._quantize(grid, values, parts)
+        if not values.is_meta:
+            self._encode(values, parts, like, g_idx)
         return parts
-
-    def encode_into(self, values: Tensor, parts: Parts) -> None:
-        values = source(values)
-        if values.is_meta or self.act_order:
-            super().encode_into(values, parts)
-            return
-        if self._is_encoded(values, parts):
-            return
-        grid = grid_over(tuple(values.shape), self.block)
-        for name, part in self._fit(grid, values, None).items():
-            parts[name].copy_(part)
-        self._quantize(grid, values, parts)
 
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         grid = grid_over(shape, self.block)
@@ -193,7 +154,7 @@ class Affine(Blocked):
         )
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scale and zero point in blocks that they suit or give back exactly.
+        """Encode as ``encode`` does, with the held scale and zero point in blocks that they suit or give back exactly.
 
         They suit where the values fit and use their range. Exactly is for parts that others wrote: their scales may be
         negative, or larger than the values ask for.
@@ -202,7 +163,7 @@ class Affine(Blocked):
         if values.is_meta or values.numel() == 0:
             return self.encode(values, g_idx=held.get("g_idx"))
         grid, g_idx = grid_over(tuple(values.shape), self.block), held.get("g_idx")
-        fresh = self._fit(grid, values, g_idx)
+        fitted = self._fit(grid, values, g_idx)
         scale = _divisor(self._step(held["scale"]))
         ends = [grid.reduce(values, op, g_idx=g_idx) / scale for op in (torch.amin, torch.amax)]
         low, high = torch.minimum(*ends), torch.maximum(*ends)
@@ -216,12 +177,12 @@ class Affine(Blocked):
         keep = is_used & (low >= self._lowest - 0.5) & (high <= self._highest + 0.5)
         if not bool(keep.all()):
             again = self.encode(values, like=held)
-            keep |= unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values, g_idx)
-        chosen = {name: torch.where(keep, held[name], part) for name, part in fresh.items()}
+            keep |= find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values, g_idx)
+        chosen = {name: torch.where(keep, held[name], part) for name, part in fitted.items()}
         return self.encode(values, like={**held, **chosen})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half a step; the range that a rounded scale lost; 2**-14 of a step for float32 arithmetic on 8-bit codes."""
+        """Return half a step, the range that a rounded scale lost, and 2**-14 of a step for float32 arithmetic."""
         grid = grid_over(shape, self.block)
         g_idx = parts.get("g_idx")
         reach = self._steps / 2 if self.symmetric else self._steps
@@ -235,12 +196,31 @@ class Affine(Blocked):
             bound = bound + clipped * ((codes == self._lowest) | (codes == self._highest))
         if self.bits == 1:  # one bit may round a whole block to 0
             return bound
-        return bound * ~quiet(grid, self.decode(parts, shape, torch.float32), stored, g_idx)
+        return bound * ~find_zeros(grid, self.decode(parts, shape, torch.float32), stored, g_idx)
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None, g_idx: Tensor | None = None) -> None:
+        if g_idx is not None and not self.act_order:
+            raise SchemeError("g_idx was given to a scheme without act_order", fix="Use Affine(act_order=True).")
+        if like is None and self._try_encode(values, parts):
+            return
+        grid = grid_over(tuple(values.shape), self.block)
+        if self.act_order:
+            order = like["g_idx"] if g_idx is None and like is not None else g_idx
+            g_idx = self._order(grid, order, values.device).to(torch.int32)
+        if like is None:
+            found: Parts = self._fit(grid, values, g_idx)
+        else:
+            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+            found = {name: like[name] for name in parts.keys() - {"qdata", "g_idx"}}
+        if g_idx is not None:
+            found = {**found, "g_idx": g_idx}
+        for name, part in found.items():
+            parts[name].copy_(part)
+        self._quantize(grid, values, parts)
+
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """The rows from ``start`` to ``stop``, float32."""
         g_idx = parts.get("g_idx")
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         x = unpack(codes, self.bits, grid.columns).float() if self.bits < 8 else codes.float()
@@ -249,14 +229,18 @@ class Affine(Blocked):
             x = x.sub_(self._offset) if self._offset else x
             x, scale = grid.align(x, scale, g_idx=g_idx)
         else:
-            zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
+            zero = self._zero_points(grid, parts, start, stop) + self._offset
             x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
             x = x.sub_(zero)
         x = x.mul_(scale)
         return (x if self.unit == 1 else x.mul_(self.unit)).reshape(stop - start, grid.columns)
 
+    def _zero_points(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """Return the zero points of the rows among the signed codes, float32."""
+        return grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset
+
     def _step(self, scale: Tensor) -> Tensor:
-        """The distance between neighbours, float32."""
+        """Return the distance between neighbours, float32."""
         return scale.float() if self.unit == 1 else scale.float() * self.unit
 
     def _order(self, grid: Grid, g_idx: Tensor | None, device: torch.device) -> Tensor:
@@ -269,7 +253,7 @@ class Affine(Blocked):
         return g_idx
 
     def _fit(self, grid: Grid, values: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
-        """The scale, and the zero point, that fit ``values``."""
+        """Return the scale, and the zero point, that fit ``values``."""
         zero = torch.zeros((), device=values.device)
         if self.symmetric:
             low, high = zero, grid.reduce(values, torch.amax, magnitude=True, g_idx=g_idx)
@@ -287,7 +271,7 @@ class Affine(Blocked):
         return least_squares(grid, values, lambda ratio: self._fitted(low * ratio, high * ratio), rounded, g_idx)
 
     def _fitted(self, low: Tensor, high: Tensor) -> dict[str, Tensor]:
-        """The scale, and the zero point, for blocks that reach from ``low`` to ``high``."""
+        """Return the scale, and the zero point, for blocks that reach from ``low`` to ``high``."""
         if self.symmetric:
             return {"scale": store_scale(divide(high, self._steps / 2 * self.unit), high, self.scale_dtype)}
         scale = store_scale(divide(high - low, self._steps * self.unit), high - low, self.scale_dtype)
@@ -297,23 +281,22 @@ class Affine(Blocked):
     def _codes(
         self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, g_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The float32 rows ``x`` as signed integers, in place, and the steps and zero points that go with them."""
+        """Round the float32 rows ``x`` to signed integers, in place; return them with their steps and zero points."""
         scale = _divisor(self._step(grid.pick(parts["scale"], start, stop)))
         zero = scale.new_zeros(1, 1).expand(scale.shape)
         if not self.symmetric:
-            zero = grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset
+            zero = self._zero_points(grid, parts, start, stop)
         x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
         x = x.mul_(1.0 / scale) if self.reciprocal else x.div_(scale)
         x = x if self.symmetric else x.add_(zero)
         return x.round_().clamp_(self._lowest, self._highest), scale, zero
 
-    def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
-        """Whether a compiled loop knows this scheme, and has written the codes."""
-        if self.act_order or not compiled.can_read(values):
+    def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
+        if self.act_order:
             return False
         scale, zero = _divisor(self._step(grid.pick(parts["scale"], 0, grid.rows))), None
         if not self.symmetric:
-            zero = grid.pick(parts["zero_point"], 0, grid.rows).float() - self._zero_offset
+            zero = self._zero_points(grid, parts, 0, grid.rows)
         return compiled.encode_affine(
             values.view(grid.rows, grid.columns),
             grid.run,
@@ -326,34 +309,26 @@ class Affine(Blocked):
             bits=self.bits,
         )
 
-    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
-        """Whether a compiled loop knows this scheme, and has written the rows from ``start`` to ``stop``."""
+    def _try_decode(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
         if self.act_order or self.bits not in (4, 8):
             return False
         zero: Tensor | float = float(self._offset)
         if not self.symmetric:
-            zero = grid.pick(parts["zero_point"], start, stop).float() + (self._offset - self._zero_offset)
+            zero = self._zero_points(grid, parts, start, stop) + self._offset
         scale = grid.pick(parts["scale"], start, stop)
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         return compiled.decode_affine(codes, grid.run, scale, zero, out, bits=self.bits, unit=self.unit)
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
-        if values.numel() == 0 or self._is_quantized(grid, values, parts):
-            return
-        table = parts["qdata"].view(grid.rows, -1)
-        g_idx = parts.get("g_idx")
-        for x, start, stop in floats(grid, values):
-            x, _, _ = self._codes(grid, x, parts, start, stop, g_idx)
-            x = x.reshape(stop - start, grid.columns)
-            x = x.add_(self._offset) if self._offset else x
-            if self.bits == 8:
-                table[start:stop].copy_(x)
-                continue
-            packed = pack(x.to(torch.int8).view(torch.uint8), self.bits)  # numbers to uint8 take six times as long
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        x, _, _ = self._codes(grid, x, parts, start, stop, parts.get("g_idx"))
+        x = x.reshape(stop - start, grid.columns)
+        x = x.add_(self._offset) if self._offset else x
+        if self.bits == 8:
+            out.copy_(x)
+        else:
+            pack_into(x.to(torch.int8).view(torch.uint8), self.bits, out)  # numbers to uint8 take six times as long
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """``scale``, and 1 where it is 0: others write that above zeros."""
+    """Return ``scale``, and 1 where it is 0, as other writers store it above zeros."""
     return torch.where(scale == 0, 1.0, scale)

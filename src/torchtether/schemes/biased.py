@@ -11,30 +11,20 @@ from torch import Tensor
 from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
-from .bits import pack, unpack
-from .blocks import (
-    Block,
-    Grid,
-    check_block,
-    check_finite,
-    code_part,
-    divide,
-    grid_over,
-    rounded_off,
-    rows,
-    source,
-    store_scale,
-)
-from .decoding import Blocked, unmoved
+from .bits import pack_into, unpack
+from .blocked import Blocked
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .scales import divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .search import FITS, SMALLEST, half_quadratic, least_squares
+from .unchanged import find_unchanged
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Biased(Blocked):
-    """Holds unsigned integers ``q`` so that ``w ≈ q * scale + bias``, with one scale and one bias per block.
+    """Hold unsigned integers ``q`` so that ``w ≈ q * scale + bias``, with one scale and one bias per block.
 
         qdata (*lead, ceil(K * bits / 8)) uint8       a dense stream of q
         scale (*lead, ceil(K / columns)) scale_dtype  1 row per ``block[0]`` rows; 1 where None; may be negative
@@ -90,40 +80,25 @@ class Biased(Blocked):
         scale = grid_over(shape, self.block).scale_part(self.scale_dtype)
         return {"qdata": code_part(shape, self.bits), "scale": scale, "bias": scale}
 
-    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``; ``like``: parts whose scales and biases are used again, values beyond them clip."""
-        values = source(values)
-        parts = self.empty(tuple(values.shape), values.dtype, values.device)
-        if values.is_meta:
-            return parts
-        grid = grid_over(tuple(values.shape), self.block)
-        if like is None:
-            parts.update(self._fit(grid, values))
-        else:
-            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
-            parts.update({name: like[name].clone() for name in ("scale", "bias")})
-        self._quantize(grid, values, parts)
-        return parts
-
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scale and bias in blocks that they give back exactly or suit."""
+        """Encode as ``encode`` does, with the held scale and bias in blocks that they give back exactly or suit."""
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
         grid = grid_over(tuple(values.shape), self.block)
-        fresh = self._fit(grid, values)
+        fitted = self._fit(grid, values)
         again = self.encode(values, like=held)
         ends = [grid.reduce(values, op) for op in (torch.amin, torch.amax)]
         first, last = (self._position(end, held["scale"].float(), held["bias"].float()) for end in ends)
         low, high = torch.minimum(first, last), torch.maximum(first, last)
         suits = (low >= -0.5) & (high <= self._steps + 0.5) & (high - low >= self._steps - 0.51)
-        keep = suits | unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
+        keep = suits | find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
         if bool(keep.all()):
             return again
-        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
+        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fitted.items()})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half a step, the range that roundings of scale and bias lost, and what two roundings may add to a value."""
+        """Return half a step, the range that roundings of scale and bias lost, and the two roundings of a value."""
         grid = grid_over(shape, self.block)
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
@@ -143,24 +118,33 @@ class Biased(Blocked):
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        grid = grid_over(tuple(values.shape), self.block)
+        if like is None:
+            like = self._fit(grid, values)
+        else:
+            check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+        for name in ("scale", "bias"):
+            parts[name].copy_(like[name])
+        self._quantize(grid, values, parts)
+
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` in ``arithmetic``."""
+        """Return the decoded rows from ``start`` to ``stop``, (stop - start, K) in ``arithmetic``."""
         codes = unpack(parts["qdata"].reshape(grid.rows, -1)[start:stop], self.bits, grid.columns)
-        scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
-        x, scale, bias = grid.align(codes.to(self.arithmetic), scale, bias)
+        x, scale, bias = grid.align(codes.to(self.arithmetic), *self._numbers(grid, parts, start, stop))
         return self._value(x, scale, bias).reshape(stop - start, grid.columns)
 
     def _value(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """What the codes ``x`` decode to; all three are in ``arithmetic``, and so is each step."""
+        """Return the values of the codes ``x``; all three are in ``arithmetic``, and so is each step."""
         return (x + bias) * scale if self.bias_first else x * scale + bias
 
     def _position(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """Where ``x`` lies among the codes, not rounded; float32."""
+        """Return where ``x`` lies among the codes, not rounded, float32."""
         scale = torch.where(scale == 0, 1.0, scale)  # a foreign block of one value
         return x / scale - bias if self.bias_first else (x - bias) / scale
 
     def _fit(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
-        """The scale and the bias that fit ``values``."""
+        """Return the scale and the bias that fit ``values``."""
         low, high = (grid.reduce(values, op) for op in (torch.amin, torch.amax))
         extent = torch.maximum(high - low, torch.maximum(high.abs(), low.abs()))
         check_finite(extent, values)
@@ -175,8 +159,7 @@ class Biased(Blocked):
             return fitted
 
         def rounded(x: Tensor, parts: Parts, start: int, stop: int) -> Tensor:
-            scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
-            x, scale, bias = grid.align(x, scale, bias)
+            x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))
             codes = self._nearest(x, scale, bias).to(self.arithmetic)
             return self._value(codes, scale, bias).float().reshape(stop - start, grid.columns)
 
@@ -198,26 +181,24 @@ class Biased(Blocked):
         return least_squares(grid, values, clipped, rounded)
 
     def _fitted(self, low: Tensor, high: Tensor, extent: Tensor) -> dict[str, Tensor]:
-        """The scale and the bias for blocks that reach from ``low`` to ``high``, their values at most ``extent``."""
+        """Return scale and bias for blocks from ``low`` to ``high`` whose magnitudes are at most ``extent``."""
         finest = extent * (torch.finfo(self.arithmetic).eps / 2)
         scale = store_scale(torch.maximum(divide(high - low, self._steps), finest), extent, self.scale_dtype)
         bias = low / scale.float() if self.bias_first else low
         return {"scale": scale, "bias": (bias + 0.0).to(self.scale_dtype)}  # of 0 and -0, either may be the lowest
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: dict[str, Tensor]) -> None:
-        if values.numel() == 0:
-            return
-        table = parts["qdata"].view(grid.rows, -1)
-        for start, stop in grid.chunks():
-            scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
-            x, scale, bias = grid.align(rows(values, start, stop).float(), scale, bias)
-            codes = self._nearest(x, scale, bias).reshape(stop - start, grid.columns)
-            packed = pack(codes.to(torch.uint8), self.bits)
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))
+        codes = self._nearest(x, scale, bias).reshape(stop - start, grid.columns)
+        pack_into(codes.to(torch.uint8), self.bits, out)
+
+    def _numbers(self, grid: Grid, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the scales and the biases of the rows, in ``arithmetic``."""
+        scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
+        return scale, bias
 
     def _nearest(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """The codes that decode nearest to ``x``: the neighbours of the rounded position are tried too."""
+        """Return the codes that decode nearest to ``x``; neighbours of the rounded position are tried too."""
         middle = self._position(x, scale.float(), bias.float()).round_().clamp_(0, self._steps)
         best, error = middle, self._error(middle, x, scale, bias)
         reach = 1 + int(self._steps * torch.finfo(self.arithmetic).eps)  # how many codes a rounding can merge

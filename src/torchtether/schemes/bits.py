@@ -21,7 +21,7 @@ _VIEWABLE = sys.byteorder == "little"
 
 
 def packed_size(count: int, bits: int) -> int:
-    """The bytes that ``count`` codes take.
+    """Return how many bytes ``count`` codes take.
 
     >>> packed_size(10, 3)
     4
@@ -30,7 +30,7 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The stream of ``codes``, row by row.
+    """Return the stream of ``codes``, row by row.
 
         codes (*lead, K) uint8, each below 2**bits    packed (*lead, ceil(K * bits / 8)) uint8
 
@@ -55,8 +55,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return packed[..., : packed_size(count, bits)]
 
 
+def pack_into(codes: Tensor, bits: int, out: Tensor) -> None:
+    """Write the stream of each row of ``codes`` (R, K) to the rows of ``out`` (R, bytes), and zeros after it."""
+    packed = pack(codes, bits)
+    out[:, : packed.shape[1]].copy_(packed)
+    out[:, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+
+
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first ``count`` codes of every row; the inverse of ``pack``.
+    """Return the first ``count`` codes of every row; the inverse of ``pack``.
 
         packed (*lead, at least ceil(count * bits / 8)) uint8    codes (*lead, count) uint8
 
@@ -79,7 +86,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _spread(packed: Tensor, bits: int) -> Tensor:
-    """Every field of a byte moved to a byte of its own: halves are pushed apart until one field is left in each."""
+    """Move every field of a byte to a byte of its own: halves are pushed apart until one field is left in each."""
     if bits == 4:
         wide = packed.to(torch.int16)
         wide = (wide | (wide << 4)) & 0x0F0F
@@ -96,7 +103,7 @@ def _spread(packed: Tensor, bits: int) -> Tensor:
 
 
 def table_of(values: Sequence[float], device: torch.device) -> Tensor:
-    """``values`` as a float32 tensor, (len(values),).
+    """Return ``values`` as a float32 tensor, (len(values),).
 
     Of single numbers where torch exports: its decompositions lose constants that are made inside a subclass.
 
@@ -109,7 +116,7 @@ def table_of(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:
-    """``table[unpack(packed, bits, count)]``, with one gather per byte where bytes hold whole codes.
+    """Return ``table[unpack(packed, bits, count)]``, by one gather per byte where bytes hold whole codes.
 
     A code beyond a shorter table is 0, with any number of bits.
 
@@ -139,7 +146,7 @@ _AS_ONE = {4: torch.float32, 8: torch.float64, 16: torch.complex128}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits: ``torch.equal``, also for float8 and NaN."""
+    """Return whether two tensors have the same shape, dtype and bits: ``torch.equal``, also for float8 and NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))

@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
     @property
     def scale_shape(self) -> Shape:
-        """One entry per block: leading dimensions kept, or 1 where a block covers them all."""
+        """Return the shape of one entry per block: leading dimensions stay, or are 1 where a block has them all."""
         if self.height is None:
             return (*(1 for _ in self.shape[:-1]), self.groups)
         if self.height == 1:
@@ -49,7 +49,7 @@ class Grid(NamedTuple):
 
     @property
     def run(self) -> int:
-        """The columns that share a scale, as a number."""
+        """Return how many columns share a scale."""
         return self.columns if self.width is None else min(self.width, self.columns)
 
     @property
@@ -57,7 +57,7 @@ class Grid(NamedTuple):
         return math.prod(self.scale_shape[:-1])
 
     def scale_part(self, dtype: torch.dtype) -> Part:
-        """The layout of a part that has one entry per block."""
+        """Return the layout of a part that has one entry per block."""
         inner = math.prod(self.shape[1:])
         if len(self.shape) == 1:
             span = self.width or 0
@@ -70,7 +70,7 @@ class Grid(NamedTuple):
         return Part(self.scale_shape, dtype, span)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Ranges of rows, each about ``CHUNK`` elements, that cut no block (but those as high as the tensor)."""
+        """Return ranges of rows, about ``CHUNK`` elements each, that cut no block (but those as high as the tensor)."""
         size = max(1, CHUNK // max(1, self.columns))
         if torch.compiler.is_compiling() or self.rows <= size:
             return [(0, self.rows)]  # straight-line code for the compiler, which fuses anyway
@@ -83,7 +83,7 @@ class Grid(NamedTuple):
         return [piece for start in range(0, self.rows, matrix) for piece in pieces(start, start + matrix, size)]
 
     def pick(self, part: Tensor, start: int, stop: int) -> Tensor:
-        """The entries of a scale-shaped ``part`` for the rows ``start`` to ``stop``: (stop - start or 1, groups)."""
+        """Return the entries of a scale-shaped ``part`` for rows ``start`` to ``stop``: (stop - start or 1, groups)."""
         part = part.reshape(self.scale_rows, self.groups)
         if self.height is None:
             return part
@@ -95,7 +95,7 @@ class Grid(NamedTuple):
         return part.index_select(0, blocks)
 
     def align(self, x: Tensor, *scales: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, ...]:
-        """``x`` (R, K) and the picked ``scales`` as views that broadcast against each other (one copy if ragged)."""
+        """Return ``x`` (R, K) and the picked ``scales`` as views that broadcast (one copy if ragged)."""
         if g_idx is not None:
             return (x, *(scale.index_select(1, g_idx.to(torch.int64)) for scale in scales))
         if self.groups == 1:
@@ -107,7 +107,7 @@ class Grid(NamedTuple):
         return (x, *(scale.index_select(1, column) for scale in scales))
 
     def expand(self, part: Tensor, g_idx: Tensor | None = None) -> Tensor:
-        """A scale-shaped float ``part``, repeated over its blocks: a tensor of ``shape``."""
+        """Repeat a scale-shaped float ``part`` over its blocks; return a tensor of ``shape``."""
         zeros = part.new_zeros(self.rows, self.columns)
         if zeros.numel() == 0:
             return zeros.view(self.shape)
@@ -115,7 +115,7 @@ class Grid(NamedTuple):
         return (zeros + part).reshape(self.shape)
 
     def reduce(self, values: Tensor, op: Reduction, *, magnitude: bool = False, g_idx: Tensor | None = None) -> Tensor:
-        """``torch.amax`` or ``torch.amin`` over every block, float32, of ``scale_shape``; 0 for empty blocks.
+        """Reduce every block by ``torch.amax`` or ``torch.amin``: float32 of ``scale_shape``, 0 for empty blocks.
 
         It runs in the dtype of ``values`` (or of their magnitudes): rounding to float32 is monotone, so the result is
         the extreme of the rounded values; NaN stays visible.
@@ -127,7 +127,7 @@ class Grid(NamedTuple):
                 return self._fold_rows(found, op)
 
         if magnitude and g_idx is None and values.dtype in SIXTEEN and self.run > _SHORT and is_direct():
-            memory = Bare()
+            memory = Magnitudes()
             return self._reduce_all(
                 lambda start, stop: memory.of(rows(values, start, stop)),
                 (op,),
@@ -143,7 +143,7 @@ class Grid(NamedTuple):
         return self.reduce_rows(some, op, values.device, g_idx)
 
     def extremes(self, values: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``reduce`` with ``torch.amin`` and with ``torch.amax``."""
+        """Return ``reduce`` with ``torch.amin`` and with ``torch.amax``."""
         if g_idx is None and compiled.can_read(values):
             found = compiled.extremes(values.view(self.rows, self.columns), self.run)
             if found is not None:
@@ -158,7 +158,7 @@ class Grid(NamedTuple):
         return low, high
 
     def _fold_rows(self, stats: Tensor, op: Reduction) -> Tensor:
-        """``stats`` (rows, groups), of every row alone, as one entry per block."""
+        """Reduce ``stats`` (rows, groups), each of one row, to one entry per block."""
         if self.height is None:
             return op(stats, 0, keepdim=True).view(self.scale_shape)
         if self.height > 1:
@@ -169,7 +169,7 @@ class Grid(NamedTuple):
     def reduce_rows(
         self, some: Callable[[int, int], Tensor], op: Reduction, device: torch.device, g_idx: Tensor | None = None
     ) -> Tensor:
-        """As ``reduce``, or ``torch.sum``, over the rows (R, K) that ``some(start, stop)`` makes, a chunk at a time."""
+        """Reduce as ``reduce`` does, or by ``torch.sum``, the rows (R, K) that ``some(start, stop)`` returns."""
         return self._reduce_all(some, (op,), device, g_idx)[0]
 
     def _reduce_all(
@@ -180,7 +180,7 @@ class Grid(NamedTuple):
         g_idx: Tensor | None = None,
         back: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """``reduce_rows`` with each of ``ops``; ``back`` makes numbers of what rows were reduced to."""
+        """Return ``reduce_rows`` with each of ``ops``; ``back`` makes numbers of the reduced rows."""
         outs = [torch.zeros(self.scale_shape, dtype=torch.float32, device=device) for _ in ops]
         if 0 in self.shape:
             return outs
@@ -216,7 +216,7 @@ SIXTEEN = (torch.bfloat16, torch.float16)
 _SHORT = 32  # columns; torch reduces shorter runs of integers slowly
 
 
-class Bare:
+class Magnitudes:
     """The bits of numbers of 16 bits without their sign: integers in the same order, infinity and then NaN last.
 
     Torch reduces integers five times faster than such numbers. Each piece takes the memory of the one before it, whose
@@ -233,7 +233,7 @@ class Bare:
 
 
 def grid_over(shape: Shape, block: Block) -> Grid:
-    """The grid of ``block`` over ``shape``; SchemeError where it does not fit."""
+    """Return the grid of ``block`` over ``shape``. Raise SchemeError where it does not fit."""
     height, width = block
     if len(shape) == 0:
         raise SchemeError("a tensor without dimensions has no blocks", fix="Use Plain(), or leave it unquantized.")
@@ -247,7 +247,7 @@ def grid_over(shape: Shape, block: Block) -> Grid:
 
 
 def code_part(shape: Shape, bits: int) -> Part:
-    """The layout of codes that are packed along the last dimension, each row to whole bytes.
+    """Return the layout of codes that are packed along the last dimension, each row to whole bytes.
 
     A tensor of one dimension is one stream, so that it can be cut where a byte begins with a new code.
     """
@@ -257,14 +257,14 @@ def code_part(shape: Shape, bits: int) -> Part:
 
 
 def stream_part(count: int, bits: int) -> Part:
-    """The layout of one stream of ``count`` codes: its bytes, or (runs of 8 codes, bits) where bytes cut codes."""
+    """Return the layout of a stream of ``count`` codes: bytes, or (runs of 8 codes, bits) where bytes cut codes."""
     if 8 % bits:
         return Part((-(-count // 8), bits), torch.uint8, 8)
     return Part((-(-count * bits // 8),), torch.uint8, 8 // bits)
 
 
 def check_block(block: object, who: str) -> None:
-    """Raises SchemeError unless ``block`` is a pair of positive ints or None."""
+    """Raise SchemeError unless ``block`` is a pair of positive ints or None."""
     pair = block if isinstance(block, tuple) and len(block) == 2 else (0,)
     if not all(size is None or (type(size) is int and size > 0) for size in pair):
         raise SchemeError(
@@ -274,16 +274,13 @@ def check_block(block: object, who: str) -> None:
         )
 
 
-# -- walking ------------------------------------------------------------------------------------------------------
-
-
 def pieces(start: int, stop: int, size: int) -> list[tuple[int, int]]:
-    """The range from ``start`` to ``stop`` in pieces of ``size``, the last one perhaps smaller."""
+    """Return the range from ``start`` to ``stop`` in pieces of ``size``, the last one perhaps smaller."""
     return [(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 def fold(x: Tensor, size: int | None, dim: int, op: Reduction) -> Tensor:
-    """``op`` over runs of ``size`` along ``dim`` (``None``: all of it); the last run may be shorter."""
+    """Reduce runs of ``size`` along ``dim`` (``None``: all of it) by ``op``; the last run may be shorter."""
     length = x.shape[dim]
     if size is None or size >= length:
         return op(x, dim, keepdim=True)
@@ -295,7 +292,7 @@ def fold(x: Tensor, size: int | None, dim: int, op: Reduction) -> Tensor:
 
 
 def rows(values: Tensor, start: int, stop: int) -> Tensor:
-    """The rows ``start`` to ``stop`` of ``values`` as (R, K): a view where strides allow, else a copy of that size."""
+    """Return the rows ``start`` to ``stop`` of ``values`` as (R, K): a view where strides allow, else a copy."""
     columns = values.shape[-1]
     while values.dim() != 2:
         if values.dim() == 1:
@@ -316,7 +313,7 @@ def rows(values: Tensor, start: int, stop: int) -> Tensor:
 
 
 def flat(values: Tensor, start: int, stop: int) -> Tensor:
-    """The elements ``start`` to ``stop`` of ``values`` in row-major order: a view where strides allow."""
+    """Return the elements ``start`` to ``stop`` of ``values`` in row-major order: a view where strides allow."""
     if values.is_contiguous():
         return values.view(-1)[start:stop]
     columns = values.shape[-1]
@@ -324,8 +321,35 @@ def flat(values: Tensor, start: int, stop: int) -> Tensor:
     return rows(values, first, -(-stop // columns)).reshape(-1)[start - first * columns : stop - first * columns]
 
 
+def flat_ranges(count: int, block_size: int) -> list[tuple[int, int]]:
+    """Return ranges of a flattened tensor that cut no block and no byte, about ``CHUNK`` elements each."""
+    unit = block_size * 8
+    size = max(1, CHUNK // unit) * unit
+    if torch.compiler.is_compiling() or count <= size:
+        return [(0, count)]
+    return pieces(0, count, size)
+
+
+def flat_magnitudes(values: Tensor, block_size: int) -> Tensor:
+    """Return the largest magnitude of each block of the flattened ``values``, (blocks,) float32."""
+    if compiled.can_read(values):
+        found = compiled.magnitudes(values.view(1, -1), block_size)
+        if found is not None:
+            return found.view(-1)
+    amax = torch.zeros(-(-values.numel() // block_size), dtype=torch.float32, device=values.device)
+    memory = Magnitudes()
+    for start, stop in flat_ranges(values.numel(), block_size) if values.numel() else ():
+        x = flat(values, start, stop)
+        if x.dtype in SIXTEEN and is_direct():
+            stats = fold(memory.of(x), block_size, 0, torch.amax).view(x.dtype)
+        else:
+            stats = fold((x.float() if x.dtype.itemsize == 1 else x).abs(), block_size, 0, torch.amax)
+        amax[start // block_size :][: stats.shape[0]].copy_(stats)
+    return amax
+
+
 def floats(grid: Grid, values: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """The rows of ``values`` in float32, a chunk at a time, with where it starts and stops.
+    """Yield the rows of ``values`` in float32, a chunk at a time, with where the chunk starts and stops.
 
     It may be written to; the next chunk takes its memory, whose pages are touched for the first time only once.
     """
@@ -341,14 +365,14 @@ def floats(grid: Grid, values: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def source(values: Tensor) -> Tensor:
-    """``values`` without its graph; SchemeError unless it is floating point."""
+    """Return ``values`` without its graph. Raise SchemeError unless it is floating point."""
     if not values.dtype.is_floating_point:
         raise SchemeError(f"only floating point values can be encoded, got {dtype_name(values.dtype)}")
     return values.detach()
 
 
 def check_finite(stats: Tensor, values: Tensor) -> None:
-    """Raises SchemeError, unless ``stats`` (extremes of ``values``) are finite and below 2**127.
+    """Raise SchemeError, unless ``stats`` (extremes of ``values``) are finite and below 2**127.
 
     Beyond that a value that is rounded up may leave float32.
     """
@@ -368,34 +392,3 @@ def check_finite(stats: Tensor, values: Tensor) -> None:
         f"the values reach {float(stats.abs().max()):.4g}, too large for float32 to round them up",
         fix="Scale them down, or leave them unquantized.",
     )
-
-
-# -- scales -------------------------------------------------------------------------------------------------------
-
-TINY = float(torch.finfo(torch.float32).tiny)
-"""The smallest normal float32: a device that flushes subnormals must not turn a scale into 0."""
-
-
-def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` rounded to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
-    info = torch.finfo(dtype)
-    scale = scale.clamp_min(max(TINY, info.smallest_normal * info.eps))  # the product: the smallest subnormal
-    stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
-    if not torch.compiler.is_compiling() and not bool(torch.isfinite(stored).all()):
-        raise SchemeError(
-            f"a scale of {float(scale.max()):.4g} does not fit {dtype_name(dtype)}",
-            fix="Use scale_dtype=torch.float32.",
-        )
-    return stored
-
-
-def divide(x: Tensor, number: float) -> Tensor:
-    """``x / number``, rounded once on every device (a GPU multiplies by the reciprocal of a Python number)."""
-    return x / x.new_full((), number)
-
-
-def rounded_off(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """How much larger a scale may have been before it was rounded to ``dtype``: half a unit in its last place."""
-    info = torch.finfo(dtype)
-    half = info.eps / 2
-    return (scale * (half / (1 - half))).clamp_min(info.smallest_normal * half)

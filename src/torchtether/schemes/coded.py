@@ -11,15 +11,17 @@ from torch import Tensor
 from .._checks import describe
 from ..errors import SchemeError
 from ..geometry.views import Shape
-from .bits import pack, unpack
-from .blocks import TINY, Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
-from .decoding import Blocked, unmoved
+from .bits import pack_into, unpack
+from .blocked import Blocked
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
+from .scales import TINY
 from .scheme import Part, Parts
+from .unchanged import find_unchanged
 
 
 @dataclass(frozen=True)
 class BlockScheme(Blocked):
-    """Holds codes of ``bits`` bits, and float32 numbers (a scale, say) for each block: say only what they mean.
+    """Hold codes of ``bits`` bits, and float32 numbers (a scale, say) for each block, by four methods.
 
         qdata (*lead, ceil(K * bits / 8)) uint8       a dense stream of codes from 0 to 2**bits - 1
         each of ``numbers``: (*lead, ceil(K / columns)) float32    1 row per ``block[0]`` rows; 1 where None
@@ -73,19 +75,19 @@ class BlockScheme(Blocked):
     # -- what a kind says ---------------------------------------------------------------------------------------
 
     def fit(self, x: Tensor) -> dict[str, Tensor]:
-        """The ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
+        """Return the ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
         raise NotImplementedError(self._unwritten("fit"))
 
     def to_codes(self, x: Tensor, *numbers: Tensor) -> Tensor:
-        """Where the values ``x`` lie among the codes, not rounded; half a code beyond the ends is clipped."""
+        """Return where the values ``x`` lie among the codes, not rounded; half a code beyond the ends is clipped."""
         raise NotImplementedError(self._unwritten("to_codes"))
 
     def to_values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """What ``codes`` (whole numbers, float32) decode to."""
+        """Return the values of ``codes`` (whole numbers, float32)."""
         raise NotImplementedError(self._unwritten("to_values"))
 
     def error(self, codes: Tensor, *numbers: Tensor) -> Tensor:
-        """The largest error of values that were encoded as ``codes``."""
+        """Return the largest error of values that were encoded as ``codes``."""
         raise NotImplementedError(self._unwritten("error"))
 
     # -- the interface ------------------------------------------------------------------------------------------
@@ -94,40 +96,16 @@ class BlockScheme(Blocked):
         part = grid_over(shape, self.block).scale_part(torch.float32)
         return {"qdata": code_part(shape, self.bits), **dict.fromkeys(self.numbers, part)}
 
-    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``; ``like``: parts whose numbers are used again."""
-        values = source(values)
-        shape = tuple(values.shape)
-        parts = self.empty(shape, values.dtype, values.device)
-        if values.is_meta or 0 in shape:
-            return parts
-        grid = grid_over(shape, self.block)
-        check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
-        found = self._fitted(grid, values) if like is None else {name: like[name].clone() for name in self.numbers}
-        parts.update(found)
-        table = parts["qdata"].view(grid.rows, -1)
-        last = (1 << self.bits) - 1
-        for start, stop in grid.chunks():
-            x, *numbers = self._aligned(grid, parts, rows(values, start, stop).float(), start, stop)
-            codes = self._whole(self.to_codes(x, *numbers), x, "to_codes").round().clamp(0, last)
-            if not torch.compiler.is_compiling() and bool(codes.isnan().any()):
-                fix = "Divide by no number that may be 0: only `scale` is never."
-                raise SchemeError("to_codes gives codes that are not a number", name=type(self).__name__, fix=fix)
-            packed = pack(codes.reshape(stop - start, grid.columns).to(torch.uint8), self.bits)
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
-        return parts
-
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``; the held numbers stay in blocks that they give back exactly."""
+        """Encode as ``encode`` does; the held numbers stay in blocks that they give back exactly."""
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
         grid = grid_over(tuple(values.shape), self.block)
         again = self.encode(values, like=held)
-        keep = unmoved(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
-        fresh = self._fitted(grid, values)
-        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fresh.items()})
+        keep = find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
+        fitted = self._fitted(grid, values)
+        return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fitted.items()})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         grid = grid_over(shape, self.block)
@@ -138,6 +116,24 @@ class BlockScheme(Blocked):
 
     def _unwritten(self, method: str) -> str:
         return f"{type(self).__name__}: it has no {method}(). It needs fit, to_codes, to_values and error."
+
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        if values.numel() == 0:
+            return
+        grid = grid_over(tuple(values.shape), self.block)
+        check_finite(grid.reduce(values, torch.amax, magnitude=True), values)
+        found = self._fitted(grid, values) if like is None else like
+        for name in self.numbers:
+            parts[name].copy_(found[name])
+        self._quantize(grid, values, parts)
+
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        x, *numbers = self._aligned(grid, parts, x, start, stop)
+        codes = self._whole(self.to_codes(x, *numbers), x, "to_codes").round().clamp(0, (1 << self.bits) - 1)
+        if not torch.compiler.is_compiling() and bool(codes.isnan().any()):
+            fix = "Divide by no number that may be 0: only `scale` is never."
+            raise SchemeError("to_codes gives codes that are not a number", name=type(self).__name__, fix=fix)
+        pack_into(codes.reshape(stop - start, grid.columns).to(torch.uint8), self.bits, out)
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
         codes, *numbers = self._aligned(grid, parts, self._codes(grid, parts, start, stop), start, stop)
@@ -151,13 +147,13 @@ class BlockScheme(Blocked):
         return grid.align(x, *(grid.pick(parts[name], start, stop) for name in self.numbers))
 
     def _fitted(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
-        """What ``fit`` says of every block, of ``grid.scale_shape``."""
+        """Return the numbers of every block, by ``fit``, of ``grid.scale_shape``."""
         pieces = [(0, grid.rows)] if grid.height is None else grid.chunks()
         found = [self._fit_rows(grid, rows(values, start, stop).float()) for start, stop in pieces]
         return {name: torch.cat([one[name] for one in found]).view(grid.scale_shape) for name in self.numbers}
 
     def _fit_rows(self, grid: Grid, x: Tensor) -> dict[str, Tensor]:
-        """``fit`` of the blocks over whole rows (R, K): (blocks of rows, groups), those at the edges on their own."""
+        """Fit the blocks over whole rows (R, K), those at the edges on their own: (blocks of rows, groups)."""
         matrix = x.shape[0] if grid.height in (None, 1) else min(grid.shape[-2], x.shape[0])
         height, width = grid.height or x.shape[0], grid.width or grid.columns
         bands = [
@@ -168,7 +164,7 @@ class BlockScheme(Blocked):
         return dict(zip(self.numbers, found, strict=True))
 
     def _fit(self, blocks: Tensor) -> Tensor:
-        """The numbers (their count, matrices, bands, groups) of (1, matrices, bands, height, groups, width) values."""
+        """Return the numbers (count, matrices, bands, groups) of (1, matrices, bands, height, groups, width) values."""
         x = blocks.squeeze(0).transpose(2, 3).flatten(3)
         found = self.fit(x)
         shape = tuple(x.shape[:-1])
@@ -190,7 +186,7 @@ class BlockScheme(Blocked):
         return torch.stack([found[name].float() for name in self.numbers])
 
     def _whole(self, made: Tensor, x: Tensor, what: str) -> Tensor:
-        """``made`` expanded to the shape of ``x``."""
+        """Expand ``made`` to the shape of ``x``."""
         if not isinstance(made, Tensor):
             raise SchemeError(f"{what} gives {describe(made)}, not a tensor", name=type(self).__name__)
         try:
@@ -201,7 +197,7 @@ class BlockScheme(Blocked):
 
 
 def _runs(x: Tensor, size: int, dim: int) -> list[Tensor]:
-    """``x`` with ``dim`` cut into runs of ``size``, as two dimensions; the last run, if shorter, on its own."""
+    """Cut ``dim`` of ``x`` into runs of ``size``, as two dimensions; a shorter last run is on its own."""
     length = x.shape[dim]
     size = min(size, length)
     whole = length // size * size

@@ -15,7 +15,7 @@ from .scheme import Part, Parts, Scheme
 
 @dataclass(frozen=True)
 class Flattened(Scheme):
-    """What ``weight.view(-1)`` is: the parts are those that ``inner`` has for ``shape``, the values are in one row.
+    """Hold the parts of ``inner`` for ``shape``, with the values in one row: the scheme of ``weight.view(-1)``.
 
     Views of this kind are for code that flattens tensors on the way, such as FSDP2's; viewing it in ``shape`` gives
     the Weight that it was.  It has no ``kind``, so it cannot be stored.

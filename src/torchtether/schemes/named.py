@@ -23,9 +23,10 @@ def int8(
     scale_dtype: torch.dtype = torch.float32,
     fit: str = "range",
 ) -> Affine:
-    """Eight-bit integers: one scale per row, or per ``group_size`` columns; ``fit="mse"`` searches for better ones.
+    """Return eight-bit integers with one scale per row, or per ``group_size`` columns.
 
-    Unless ``symmetric`` there is a zero point beside each scale; scales are of ``scale_dtype``.
+    Unless ``symmetric`` there is a zero point beside each scale; scales are of ``scale_dtype``, and ``fit="mse"``
+    searches for better ones.
     Raises SchemeError for a ``group_size``, ``scale_dtype`` or ``fit`` that there is not.
 
     >>> int8().nbytes((64, 64), torch.bfloat16)
@@ -42,7 +43,7 @@ def int4(
     scale_dtype: torch.dtype = torch.float32,
     fit: str = "range",
 ) -> Affine:
-    """Four-bit integers, two to a byte, with a scale and (unless symmetric) a zero point per ``group_size`` columns.
+    """Return four-bit integers with a scale and (unless symmetric) a zero point per ``group_size`` columns.
 
     ``None`` is one group per row; ``fit="mse"`` searches for better scales. Raises SchemeError for a ``group_size``,
     ``scale_dtype`` or ``fit`` that there is not.
@@ -62,7 +63,7 @@ _FP8_BLOCKS: dict[str, tuple[int | None, int | None]] = {
 
 
 def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -> ScaledFloat:
-    """float8_e4m3fn with one scale per ``"row"``, per ``"tensor"``, or per ``"block"`` of 128 by 128 (DeepSeek).
+    """Return float8_e4m3fn with one scale per ``"row"``, ``"tensor"``, or ``"block"`` of 128 by 128 (DeepSeek).
 
     Raises SchemeError for another ``granularity`` or ``scale_dtype``.
 
@@ -75,9 +76,10 @@ def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -
 
 
 def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range") -> Codebook:
-    """The 4-bit NormalFloat of QLoRA, as bitsandbytes computes it; ``fit="mse"`` searches for better scales.
+    """Return the 4-bit NormalFloat of QLoRA, as bitsandbytes computes it.
 
-    ``double_quant`` quantizes the scales too, one of which there is per ``block_size`` values in row-major order.
+    ``double_quant`` quantizes the scales too, one of which there is per ``block_size`` values in row-major order;
+    ``fit="mse"`` searches for better ones.
     Raises SchemeError for a ``block_size`` or ``fit`` that there is not.
 
     >>> nf4().nbytes((64, 64), torch.bfloat16), nf4(double_quant=True).nbytes((64, 64), torch.bfloat16)
@@ -88,17 +90,17 @@ def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range")
 
 
 def fp4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:
-    """The 4-bit float of bitsandbytes (not E2M1: see ``mxfp4`` and ``nvfp4``)."""
+    """Return the 4-bit float of bitsandbytes (not E2M1: see ``mxfp4`` and ``nvfp4``)."""
     return Codebook(FP4, block_size=block_size, nested=double_quant)
 
 
 def mxfp8(element: str = "e4m3", *, scale_rounding: str = "rceil") -> ScaledFloat:
-    """OCP microscaling fp8: a power of two per 32 columns, by default one that clips nothing."""
+    """Return OCP microscaling fp8: a power of two per 32 columns, by default one that clips nothing."""
     return ScaledFloat(element, block=(1, 32), scale_dtype=torch.float8_e8m0fnu, scale_rounding=scale_rounding)
 
 
 def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
-    """OCP microscaling fp4: E2M1 with a power of two per 32 columns.
+    """Return OCP microscaling fp4: E2M1 with a power of two per 32 columns.
 
     ``scale_rounding`` says how that power is chosen. Raises SchemeError for one that there is not.
 
@@ -109,7 +111,7 @@ def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
 
 
 def nvfp4(*, global_divides: bool = False) -> ScaledFloat:
-    """NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor.
+    """Return NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor.
 
     ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.  Raises SchemeError when a shape does
     not fit: rows are a multiple of 16 long.
@@ -136,7 +138,7 @@ NAMED: dict[str, Callable[[], Scheme]] = {
 
 
 def resolve(scheme: str | Scheme) -> Scheme:
-    """A scheme itself, or the default scheme of that name.
+    """Return a scheme itself, or the default scheme of that name.
 
     Raises:
         RuleError: the name is not known, or it is neither a name nor a scheme.

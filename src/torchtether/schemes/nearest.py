@@ -13,7 +13,7 @@ from ..torch_private.observers import is_direct
 
 
 def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """How many of the ascending ``thresholds`` (at most 255) lie strictly below each element of ``x``, as uint8.
+    """Return how many of the ascending ``thresholds`` (at most 255) lie strictly below each element, uint8.
 
     >>> count_above(torch.tensor([0.0, 0.5, 2.0]), (0.5, 1.0)).tolist()
     [0, 0, 2]
@@ -26,6 +26,27 @@ def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
     return _compared(x, thresholds)
 
 
+def nearest_code(x: Tensor, thresholds: Sequence[float], order: Sequence[int]) -> Tensor:
+    """Return the code nearest to each element of ``x``, uint8; the arguments are those that ``nearest_codes`` returns.
+
+    >>> nearest_code(torch.tensor([0.4, -0.4]), *nearest_codes((1.0, -1.0))).tolist()
+    [0, 1]
+    """
+    place = count_above(x, thresholds)
+    if tuple(order) == tuple(range(len(order))):
+        return place
+    codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
+    return codes.index_select(0, place.reshape(-1).int()).view(place.shape)
+
+
+def half_gaps(table: tuple[float, ...]) -> list[float]:
+    """Return, for each code, how far from its value a number within [-1, 1] may lie that is nearest to it."""
+    thresholds, order = nearest_codes(table)
+    edges = (-1.0, *thresholds, 1.0)
+    gaps = {table[code]: max(table[code] - edges[i], edges[i + 1] - table[code]) for i, code in enumerate(order)}
+    return [gaps[value] for value in table]
+
+
 _CELLS = 2**15 - 1
 """Cells of equal width on either side of 0, up to the largest threshold."""
 
@@ -36,7 +57,7 @@ _MANY = 2**13  # elements; below, making the table costs more
 
 
 def _looked_up(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
-    """``count_above`` from a table of narrow cells; the few numbers in a cell with a threshold are compared."""
+    """Return ``count_above`` by a table of narrow cells; numbers in a cell with a threshold are compared."""
     table, reach = _cells(thresholds)
     flat = x.reshape(-1).float()
     count = table.index_select(0, _cell(flat, reach))
@@ -57,7 +78,7 @@ _ANY_UNSURE = -0x7F7F7F7F7F7F7F80  # the highest bit of every byte
 
 
 def _compared(x: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """A few comparisons are faster than a search, and those that give numbers of the dtype of x faster than bools."""
+    """Return ``count_above`` by comparisons: a few are faster than a search, most so in the dtype of ``x``."""
     count, is_above = x.new_zeros(x.shape), x.new_empty(x.shape)
     for threshold in thresholds:
         count += torch.gt(x, threshold, out=is_above)
@@ -66,7 +87,7 @@ def _compared(x: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _cells(thresholds: tuple[float, ...]) -> tuple[Tensor, float]:
-    """How many thresholds lie below each cell, and the magnitude from which on all are alike.
+    """Return how many thresholds lie below each cell, and the magnitude from which on all are alike.
 
     Numbers go to cells by products and roundings that keep their order, so a threshold in a lower cell is smaller.
     """
@@ -85,7 +106,7 @@ def _cell(x: Tensor, reach: float) -> Tensor:
 
 @lru_cache(maxsize=64)
 def nearest_codes(table: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The thresholds between the values of ``table``, ascending, and the code of each value between them.
+    """Return the thresholds between the values of ``table``, ascending, and the code of each value between them.
 
     A number halfway goes to the lower value.  Of equal values (0 and -0) the first code is used.
 

@@ -16,7 +16,7 @@ from .scheme import Part, Parts, Scheme
 
 @dataclass(frozen=True)
 class Plain(Scheme):
-    """Holds a tensor as it is, so that its tie record travels with it.
+    """Hold a tensor as it is, so that its tie record travels with it.
 
         tensor (*shape) any dtype    w = tensor
 

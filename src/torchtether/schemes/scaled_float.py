@@ -14,25 +14,14 @@ from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
-from .bits import lookup, pack, table_of
-from .blocks import (
-    TINY,
-    Block,
-    Grid,
-    check_block,
-    check_finite,
-    code_part,
-    divide,
-    floats,
-    grid_over,
-    rounded_off,
-    source,
-    store_scale,
-)
-from .decoding import Blocked, quiet
+from .bits import lookup, pack_into, table_of
+from .blocked import Blocked
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
 from .nearest import count_above
+from .scales import TINY, divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .tables import E2M1, E2M3
+from .unchanged import find_zeros
 
 
 class Element(NamedTuple):
@@ -50,7 +39,7 @@ class Element(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Return how many bits a code takes."""
         return (len(self.table) - 1).bit_length() if self.table else 8
 
 
@@ -65,7 +54,7 @@ ROUNDINGS = ("even", "floor", "rceil")
 
 
 def _below(table: tuple[float, ...]) -> tuple[float, ...]:
-    """The code of x >= 0 is how many of these lie below x.
+    """Return the ascending thresholds of which the code of x >= 0 counts those below x.
 
     Halfway cases go to the even code: thresholds to an odd one are the middles, to an even one the floats just before.
     """
@@ -87,7 +76,7 @@ _KEEP = 2.0**-10
 
 @cache
 def _table(name: str) -> Tensor:
-    """The values of an element, float32, by code."""
+    """Return the values of an element, float32, by code."""
     element = ELEMENTS[name]
     if element.dtype is None:
         return torch.tensor(element.table, device="cpu")
@@ -96,7 +85,7 @@ def _table(name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledFloat(Blocked):
-    """Holds small floats ``q`` so that ``w ≈ q * scale`` (``* global_scale``), with one scale per block.
+    """Hold small floats ``q`` so that ``w ≈ q * scale`` (``* global_scale``), with one scale per block.
 
         qdata (*shape) float8_e4m3fn or float8_e5m2    for "e4m3" and "e5m2"
         qdata (*lead, ceil(K * bits / 8)) uint8        for "e2m1" and "e2m3": a dense stream of 4 or 6 bits
@@ -162,20 +151,6 @@ class ScaledFloat(Blocked):
             parts["global_scale"] = Part((), torch.float32, 0)
         return parts
 
-    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``; ``like``: parts whose scales are used again, values beyond their range clip."""
-        values = source(values)
-        parts = self.empty(tuple(values.shape), values.dtype, values.device)
-        if values.is_meta:
-            return parts
-        self._encode(values, parts, like)
-        return parts
-
-    def encode_into(self, values: Tensor, parts: Parts) -> None:
-        values = source(values)
-        if not values.is_meta:
-            self._encode(values, parts, None)
-
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         grid, element = grid_over(shape, self.block), self._element
         if element.dtype is None or self.scale_dtype != torch.float32 or 0 in shape:
@@ -196,42 +171,29 @@ class ScaledFloat(Blocked):
             bias=1 - element.low,
         )
 
-    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
-        if like is None and self._is_encoded(values, parts):
-            return
-        grid = grid_over(tuple(values.shape), self.block)
-        amax = grid.reduce(values, torch.amax, magnitude=True)
-        check_finite(amax, values)
-        if like is None:
-            self._fit(amax, parts)
-        else:
-            for name in parts.keys() - {"qdata"}:
-                parts[name].copy_(like[name])
-        self._quantize(grid, values, parts)
-
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scales where the largest value is within their reach and near its end."""
+        """Encode as ``encode`` does; held scales stay where the largest value is in their reach and near its end."""
         values = source(values)
         if values.is_meta or values.numel() == 0 or self.scale_dtype == torch.float8_e8m0fnu:
             return self.encode(values)
         amax = grid_over(tuple(values.shape), self.block).reduce(values, torch.amax, magnitude=True)
         check_finite(amax, values)
-        fresh = self.empty(tuple(values.shape), values.dtype, values.device)
-        self._fit(amax, fresh)
+        fitted = self.empty(tuple(values.shape), values.dtype, values.device)
+        self._fit(amax, fitted)
         if self.global_scale:
-            change = fresh["global_scale"] / held["global_scale"] - 1
+            change = fitted["global_scale"] / held["global_scale"] - 1
             if not bool(change.abs() < _KEEP):
-                return self.encode(values, like=fresh)
-            self._fit(amax, fresh, held["global_scale"])
+                return self.encode(values, like=fitted)
+            self._fit(amax, fitted, held["global_scale"])
         # an e4m3 scale is so coarse that the largest value may have become the second largest code
         low = 0.92 if self.scale_dtype == torch.float8_e4m3fn else 1 - _KEEP
         reach = self._scales(held["scale"], held) * self._element.largest
         keep = (amax >= low * reach) & (amax <= (1 + _KEEP) * reach)
-        chosen = torch.where(keep, held["scale"].float(), fresh["scale"].float()).to(self.scale_dtype)
-        return self.encode(values, like={**fresh, "scale": chosen})
+        chosen = torch.where(keep, held["scale"].float(), fitted["scale"].float()).to(self.scale_dtype)
+        return self.encode(values, like={**fitted, "scale": chosen})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half the distance to the next element away from zero, times the scale; more where the largest one clips."""
+        """Return half the distance to the next element, times the scale; more where the largest one clips."""
         grid = grid_over(shape, self.block)
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
@@ -245,18 +207,30 @@ class ScaledFloat(Blocked):
         error = half * step
         error = torch.where(codes == element.largest, torch.maximum(error, self._clipped(stored) * unit), error)
         bound = error * (1 + 2.0**-14)  # float32 arithmetic moves a tie by less
-        return bound * ~quiet(grid, codes * step, step, None)
+        return bound * ~find_zeros(grid, codes * step, step, None)
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        if like is None and self._try_encode(values, parts):
+            return
+        grid = grid_over(tuple(values.shape), self.block)
+        amax = grid.reduce(values, torch.amax, magnitude=True)
+        check_finite(amax, values)
+        if like is None:
+            self._fit(amax, parts)
+        else:
+            for name in parts.keys() - {"qdata"}:
+                parts[name].copy_(like[name])
+        self._quantize(grid, values, parts)
+
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """The rows from ``start`` to ``stop``, float32."""
         x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
         x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
         return x.mul_(scale).reshape(stop - start, grid.columns)
 
     def _clipped(self, scale: Tensor) -> Tensor:
-        """How far beyond the largest element a value may lie, by block, before the global scale."""
+        """Return how far beyond the largest element a value may lie, by block, before the global scale."""
         if self.scale_dtype != torch.float8_e8m0fnu:
             return rounded_off(scale, self.scale_dtype) * self._element.largest
         if self.scale_rounding == "rceil":
@@ -267,7 +241,7 @@ class ScaledFloat(Blocked):
         return scale * (top - self._element.largest)
 
     def _scales(self, scale: Tensor, parts: Parts) -> Tensor:
-        """What a code is multiplied by, float32."""
+        """Return the float32 factors of the codes."""
         scale = scale.float()
         if not self.global_scale:
             return scale
@@ -281,18 +255,18 @@ class ScaledFloat(Blocked):
         return lookup(codes, table_of(self._element.table, codes.device), self._element.bits, columns)
 
     def _fit(self, amax: Tensor, parts: Parts, unit: Tensor | None = None) -> None:
-        """Writes the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
+        """Write the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
         largest = self._element.largest
         if self.scale_dtype == torch.float8_e8m0fnu:
             parts["scale"].copy_(self._power_of_two(amax))
         elif self.scale_dtype == torch.float8_e4m3fn:
             ratio = divide(amax, largest)
             if self.global_scale:
-                room = amax.new_full((), _E4M3_LARGEST * largest)
+                reach = amax.new_full((), _E4M3_LARGEST * largest)
                 # 128 * TINY: then neither 1 / unit nor unit * 2**-6, the smallest block scale, is subnormal
-                whole = (amax.max() if amax.numel() else torch.zeros_like(room)).clamp_min(128 * TINY * room)
+                whole = (amax.max() if amax.numel() else torch.zeros_like(reach)).clamp_min(128 * TINY * reach)
                 if unit is None:
-                    unit = whole.reciprocal() * room if self.global_divides else whole / room
+                    unit = whole.reciprocal() * reach if self.global_divides else whole / reach
                     unit = torch.where((amax > 0).any(), unit, 1.0)
                 parts["global_scale"].copy_(unit)
                 ratio = ratio * unit if self.global_divides else ratio / unit
@@ -305,7 +279,7 @@ class ScaledFloat(Blocked):
             parts["scale"].copy_(store_scale(divide(amax, largest), amax, self.scale_dtype))
 
     def _power_of_two(self, amax: Tensor) -> Tensor:
-        """The e8m0 scales: 2**-127 to 2**127, never the NaN of byte 255; 1 where there are only zeros."""
+        """Return e8m0 scales: 2**-127 to 2**127, never the NaN of byte 255; 1 where there are only zeros."""
         element = self._element
         if self.scale_rounding == "rceil":
             bits = divide(amax, element.largest).view(torch.int32)
@@ -319,16 +293,15 @@ class ScaledFloat(Blocked):
         return torch.where(amax > 0, byte, 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
     def _divided(self, grid: Grid, parts: Parts, start: int, stop: int) -> tuple[Tensor, bool]:
-        """What the rows from ``start`` to ``stop`` are divided by, or else multiplied with, and which of the two."""
+        """Return the divisors (True) or the factors (False) of the rows from ``start`` to ``stop``, and which."""
         scale = grid.pick(parts["scale"], start, stop)
         if self.global_scale and not self.global_divides:
             return (1.0 / parts["global_scale"]) / scale.float(), False
         return self._scales(scale, parts), True
 
-    def _is_quantized(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
-        """Whether a compiled loop knows this scheme, and has written the codes."""
+    def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         element = self._element
-        if element.bits == 6 or not compiled.can_read(values):
+        if element.bits == 6:
             return False
         scale, divides = self._divided(grid, parts, 0, grid.rows)
         x, codes = values.view(grid.rows, grid.columns), parts["qdata"].view(grid.rows, -1)
@@ -336,29 +309,22 @@ class ScaledFloat(Blocked):
             return compiled.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
         return compiled.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
 
-    def _is_decoded(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
-        """Whether a compiled loop knows this scheme, and has written the rows from ``start`` to ``stop``."""
+    def _try_decode(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
         if self._element.bits == 6:
             return False
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         scale = self._scales(grid.pick(parts["scale"], start, stop), parts)
         return compiled.decode_table(codes, grid.run, scale, _table(self.element), out, bits=self._element.bits)
 
-    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
-        if values.numel() == 0 or self._is_quantized(grid, values, parts):
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        largest = self._element.largest  # every step from here on is in place
+        scale, divides = self._divided(grid, parts, start, stop)
+        x, scale = grid.align(x, scale)
+        x = x.div_(scale) if divides else x.mul_(scale)
+        x = x.clamp_(-largest, largest).reshape(stop - start, grid.columns)
+        if self._element.dtype is not None:
+            out.copy_(x)
             return
-        table = parts["qdata"].view(grid.rows, -1)
-        largest = self._element.largest
-        for x, start, stop in floats(grid, values):  # every step from here on is in place
-            scale, divides = self._divided(grid, parts, start, stop)
-            x, scale = grid.align(x, scale)
-            x = x.div_(scale) if divides else x.mul_(scale)
-            x = x.clamp_(-largest, largest).reshape(stop - start, grid.columns)
-            if self._element.dtype is not None:
-                table[start:stop].copy_(x)
-                continue
-            width = self._element.bits
-            codes = torch.signbit(x).to(torch.uint8) << (width - 1)
-            packed = pack(codes.add_(count_above(x.abs_(), _BELOW[self.element])), width)
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+        width = self._element.bits
+        codes = torch.signbit(x).to(torch.uint8) << (width - 1)
+        pack_into(codes.add_(count_above(x.abs_(), _BELOW[self.element])), width, out)

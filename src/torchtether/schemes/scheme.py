@@ -26,7 +26,7 @@ SCHEMES: dict[str, type[Scheme]] = {}
 
 
 class Part(NamedTuple):
-    """What one part of a Weight looks like, known without data.
+    """The layout of one part of a Weight, known without data.
 
     ``span`` is the number of Weight elements (in row-major order) that one entry along dim 0 of the part covers;
     0 means that every row needs the whole part.  It is all that cutting and joining rows has to know.
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class Scheme:
-    """How values become parts and back.
+    """Define how values become parts and back.
 
     Subclass it as a frozen dataclass, give it a ``kind``, and write ``layout``, ``encode``, ``decode`` and ``bound``;
     or subclass ``BlockScheme``, which asks for less, if yours is codes with numbers per block.  How many parts there
@@ -70,11 +70,11 @@ class Scheme:
     # -- what a scheme must say ---------------------------------------------------------------------------------
 
     def layout(self, shape: Shape) -> dict[str, Part]:
-        """The parts of a tensor of ``shape``, in order. Raises SchemeError if the shape does not fit."""
+        """Return the parts of a tensor of ``shape``, in order. Raises SchemeError if the shape does not fit."""
         raise NotImplementedError(_unwritten(self, "layout"))
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
-        """The parts of ``values`` (any float dtype, any strides), as ``layout`` says, on the same device.
+        """Return the parts of ``values`` (any float dtype, any strides), as ``layout`` says, on the same device.
 
         Computed in float32 and in bounded scratch. Raises SchemeError for values that are not finite.
         On ``meta`` it returns parts on ``meta``.
@@ -82,7 +82,7 @@ class Scheme:
         raise NotImplementedError(_unwritten(self, "encode"))
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """The values of ``parts`` as a new contiguous tensor of ``shape`` and ``dtype``.
+        """Return the values of ``parts`` as a new contiguous tensor of ``shape`` and ``dtype``.
 
         They are float32's, rounded once: as with torch's own conversion, what is beyond the range of ``dtype`` is
         infinite, also where rounding to a code has moved it there (65504 in float16, for most schemes).
@@ -90,32 +90,32 @@ class Scheme:
         raise NotImplementedError(_unwritten(self, "decode"))
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """The largest error of ``decode(encode(values))`` per element: float32, broadcastable to ``shape``."""
+        """Return the largest error of ``decode(encode(values))`` per element: float32, broadcastable to ``shape``."""
         raise NotImplementedError(_unwritten(self, "bound"))
 
     # -- what most schemes need not change ------------------------------------------------------------------------
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of the dim-0 slices named by the 1-D integer ``index``: ``decode(...)[index]``."""
+        """Return the values of the dim-0 slices named by the 1-D integer ``index``: ``decode(...)[index]``."""
         return self.decode(parts, shape, dtype).index_select(0, index)
 
     def encode_into(self, values: Tensor, parts: Parts) -> None:
-        """``parts``, which exist already (slices of larger ones, perhaps), hold what ``encode`` gives."""
+        """Write the encoding of ``values`` to ``parts``, which exist already (slices of larger ones, perhaps)."""
         for name, part in self.encode(values).items():
             parts[name].copy_(part)
 
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
-        """How the compiled loops encode a contiguous tensor of ``shape`` and ``dtype``; ``None`` if they do not."""
+        """Return how compiled loops encode a contiguous tensor of ``shape`` and ``dtype``; ``None`` if they do not."""
         return None
 
-    def _is_encoded(self, values: Tensor, parts: Parts) -> bool:
-        """Whether the compiled loops have written ``parts``, all of it; a tracer sees none of this."""
+    def _try_encode(self, values: Tensor, parts: Parts) -> bool:
+        """Write all of ``parts`` by the compiled loops; return whether they know this scheme. No tracer sees it."""
         if not compiled.can_read(values):
             return False
         return compiled.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts)
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        """``out`` (stop - start, K), of any float dtype, holds the rows from ``start`` to ``stop``, as ``decode`` does.
+        """Write the rows from ``start`` to ``stop`` to ``out`` (stop - start, K), of any float dtype.
 
         Rows are those of the tensor seen as (M, K), every dimension but the last in one; ``out`` may be one buffer that
         is filled again and again.  Families that can decode some rows alone do, in scratch of the size of those rows.
@@ -123,7 +123,7 @@ class Scheme:
         out.copy_(self.decode(parts, shape, out.dtype).reshape(-1, shape[-1])[start:stop])
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """The parts of ``values`` that replace ``held``: what in-place ops write.
+        """Return the parts of ``values`` that replace ``held``, as in-place ops write them.
 
         Scales of ``held`` that still suit are kept, so that writing back unchanged values changes nothing.  Schemes
         whose ``encode`` has this property already need not override it.
@@ -131,31 +131,31 @@ class Scheme:
         return self.encode(values)
 
     def can_view(self, old: Shape, new: Shape) -> bool:
-        """Whether the parts of ``old`` are, reshaped without copying, those of ``new``."""
+        """Return whether the parts of ``old``, reshaped without copying, are those of ``new``."""
         return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
 
     def convert(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parts after the outer dtype became ``dtype``: the same ones, because quantization fixed them."""
+        """Return the parts for another compute dtype: the same ones, because quantization fixed them."""
         return dict(parts)
 
     def empty(self, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        """Uninitialised parts of a tensor of ``shape`` whose compute dtype is ``dtype``."""
+        """Return uninitialised parts of a tensor of ``shape`` whose compute dtype is ``dtype``."""
         layout = self.layout(tuple(shape))
         return {name: torch.empty(p.shape, dtype=p.dtype or dtype, device=device) for name, p in layout.items()}
 
     def check(self, shape: Shape, *, name: str = "") -> None:
-        """Raises SchemeError, naming ``name``, if a tensor of ``shape`` does not fit this scheme."""
+        """Raise SchemeError, naming ``name``, if a tensor of ``shape`` does not fit this scheme."""
         try:
             self.layout(tuple(shape))
         except SchemeError as error:
             raise error.named(name) from None
 
     def nbytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        """The bytes that a tensor of ``shape`` takes in this scheme with the compute dtype ``dtype``."""
+        """Return the bytes that a tensor of ``shape`` takes in this scheme with the compute dtype ``dtype``."""
         return sum(math.prod(p.shape) * (p.dtype or dtype).itemsize for p in self.layout(tuple(shape)).values())
 
     def __str__(self) -> str:
-        """The scheme by its first field and those that differ from their defaults, long tables by their length."""
+        """Return the first field and those that differ from their defaults, long tables by their length."""
         words: list[str] = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -165,7 +165,7 @@ class Scheme:
         return f"{type(self).__name__}({', '.join(words)})"
 
     def to_json(self) -> dict[str, Any]:
-        """The scheme as JSON values: its kind, and the fields that differ from their defaults.
+        """Return the scheme as JSON values: its kind, and the fields that differ from their defaults.
 
         >>> from torchtether.schemes import Affine, scheme_from_json
         >>> scheme_from_json(Affine(bits=4).to_json()) == Affine(bits=4)
@@ -187,7 +187,7 @@ def _unwritten(scheme: Scheme, method: str) -> str:
 
 
 def scheme_from_json(record: Any) -> Scheme:
-    """The scheme that ``Scheme.to_json`` wrote, its kind looked up in a closed table; SchemeError on anything else."""
+    """Return the scheme that ``Scheme.to_json`` wrote. Raise SchemeError on anything else."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise SchemeError(f"a scheme record must be an object with a kind, got {type(record).__name__}")
     kind = record["kind"]

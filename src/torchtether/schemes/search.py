@@ -30,7 +30,7 @@ def least_squares(
     rounded: Callable[[Tensor, Fitted, int, int], Tensor],
     g_idx: Tensor | None = None,
 ) -> Fitted:
-    """For each block those of the candidates ``fitted(ratio)`` under which its values lose least.
+    """Return, for each block, the candidate of ``fitted(ratio)`` under which its values lose least.
 
     ``rounded(x, fitted, start, stop)`` is what the float32 rows ``x``, from ``start`` to ``stop``, decode to.  Scratch
     is a few chunks of rows, and a few tensors of one entry per block.
@@ -67,7 +67,7 @@ def half_quadratic(
     rounded: Callable[[Tensor, Fitted, int, int], Tensor],
     moved: Callable[[Fitted, Tensor], Fitted],
 ) -> Fitted:
-    """``fitted`` with its offsets moved, block by block, to where the 0.7-norm of the errors is least.
+    """Move the offsets of ``fitted``, block by block, to where the 0.7-norm of the errors is least.
 
     Each round takes large errors for outliers, in part, and moves the offset of a block by the mean of what is left:
     ``moved(fitted, distance)``.  A block stops at the best it has seen.  No data is needed.

@@ -19,7 +19,7 @@ _LONGEST = 500
 
 
 def scheme_from_text(text: str) -> Scheme:
-    """The scheme that ``text`` spells: ``int4``, or ``int4(group_size=64, symmetric=True)``.
+    """Return the scheme that ``text`` spells: ``int4``, or ``int4(group_size=64, symmetric=True)``.
 
     Names and options are those of ``tt.int4`` and its like, looked up in a table; values are integers, ``True``,
     ``False``, ``None``, words, and for dtypes their names, with or without quotes. Raises RuleError for anything else,
@@ -67,7 +67,7 @@ def _parsed(text: str, name: str, known: tuple[str, ...]) -> ast.Call:
 
 
 def _value(node: ast.expr, kind: Any, where: str) -> Any:
-    """The value that ``node`` spells, of the type ``kind``."""
+    """Return the value that ``node`` spells, of the type ``kind``."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     try:
         value = ast.literal_eval(node)

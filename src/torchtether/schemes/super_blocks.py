@@ -11,18 +11,20 @@ from torch import Tensor
 
 from ..errors import SchemeError
 from ..geometry.views import Shape
-from .bits import lookup, pack, table_of, unpack
-from .blocks import TINY, Grid, check_finite, code_part, fold, grid_over, rows, source
-from .decoding import decode_rows, reshapable, take_rows, unmoved
-from .nearest import count_above, nearest_codes
-from .scheme import Part, Parts, Scheme
+from .bits import lookup, pack_into, table_of, unpack
+from .blocked import Blocked
+from .blocks import Block, Grid, check_finite, code_part, fold, grid_over, source
+from .nearest import nearest_code, nearest_codes
+from .scales import TINY
+from .scheme import Part, Parts
+from .unchanged import find_unchanged
 
 _HALF = torch.float16
 
 
 @dataclass(frozen=True)
-class SuperBlocks(Scheme):
-    """Holds codes ``q`` so that ``w ≈ (super_scale * scale) * q - super_min * min``, or ``... * (q - offset)``, or
+class SuperBlocks(Blocked):
+    """Hold codes ``q`` so that ``w ≈ (super_scale * scale) * q - super_min * min``, or ``... * (q - offset)``, or
     ``... * table[q]``.
 
         qdata (*lead, ceil(K * bits / 8)) uint8            a dense stream of q
@@ -113,55 +115,29 @@ class SuperBlocks(Scheme):
             parts |= {"min": parts["scale"], "super_min": parts["super_scale"]}
         return parts
 
-    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
-        """The parts of ``values``; ``like``: parts whose scales and minima are used again, values beyond them clip."""
-        values = source(values)
-        parts = self.empty(tuple(values.shape), values.dtype, values.device)
-        if values.is_meta:
-            return parts
-        if like is None:
-            parts.update(self._fit(values))
-        else:
-            check_finite(self._grids(tuple(values.shape))[0].reduce(values, torch.amax, magnitude=True), values)
-            parts.update({name: like[name].clone() for name in parts.keys() - {"qdata"}})
-        self._quantize(values, parts)
-        return parts
+    @property
+    def _block(self) -> Block:
+        return 1, self.block_size
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """As ``encode``, with the held scales and minima of every super-block whose values they give back exactly."""
+        """Encode as ``encode`` does; super-blocks that give their values back exactly keep scales and minima."""
         values = source(values)
         if values.is_meta or values.numel() == 0:
             return self.encode(values)
         again = self.encode(values, like=held)
         _, supers = self._grids(tuple(values.shape))
-        keep = unmoved(lambda start, stop: self._rows(again, supers, start, stop), supers, values)
+        keep = find_unchanged(lambda start, stop: self._rows(supers, again, start, stop), supers, values)
         if bool(keep.all()):
             return again
-        fresh = self._fit(values)
+        fitted = self._fit(values)
         each = self._over_blocks(keep, supers)
         kept = {
-            name: torch.where(keep if name.startswith("super") else each, held[name], fresh[name]) for name in fresh
+            name: torch.where(keep if name.startswith("super") else each, held[name], fitted[name]) for name in fitted
         }
         return self.encode(values, like=kept)
 
-    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        grid, _ = self._grids(shape)
-        return decode_rows(lambda start, stop: self._rows(parts, grid, start, stop), grid, parts["qdata"], dtype)
-
-    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        out.copy_(self._rows(parts, self._grids(shape)[0], start, stop))
-
-    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
-        if len(shape) == 1:
-            return super().gather(parts, shape, index, dtype)
-        some, _ = take_rows(self.layout(shape), parts, shape, (1, self.block_size), index)
-        return self.decode(some, (index.shape[0], *shape[1:]), dtype)
-
-    def can_view(self, old: Shape, new: Shape) -> bool:
-        return super().can_view(old, new) and reshapable(self, (1, self.block_size), old, new)
-
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Half the larger gap beside the level of each code, times its scale, and what float32 arithmetic may add."""
+        """Return half the larger gap beside the level of each code, times its scale, and float32 arithmetic."""
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
         grid, _ = self._grids(shape)
@@ -177,18 +153,28 @@ class SuperBlocks(Scheme):
 
     # -- how it is done -----------------------------------------------------------------------------------------
 
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        blocks, _ = self._grids(tuple(values.shape))
+        if like is None:
+            like = self._fit(values)
+        else:
+            check_finite(blocks.reduce(values, torch.amax, magnitude=True), values)
+        for name in parts.keys() - {"qdata"}:
+            parts[name].copy_(like[name])
+        self._quantize(blocks, values, parts)
+
     def _grids(self, shape: Shape) -> tuple[Grid, Grid]:
-        """The blocks and the super-blocks over ``shape``."""
+        """Return the blocks and the super-blocks over ``shape``."""
         return grid_over(tuple(shape), (1, self.block_size)), grid_over(tuple(shape), (1, self.super_block_size))
 
     def _over_blocks(self, part: Tensor, supers: Grid) -> Tensor:
-        """One entry per super-block, repeated for each of its blocks."""
+        """Repeat one entry per super-block for each of its blocks."""
         groups = -(-supers.columns // self.block_size)
         index = torch.arange(groups, device=part.device) // (self.super_block_size // self.block_size)
         return part.index_select(-1, index)
 
     def _scales(self, parts: Parts, grid: Grid, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """What codes are multiplied by, and what is subtracted then: one per block of the rows, float32."""
+        """Return the factor and the subtrahend (or ``None``) of each block of the rows, float32."""
         blocks, supers = self._grids(grid.shape)
         scale = self._over_blocks(supers.pick(parts["super_scale"], start, stop).float(), supers)
         if self.scale_bits:
@@ -198,8 +184,8 @@ class SuperBlocks(Scheme):
         low = self._over_blocks(supers.pick(parts["super_min"], start, stop).float(), supers)
         return scale, low * blocks.pick(parts["min"], start, stop).float()
 
-    def _rows(self, parts: Parts, grid: Grid, start: int, stop: int) -> Tensor:
-        """The rows from ``start`` to ``stop``, float32."""
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """Return the rows from ``start`` to ``stop``, float32."""
         blocks, _ = self._grids(grid.shape)
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         if self.table is not None:
@@ -214,7 +200,7 @@ class SuperBlocks(Scheme):
         return (x * scale).sub_(low).reshape(stop - start, grid.columns)
 
     def _fit(self, values: Tensor) -> dict[str, Tensor]:
-        """The scales and minima that fit ``values``: none of them clips."""
+        """Return the scales and minima that fit ``values`` without clipping any."""
         blocks, supers = self._grids(tuple(values.shape))
         high, low = blocks.reduce(values, torch.amax), -blocks.reduce(values, torch.amin)
         check_finite(torch.maximum(high.abs(), low.abs()), values)
@@ -236,7 +222,7 @@ class SuperBlocks(Scheme):
         return parts
 
     def _under_supers(self, scale: Tensor, supers: Grid) -> tuple[Tensor, Tensor]:
-        """Integers, and the float16 number above each super-block of them, whose products reach each ``scale``."""
+        """Return integers, and a float16 number per super-block of them, whose products reach each ``scale``."""
         largest = (1 << (self.scale_bits if self.minimum else self.scale_bits - 1)) - 1
         ratio = self.super_block_size // self.block_size
         top = fold(scale, ratio, scale.dim() - 1, torch.amax) if scale.numel() else scale.new_zeros(supers.scale_shape)
@@ -244,37 +230,24 @@ class SuperBlocks(Scheme):
         times = (scale / self._over_blocks(over.float(), supers)).ceil().clamp(0, largest)
         return times.to(torch.uint8 if self.minimum else torch.int8), over
 
-    def _quantize(self, values: Tensor, parts: dict[str, Tensor]) -> None:
-        if values.numel() == 0:
-            return
-        blocks, _ = self._grids(tuple(values.shape))
-        table = parts["qdata"].view(blocks.rows, -1)
-        for start, stop in blocks.chunks():
-            scale, low = self._scales(parts, blocks, start, stop)
-            x = rows(values, start, stop).float()
-            if low is None:
-                x, scale = blocks.align(x, scale)
-                codes = self._codes(x / torch.where(scale == 0, 1.0, scale))
-            else:
-                x, scale, low = blocks.align(x, scale, low)
-                codes = self._above(x, scale, low)
-            packed = pack(codes.reshape(stop - start, blocks.columns), self.bits)
-            table[start:stop, : packed.shape[1]].copy_(packed)
-            table[start:stop, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        scale, low = self._scales(parts, grid, start, stop)
+        if low is None:
+            x, scale = grid.align(x, scale)
+            codes = self._codes(x / torch.where(scale == 0, 1.0, scale))
+        else:
+            x, scale, low = grid.align(x, scale, low)
+            codes = self._above(x, scale, low)
+        pack_into(codes.reshape(stop - start, grid.columns), self.bits, out)
 
     def _codes(self, x: Tensor) -> Tensor:
-        """The code whose level is nearest to each element of ``x``."""
+        """Return the code whose level is nearest to each element of ``x``."""
         if self.table is None:
             return x.round().add_(self.offset).clamp_(0, (1 << self.bits) - 1).to(torch.uint8)
-        thresholds, order = self._nearest
-        nearest = count_above(x, thresholds)
-        if order == tuple(range(len(order))):
-            return nearest
-        codes = torch.tensor(order, dtype=torch.uint8, device=x.device)
-        return codes.index_select(0, nearest.reshape(-1).int()).view(nearest.shape)
+        return nearest_code(x, *self._nearest)
 
     def _above(self, x: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-        """The code that decodes nearest to ``x`` above a minimum: a float32 sum may have hidden which it is."""
+        """Return the code that decodes nearest to ``x`` above a minimum, also where a float32 sum has hidden it."""
         steps = (1 << self.bits) - 1
         middle = ((x + low) / torch.where(scale == 0, 1.0, scale)).round_().clamp_(0, steps)
         middle = torch.where(scale == 0, 0.0, middle)
@@ -286,7 +259,7 @@ class SuperBlocks(Scheme):
         return best.to(torch.uint8)
 
     def _half_gaps(self) -> list[float]:
-        """For each code, how far from its level a number may lie that is nearest to it; at the ends as far inwards."""
+        """Return, for each code, how far from its level a number nearest to it may lie; ends as far as inwards."""
         distinct = sorted(set(self._levels))
         place = {level: i for i, level in enumerate(distinct)}
         gaps = [(b - a) / 2 for a, b in itertools.pairwise(distinct)]
@@ -295,7 +268,7 @@ class SuperBlocks(Scheme):
 
 
 def _rounded_up(scale: Tensor, empty: int = 1) -> Tensor:
-    """``scale`` as float16 and not smaller; ``empty`` where it is 0. SchemeError if it does not fit."""
+    """Round ``scale`` up to float16, ``empty`` where it is 0. Raise SchemeError if it does not fit."""
     stored = scale.clamp_min(TINY).to(_HALF)
     bits = stored.view(torch.int16)  # of a number that is not negative, the next larger one has the next bits
     stored = torch.where(stored.float() < scale, bits + 1, bits).clamp_min(1).view(_HALF)

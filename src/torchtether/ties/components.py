@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from .._gc import uncollected
 from ..errors import TieError
-from ..geometry.blocks import Block, blocks_of, is_strided, lone_spans
-from ..geometry.groups import Groups, overlapping
+from ..geometry.blocks import MemoryBlock, blocks_of, is_strided, lone_spans
+from ..geometry.groups import DisjointSets, overlapping
 from ..geometry.views import Shape, View
 from ..weights.weight import Weight
 from .names import Tensors, distinct_tensors, named_tensors
@@ -127,10 +127,10 @@ def _whole(dtype: torch.dtype, size: Shape, stride: Shape) -> View:
     return View(dtype, tuple(size), stride)
 
 
-def _groups(blocks: Sequence[Sequence[Block]]) -> list[list[int]]:
+def _groups(blocks: Sequence[Sequence[MemoryBlock]]) -> list[list[int]]:
     """Return the indices of ``blocks``, grouped by overlap, in order of their first index."""
-    groups = Groups(len(blocks))
-    spaces: dict[object, list[tuple[int, Block]]] = {}
+    groups = DisjointSets(len(blocks))
+    spaces: dict[object, list[tuple[int, MemoryBlock]]] = {}
     for i, own in enumerate(blocks):
         for block in own:
             spaces.setdefault(block.space, []).append((i, block))
@@ -142,7 +142,7 @@ def _groups(blocks: Sequence[Sequence[Block]]) -> list[list[int]]:
     return groups.lists()
 
 
-def _component(found: Sequence[tuple[Tensor, Sequence[str], tuple[Block, ...]]]) -> Component:
+def _component(found: Sequence[tuple[Tensor, Sequence[str], tuple[MemoryBlock, ...]]]) -> Component:
     dtypes = {tensor.dtype for tensor, _, _ in found}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if any(not has_own_memory(tensor) or not blocks for tensor, _, blocks in found):
@@ -173,7 +173,7 @@ def _own_view(tensor: Tensor) -> View:
     return View(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), stride)
 
 
-def _aligned(spans: Sequence[Block]) -> int:
+def _aligned(spans: Sequence[MemoryBlock]) -> int:
     """Return the last byte at or before the first of ``spans`` from which each is a whole number of its elements."""
     first = min(span.start for span in spans)
     for start in range(first, first - 16, -1):

@@ -1,7 +1,49 @@
-"""Functions of torch's dispatch that have no public name."""
+"""Ops as torch's dispatcher knows them, and trees of arguments. There are no public names for any of it."""
 
 from __future__ import annotations
 
-from torch.utils._pytree import tree_flatten, tree_map_only  # arguments of any nesting, as torch itself walks them
+from importlib import import_module
+from typing import Any
 
-__all__ = ["tree_flatten", "tree_map_only"]
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+__all__ = [
+    "OpOverload",
+    "can_decompose",
+    "define_collectives",
+    "has_kernel",
+    "is_composite",
+    "return_and_correct_aliasing",
+    "schema_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+
+def schema_of(op: Any) -> Any:
+    """Return the arguments and results of an op: which are written to is said nowhere else."""
+    return op._schema
+
+
+def can_decompose(op: Any) -> bool:
+    """Return whether ``op.decompose`` has something to call; the public method only fails where it has not."""
+    return bool(op._can_decompose())
+
+
+def has_kernel(op: Any) -> bool:
+    """Return whether this build of torch has any kernel for an op that it declares."""
+    return bool(torch._C._dispatch_has_kernel(op.name()))
+
+
+def is_composite(op: Any) -> bool:
+    """Return whether an op is a function of other ops, gradients included; inference mode hands us these whole."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def define_collectives() -> None:
+    """Define the functional collectives among ``torch.ops``; only importing their module does."""
+    import_module("torch.distributed._functional_collectives")

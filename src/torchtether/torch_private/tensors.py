@@ -142,3 +142,13 @@ def storage_id(tensor: Tensor) -> int:
 def local_or_itself(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, any other tensor itself; ``to_local`` would make a graph of it."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+"""``make_wrapper(cls, size, strides=..., dtype=..., device=..., requires_grad=...)``: a tensor without memory.
+
+It is how torch documents that such subclasses are made; it has no public name.
+"""
+
+typed_storage: Callable[[Tensor], Any] = Tensor._typed_storage  # type: ignore[attr-defined]
+"""The typed storage without the warning of ``Tensor.storage``; torch's own code calls it."""

@@ -36,7 +36,7 @@ HOOKS: dict[str, Rule] = {}
 
 
 def rule(*ops: Any, kind: str = "rewritten") -> Callable[[_AnyRule], _AnyRule]:
-    """Registers the decorated function as the answer to ``ops``; a second answer for an op is an error."""
+    """Register the decorated function as the answer to ``ops``; raise TetherError for a second answer."""
 
     def register(function: _AnyRule) -> _AnyRule:
         for op in ops:
@@ -50,7 +50,7 @@ def rule(*ops: Any, kind: str = "rewritten") -> Callable[[_AnyRule], _AnyRule]:
 
 
 def refuse(*ops: Any, why: str) -> None:
-    """Records why ``ops`` raise, so that the error can say it."""
+    """Record why ``ops`` raise, so that the error can say it."""
     for op in ops:
         if op in RULES or op in REFUSED:
             raise TetherError(f"{op} has a rule already", fix="Remove one of the two.")

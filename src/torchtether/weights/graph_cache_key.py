@@ -16,7 +16,7 @@ _OF_OTHERS = ("torch", *sys.stdlib_module_names)  # a cache knows their versions
 
 
 def digest_of_code(*kinds: type) -> str:
-    """A digest of this package and of the files that define ``kinds`` and the classes that they derive from.
+    """Return a digest of this package, of the files that define ``kinds``, and of those of their bases.
 
     It is new in every process where that is not known: where a class has no file, as in a notebook, or where a file was
     written after the process began, so that what runs may be older. What a file imports does not count.
@@ -26,7 +26,7 @@ def digest_of_code(*kinds: type) -> str:
 
 @lru_cache(maxsize=1024)
 def _digest(kind: type) -> str:
-    """By class, not by module: that of a notebook defines a class again and again."""
+    """Return the digest by class, not by module: a notebook defines a class again and again."""
     package = kind.__module__.partition(".")[0]
     if package in _OF_OTHERS:
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,19 +13,8 @@ from ..errors import UnsupportedOpError
 from ..torch_private.tensors import as_plain
 
 
-def share(tensors: Iterable[Tensor]) -> None:
-    """Every one of ``tensors`` lies in shared memory."""
-    for tensor in tensors:
-        tensor.share_memory_()
-
-
-def are_shared(tensors: Iterable[Tensor]) -> bool:
-    """Whether every one of ``tensors`` lies in shared memory."""
-    return all(tensor.is_shared() for tensor in tensors)
-
-
 def to_pickle(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """``tensors`` as plain pickle takes them, and the dtypes of those that travel as bytes.
+    """Return ``tensors`` as plain pickle takes them, and the dtypes of those that travel as bytes.
 
     Plain pickle has no storages of float8 types.
 
@@ -37,7 +26,7 @@ def to_pickle(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def from_pickle(tensors: Mapping[str, Tensor], float8: Mapping[str, str]) -> dict[str, Tensor]:
-    """The inverse of ``to_pickle``; SchemeError for a name that is no dtype's."""
+    """Invert ``to_pickle``. Raise SchemeError for a name that is no dtype's."""
     return {name: one.view(dtype_from_name(float8[name])) if name in float8 else one for name, one in tensors.items()}
 
 
@@ -80,7 +69,7 @@ for _name in _OF_MEMORY:
 
 
 def empty_storage(tensor: Tensor, ask: Callable[[Tensor], Any] = Tensor.untyped_storage) -> Any:
-    """What ``ask`` says of the storage of a wrapper, which refuses from now on what would crash.
+    """Return the storage of a wrapper (or ``ask`` of it), which from now on refuses ops that would crash.
 
     >>> from torchtether import Weight, int8
     >>> storage = Weight.encode(torch.ones(2, 4), int8()).untyped_storage()

@@ -15,7 +15,7 @@ from .weight import Weight
 
 @rule(Tensor.module_load)
 def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
-    """What the Parameter ``held`` becomes when the state dict gives ``given``.
+    """Return the tensor that the Parameter ``held`` becomes when the state dict gives ``given``.
 
     ========  =====================  ============================================  ==================================
     held      given                  assign=False                                  assign=True
@@ -70,7 +70,7 @@ def _check_in_place(held: Weight, tie: Tie, given: Tensor) -> None:
 
 
 def encoded_as(held: Weight, given: Tensor) -> Weight:
-    """``given``, on its own device and in its own dtype, in the scheme, order and tie of ``held``."""
+    """Encode ``given``, on its own device and in its own dtype, in the scheme, order and tie of ``held``."""
     if held.scheme.transparent:  # the given tensor itself, whatever its strides
         return Weight.encode(given, held.scheme, tie=held.spec.tie)
     order = held.spec.order

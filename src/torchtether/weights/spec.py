@@ -22,7 +22,7 @@ ACTIVATIONS = ("int8", "float8")
 
 @dataclass(frozen=True)
 class Tie:
-    """The names under which one tensor is registered, owner first.
+    """Hold the names under which one tensor is registered, owner first.
 
     The owner is what a checkpoint stores; every other name is an alias and is made again on load.
     ``views[i]`` is ``None`` where ``names[i]`` is the owner's very object or an equal view of all of it,
@@ -53,12 +53,12 @@ class Tie:
 
     @property
     def owner(self) -> str:
-        """The name under which the tensor is stored."""
+        """Return the name under which the tensor is stored."""
         return self.names[0]
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Every name but the owner's."""
+        """Return every name but the owner's."""
         return self.names[1:]
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Tie:
         return " = ".join(words)
 
     def to_json(self) -> dict[str, Any]:
-        """The tie as JSON values, which ``from_json`` reads."""
+        """Return the tie as JSON values, which ``from_json`` reads."""
         return {
             "names": list(self.names),
             "views": [view and view.to_json() for view in self.views],
@@ -78,7 +78,7 @@ class Tie:
 
     @staticmethod
     def from_json(record: Any) -> Tie:
-        """What ``to_json`` wrote. Raises TieError for anything else."""
+        """Return what ``to_json`` wrote. Raises TieError for anything else."""
         if not isinstance(record, dict) or record.keys() != {"names", "views", "objects"}:
             raise TieError("a tie record needs exactly names, views and objects")
         names, views, objects = record["names"], record["views"], record["objects"]
@@ -94,7 +94,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Everything that a Weight is, besides its parts.
+    """Hold everything that a Weight is, besides its parts.
 
     ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
     ``activations`` is what inputs of ``F.linear`` are rounded to, ``"int8"`` or ``"float8"``, if they are.
@@ -114,30 +114,30 @@ class WeightSpec:
 
     @staticmethod
     def of(shape: Shape, dtype: torch.dtype, scheme: Scheme, tie: Tie | None = None) -> WeightSpec:
-        """The spec of a contiguous Weight."""
+        """Return the spec of a contiguous Weight."""
         return WeightSpec(tuple(shape), contiguous_stride(tuple(shape)), dtype, scheme, tie)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSpec:
         return self  # nothing in it changes, and compilers compare a copy with what was copied at every call
 
     def replace(self, **changes: Any) -> WeightSpec:
-        """The spec with other values of the fields that are given."""
+        """Return the spec with other values of the fields that are given."""
         return dataclasses.replace(self, **changes)
 
     def shaped(self, shape: Shape, *, scheme: Scheme | None = None, tie: Tie | None = None) -> WeightSpec:
-        """The spec of a contiguous Weight of ``shape`` that is else like this one, but for its tie."""
+        """Return the spec of a contiguous Weight of ``shape`` that is else like this one, but for its tie."""
         return self.replace(
             shape=tuple(shape), stride=contiguous_stride(tuple(shape)), scheme=scheme or self.scheme, tie=tie
         )
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The permutation that turns the contiguous base tensor, which the parts describe, into this one."""
+        """Return the permutation of the contiguous base tensor, which the parts describe, that is this one."""
         return _order(self.shape, self.stride)
 
     @property
     def base(self) -> Shape:
-        """The shape of the contiguous tensor that the parts describe."""
+        """Return the shape of the contiguous tensor that the parts describe."""
         shape = [0] * len(self.shape)
         for dim, source in enumerate(self.order):
             shape[source] = self.shape[dim]
@@ -145,15 +145,15 @@ class WeightSpec:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the outside has the order of the parts."""
+        """Return whether the outside has the order of the parts."""
         return self.order == tuple(range(len(self.shape)))
 
     def permute(self, order: tuple[int, ...]) -> WeightSpec:
-        """The spec of ``tensor.permute(order)``."""
+        """Return the spec of ``tensor.permute(order)``."""
         return self.replace(shape=tuple(self.shape[d] for d in order), stride=tuple(self.stride[d] for d in order))
 
     def to_json(self) -> dict[str, Any]:
-        """The weight as JSON values, which ``from_json`` reads."""
+        """Return the weight as JSON values, which ``from_json`` reads."""
         record: dict[str, Any] = {
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
@@ -169,7 +169,7 @@ class WeightSpec:
 
     @staticmethod
     def from_json(record: Any) -> WeightSpec:
-        """What ``to_json`` wrote. Raises SchemeError for anything else."""
+        """Return what ``to_json`` wrote. Raises SchemeError for anything else."""
         if not isinstance(record, dict) or not {"shape", "dtype", "scheme"} <= record.keys():
             raise SchemeError("a weight record needs shape, dtype and scheme")
         shape = _numbers(record["shape"], "shape")
@@ -192,7 +192,7 @@ def _numbers(value: Any, what: str) -> Shape:
 
 @lru_cache(maxsize=4096)
 def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
-    """Among equal strides at most one size exceeds 1, and a contiguous tensor has that one outermost."""
+    """Return the order of dimensions: of equal strides at most one size exceeds 1, and that one is outermost."""
     base = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] <= 1, d))
     if contiguous_stride(tuple(shape[d] for d in base)) != tuple(stride[d] for d in base):
         raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
@@ -200,7 +200,7 @@ def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
 
 
 def order_of(view: View, owner: Tensor) -> tuple[int, ...] | None:
-    """The permutation that turns the contiguous ``owner`` into ``view``; ``None`` if it is no permutation."""
+    """Return the permutation of the contiguous ``owner`` that is ``view``; ``None`` if there is none."""
     if view.dtype != owner.dtype or view.offset or not owner.is_contiguous():
         return None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
+from ..torch_private.dispatching import OpOverload, is_composite, return_and_correct_aliasing
+from ..torch_private.tensors import as_plain, make_wrapper
 from .dispatch import ATTACHED, FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
+from .exporting import Exporting
 from .graph_cache_key import digest_of_code
-from .inner import are_shared, from_pickle, share, to_pickle
+from .inner import from_pickle, to_pickle
 from .products import PREFIX, Layout, layout_of
 from .spec import Tie, WeightSpec
 
@@ -29,8 +29,8 @@ _UNKNOWN: Any = object()
 _is_compiling = torch.compiler.is_compiling
 
 
-class Weight(Tensor):
-    """A tensor that is stored as the *parts* of a scheme and knows its ties.
+class Weight(Exporting):
+    """Hold a tensor as the *parts* of a scheme, with its ties.
 
         weight.parts    the plain tensors that hold it, e.g. qdata (N, K) int8, scale (N, 1) float32
         weight.spec     WeightSpec(shape, stride, dtype, scheme, tie, activations); ``dtype`` is the compute dtype
@@ -51,7 +51,6 @@ class Weight(Tensor):
     _names: tuple[str, ...]
     _cut: tuple[str, ...]
     _kernel_layout: Layout | None
-    _is_param: bool
 
     @staticmethod
     def __new__(
@@ -64,7 +63,7 @@ class Weight(Tensor):
         first = next(iter(parts.values()))
         # A wrapper of normal parts is a normal tensor, also when inference mode asks for a view of it: as in torch.
         with torch.inference_mode(first.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
-            made: Weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: Weight = make_wrapper(
                 cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=first.device, requires_grad=requires_grad
             )
         return made
@@ -76,7 +75,7 @@ class Weight(Tensor):
         requires_grad: bool = False,
         cut: tuple[str, ...] = (),
     ) -> None:
-        """Wraps ``parts`` as they are; use ``Weight.encode`` to make one from values.
+        """Wrap ``parts`` as they are; use ``Weight.encode`` to make one from values.
 
         ``cut`` names, in rows of a larger Weight, the parts that its other rows need too, and that must not change.
         """
@@ -89,7 +88,7 @@ class Weight(Tensor):
 
     @classmethod
     def encode(cls, values: Tensor, scheme: Scheme, *, tie: Tie | None = None) -> Weight:
-        """A new Weight that holds the given values (any strides, any float dtype) in ``scheme``, without a graph.
+        """Return a new Weight that holds ``values`` (any strides, any float dtype) in ``scheme``, without a graph.
         It is contiguous.
 
         Raises SchemeError if the shape does not fit, or the values are not floating point or not finite.
@@ -119,27 +118,27 @@ class Weight(Tensor):
 
     @property
     def spec(self) -> WeightSpec:
-        """The facts: shape, stride, compute dtype, scheme, tie."""
+        """Return the facts: shape, stride, compute dtype, scheme, tie."""
         return self._spec
 
     @property
     def scheme(self) -> Scheme:
-        """How values become parts."""
+        """Return the scheme, by which values become parts."""
         return self._spec.scheme
 
     @property
     def tie(self) -> Tie | None:
-        """The names under which this tensor was registered when its tie was recorded."""
+        """Return the names under which this tensor was registered when its tie was recorded."""
         return self._spec.tie
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """The plain tensors that hold the Weight, by name, in the scheme's order; a read-only view."""
+        """Return the plain tensors that hold the Weight, by name, in the scheme's order; a read-only view."""
         return MappingProxyType({name: getattr(self, _PART + name) for name in self._names})
 
     @property
     def kernel_layout(self) -> Layout | None:
-        """How the compiled kernels see the parts; ``None`` where they cannot, or where its strides are turned."""
+        """Return how the compiled kernels see the parts; ``None`` if they cannot, or if it is transposed."""
         found = self._kernel_layout
         if found is _UNKNOWN:  # it follows from the spec
             spec = self._spec
@@ -148,18 +147,18 @@ class Weight(Tensor):
         return found
 
     def set_activations(self, activations: str | None) -> None:
-        """``F.linear`` with this Weight rounds its inputs to ``activations``, ``"int8"`` or ``"float8"``, or not."""
+        """Let ``F.linear`` round its inputs to ``activations``, ``"int8"`` or ``"float8"``; ``None``: not at all."""
         self._kernel_layout = None  # meanwhile no kernel is called from another thread
         self._spec = self._spec.replace(activations=activations)
         self._kernel_layout = _UNKNOWN
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(part.nbytes for part in self.parts.values())
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The values, as a new plain tensor of this shape, stride and dtype; gradients flow through unchanged.
+        """Return the values as a new plain tensor of this shape, stride and dtype; gradients flow through.
 
         What is beyond the range of the dtype is infinite, as in any conversion; ``.to(torch.float32)`` has it again.
         """
@@ -169,7 +168,7 @@ class Weight(Tensor):
         return self.values_of().clone() if self.scheme.transparent else self.values_of()
 
     def values_of(self) -> Tensor:
-        """The values outside of autograd; for a transparent scheme the very tensor that is wrapped."""
+        """Return the values outside of autograd; for a transparent scheme the very tensor that is wrapped."""
         spec = self._spec
         if spec.scheme.transparent:
             (tensor,) = self.parts.values()
@@ -184,31 +183,31 @@ class Weight(Tensor):
         *,
         cut: tuple[str, ...] | None = None,
     ) -> Weight:
-        """The Weight whose parts are ``function`` of these. Every Weight that comes from a Weight is made here."""
+        """Return the Weight with ``function`` of these parts. Every Weight that comes from a Weight is made here."""
         parts = {name: function(part) for name, part in self.parts.items()}
         return type(self)(parts, spec or self._spec, cut=self._cut if cut is None else cut)
 
     def with_parts(
         self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
-        """The Weight with other parts of the same names."""
+        """Return the Weight with other parts of the same names."""
         return self.map_named(lambda name, _: parts[name], spec, cut=cut)
 
     def map_named(
         self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
-        """As ``map``, for functions that need the part's name."""
+        """Return what ``map`` does, for functions that need the part's name."""
         return type(self)(
             {name: function(name, part) for name, part in self.parts.items()}, spec or self._spec, cut=cut
         )
 
     def around(self, tensor: Tensor) -> Weight:
-        """For a transparent scheme: the Weight that wraps ``tensor`` with this one's tie."""
+        """Wrap ``tensor`` with this one's tie, for a transparent scheme."""
         spec = self._spec.replace(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype)
         return self.map(lambda _: tensor, spec, cut=())
 
     def set_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Copies ``parts`` into the storage of these; all of them fit or nothing is written."""
+        """Copy ``parts`` into the storage of these; all of them fit or nothing is written."""
         held = self.parts
         for name, part in held.items():
             if parts[name].shape != part.shape:
@@ -222,7 +221,7 @@ class Weight(Tensor):
         for name, part in held.items():
             part.copy_(parts[name])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def _facts(self) -> list[str]:
         spec = self._spec
         words = [f"{spec.scheme}", f"shape={tuple(spec.shape)}", f"dtype={spec.dtype}", f"{self.nbytes} bytes"]
         if self.device.type != "cpu":
@@ -233,38 +232,7 @@ class Weight(Tensor):
             words.append(f"activations={spec.activations}")
         if spec.tie is not None:
             words.append(f"tie: {spec.tie}")
-        return f"{type(self).__name__}({', '.join(words)})"
-
-    # -- its values elsewhere: torch would refuse without a way out, or read the wrapper's null storage ------------
-
-    def tolist(self) -> Any:
-        """The values as nested lists of numbers."""
-        return self.dequantize().tolist()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """The values as a numpy array of its own memory, which is what ``numpy.asarray`` gives."""
-        if copy is False:
-            raise ValueError("copy=False: a numpy array cannot share the memory of a Weight")
-        values = self.dequantize().detach().cpu().numpy()
-        return values if dtype is None else values.astype(dtype, copy=False)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """With ``force``, the values as a numpy array of its own memory; without, an array would have to share it.
-
-        Raises UnsupportedOpError without ``force``.
-        """
-        if not force:
-            raise UnsupportedOpError(
-                "a numpy array cannot share the memory of a Weight", fix="Call .numpy(force=True), which copies."
-            )
-        return self.__array__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise UnsupportedOpError("DLPack cannot share the memory of a Weight", fix="Call .dequantize() on it first.")
-
-    def apply_(self, callable: Callable[..., Any]) -> Weight:
-        """Raises UnsupportedOpError: torch would write to memory that a Weight does not have."""
-        raise UnsupportedOpError("apply_ cannot write to a Weight", fix="Call .dequantize(), and copy_() the result.")
+        return words
 
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
@@ -278,7 +246,7 @@ class Weight(Tensor):
         return cls({name.removeprefix(_PART): part for name, part in inner.items()}, spec)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's cache of compiled graphs knows a Weight by: everything but its values.
+        """Return the key of torch's cache of compiled graphs: everything of a Weight but its values.
 
         The code that is traced for it counts, too, or graphs of another version would be run.
         """
@@ -306,7 +274,7 @@ class Weight(Tensor):
                 return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
         elif func in FOLDS:
             return FOLDS[func](func, *args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -319,9 +287,7 @@ class Weight(Tensor):
         answer = RULES.get(func)
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
-        if func not in REFUSED and torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        ):
+        if func not in REFUSED and is_composite(func):
             return func.decompose(*args, **kwargs)  # inference mode hands us composite ops whole
         raise UnsupportedOpError(
             f"{func} {REFUSED.get(func, 'has no rule for Weight')}", fix="Call .dequantize() on the Weight first."
@@ -329,18 +295,18 @@ class Weight(Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """What FSDP2 calls for the tensors to gather; ``ops.sharding`` says how."""
+        """Return the hook by which FSDP2 gets the tensors to gather; see ``ops.sharding``."""
         return HOOKS["fsdp_pre_all_gather"](self)  # type: ignore[no-any-return]
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """What FSDP2 calls with the gathered tensors; ``ops.sharding`` says how."""
+        """Return the hook that FSDP2 calls with the gathered tensors; see ``ops.sharding``."""
         return HOOKS["fsdp_post_all_gather"](self)  # type: ignore[no-any-return]
 
     # -- copying, pickling, sharing -------------------------------------------------------------------------------
 
     def _attributes(self) -> dict[str, Any]:
-        """What users have set on this tensor."""
+        """Return the attributes that users have set on this tensor."""
         own = {
             "_spec",
             "_names",
@@ -352,36 +318,21 @@ class Weight(Tensor):
         }
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
+    def _inner(self) -> Mapping[str, Tensor]:
+        return self.parts
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        if not self.is_leaf:
+        if id(self) not in memo and not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user support the deepcopy protocol at the moment"
             )
-        # torch's own deepcopy of the parts goes through ``memo`` by storage, so shared storage stays shared
-        made = type(self)({n: copy.deepcopy(p, memo) for n, p in self.parts.items()}, self._spec, cut=self._cut)
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
-        if isinstance(self, torch.nn.Parameter):
-            made._is_param = True
-        made.requires_grad_(self.requires_grad)
-        return made
+        return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
         is_param = isinstance(self, torch.nn.Parameter)
         parts, float8 = to_pickle(self.parts)
         return rebuild_weight, (parts, float8, spec, self.requires_grad, is_param, self._cut, self._attributes())
-
-    def share_memory_(self) -> Weight:  # torch's own walks the wrapper's null storage and crashes the process
-        """Moves every part to shared memory, in place."""
-        share(self.parts.values())
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether every part lies in shared memory."""
-        return are_shared(self.parts.values())
 
 
 class _Dequantize(torch.autograd.Function):
@@ -415,12 +366,9 @@ def rebuild_weight(
     cut: tuple[str, ...],
     attributes: dict[str, Any],
 ) -> Weight:
-    """What pickle calls. The spec is JSON, so that the only name a pickle may run is this one."""
-    weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), requires_grad, cut)
-    weight.__dict__.update(attributes)
-    if is_param:
-        weight._is_param = True
-    return weight
+    """Rebuild a Weight for pickle. The spec is JSON, so that the only name a pickle may run is this one."""
+    weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), cut=cut)
+    return weight._restore(requires_grad, is_param, attributes)
 
 
 rebuild_weight.__module__ = "torchtether"  # pickles know it by this name, wherever it is defined

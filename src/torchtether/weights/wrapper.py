@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._checks import describe
 from ..errors import TetherError, UnsupportedOpError
 from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Plain
-from ..torch_private.tensors import as_plain
-from .inner import are_shared, empty_storage, from_pickle, share, to_pickle
+from ..torch_private.dispatching import (
+    can_decompose,
+    return_and_correct_aliasing,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
+from ..torch_private.tensors import as_plain, make_wrapper
+from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec
+from .wrapping import Wrapping
 
 aten = torch.ops.aten
 
 _GEOMETRY = Plain()
 
 
-class WrapperTensor(Tensor):
-    """A tensor that is stored as inner tensors, with everything that torch expects of such a class.
+class WrapperTensor(Wrapping):
+    """Hold a tensor as inner tensors, with everything that torch expects of such a class.
 
     Subclass it, name the inner tensors and the metadata, and write ``decode``; with ``encode`` it can be written to
     as well.  It then passes every law of ``tt.testing.check_tensor_subclass``: it is detached, cloned, moved, emptied,
@@ -59,7 +64,6 @@ class WrapperTensor(Tensor):
     """The attributes that are constants."""
 
     _geometry: WeightSpec
-    _is_param: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -82,7 +86,7 @@ class WrapperTensor(Tensor):
         requires_grad: bool = False,
         **fields: Any,
     ) -> WrapperTensor:
-        """Wraps inner tensors as they are. ``shape`` is that of the first unless it is given."""
+        """Wrap inner tensors as they are. ``shape`` is that of the first unless it is given."""
         asked = {*cls.inner_names, *cls.metadata_names}
         if fields.keys() != asked or not cls.inner_names:
             raise TetherError(f"needs {sorted(asked)}, got {sorted(fields)}", name=cls.__name__)
@@ -98,7 +102,7 @@ class WrapperTensor(Tensor):
                 raise TetherError(f"{name} is a tensor, not metadata", name=cls.__name__, fix=fix)
         size = tuple(first.shape if shape is None else shape)
         steps = contiguous_stride(size) if stride is None else tuple(stride)
-        made: WrapperTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: WrapperTensor = make_wrapper(
             cls, size, strides=steps, dtype=dtype, device=first.device, requires_grad=requires_grad
         )
         made._geometry = WeightSpec(size, steps, dtype, _GEOMETRY)
@@ -107,38 +111,38 @@ class WrapperTensor(Tensor):
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do: a subclass with a constructor of its own writes ``__new__``, whatever it takes."""
+        """Do nothing: a subclass with a constructor of its own writes ``__new__``, whatever it takes."""
 
     # -- what a subclass writes -----------------------------------------------------------------------------------
 
     def decode(self) -> Tensor:
-        """The values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by plain tensor functions."""
+        """Return the values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by tensor functions."""
         raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which gives its values. Write it.")
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """The inner tensors of other ``values`` (of ``self.base``, dtype and device), with the metadata of this one."""
+        """Return the inner tensors of other ``values`` (of ``self.base``, dtype, device), with this one's metadata."""
         raise UnsupportedOpError(f"a {type(self).__name__} cannot be written to", fix="Give its class an encode().")
 
     # -- what it has ----------------------------------------------------------------------------------------------
 
     @property
     def inner_tensors(self) -> dict[str, Tensor]:
-        """The inner tensors by name; those that are None are left out."""
+        """Return the inner tensors by name; those that are None are left out."""
         found = {name: getattr(self, name) for name in self.inner_names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The constants by name."""
+        """Return the constants by name."""
         return {name: getattr(self, name) for name in self.metadata_names}
 
     @property
     def base(self) -> Shape:
-        """The shape of the contiguous tensor that the inner tensors describe: this one's before it was transposed."""
+        """Return the shape of the contiguous tensor that the inner tensors describe: this one before transposing."""
         return self._geometry.base
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The values as a new plain tensor of this shape, stride and dtype, outside of autograd."""
+        """Return the values as a new plain tensor of this shape, stride and dtype, outside of autograd."""
         with torch.no_grad():
             values = self.decode()
         return values if self._geometry.is_contiguous else values.permute(self._geometry.order)
@@ -146,24 +150,24 @@ class WrapperTensor(Tensor):
     def like(
         self, inner: Mapping[str, Tensor], geometry: WeightSpec | None = None, *, dtype: torch.dtype | None = None
     ) -> WrapperTensor:
-        """The same kind of tensor around ``inner``. Every one that comes from another is made here."""
+        """Wrap ``inner`` in the same kind of tensor. Every one that comes from another is made here."""
         what = geometry or self._geometry
-        return self._around(inner, self.metadata, dtype or what.dtype, what.shape, what.stride)
+        return self._wrap(inner, self.metadata, dtype or what.dtype, what.shape, what.stride)
 
     @classmethod
-    def _around(
+    def _wrap(
         cls, inner: Mapping[str, Tensor], metadata: Mapping[str, Any], dtype: torch.dtype, shape: Any, stride: Any
     ) -> WrapperTensor:
-        """One of this class, past whatever constructor it has."""
+        """Return a tensor of this class around ``inner``, past whatever constructor it has."""
         fields: dict[str, Any] = {**dict.fromkeys(cls.inner_names), **inner, **metadata}
         return WrapperTensor.__new__(cls, dtype=dtype, shape=shape, stride=stride, **fields)
 
     def map(self, function: Callable[[Tensor], Tensor], *, dtype: torch.dtype | None = None) -> WrapperTensor:
-        """The same kind of tensor whose inner tensors are ``function`` of these."""
+        """Return the same kind of tensor whose inner tensors are ``function`` of these."""
         return self.like({name: function(tensor) for name, tensor in self.inner_tensors.items()}, dtype=dtype)
 
     def encoded(self, values: Tensor) -> Mapping[str, Tensor]:
-        """What ``encode`` makes of values of this shape, checked to fit the inner tensors that are held."""
+        """Return ``encode`` of values of this shape, checked to fit the inner tensors that are held."""
         if not self._geometry.is_contiguous:
             values = values.permute([self._geometry.order.index(d) for d in range(values.dim())])
         made = self.encode(values.to(self.device, self.dtype).contiguous())
@@ -174,14 +178,13 @@ class WrapperTensor(Tensor):
         return made
 
     def write(self, inner: Mapping[str, Tensor]) -> None:
-        """Copies ``inner`` into the storage of the inner tensors that are held."""
+        """Copy ``inner`` into the storage of the inner tensors that are held."""
         for name, held in self.inner_tensors.items():
             held.copy_(inner[name])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def _facts(self) -> list[str]:
         words = [f"{name}={value}" for name, value in self.metadata.items()]
-        words += [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"device='{self.device}'"]
-        return f"{type(self).__name__}({', '.join(words)})"
+        return [*words, f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"device='{self.device}'"]
 
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class WrapperTensor(Tensor):
         cls, inner: Mapping[str, Tensor], context: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> WrapperTensor:
         dtype, metadata = context
-        return cls._around(inner, dict(metadata), dtype, outer_size, outer_stride)
+        return cls._wrap(inner, dict(metadata), dtype, outer_size, outer_stride)
 
     @classmethod
     def __torch_function__(
@@ -224,13 +227,13 @@ class WrapperTensor(Tensor):
         answer = _ANSWERS.get(func)
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
-        if func._can_decompose() and torch.is_inference_mode_enabled():  # which hands us composite ops whole
+        if can_decompose(func) and torch.is_inference_mode_enabled():  # which hands us composite ops whole
             return func.decompose(*args, **kwargs)
         if func.is_view:
             raise UnsupportedOpError(
                 f"{func} of a {cls.__name__} would be a copy, not a view", fix="Call .dequantize() on it first."
             )
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return _write(func, args, kwargs)
         plain_args, plain_kwargs = _values((args, kwargs))
         return func(*plain_args, **plain_kwargs)
@@ -238,34 +241,18 @@ class WrapperTensor(Tensor):
     # -- copying, pickling, sharing -------------------------------------------------------------------------------
 
     def _attributes(self) -> dict[str, Any]:
-        """What users have set on this tensor."""
+        """Return the attributes that users have set on this tensor."""
         own = {"_geometry", "_is_param", *self.inner_names, *self.metadata_names}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        made = self.like({name: copy.deepcopy(tensor.detach(), memo) for name, tensor in self.inner_tensors.items()})
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
-        if isinstance(self, torch.nn.Parameter):
-            made._is_param = True
-        return made.requires_grad_(self.requires_grad)  # type: ignore[return-value]
+    def _inner(self) -> Mapping[str, Tensor]:
+        return self.inner_tensors
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         inner, float8 = to_pickle(self.inner_tensors)
         how = (self.metadata, self.dtype, tuple(self.shape), tuple(self.stride()))
         is_param = isinstance(self, torch.nn.Parameter)
         return rebuild_wrapper, (type(self), inner, float8, how, self.requires_grad, is_param, self._attributes())
-
-    def share_memory_(self) -> WrapperTensor:  # torch's own walks the wrapper's null storage and crashes the process
-        """Moves every inner tensor to shared memory, in place."""
-        share(self.inner_tensors.values())
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether every inner tensor lies in shared memory."""
-        return are_shared(self.inner_tensors.values())
 
 
 def rebuild_wrapper(
@@ -277,14 +264,11 @@ def rebuild_wrapper(
     is_param: bool,
     attributes: dict[str, Any],
 ) -> WrapperTensor:
-    """What pickle calls."""
+    """Rebuild a WrapperTensor for pickle."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
         raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
-    made = kind._around(from_pickle(inner, float8), *how)
-    made.__dict__.update(attributes)
-    if is_param:
-        made._is_param = True
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+    made = kind._wrap(from_pickle(inner, float8), *how)
+    return made._restore(requires_grad, is_param, attributes)
 
 
 rebuild_wrapper.__module__ = "torchtether"  # pickles know it by this name, wherever it is defined
@@ -314,7 +298,7 @@ def _clone(func: Any, tensor: WrapperTensor, *, memory_format: torch.memory_form
 
 
 def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Tensor:
-    """Inner tensors move and keep their dtype; a float dtype becomes the one that values are decoded to."""
+    """Move inner tensors, which keep their dtype; a float dtype becomes the one that values decode to."""
     dtype = kwargs.pop("dtype", None) or tensor.dtype
     if not dtype.is_floating_point:
         return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
@@ -323,7 +307,7 @@ def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Tensor:
 
 
 def _empty_like(func: Any, tensor: WrapperTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """Zeros, so that no inner index is wild."""
+    """Return zeros, so that no inner index is wild."""
     if not (dtype or tensor.dtype).is_floating_point:
         return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
     kwargs.pop("memory_format", None)
@@ -337,7 +321,7 @@ def _permute(func: Any, tensor: WrapperTensor, *args: Any) -> WrapperTensor:
 
 
 def _copy_(func: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> Tensor:
-    """``held`` stays what it is and takes the values of ``given``; like from like is copied as it is, unrounded."""
+    """Write the values of ``given`` to ``held``, which keeps its kind; like is copied from like unrounded."""
     if not isinstance(held, WrapperTensor):
         func(held, _values(given), non_blocking)
         return held
@@ -358,7 +342,7 @@ def _fits(given: Tensor, held: WrapperTensor) -> bool:
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an in-place op on the values, then encodes those that it wrote; all are encoded before one is written."""
+    """Run an in-place op on the values, then encodes those that it wrote; all are encoded before one is written."""
     decoded: dict[int, tuple[WrapperTensor, Tensor]] = {}
 
     def values(tensor: WrapperTensor) -> Tensor:
@@ -366,8 +350,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     plain_args, plain_kwargs = tree_map_only(WrapperTensor, values, (args, kwargs))
     answer = func(*plain_args, **plain_kwargs)
-    given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    given = [*zip(schema_of(func).arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in schema_of(func).arguments if argument.name in kwargs]
     places = [place for argument, place in given if argument.alias_info is not None and argument.alias_info.is_write]
     written = {id(leaf): leaf for leaf in tree_leaves(places) if isinstance(leaf, WrapperTensor)}
     encoded = [(tensor, tensor.encoded(decoded[key][1])) for key, tensor in written.items()]
@@ -378,7 +362,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _module_load(held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
-    """What the parameter ``held`` becomes: it keeps its kind whatever is given, and a plain one takes any."""
+    """Return the tensor that the parameter ``held`` becomes: of its own kind, unless it is plain."""
     if held.shape != given.shape:
         raise TetherError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
     if not assign:
@@ -388,8 +372,8 @@ def _module_load(held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
     if isinstance(given, WrapperTensor) or not isinstance(held, WrapperTensor):
         return given.detach()
     with torch.no_grad():
-        room = torch.empty_like(held, device=given.device, dtype=given.dtype)
-        return room.copy_(given).detach()
+        made = torch.empty_like(held, device=given.device, dtype=given.dtype)
+        return made.copy_(given).detach()
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {

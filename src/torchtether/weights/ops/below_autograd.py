@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """What ``mm``, ``addmm`` and ``linear`` of a matrix and a Weight give, without its values in whole.
+    """Compute ``mm``, ``addmm`` or ``linear`` of a matrix and a Weight without decoding it in whole.
 
     ``None`` for every other call, which is then answered with the decoded values.
     """

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @rule(aten.empty_like.default)
 def empty_like(op: Any, weight: Weight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Weight | Tensor:
-    """Room for the same Weight (``to_empty`` asks for it). Parts shared by all rows are zeroed, so no index is wild."""
+    """Allocate the same Weight (for ``to_empty``); parts that all rows share are zeroed, so no index is wild."""
     dtype = dtype or weight.dtype
     if weight.scheme.transparent or not dtype.is_floating_point:
         made = _like(op, weight, dtype=dtype, **kwargs)
@@ -35,7 +35,7 @@ def empty_like(op: Any, weight: Weight, *, dtype: torch.dtype | None = None, **k
 def new_rows(
     op: Any, weight: Weight, size: Sequence[int], *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Weight | Tensor:
-    """More or fewer rows of the same kind (sharding pads with them); any other size or dtype is a plain tensor."""
+    """Allocate more or fewer rows of the same kind (sharding pads with them), else a plain tensor."""
     same_rows = len(size) == weight.dim() > 0 and tuple(size[1:]) == tuple(weight.shape[1:])
     if not same_rows or dtype not in (None, weight.dtype) or not weight.spec.is_contiguous:
         return _like(op, weight, size, dtype=dtype, **kwargs)
@@ -53,7 +53,7 @@ def new_rows(
 
 
 def _zeros_beside(scheme: Scheme, zeros: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``parts`` with codes that mean zero under its scales, where the scheme can encode under given scales."""
+    """Return ``parts`` with codes that mean zero under its scales, where the scheme can use given scales."""
     if "like" not in inspect.signature(scheme.encode).parameters or zeros.is_meta:
         return parts
     return {**parts, **{n: p for n, p in scheme.encode(zeros, like=parts).items() if n == "qdata"}}  # type: ignore[call-arg]
@@ -72,12 +72,12 @@ def _zeros_beside(scheme: Scheme, zeros: Tensor, parts: dict[str, Tensor]) -> di
     aten.new_empty_strided.default,
 )
 def plain_like(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Tensor:
-    """A plain tensor: optimizers keep their state in these, and quantized state would lose it."""
+    """Return a plain tensor: optimizers keep their state in these, and quantized state would lose it."""
     return _like(op, weight, *args, **kwargs)
 
 
 def _like(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Tensor:
-    """``op`` on a tensor on ``meta`` with the Weight's geometry, asked for the Weight's device."""
+    """Run ``op`` on a ``meta`` tensor with the Weight's geometry, for the Weight's device."""
     model = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
     kwargs["device"] = kwargs.get("device") or weight.device
     made: Tensor = op(model, *args, **kwargs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...torch_private.observers import is_observed, is_tracing
+from ...torch_private.tensors import as_plain
 from ..dispatch import SHORTCUTS, rule
 from ..products import cpu
 from ..weight import Weight
@@ -20,7 +21,7 @@ _is_compiling = torch.compiler.is_compiling
 
 @rule(torch.nn.functional.embedding)
 def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``weight[input]``: the rows are gathered first and decoded after, so the table is never decoded."""
+    """Return ``weight[input]``: rows are gathered first and decoded after, so the table is never decoded."""
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, traced(weight), *args, **kwargs)
@@ -38,21 +39,21 @@ def _is_row(weight: Weight, padding_idx: int | None) -> bool:
 
 
 def _plain_embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         made: Tensor = op(input, weight, *args, **kwargs)
     return made
 
 
 @rule(aten.embedding.default)
 def embedding_rows(op: Any, weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As ``embedding``, below autograd."""
+    """Return what ``embedding`` does, below autograd."""
     if not isinstance(weight, Weight):
         raise TypeError("the indices of an embedding cannot be a Weight")
     return gather(weight, indices)
 
 
 def gather(weight: Weight, indices: Tensor) -> Tensor:
-    """The decoded rows that ``indices`` (any shape, integer) name: shape ``(*indices.shape, *weight.shape[1:])``."""
+    """Return the decoded rows that ``indices`` (any shape, integer) name: ``(*indices.shape, *weight.shape[1:])``."""
     layout = None if _is_compiling() else weight.kernel_layout  # none where strides are turned
     if layout is not None and not is_observed():
         made = cpu.gather(layout, layout.pick_from(weight), weight._spec.dtype, indices)

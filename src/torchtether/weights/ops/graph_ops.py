@@ -45,7 +45,7 @@ _QUOTES = str.maketrans("'\"", "\"'")  # torch writes the text into C++ as it is
 
 
 def text_of(spec: WeightSpec) -> str:
-    """What the ops are told of a Weight: its spec as JSON, with single quotes."""
+    """Return what the ops know of a Weight: its spec as JSON, with single quotes."""
     return json.dumps(spec.replace(tie=None).to_json(), sort_keys=True).translate(_QUOTES)
 
 
@@ -68,7 +68,7 @@ def _weight_of(known: _Known, parts: Sequence[Tensor]) -> Weight:
 
 
 def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight: str) -> Tensor:
-    """``x @ weight.T + bias``."""
+    """Return ``x @ weight.T + bias``."""
     known = _known(weight)
     if known.layout is not None:
         made = by_kernel(known.layout, [parts[i] for i in known.order], x, bias, x.dtype)
@@ -84,7 +84,7 @@ torch.library.impl(LIBRARY, "any_linear", "CPU")(linear_in_graph)
 
 @torch.library.impl(LIBRARY, "gradient", "CPU")
 def gradient_in_graph(x: Tensor, parts: list[Tensor], weight: str) -> Tensor:
-    """``x @ weight``."""
+    """Return ``x @ weight``."""
     return gradient(x, _weight_of(_known(weight), parts))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ...schemes import same_bits
+from ...torch_private.dispatching import schema_of, tree_map_only
 from ..dispatch import rule
 from ..weight import Weight
 from .values import overloads
@@ -31,7 +31,7 @@ WRITES = """
 
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``op`` on the values of every Weight, then encodes those that it wrote; all are encoded before one is."""
+    """Run ``op`` on the values of every Weight, then encode those that it wrote; all are encoded before one is."""
     decoded: dict[int, tuple[Weight, Tensor]] = {}
 
     def values(weight: Weight) -> Tensor:
@@ -40,7 +40,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     plain_args, plain_kwargs = tree_map_only(Weight, values, (args, kwargs))
     op(*plain_args, **plain_kwargs)
     written: dict[int, Weight] = {}
-    for argument, value in zip(op._schema.arguments, args, strict=False):
+    for argument, value in zip(schema_of(op).arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, Weight):
@@ -49,11 +49,11 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     for weight, parts in encoded:
         if parts is not None:
             weight.set_parts(parts)
-    return args[0] if op._schema.returns else None
+    return args[0] if schema_of(op).returns else None
 
 
 def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
-    """The parts of ``values`` in the Weight's scheme and order; ``None`` where the values are its storage already.
+    """Encode ``values`` in the Weight's scheme and order; return ``None`` if they are its storage already.
 
     Scales that still suit stay, or each step of an optimizer would wear the values down, also with zero gradients.
     """
@@ -65,7 +65,7 @@ def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
 
 
 def _beside(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``parts`` of ``values``, or those under the held scales where only they leave the parts of other rows alone.
+    """Return ``parts`` of ``values``, or those under the held scales if only they spare the parts of other rows.
 
     That is where the held scales hold the values exactly, as they do zeros: ``nn.Embedding`` clears its padding row.
     """
@@ -81,7 +81,7 @@ def _beside(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[st
 
 @rule(aten.copy_.default)
 def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> Tensor:
-    """``held`` keeps its scheme (or stays plain) and takes the values of ``given``; equal schemes copy part by part."""
+    """Write the values of ``given`` to ``held``, which keeps its scheme; equal schemes copy part by part."""
     if not isinstance(held, Weight):
         op(held, given.values_of() if isinstance(given, Weight) else given, non_blocking)
         return held

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...torch_private.observers import is_observed, is_tracing
+from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..products import cpu, rounding
 from ..weight import Weight
@@ -16,7 +17,7 @@ from .product import by_kernel, decoded_linear, is_batch, is_strided, plain_line
 
 @rule(torch.nn.functional.linear)
 def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input @ weight.T + bias``.
+    """Return ``input @ weight.T + bias``.
 
     Where a graph is recorded, autograd runs on the Weight itself: it saves the Weight, not its values, and lets the
     gradient of ``input`` through whether or not the Weight is frozen.
@@ -41,8 +42,8 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
 def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
-    """The product, where the other factor is a batch of matrices one matrix with all of their rows."""
-    with torch._C.DisableTorchFunctionSubclass():
+    """Return the product; a batch of matrices is one matrix with all of their rows."""
+    with as_plain():
         if op is Tensor.__rmatmul__:
             op, first, second = torch.matmul, second, first
         if not kwargs and _is_matrix(second) and is_batch(first):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
+from ...torch_private.tensors import as_plain
 from ..dispatch import refuse, rule
 from ..weight import Weight
 from .padding import copy_padding, keep_padding, whole_of
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 
 @rule(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default, kind="lifted")
 def lift(op: Any, weight: Weight) -> Weight:
-    """The same parts under a new wrapper."""
+    """Return the same parts under a new wrapper."""
     return keep_padding(weight.map(op), weight)
 
 
@@ -34,7 +35,7 @@ def is_pinned(op: Any, weight: Weight, device: Any = None) -> bool:
 
 @rule(aten.clone.default, kind="lifted")
 def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None = None) -> Weight:
-    """Every part copied; the strides can only stay, because the parts know one order."""
+    """Copy every part; the strides can only stay, because the parts know one order."""
     if weight.scheme.transparent:
         return weight.around(op(weight.values_of(), memory_format=memory_format))
     if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
@@ -47,7 +48,7 @@ def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None 
 
 @rule(aten._to_copy.default, kind="lifted")
 def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
-    """Parts move; a float dtype becomes the compute dtype, and the parts keep theirs."""
+    """Move the parts; a float dtype becomes the compute dtype, and the parts keep theirs."""
     whole = whole_of(weight)
     if whole is not weight and "memory_format" not in kwargs:  # padded for a collective, so its copy is, too
         return first_rows(to_copy(op, whole, **kwargs), weight.shape[0])
@@ -74,7 +75,7 @@ def _keeps(weight: Weight, memory_format: torch.memory_format | None) -> bool:
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(op: Any, held: Tensor, given: Tensor) -> None:
-    """``held.data = given``: both must be Weights, or torch would change nothing and not say so."""
+    """Set ``held.data``: both must be Weights, or torch would change nothing and not say so."""
     if not (isinstance(held, Weight) and isinstance(given, Weight)):
         raise UnsupportedOpError(
             f".data of a {type(held).__name__} cannot become a {type(given).__name__}: torch would ignore it silently",
@@ -82,7 +83,7 @@ def set_data(op: Any, held: Tensor, given: Tensor) -> None:
         )
     if held.shape != given.shape:
         raise UnsupportedOpError(f".data of shape {tuple(held.shape)} cannot become one of {tuple(given.shape)}")
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         op(held, given)
     for name in held.parts:
         delattr(held, f"_part_{name}")

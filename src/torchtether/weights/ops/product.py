@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedOpError
 from ...torch_private.observers import is_observed, untraced
-from ...torch_private.tensors import any_requires_grad
+from ...torch_private.tensors import any_requires_grad, as_plain
 from ..products import ANY, Layout, chunks, cpu, int8pack, kernels_for, rounding
 from ..weight import Weight
 from .rows import cut_rows
@@ -32,7 +32,7 @@ def records_graph(*tensors: Any) -> bool:
 
 
 def traced(weight: Weight) -> Tensor:
-    """The values, which are a constant of the trace; it has no place for a Weight."""
+    """Return the values, which are a constant of the trace; it has no place for a Weight."""
     if records_graph(weight):
         fix = "Call requires_grad_(False) on it, or trace inside torch.no_grad()."
         raise UnsupportedOpError("torch.jit.trace cannot follow a Weight that requires grad", fix=fix)
@@ -41,7 +41,7 @@ def traced(weight: Weight) -> Tensor:
 
 
 def plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         if isinstance(weight, Weight) and is_batch(input):
             folded: Tensor = op(input.flatten(0, -2), weight, bias)
             return folded.view(*input.shape[:-1], weight.shape[0])
@@ -50,7 +50,7 @@ def plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = N
 
 
 def is_batch(x: Any) -> bool:
-    """Whether torch would rather repeat a Weight for each matrix of ``x`` than copy ``x`` to make it one matrix."""
+    """Return whether torch would repeat a Weight for each matrix of ``x`` rather than make ``x`` one matrix."""
     return is_strided(x) and not x.is_contiguous()
 
 
@@ -62,7 +62,7 @@ def is_strided(x: Any) -> bool:
 def by_kernel(
     layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """The product by the first kernel of the table that takes it, ``None`` if none does."""
+    """Return the product by the first kernel of the table that takes it, ``None`` if none does."""
     if x.dtype is not dtype:
         return None
     for kernel, most in layout.choices.get(dtype) or kernels_for(layout, dtype):
@@ -79,12 +79,12 @@ def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) 
     step = rows_at_once(weight)
     if step is None or input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type):
         return plain_linear(op, input, weight.values_of(), bias)
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain():
         return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, decoder(weight))
 
 
 def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """The same of rounded inputs, where no kernel rounds them itself; no graph is recorded of it.
+    """Return the product of rounded inputs, where no kernel rounds them itself; no graph is recorded of it.
 
     Rounded once, at the end; on processors with fast products of 16 bits, and on GPUs, the product is also rounded
     before it has its scale and the bias.
@@ -117,7 +117,7 @@ def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
 
 
 def _by_engine(kind: str, x: Tensor, weight: Weight) -> Tensor | None:
-    """The product of 8-bit codes with 8-bit codes, ``None`` where torch has none for them."""
+    """Return the product of 8-bit codes with 8-bit codes, ``None`` where torch has none for them."""
     if not x.is_cuda or not weight.is_cuda or not weight.spec.is_contiguous:
         return None
     rows = x.numel() // x.shape[-1]
@@ -129,12 +129,12 @@ def _by_engine(kind: str, x: Tensor, weight: Weight) -> Tensor | None:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """What the GPU can do, (0, 0) where there is none: fake tensors have devices that are not there."""
+    """Return the compute capability of the GPU, (0, 0) without one: fake tensors have absent devices."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def rows_at_once(weight: Weight) -> int | None:
-    """How many rows to decode at once; ``None``: all, because they are few, or because rows cannot be cut there."""
+    """Return how many rows to decode at once; ``None``: all, if they are few or cannot be cut."""
     limit = min(SCRATCH, CACHED) if weight.dtype.itemsize == 2 and weight.is_cpu else SCRATCH
     if weight.dim() != 2 or weight.scheme.transparent or not weight.spec.is_contiguous:
         return None
@@ -166,7 +166,7 @@ def same(part: Tensor) -> Tensor:
 
 
 def gradient(x: Tensor, base: Weight) -> Tensor:
-    """``x @ base``."""
+    """Return ``x @ base``."""
     step = rows_at_once(base)
     if step is None:
         return chunks.times(x, base.values_of()).to(x.dtype)

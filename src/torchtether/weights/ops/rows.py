@@ -38,7 +38,7 @@ def first_rows(weight: Tensor, count: int) -> Tensor:
 
 
 def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
-    """The parts of rows ``start:stop`` of the base tensor, as views.
+    """Return the parts of rows ``start:stop`` of the base tensor, as views.
 
     Raises UnsupportedOpError where a block would be cut in two, or the scheme does not take so few rows.
 
@@ -58,7 +58,7 @@ def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
 
 
 def shared_by_rows(weight: Weight) -> tuple[str, ...]:
-    """The parts of some rows of ``weight`` that other rows need, too: those that ``cut_rows`` leaves whole."""
+    """Return the parts of some rows of ``weight`` that other rows need, too: ``cut_rows`` leaves them whole."""
     base = weight.spec.base
     row = math.prod(base[1:])
     layout = weight.scheme.layout(base).items()
@@ -69,7 +69,7 @@ def shared_by_rows(weight: Weight) -> tuple[str, ...]:
 def part_rows(
     layout: Mapping[str, Part], shape: Shape, start: int, stop: int, *, ends_in_padding: bool = False
 ) -> dict[str, slice | None]:
-    """The dim-0 entries of each part that hold rows ``start:stop`` of ``shape``; ``None`` for a part that all need.
+    """Return the dim-0 entries of each part that hold rows ``start:stop``; ``None`` for a part that all need.
 
     With ``ends_in_padding`` nothing of interest lies behind ``stop``, as if the tensor ended there.
 
@@ -99,12 +99,12 @@ def part_rows(
 
 
 def view_parts(scheme: Scheme, parts: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """The parts reshaped, without copying, to what ``scheme`` lays out for ``shape``."""
+    """Reshape the parts, without copying, to the layout of ``scheme`` for ``shape``."""
     return {name: parts[name].view(part.shape) for name, part in scheme.layout(shape).items()}
 
 
 def take_rows(weight: Weight, index: Tensor) -> dict[str, Tensor] | None:
-    """The parts of the rows named by the 1-D ``index``, copied; ``None`` where rows share an entry of a part."""
+    """Copy the parts of the rows that the 1-D ``index`` names; return ``None`` where rows share an entry."""
     shape = weight.spec.base
     row = math.prod(shape[1:])
     taken = {}
@@ -123,7 +123,7 @@ def take_rows(weight: Weight, index: Tensor) -> dict[str, Tensor] | None:
 
 
 def join_rows(weights: Sequence[Weight]) -> dict[str, Tensor] | None:
-    """The parts of the Weights one below the other; ``None`` where they cannot be joined without re-encoding."""
+    """Join the parts of the Weights along dim 0; return ``None`` if that needs another encoding."""
     first = weights[0]
     layouts = [weight.scheme.layout(weight.spec.base) for weight in weights]
     joined = {}

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
 from ...schemes import Part
+from ...torch_private.dispatching import define_collectives
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
 from .padding import keep_padding, mark_padded, whole_of
@@ -29,7 +30,7 @@ Gathered = tuple[Tensor, tuple[Tensor, ...]]
 
 
 def rows_per_rank(rows: int, ranks: int) -> int:
-    """How many rows the fullest of ``ranks`` has, by the rule of ``torch.chunk``, which FSDP2 and DTensor follow.
+    """Return how many rows the fullest of ``ranks`` has, by the rule of ``torch.chunk`` (FSDP2, DTensor).
 
     >>> rows_per_rank(101, 4), rows_per_rank(3, 4)
     (26, 1)
@@ -38,7 +39,7 @@ def rows_per_rank(rows: int, ranks: int) -> int:
 
 
 def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str, int] | None:
-    """The part of which ``ranks`` shards of rows would cut a block, and the rows that a rank must have a multiple of.
+    """Return the part whose blocks ``ranks`` shards would cut, and the rows that a rank needs a multiple of.
 
     ``None`` where every block lies in one shard.
 
@@ -58,7 +59,7 @@ def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str
 
 
 def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], None]]:
-    """The hook for ``weight``, in the signature that suits it.
+    """Return the hook for ``weight``, in the signature that suits it.
 
     FSDP2 reads the signature.  With five arguments it demands that each input has the padded size of the parameter,
     which only a transparent Weight has; with one it takes the bytes of the parts as they are.
@@ -78,7 +79,7 @@ def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], No
 
 
 def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
-    """The hook for ``weight``: the Weight of all rows, whose parts are views of what was gathered."""
+    """Return the hook for ``weight``: it makes the Weight of all rows, over views of the gathered bytes."""
 
     def hook(
         outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -108,12 +109,12 @@ def _cut_parts(weight: Weight) -> list[str]:
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """The part as one row of bytes: what any backend can gather, and any mixture of dtypes."""
+    """Return the part as one row of bytes, which any backend can gather, in any mixture of dtypes."""
     return part.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
-    """The Weight whose parts are ``gathered``, the bytes of equally many rows from each rank, one after the other."""
+    """Return the Weight whose parts are ``gathered``, the bytes of equally many rows from each rank in turn."""
     whole = whole_of(weight)
     nbytes = {name: whole.parts[name].nbytes for name in gathered}
     ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
@@ -130,14 +131,14 @@ def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) 
 
 
 def _local(tensor: Tensor) -> Weight:
-    """The Weight itself, or inside of the DTensor that tensor parallelism makes of it."""
+    """Return the Weight itself, or the one inside of the DTensor that tensor parallelism makes of it."""
     inner = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(inner, Weight)
     return inner
 
 
 def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
-    """These parts of ``out`` are those of ``weight`` now, on its own device; shards may be kept on the CPU."""
+    """Set these parts of ``out`` to those of ``weight``, on its own device; shards may be kept on the CPU."""
     for name in names:
         if out.parts[name] is not weight.parts[name]:
             setattr(out, f"_part_{name}", weight.parts[name].to(out.device))
@@ -169,7 +170,7 @@ def padded_below(weight: Weight, rows: int) -> Weight:
 
 
 def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name: Any) -> Weight:
-    """The rows of all ranks, one below the other. It waits, because a Weight has no tensor to wait for later."""
+    """Gather the rows of all ranks along dim 0, and wait: a Weight has no tensor to wait for later."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     if weight.scheme.transparent:
         made = weight.around(wait(op(weight.values_of().contiguous(), group_size, group_name)))
@@ -189,7 +190,7 @@ def wait_tensor(op: Any, weight: Weight) -> Weight:
 
 
 def scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
-    """Each part of the root's Weights has gone to the rank that it is for."""
+    """Send each part of the root's Weights to the rank that it is for."""
     (held,) = outputs
     work = None
     for name, part in _weight(held).parts.items():
@@ -207,7 +208,7 @@ def _weight(tensor: Tensor) -> Weight:
 
 
 if dist.is_available():
-    from torch.distributed import _functional_collectives  # noqa: F401 - defines the last of these ops
+    define_collectives()  # the last of these ops
 
     _collectives = torch.ops._c10d_functional
     rule(_collectives.all_gather_into_tensor.default)(all_gather_into_tensor)

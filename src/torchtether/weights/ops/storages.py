@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...torch_private.tensors import typed_storage
 from ..dispatch import rule
 from ..inner import empty_storage
 from ..weight import Weight
@@ -13,17 +14,17 @@ from ..weight import Weight
 
 @rule(Tensor.untyped_storage)
 def untyped_storage(op: Any, weight: Weight) -> Any:
-    """That storage: its size and identity can be asked for, as tools do; what needs its memory raises."""
+    """Return a storage whose size and identity tools may read; what needs its memory raises."""
     return empty_storage(weight)
 
 
-@rule(Tensor.storage, Tensor._typed_storage)  # type: ignore[attr-defined]
+@rule(Tensor.storage, typed_storage)
 def storage(op: Any, weight: Weight) -> Any:
-    """The same storage, typed, as deprecated code asks for it."""
+    """Return the same storage, typed, as deprecated code asks for it."""
     return empty_storage(weight, op)
 
 
 @rule(Tensor.share_memory_, Tensor.is_shared)
 def shared(op: Any, weight: Weight) -> Any:
-    """What the Weight's own methods say, also to who calls those of ``Tensor``."""
+    """Call the Weight's own method, also for a caller of ``Tensor``'s."""
     return getattr(weight, op.__name__)()

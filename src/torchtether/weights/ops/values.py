@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
 from ..dispatch import rule
 from ..weight import Weight
 from .below_autograd import matrix_product
@@ -54,7 +54,7 @@ BACKWARDS = """
 
 
 def overloads(names: list[str], *, writes: bool) -> list[Any]:
-    """The overloads of the named aten ops that exist in this torch and do (or do not) write to an argument.
+    """Return the overloads of the named aten ops in this torch that do (or do not) write to an argument.
 
     Left out are ``out=`` overloads, those of named tensors, and those of TorchScript, which no tensor ever meets.
     """
@@ -63,16 +63,11 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            arguments = op._schema.arguments
+            arguments = schema_of(op).arguments
             is_out = any(a.kwarg_only and a.alias_info is not None for a in arguments)
             is_named = any("Dimname" in str(a.type) for a in arguments)
             # the ``dtype`` overloads of products are CUDA's; autocast and functional code do not call them
-            if (
-                is_out
-                or is_named
-                or (overload == "dtype" and name in MATMULS)
-                or not torch._C._dispatch_has_kernel(op.name())
-            ):
+            if is_out or is_named or (overload == "dtype" and name in MATMULS) or not has_kernel(op):
                 continue
             if any(a.alias_info is not None and a.alias_info.is_write for a in arguments) == writes:
                 found[op] = None
@@ -81,7 +76,7 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
 
 @rule(*overloads(MATMULS + BACKWARDS, writes=False), kind="decoded")
 def product(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The op on the decoded values, in pieces where it is a product of two matrices."""
+    """Run the op on the decoded values, in pieces where it is a product of two matrices."""
     made = matrix_product(op, *args, **kwargs)
     if made is not None:
         return made
@@ -91,7 +86,7 @@ def product(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(torch.einsum, kind="decoded")
 def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The sum over the decoded values, with gradients: torch would turn and split a Weight on the way to ``bmm``."""
+    """Sum over the decoded values, with gradients: torch would permute and split a Weight on the way to ``bmm``."""
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
 
@@ -101,7 +96,7 @@ _warned: set[Any] = set()
 
 @rule(*overloads(READS, writes=False), kind="decoded")
 def read(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The op on the decoded values; says once per op when those are large."""
+    """Run the op on the decoded values; warn once per op when those are large."""
 
     def values(weight: Weight) -> Tensor:
         nbytes = weight.numel() * weight.dtype.itemsize

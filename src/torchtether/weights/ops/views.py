@@ -24,7 +24,7 @@ _WHOLE = 2**63 - 1
 
 
 def _on_tensor(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Any:
-    """A transparent Weight's views are those of its tensor."""
+    """View the tensor of a transparent Weight."""
     made = op(weight.values_of(), *args, **kwargs)
     return [weight.around(t) for t in made] if isinstance(made, (list, tuple)) else weight.around(made)
 
@@ -54,7 +54,7 @@ def transpose(op: Any, weight: Weight, dim0: int, dim1: int) -> Weight:
 
 @rule(aten.permute.default)
 def permute(op: Any, weight: Weight, dims: Sequence[int]) -> Weight:
-    """The same parts under a permuted shape and stride."""
+    """Return the same parts under a permuted shape and stride."""
     if weight.scheme.transparent:
         return weight.around(weight.values_of().permute(tuple(dims)))  # a view of the tensor
     return weight.map(aten.alias.default, weight.spec.permute(tuple(d % max(weight.dim(), 1) for d in dims)))
@@ -65,7 +65,7 @@ def permute(op: Any, weight: Weight, dims: Sequence[int]) -> Weight:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 def view(op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int] | None = None) -> Weight:
-    """Leading dimensions merged or split; the last one, along which the scheme works, stays."""
+    """Merge or split leading dimensions; the last one, along which the scheme works, stays."""
     if weight.scheme.transparent:
         return weight.around(weight.values_of().view(tuple(size)))
     return _reshape(op, weight, _infer(tuple(size), weight.numel()))
@@ -120,7 +120,7 @@ def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
 
 @rule(aten.expand.default)
 def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = False) -> Weight:
-    """Only to its own shape, with ones before it; a repeated Weight would share rows that its parts do not."""
+    """Expand to its own shape, with ones before it; a repeated Weight would share rows that its parts do not."""
     if weight.scheme.transparent:
         return _on_tensor(op, weight, size)  # type: ignore[no-any-return]
     new = len(size) - weight.dim()
@@ -134,7 +134,7 @@ def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = Fal
 def as_strided(
     op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Weight:
-    """The identity geometry, or that of the first rows (sharding asks for both)."""
+    """Return the identity geometry, or that of the first rows (sharding asks for both)."""
     if weight.scheme.transparent:
         return _on_tensor(op, weight, size, stride, storage_offset)  # type: ignore[no-any-return]
     shape = weight.spec.shape
@@ -153,7 +153,7 @@ def as_strided(
 
 
 def _rows(op: Any, weight: Weight, dim: int, start: int, stop: int) -> Weight:
-    """Rows ``start:stop`` of the base tensor, seen in the Weight's own order."""
+    """Return rows ``start:stop`` of the base tensor, seen in the Weight's own order."""
     dim %= weight.dim()
     spec = weight.spec
     if (start, stop) == (0, spec.shape[dim]):
@@ -227,7 +227,7 @@ def unbind(op: Any, weight: Weight, dim: int = 0) -> list[Weight]:
 
 @rule(aten.index_select.default)
 def index_select(op: Any, weight: Weight, dim: int, index: Tensor) -> Any:
-    """Rows as a Weight where no two rows share an entry of a part, else their values."""
+    """Return rows as a Weight where no two rows share an entry of a part, else their values."""
     if weight.scheme.transparent:
         return weight.around(op(weight.values_of(), dim, index))
     taken = (
@@ -244,7 +244,7 @@ def index_select(op: Any, weight: Weight, dim: int, index: Tensor) -> Any:
 
 @rule(aten.cat.default)
 def cat(op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Rows below rows as a Weight where the schemes are equal and no block is cut, else the values."""
+    """Join rows as a Weight where the schemes are equal and no block is cut, else the values."""
     first = tensors[0]
     if isinstance(first, Weight) and all(_joins(first, other) for other in tensors) and dim % first.dim() == 0:
         if first.scheme.transparent:

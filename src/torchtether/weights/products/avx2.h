@@ -352,7 +352,7 @@ template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inli
 }
 
 // The scales of `rows` rows from n, and their zero points negated, for each scale of their spans: `count` of them, and
-// those of the next row `stride` further. `s` and `z` have room for a row.
+// those of the next row `stride` further. `s` and `z` have space for a row.
 template <int S> void scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t count,
                                      int64_t stride, float* s, float* z, float* scale, float* zero) {
     const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
@@ -372,10 +372,10 @@ template <int S> void scales_of_rows(const Layout& L, const Parts& P, int64_t n,
     }
 }
 
-// y[m] = a row of codes times row `from + m` of the inputs. `scale` and `zero` are those of its spans; `room` is for M rows
+// y[m] = a row of codes times row `from + m` of the inputs. `scale` and `zero` are those of its spans; `buffer` is for M rows
 // of scales.
 template <int C, int S, int M, bool Z, bool E> void integer_row(const Layout& L, const uint8_t* codes, const float* scale,
-                                                        const float* zero, const Spans& in, int64_t from, float* room,
+                                                        const float* zero, const Spans& in, int64_t from, float* buffer,
                                                         float* y) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
     const uint8_t* x[M];
@@ -385,30 +385,30 @@ template <int C, int S, int M, bool Z, bool E> void integer_row(const Layout& L,
         const float* units = in.units_at(from + m);
         for (int64_t k = 0; k < in.stride; k += LANES) {
             const F v = load<F>(scale + k) * load<F>(units + k);
-            memcpy(room + m * in.stride + k, &v, sizeof v);
+            memcpy(buffer + m * in.stride + k, &v, sizeof v);
         }
     }
     const int64_t whole = L.row_bytes / bytes;
     for (int64_t b = 0; b < whole; b++) {
         _mm_prefetch((const char*)codes + AHEAD, _MM_HINT_T1);
         if (bytes > 64) _mm_prefetch((const char*)codes + AHEAD + 64, _MM_HINT_T1);
-        integer_span<C, S, M, Z, E>(codes, x, room, in.stride, zero, total);
-        codes += bytes, room += scales_of<S>, zero += scales_of<S>;
+        integer_span<C, S, M, Z, E>(codes, x, buffer, in.stride, zero, total);
+        codes += bytes, buffer += scales_of<S>, zero += scales_of<S>;
         for (int m = 0; m < M; m++) x[m] += in.lines * 64;
     }
     if (whole < in.spans) {
         alignas(32) uint8_t rest[bytes] = {};
         memcpy(rest, codes, L.row_bytes - whole * bytes);
-        integer_span<C, S, M, Z, E>(rest, x, room, in.stride, zero, total);
+        integer_span<C, S, M, Z, E>(rest, x, buffer, in.stride, zero, total);
     }
     for (int m = 0; m < M; m++) y[m] = sum(total[m]) * L.unit;
 }
 
 // -- rows of floats ---------------------------------------------------------------------------------------------------
 
-// y[m] = the row of codes, of which `s` are the scales, times row `from + m` of the inputs. `room` is for those of spans.
+// y[m] = the row of codes, of which `s` are the scales, times row `from + m` of the inputs. `buffer` is for those of spans.
 template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* codes, const float* s, Decoder<C>& decoder,
-                                              const Spans& in, int64_t from, float* room, float* y) {
+                                              const Spans& in, int64_t from, float* buffer, float* y) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, A = M == 1 ? 4 : M == 2 ? 2 : 1;
     constexpr int64_t piece = piece_of<C, S>;
     constexpr bool narrow = S == G64 || S == G32;
@@ -418,7 +418,7 @@ template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* co
         x[m] = in.at(from + m), total[m] = F{};
         for (int a = 0; a < A; a++) sums[m][a] = F{};
     }
-    if (S == WIDE) spread(s, L.group / SPAN, in.spans, room);
+    if (S == WIDE) spread(s, L.group / SPAN, in.spans, buffer);
     decoder.largest = _mm256_setzero_si256();
     for (int64_t b = 0; b < in.spans; b++) {
         const uint8_t* at = codes + b * bytes;
@@ -435,7 +435,7 @@ template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* co
             float_dot<C, M, A, piece>(decoder, at, x, i * piece, sums);
             if (S == WHOLE) continue;
             gather_sums<M, A>(sums, part);
-            const F by = narrow ? of_piece<C, S>(s, i) : all(room[b]);
+            const F by = narrow ? of_piece<C, S>(s, i) : all(buffer[b]);
             for (int m = 0; m < M; m++) {
                 total[m] = fma(by, part[m], total[m]);
                 for (int a = 0; a < A; a++) sums[m][a] = F{};

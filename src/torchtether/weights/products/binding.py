@@ -13,7 +13,7 @@ import torch
 
 from ..._signals import renewed_after_fork
 from ...torch_private.observers import WATCHED
-from ...torch_private.tensors import any_requires_grad, empty_on_cpu
+from ...torch_private.tensors import any_requires_grad, empty_on_cpu, impl_id
 from .layout import Layout
 
 
@@ -70,7 +70,7 @@ def _addresses(functions: Iterable[Any], objects: Iterable[Any] = ()) -> Any:
 
 
 def bind(path: Path) -> Kernels | None:
-    """The library, which knows how to ask torch about tensors; ``None`` where that is not as it is known here."""
+    """Return the library after it has learnt how to ask torch about tensors; ``None`` if torch is another one."""
     try:
         library, torch_ = ctypes.CDLL(str(path)), ctypes.CDLL("libtorch_cpu.so")  # loaded, so its name is enough
         of_python = _addresses((getattr(ctypes.pythonapi, name) for name in _OF_PYTHON), _OBJECTS)
@@ -80,7 +80,7 @@ def bind(path: Path) -> Kernels | None:
         return None
     known = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
     library.tether_bind.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    if not library.tether_bind(of_python, of_torch, known._cdata, known.data_ptr()):  # type: ignore[attr-defined]
+    if not library.tether_bind(of_python, of_torch, impl_id(known), known.data_ptr()):
         return None
     as_function = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     make = as_function(made)
@@ -90,7 +90,7 @@ def bind(path: Path) -> Kernels | None:
 
 
 def _serve(library: ctypes.CDLL, torch_: ctypes.CDLL) -> None:
-    """The op ``torchtether::linear`` runs no Python any more, for Weights that it is told to remember."""
+    """Let the op ``torchtether::linear`` run without Python for remembered Weights."""
     try:
         addresses = _addresses(getattr(torch_, name) for name in _OF_DISPATCHER)
     except AttributeError:  # another torch
@@ -105,7 +105,7 @@ def _serve(library: ctypes.CDLL, torch_: ctypes.CDLL) -> None:
 
 
 def remember(weight: str, layout: Layout, parts: int, order: Sequence[int]) -> None:
-    """What the op ``torchtether::linear`` is told to be ``weight`` is multiplied without Python from now on.
+    """Let the op ``torchtether::linear`` multiply ``weight`` without Python from now on.
 
     It is given that many ``parts``; ``order`` says which of them the kernels take, in the order in which they do.
     """

@@ -30,8 +30,7 @@ from ...compiled.toolchain import (
 from .binding import Kernels, bind
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-_HEADERS = ("avx2.h", "decode_avx2.h", "dispatcher.h", "python.h", "tensors.h")
-INCLUDED = tuple(SOURCE.with_name(name) for name in _HEADERS)
+INCLUDED = tuple(sorted(SOURCE.parent.glob("*.h")))
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
@@ -42,7 +41,7 @@ FOUND: dict[str, Kernels | None] = {}
 
 
 def load(kind: str, *, build: bool = True) -> Kernels | None:
-    """The kernels for one kind of codes, ``None`` where there are none; without ``build`` only if they are built.
+    """Return the kernels for one kind of codes, ``None`` without any; without ``build`` only built ones.
 
     >>> load("INT8", build=False) is None or True
     True
@@ -68,13 +67,13 @@ def load(kind: str, *, build: bool = True) -> Kernels | None:
 
 
 def is_possible() -> bool:
-    """Whether there is a compiler, and nothing forbids its use."""
+    """Return whether there is a compiler, and nothing forbids its use."""
     return _command() is not None
 
 
 @lru_cache(maxsize=1)
 def _command() -> tuple[str, ...] | None:
-    """How to compile; ``None`` where that is switched off, or there is nothing to compile with."""
+    """Return how to compile; ``None`` if that is switched off, or there is no compiler."""
     if is_switched_off() or sys.platform != "linux":
         return None
     found = find_compiler("CXX", ("g++", "clang++"))
@@ -86,7 +85,7 @@ def _command() -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=1)
 def _key(command: tuple[str, ...]) -> str:
-    """What a build depends on: the source, the command, the compiler and the processor."""
+    """Return a digest of all that a build depends on: the sources, the command, the compiler, the processor."""
     known = hashlib.sha256(b"".join(source.read_bytes() for source in (SOURCE, *INCLUDED)))
     known.update(compiler_version(command) + processor_flags())
     return known.hexdigest()[:24]
@@ -94,12 +93,12 @@ def _key(command: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1)
 def _folder() -> Path:
-    """Where builds are kept: a folder that nobody else can write to, at worst for this process alone."""
+    """Return the folder of builds, to which nobody else can write; at worst one for this process alone."""
     return own_folder() or Path(tempfile.mkdtemp(prefix="torchtether-"))
 
 
 def _compile(command: tuple[str, ...], kind: str, folder: Path, name: str) -> None:
-    """Not linked with OpenMP: its calls find the one that torch has loaded."""
+    """Compile without linking OpenMP: its calls find the one that torch has loaded."""
     openmp = ["-fopenmp"] if "g++" in Path(command[0]).name else []  # clang's needs a runtime of its own
     steps = (
         [*command, *openmp, f"-DCODES={kind}", "-c", str(SOURCE), "-o", "kernels.o"],

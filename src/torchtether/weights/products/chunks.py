@@ -14,7 +14,7 @@ Decode = Callable[[int, int, Tensor | None], Tensor]
 
 
 def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
-    """``x @ weight.T + bias``, where ``weight`` (rows, columns) is never held in whole but ``step`` rows of it.
+    """Return ``x @ weight.T + bias``, holding ``step`` rows of ``weight`` (rows, columns) at a time.
 
     x (..., columns)    result (..., rows)
     """
@@ -27,7 +27,7 @@ def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, d
 
 
 def product(x: Tensor, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
-    """``x @ weight``: what the gradient of ``linear`` is. Summed over the chunks in float32 (float64 for such inputs).
+    """Return ``x @ weight``, the gradient of ``linear``, summed over chunks in float32 (or float64).
 
     x (M, rows)    result (M, columns)
     """
@@ -41,7 +41,7 @@ def product(x: Tensor, rows: int, columns: int, step: int, decode: Decode) -> Te
 
 
 def times(x: Tensor, values: Tensor) -> Tensor:
-    """``x @ values``, in float32 where torch has no vectors for 16-bit floats, and would take 300 times as long.
+    """Return ``x @ values``, in float32 where torch has no vectors for 16-bit floats (300 times as slow).
 
     x (M, K)    values (K, N) of the same dtype    result (M, N) of it, or float32
     """
@@ -49,5 +49,5 @@ def times(x: Tensor, values: Tensor) -> Tensor:
 
 
 def is_slow(x: Tensor) -> bool:
-    """Whether torch multiplies ``x`` faster, and no less exactly, when it is float32."""
+    """Return whether torch multiplies ``x`` faster, and no less exactly, when it is float32."""
     return x.dtype in table.HALVES and x.is_cpu and not table.has_fast_halves(x.dtype)

@@ -42,7 +42,7 @@ def _found(kind: str, *, build: bool = True) -> Kernels | None:
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """``x @ weight.T + bias``, by the kernel that reads the parts as they lie, without a graph.
+    """Return ``x @ weight.T + bias`` by the kernel that reads the parts as they lie, without a graph.
 
         x (..., K) float32, bfloat16 or float16, any strides; bias (N,) of the same dtype    result (..., N)
 
@@ -70,7 +70,7 @@ def decode(
     stop: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """The rows ``start`` to ``stop``, with the bits of ``Scheme.decode``.
+    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``.
 
         (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
 
@@ -84,7 +84,7 @@ def decode(
 
 
 def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
-    """The rows that ``index`` (int64 or int32, any shape and strides) names, with the bits of ``Scheme.decode``.
+    """Return the rows that ``index`` (int64 or int32, any shape and strides) names, as ``Scheme.decode`` does.
 
         (*index.shape, K) of ``dtype``, which is float32, bfloat16 or float16
 

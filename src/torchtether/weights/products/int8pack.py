@@ -13,7 +13,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where that would crash, or would be wrong.
+    """Return ``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where it would crash or be wrong.
 
     It reads beyond the end where K is not a multiple of 16, crashes where a storage does not begin at a multiple of 16
     bytes, and rounds its sums to the dtype of ``x``. Scales, which it would round, too, and the bias come after, in

@@ -84,12 +84,12 @@ class Layout(NamedTuple):
     struct: Struct
 
     def pick_from(self, weight: Any) -> tuple[Tensor, ...]:
-        """The parts of a Weight, in the order in which the kernels take them."""
+        """Return the parts of a Weight, in the order in which the kernels take them."""
         return self.values_of(weight.__dict__)
 
 
 def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> Layout | None:
-    """The layout of a Weight of ``scheme`` and ``shape``; ``None`` for what the kernels do not know.
+    """Return the layout of a Weight of ``scheme`` and ``shape``; ``None`` for what the kernels do not know.
 
     ``activations`` are what products round their inputs to; of those that no kernel knows, all refuse to multiply.
 

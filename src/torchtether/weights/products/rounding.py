@@ -23,7 +23,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def codes_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The codes of ``x`` (..., K): whole numbers as float32, or float8_e4m3fn; and their (..., 1) float32 scales.
+    """Return the codes of ``x`` (..., K), as float32 or float8_e4m3fn, and their (..., 1) float32 scales.
 
     float64 inputs are rounded in float64, and have such codes and scales. Where a row is not finite, none of it is.
     """
@@ -35,13 +35,13 @@ def codes_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def units_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """``x`` rounded, as ``units * scale``: units of its dtype, in which they are exact and between -1 and 1."""
+    """Round ``x`` to ``units * scale``; units are exact in its dtype and between -1 and 1."""
     codes, scale = codes_of(x, kind)
     return codes.to(x.dtype) / _ONE[kind], scale * _ONE[kind]
 
 
 def rounded(x: Tensor, kind: str) -> Tensor:
-    """``x`` rounded, in its own dtype, which may round once more. Gradients pass as if nothing were."""
+    """Round ``x``, in its own dtype, which may round once more. Gradients pass as if nothing were."""
     units, scale = units_of(x.detach(), kind)
     made = (units.to(scale.dtype) * scale).to(x.dtype)
     return x + (made - x.detach()) if torch.is_grad_enabled() and x.requires_grad else made
@@ -53,7 +53,7 @@ def rounded(x: Tensor, kind: str) -> Tensor:
 def engine_for(
     kind: str, scheme: Scheme, shape: Shape, rows: int, dtype: torch.dtype, capability: tuple[int, int]
 ) -> str | None:
-    """Which product of torch's takes codes and codes on a GPU of that capability: ``int_mm``, ``scaled_mm`` or None.
+    """Return torch's product of codes and codes on a GPU: ``int_mm``, ``scaled_mm`` or None.
 
         int_mm      int8 with int8 codes, a scale per row, or one; more than 16 rows of inputs, sides multiples of 8
         scaled_mm   float8_e4m3fn both, a scale per row, outputs in bfloat16, sides multiples of 16; capability 9.0
@@ -79,7 +79,7 @@ def engine_for(
 
 
 def int_mm(x: Tensor, scheme: Scheme, parts: Mapping[str, Tensor]) -> Tensor:
-    """``x @ weight.T`` of both sides as int8, summed exactly and rounded once to the dtype of ``x``.
+    """Return ``x @ weight.T`` of both sides as int8, summed exactly and rounded once to the dtype of ``x``.
 
     x (M, K)    result (M, N)
     """
@@ -91,7 +91,7 @@ def int_mm(x: Tensor, scheme: Scheme, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def scaled_mm(x: Tensor, scheme: Scheme, parts: Mapping[str, Tensor]) -> Tensor:
-    """``x @ weight.T`` of both sides as float8_e4m3fn.
+    """Return ``x @ weight.T`` of both sides as float8_e4m3fn.
 
     x (M, K)    result (M, N)
     """

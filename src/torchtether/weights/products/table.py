@@ -20,7 +20,7 @@ from .layout import DTYPES, Layout
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class Row(NamedTuple):
+class KernelChoice(NamedTuple):
     """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits."""
 
     kernel: str
@@ -36,7 +36,7 @@ ANY = 1 << 62
 INTEGERS = ("INT8", "UINT8", "INT4")
 
 TABLE = (
-    Row(
+    KernelChoice(
         "compiled",
         build.KINDS,
         HALVES,
@@ -45,7 +45,7 @@ TABLE = (
         0,
         "AVX2, three shapes, batch 1: int8 .32 to .43, int4 .28 to .31, nf4, fp8 .60 to .70; batch 512: .29 to .55",
     ),
-    Row(
+    KernelChoice(
         "compiled",
         INTEGERS,
         HALVES,
@@ -55,7 +55,7 @@ TABLE = (
         "AVX-512 Xeon, 2048 x 2048 bfloat16, 1 thread, int8, batch 5: .93, 8: 1.7, 16: 3.0, 32: 20, in chunks 4.1, 4.8,"
         " 4.2, 4.7; int4, batch 8: 1.7, 16: 4.1, in chunks 9.7, 6.3; float16: not measured",
     ),
-    Row(
+    KernelChoice(
         "compiled",
         tuple(kind for kind in build.KINDS if kind not in INTEGERS),
         HALVES,
@@ -65,7 +65,7 @@ TABLE = (
         "AVX-512: not measured; chunks in torch: 1.66 at batch 1",
     ),
     # below, float32 stays what F.linear of the decoded values is, bit for bit
-    Row(
+    KernelChoice(
         "compiled",
         build.KINDS,
         (torch.float32,),
@@ -75,7 +75,7 @@ TABLE = (
         "AVX2, 2048 x 2048 int8, batch 1: .6, 8: 1.8; decoding first: 15, 1.9",
     ),
     # without a compiler
-    Row(
+    KernelChoice(
         "int8pack",
         ("INT8",),
         (torch.bfloat16,),
@@ -90,7 +90,7 @@ TABLE = (
 
 @lru_cache(maxsize=2)
 def has_fast_halves(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
+    """Return whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
 
     bfloat16 with AVX-512 (measured on a Xeon); float16 where oneDNN says so, too: AVX512-FP16, say (not measured).
     """
@@ -99,7 +99,7 @@ def has_fast_halves(dtype: torch.dtype) -> bool:
 
 
 def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    """The kernels, each with the most rows of input that it is for, that suit a weight on the CPU; best first."""
+    """Return the kernels for a weight on the CPU, best first, each with the most rows of input that it is for."""
     found = layout.choices.get(dtype)
     if found is None:
         found = layout.choices[dtype] = tuple(_kernels_for(layout, dtype))
@@ -120,7 +120,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
 
 
 def choose(layout: Layout | None, dtype: torch.dtype, rows: int) -> str:
-    """The name of the kernel for ``rows`` rows of input: ``compiled``, ``int8pack`` or ``chunks``.
+    """Return the name of the kernel for ``rows`` rows of input: ``compiled``, ``int8pack`` or ``chunks``.
 
     >>> choose(None, torch.bfloat16, 1)
     'chunks'

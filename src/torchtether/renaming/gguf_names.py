@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, RuleError
 from ..files import PAIRS
-from .rules import Rotary
+from .reordering import Rotary
 from .steps import Naming, Rule, Substitution
 
 _DECODER: list[Substitution] = [
@@ -29,7 +29,7 @@ _PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
 
 
 def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Naming]:
-    """The ``rename`` with which ``tt.load`` fills a model of transformers from the GGUF file ``source``.
+    """Return the ``rename`` with which ``tt.load`` fills a model of transformers from the GGUF file ``source``.
 
     For the architectures llama (Mistral and others are written as such), qwen2 and qwen3. The rows of llama's queries
     and keys, which llama.cpp keeps in pairs, are put in halves, quantized ones without decoding. Frequencies

@@ -1,0 +1,130 @@
+"""The rename rules that reorder the elements of one tensor: Transpose and Rotary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..errors import RuleError
+from .named_tensors import NamedTensor, broken, change_found
+from .patterns import check_pattern, invert_pattern, replaced
+from .pieces import CompositeTensor, reordered, transposed
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """Exchange two dimensions of a tensor of the checkpoint for the model: ``torch.transpose``.
+
+    ``source``   a regex, found anywhere in a name
+    ``target``   what it is replaced by, as by ``re.sub``; ``None`` leaves the name
+    ``dims``     the two dimensions
+
+    A quantized tensor becomes a transposed ``Weight``.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"c_attn.weight": torch.ones(2, 6), "c_attn.bias": torch.ones(6)}, folder)
+    ...     model = torch.nn.ModuleDict({"c_attn": torch.nn.Linear(2, 6)})
+    ...     tt.plan_load(model, folder, rename=tt.Transpose(r"c_attn\\.weight")).faults
+    ()
+    """
+
+    source: str
+    target: str | None = None
+    dims: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        check_pattern(self, self.source, self.target or "")
+        dims = tuple(self.dims)
+        if len(dims) != 2 or not all(type(dim) is int for dim in dims):
+            raise RuleError(f"dims {self.dims!r} are not two ints", name="Transpose", fix="Give dims=(0, 1).")
+        object.__setattr__(self, "dims", dims)
+
+    @property
+    def inverse(self) -> Transpose:
+        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
+        return self if self.target is None else Transpose(*invert_pattern(self.source, self.target), self.dims)
+
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        return change_found(names, self.source, partial(_with_tensor, self.target, self._transposed))
+
+    def _transposed(self, one: NamedTensor) -> CompositeTensor:
+        if one.tensor.is_broken:
+            return one.tensor
+        rank = len(one.tensor.shape)
+        if not all(-rank <= dim < rank for dim in self.dims):
+            what = f"it has shape {one.tensor.shape}, Transpose exchanges dims {self.dims[0]} and {self.dims[1]}"
+            return broken([one], wrong=f"{one.name}: {what}. Let the rule find fewer names.")
+        return transposed(one.tensor, self.dims[0] % rank, self.dims[1] % rank)
+
+    def __str__(self) -> str:
+        return f"Transpose({self.source!r}{'' if self.target is None else f' -> {self.target!r}'})"
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Reorder the rows of each head of a query or key between the two orders of rotary embeddings.
+
+    ``source``    a regex, found anywhere in a name
+    ``heads``     how many heads the rows belong to, in equal numbers
+    ``target``    what the name is replaced by, as by ``re.sub``; ``None`` leaves it
+    ``to_pairs``  the checkpoint has the halves of transformers and the model the pairs of Meta and llama.cpp; by
+                  default it is the other way round
+
+    Quantized tensors are reordered without decoding, where no block spans rows. The rule comes before others that join
+    or cut the tensor.
+
+    >>> import torch, torchtether as tt, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tt.save({"q.weight": torch.arange(6.).view(6, 1)}, folder)
+    ...     model = torch.nn.ModuleDict({"q": torch.nn.Linear(1, 6, bias=False)})
+    ...     _ = tt.load(model, folder, rename=tt.Rotary("q.weight", heads=1))
+    >>> model["q"].weight.flatten().tolist()
+    [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
+    """
+
+    source: str
+    heads: int
+    target: str | None = None
+    to_pairs: bool = False
+
+    def __post_init__(self) -> None:
+        check_pattern(self, self.source, self.target or "")
+        if type(self.heads) is not int or self.heads < 1:
+            raise RuleError(f"heads must be a positive int, got {self.heads!r}", name="Rotary")
+
+    @property
+    def inverse(self) -> Rotary:
+        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
+        source, target = (self.source, None) if self.target is None else invert_pattern(self.source, self.target)
+        return Rotary(source, self.heads, target, not self.to_pairs)
+
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        return change_found(names, self.source, partial(_with_tensor, self.target, self._reordered))
+
+    def _reordered(self, one: NamedTensor) -> CompositeTensor:
+        tensor = one.tensor
+        if tensor.is_broken:
+            return tensor
+        if not tensor.shape or tensor.shape[0] % (2 * self.heads):
+            what = f"it has shape {tensor.shape}, whose rows are no pairs for each of {self.heads} heads"
+            return broken([one], wrong=f"{one.name}: {what}")
+        if not tensor.is_stored:
+            what = "Rotary finds a tensor that a rule before it has made. Put it first"
+            return broken([one], wrong=f"{one.name}: {what}")
+        return reordered(tensor, -self.heads if self.to_pairs else self.heads)
+
+    def __str__(self) -> str:
+        return f"Rotary({self.source!r}{'' if self.target is None else f' -> {self.target!r}'})"
+
+
+def _with_tensor(
+    target: str | None, change: Callable[[NamedTensor], CompositeTensor], one: NamedTensor, found: re.Match[str]
+) -> list[NamedTensor]:
+    """Return ``one`` with the tensor that ``change`` makes of it, and ``target`` in its name unless that is None."""
+    name = one.name if target is None else replaced(found, target)
+    return [replace(one, name=name, tensor=change(one))]

@@ -1,0 +1,138 @@
+"""The base of the schemes with blocks: what they share when they encode, decode, take rows and are viewed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import compiled
+from ..errors import SchemeError
+from ..geometry.views import Shape
+from .blocks import Block, Grid, floats, grid_over, source
+from .scheme import Part, Parts, Scheme
+
+
+class Blocked(Scheme):
+    """The base of the schemes whose codes, ``qdata``, lie in blocks of rows and columns with a scale each.
+
+    A family writes ``_encode``, ``_rows`` and ``_store_codes``.  Where compiled loops know it, it also writes
+    ``_try_quantize`` and ``_try_decode``: they do the work and return True, or write nothing and return False.
+    """
+
+    block: Block
+
+    @property
+    def _block(self) -> Block:
+        """Return the rows and columns under one scale."""
+        return self.block
+
+    # -- what a family writes ---------------------------------------------------------------------------------------
+
+    def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
+        """Write the encoding of ``values`` into ``parts``, under the scales of ``like`` if there is one."""
+        raise NotImplementedError(f"{type(self).__name__}._encode")
+
+    def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
+        """Return the decoded rows from ``start`` to ``stop``, (stop - start, K) float32."""
+        raise NotImplementedError(f"{type(self).__name__}._rows")
+
+    def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
+        """Write the codes of the float32 rows ``x``, from ``start`` to ``stop``, to ``out``; ``x`` may be changed."""
+        raise NotImplementedError(f"{type(self).__name__}._store_codes")
+
+    def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
+        """Write the codes of ``values`` by a compiled loop; return whether one knows this scheme."""
+        return False
+
+    def _try_decode(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
+        """Write the decoded rows to ``out`` by a compiled loop; return whether one knows this scheme."""
+        return False
+
+    # -- the interface ----------------------------------------------------------------------------------------------
+
+    def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
+        """Return the parts of ``values``; with ``like``, under the scales of those parts, which may clip values."""
+        values = source(values)
+        parts = self.empty(tuple(values.shape), values.dtype, values.device)
+        if not values.is_meta:
+            self._encode(values, parts, like)
+        return parts
+
+    def encode_into(self, values: Tensor, parts: Parts) -> None:
+        values = source(values)
+        if not values.is_meta:
+            self._encode(values, parts, None)
+
+    def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
+        grid, codes = grid_over(tuple(shape), self._block), parts["qdata"]
+        size = (grid.rows, grid.columns)
+        if 0 in grid.shape:
+            return torch.empty(grid.shape, dtype=dtype, device=codes.device)
+        if compiled.is_at_hand(codes):
+            out = torch.empty(size, dtype=dtype, device=codes.device)
+            if self._try_decode(grid, parts, 0, grid.rows, out):
+                return out.view(grid.shape)
+        chunks = [(0, grid.rows)] if codes.is_meta else grid.chunks()
+        if len(chunks) == 1:
+            return self._rows(grid, parts, 0, grid.rows).to(dtype).contiguous().view(grid.shape)
+        out = torch.empty(size, dtype=dtype, device=codes.device)
+        for start, stop in chunks:
+            out[start:stop].copy_(self._rows(grid, parts, start, stop))
+        return out.view(grid.shape)
+
+    def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
+        grid = grid_over(tuple(shape), self._block)
+        if not self._try_decode(grid, parts, start, stop, out):
+            out.copy_(self._rows(grid, parts, start, stop))
+
+    def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(shape) == 1:
+            return super().gather(parts, shape, index, dtype)
+        some, block = _take_rows(self.layout(shape), parts, shape, self._block, index)
+        scheme = self if block == self._block else replace(self, block=block)  # type: ignore[type-var]
+        return scheme.decode(some, (index.shape[0], *shape[1:]), dtype)
+
+    def can_view(self, old: Shape, new: Shape) -> bool:
+        return super().can_view(old, new) and _is_reshapable(self, self._block, old, new)
+
+    # -- how it is done ---------------------------------------------------------------------------------------------
+
+    def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
+        """Write the codes of ``values`` under the scales in ``parts``: by a compiled loop, or else by torch ops."""
+        if values.numel() == 0 or (compiled.can_read(values) and self._try_quantize(grid, values, parts)):
+            return
+        table = parts["qdata"].view(grid.rows, -1)
+        for x, start, stop in floats(grid, values):
+            self._store_codes(grid, x, parts, start, stop, table[start:stop])
+
+
+def _take_rows(
+    layout: dict[str, Part], parts: Parts, shape: Shape, block: Block, index: Tensor
+) -> tuple[dict[str, Tensor], Block]:
+    """Return the parts of the dim-0 slices that ``index`` names, and the block under which they are an encoding.
+
+    Rows that were neighbours in a block of several rows are not any more: each takes a copy of its scale along.
+    """
+    tall = block[0] is not None and block[0] > 1 and len(shape) == 2
+    taken = {}
+    for name, part in parts.items():
+        span = layout[name].span
+        if span == 0:
+            taken[name] = part
+        else:
+            taken[name] = part.index_select(0, index // (span // math.prod(shape[1:])) if tall else index)
+    return taken, ((1, block[1]) if tall else block)
+
+
+def _is_reshapable(scheme: Scheme, block: Block, old: Shape, new: Shape) -> bool:
+    """Return whether blocks and padding lie over ``new`` as over ``old`` (same last dimension and element count)."""
+    if block[0] is not None and block[0] > 1 and old[-2:] != new[-2:]:
+        return False
+    try:
+        before, after = scheme.layout(old), scheme.layout(new)
+    except SchemeError:
+        return False
+    return all(math.prod(before[name].shape) == math.prod(after[name].shape) for name in before)

@@ -1,0 +1,55 @@
+"""Double quantization: the absmax of each block as an 8-bit code of the dynamic type, as bitsandbytes stores it.
+
+absmax (blocks,) uint8                          = dynamic[code] * nested_absmax + nested_offset
+nested_absmax (ceil(blocks / block_size),) float32
+nested_offset () float32
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .bits import table_of
+from .blocks import fold
+from .nearest import count_above, half_gaps, nearest_codes
+from .scales import reciprocal
+from .scheme import Parts
+from .tables import DYNAMIC
+
+_THRESHOLDS, _ = nearest_codes(DYNAMIC)
+_EXTREME = 16.0  # Gaussian weights stay below 3, and weights with 20-fold outliers below 8
+ARITHMETIC = 2.0**-20
+"""What float32 products and quotients may add to an error, relative to absmax."""
+
+
+def nest(amax: Tensor, block_size: int, parts: Parts) -> None:
+    """Write ``amax`` (blocks,) to ``parts`` as codes under one float32 number per ``block_size`` of them."""
+    if amax.numel() == 0:
+        parts["nested_offset"].zero_()
+        return
+    mean = amax.mean()
+    mean = torch.where(mean.isfinite(), mean, (amax * 2.0**-64).mean() * 2.0**64)  # a sum that leaves float32
+    offset = torch.where(amax.max() > _EXTREME * mean, torch.zeros_like(mean), mean)
+    rest = amax - offset
+    scale = fold(rest.abs(), block_size, 0, torch.amax)
+    each = scale.repeat_interleave(block_size)[: rest.shape[0]]
+    parts["absmax"].copy_(count_above(rest * reciprocal(each), _THRESHOLDS))
+    parts["nested_absmax"].copy_(scale)
+    parts["nested_offset"].copy_(offset)
+
+
+def unnest(parts: Parts, block_size: int, index: Tensor) -> Tensor:
+    """Return the absmax, float32, of the blocks that ``index`` names."""
+    codes = parts["absmax"].index_select(0, index)
+    scale = parts["nested_absmax"].index_select(0, index // block_size)
+    values = table_of(DYNAMIC, codes.device).index_select(0, codes.int())
+    return values.mul_(scale).add_(parts["nested_offset"])
+
+
+def nesting_error(parts: Parts, block_size: int, index: Tensor) -> Tensor:
+    """Return how far the absmax of the blocks that ``index`` names may be from that of the values."""
+    scale = parts["nested_absmax"].index_select(0, index // block_size)
+    gaps = torch.tensor(half_gaps(DYNAMIC), device=index.device)
+    gap = gaps.index_select(0, parts["absmax"].index_select(0, index).int())
+    return gap * scale + ARITHMETIC * (scale + parts["nested_offset"].abs())

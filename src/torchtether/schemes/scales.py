@@ -1,0 +1,42 @@
+"""Scales as they are stored: rounded to their dtype, never 0, and how much the rounding took away."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._dtypes import dtype_name
+from ..errors import SchemeError
+
+TINY = float(torch.finfo(torch.float32).tiny)
+"""The smallest normal float32: a device that flushes subnormals must not turn a scale into 0."""
+
+
+def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round ``scale`` to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
+    info = torch.finfo(dtype)
+    scale = scale.clamp_min(max(TINY, info.smallest_normal * info.eps))  # the product: the smallest subnormal
+    stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
+    if not torch.compiler.is_compiling() and not bool(torch.isfinite(stored).all()):
+        raise SchemeError(
+            f"a scale of {float(scale.max()):.4g} does not fit {dtype_name(dtype)}",
+            fix="Use scale_dtype=torch.float32.",
+        )
+    return stored
+
+
+def divide(x: Tensor, number: float) -> Tensor:
+    """Return ``x / number``, rounded once on every device (a GPU would multiply by the reciprocal)."""
+    return x / x.new_full((), number)
+
+
+def rounded_off(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how much larger a scale may have been before it was rounded to ``dtype``: half its last unit."""
+    info = torch.finfo(dtype)
+    half = info.eps / 2
+    return (scale * (half / (1 - half))).clamp_min(info.smallest_normal * half)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return ``1 / scale``, and 1 where ``scale`` is too small to divide by."""
+    return 1.0 / torch.where(scale.abs() < TINY, 1.0, scale)

@@ -1,0 +1,45 @@
+"""The values of a Weight outside of torch: lists, numpy arrays, DLPack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from ..errors import UnsupportedOpError
+from .wrapping import Wrapping
+
+
+class Exporting(Wrapping):
+    """A wrapper whose values are exported as copies.
+
+    Torch's own methods would refuse without a way out, or read the wrapper's null storage.
+    """
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists of numbers."""
+        return self.dequantize().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the values as a numpy array of its own memory, which is what ``numpy.asarray`` gives."""
+        if copy is False:
+            raise ValueError("copy=False: a numpy array cannot share the memory of a Weight")
+        values = self.dequantize().detach().cpu().numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as a numpy array of its own memory, with ``force``.
+
+        Raises UnsupportedOpError without ``force``.
+        """
+        if not force:
+            raise UnsupportedOpError(
+                "a numpy array cannot share the memory of a Weight", fix="Call .numpy(force=True), which copies."
+            )
+        return self.__array__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise UnsupportedOpError("DLPack cannot share the memory of a Weight", fix="Call .dequantize() on it first.")
+
+    def apply_(self, callable: Callable[..., Any]) -> Self:
+        """Raise UnsupportedOpError: torch would write to memory that a Weight does not have."""
+        raise UnsupportedOpError("apply_ cannot write to a Weight", fix="Call .dequantize(), and copy_() the result.")

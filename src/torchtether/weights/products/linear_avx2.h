@@ -1,0 +1,100 @@
+// The same by the rows of avx2.h, in threads; nothing of it where AVX2 is not there, or AVX-512 is.
+//
+// cpu.cpp includes this in its own namespace.
+
+#if FAST_ROWS
+#include "avx2.h"
+
+template <int C, int S, int M, bool E> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
+                                             const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
+                                             float* scratch, float* y) {
+    if constexpr (!is_integer(C)) float_row<C, S, M>(L, codes, scale, decoder, in, m, scratch, y);
+    else if (E || L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true, E>(L, codes, scale, zero, in, m, scratch, y);
+    else integer_row<C, S, M, E, E>(L, codes, scale, zero, in, m, scratch, y);  // with E, zero points always
+}
+
+// out[at + i] = y[i] + bias[n + i]
+template <int D> void put_some(const float* y, int64_t count, const void* bias, int64_t n, void* out, int64_t at) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t some = count - i < LANES ? count - i : LANES;
+        const F v = load<F>(y + i);
+        put<D>(bias ? v + get<D>(bias, n + i, some) : v, out, at + i, some);
+    }
+}
+
+// E: inputs are rounded to 8 bits, and 4-bit codes are multiplied with one byte of each instead of two.
+template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                         int dtype, const void* bias, void* out) {
+    constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
+    const Spans in = Spans::of<C, S, E>(L, x, dtype, rows, stride);
+    const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : buffer_size(L);
+    const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
+    const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
+    Failed failed;
+    const auto work = [&] {
+        std::vector<float> s, z, scratch, scales, zeros;
+        failed.within([&] {
+            s.resize(buffer_size(L)), z.resize(buffer_size(L)), scratch.resize(4 * in.stride + LANES);
+            scales.resize(tile * each + LANES), zeros.resize(tile * each + LANES, -L.offset);
+        });
+        Decoder<C> decoder(L);
+        alignas(64) float y[4][TILE];
+#pragma omp for schedule(guided, 2)  // a core that has other work, too, takes fewer rows
+        for (int64_t first = 0; first < L.rows; first += tile) {
+            if (failed) continue;
+            const int64_t end = first + tile < L.rows ? first + tile : L.rows;
+            if constexpr (is_integer(C))
+                scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(), zeros.data());
+            else
+                for (int64_t n = first; n < end; n++) row_scales(L, P, n, &scales[(n - first) * each], z.data());
+            for (int64_t m = 0, some; m < rows; m += some) {
+                some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+                for (int64_t n = first; n < end; n++) {
+                    const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
+                    const float *scale = &scales[(n - first) * each], *zero = &zeros[(n - first) * each];
+                    float sums[4];
+                    if (some == 4) fast_row<C, S, 4, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else if (some == 2) fast_row<C, S, 2, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else fast_row<C, S, 1, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    for (int64_t i = 0; i < some; i++) y[i][n - first] = sums[i];
+                }
+                for (int64_t i = 0; i < some; i++) {
+                    const int64_t at = (m + i) * L.rows + first;
+                    if (dtype == FLOAT32) put_some<FLOAT32>(y[i], end - first, bias, first, out, at);
+                    else if (dtype == BFLOAT16) put_some<BFLOAT16>(y[i], end - first, bias, first, out, at);
+                    else put_some<FLOAT16>(y[i], end - first, bias, first, out, at);
+                }
+            }
+        }
+    };
+    if (is_much) {
+#pragma omp parallel
+        work();
+    } else work();  // OpenMP would take a tenth of what a small product does
+    failed.rethrow();
+}
+
+template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                         int dtype, const void* bias, void* out) {
+    if constexpr (C == INT4) {
+        if (L.activations) return fast_linear<C, S, true>(L, P, x, rows, stride, dtype, bias, out);
+    }
+    fast_linear<C, S, false>(L, P, x, rows, stride, dtype, bias, out);
+}
+
+// Inputs of float32 are not fixed point unless that is asked for.
+template <int C> bool is_fast(const Layout& L, int dtype) {
+    if (is_integer(C) && dtype == FLOAT32 && !L.activations) return false;
+    return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32;
+}
+
+template <int C> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                                  const void* bias, void* out) {
+    if (L.group >= L.columns) fast_linear<C, WHOLE>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group % SPAN == 0) fast_linear<C, WIDE>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group == 64) fast_linear<C, G64>(L, P, x, rows, stride, dtype, bias, out);
+    else fast_linear<C, G32>(L, P, x, rows, stride, dtype, bias, out);
+}
+#else
+template <int C> bool is_fast(const Layout&, int) { return false; }
+#endif

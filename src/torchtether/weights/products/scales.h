@@ -1,0 +1,73 @@
+// The scales and zero points of a row of codes, as float32.
+//
+// cpu.cpp includes this in its own namespace.
+
+template <int D> void copy_scales(const void* from, int64_t at, int64_t count, float* to) {
+    int64_t g = 0;
+    for (; g + LANES <= count; g += LANES) {
+        const F v = get<D>(from, at + g);
+        memcpy(to + g, &v, sizeof v);
+    }
+    if (g < count) {
+        const F v = get<D>(from, at + g, count - g);
+        memcpy(to + g, &v, (count - g) * 4);
+    }
+}
+
+template <bool SIGN> void negated_zeros(const void* from, int64_t at, int64_t count, float offset, float* to) {
+    const uint8_t* p = (const uint8_t*)from + at;
+    int64_t g = 0;
+    for (; g + LANES <= count; g += LANES) {
+        const F v = -(__builtin_convertvector(SIGN ? signed_bytes(p + g) : bytes(p + g), F) + all(offset));
+        memcpy(to + g, &v, sizeof v);
+    }
+    for (; g < count; g++) to[g] = -((SIGN ? (float)(int8_t)p[g] : (float)p[g]) + offset);
+}
+
+// The scales of row n, and its zero points negated, as float32.
+void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
+    const int64_t G = L.groups, at = (L.height == 1 ? n : n / L.height) * G;
+    const uint8_t* codes = (const uint8_t*)P.scale + at;
+    switch (L.scale) {
+        case FLOAT32: copy_scales<FLOAT32>(P.scale, at, G, s); break;
+        case BFLOAT16: copy_scales<BFLOAT16>(P.scale, at, G, s); break;
+        case FLOAT16: copy_scales<FLOAT16>(P.scale, at, G, s); break;
+        case E8M0:
+            for (int64_t g = 0; g < G; g++) {
+                const uint32_t e = codes[g], bits = e == 255 ? 0x7fc00000 : e ? e << 23 : 0x00400000;
+                memcpy(s + g, &bits, 4);
+            }
+            break;
+        case FP8:
+            for (int64_t g = 0; g < G; g += LANES) {
+                uint8_t some_bytes[LANES] = {};
+                const int64_t some = G - g < LANES ? G - g : LANES;
+                memcpy(some_bytes, codes + g, some);
+                F v = from_e4m3(some_bytes);
+                memcpy(s + g, &v, some * 4);
+            }
+            break;
+        default: {
+            const float offset = *(const float*)P.offset, *absmax = (const float*)P.extra + at / L.nested;
+            for (int64_t g = 0, left = L.nested - at % L.nested; g < G; absmax++, left = L.nested)
+                for (; g < G && left; g++, left--) {
+                    const float product = L.dynamic[codes[g]] * *absmax;
+                    s[g] = product + offset;
+                }
+        }
+    }
+    if (L.global) {
+        const float global = *(const float*)P.extra;
+        for (int64_t g = 0; g < G; g++) s[g] = L.global == 1 ? s[g] * global : s[g] / global;
+    }
+    for (int64_t g = 0; g < G; g++) s[g] = s[g] == s[g] ? s[g] : NAN;  // without payload, which rounding could overflow
+    if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, G, L.offset, z);
+    else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, G, L.offset, z);
+    else
+        for (int64_t g = 0; g < G; g++) z[g] = -L.offset;
+}
+
+// Elements of a buffer for the scales of a row: Table reads 16 of them from any of its first entries.
+int64_t buffer_size(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }
+
+typedef std::vector<float> Buffer;

@@ -1,0 +1,252 @@
+// Vectors: loading, widening, narrowing and converting them; what the extension cannot say, per instruction set.
+//
+// cpu.cpp includes this in its own namespace.
+
+template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
+
+inline F all(float x) {  // F{} + x would add: -0.0 + 0.0 is not -0.0
+#if WIDTH == 64
+    return (F)_mm512_set1_ps(x);
+#elif defined(__AVX__)
+    return (F)_mm256_set1_ps(x);
+#else
+    F v;
+    for (int i = 0; i < LANES; i++) v[i] = x;
+    return v;
+#endif
+}
+
+// Widening and narrowing are spelled out, because the compilers take the extension's apart, element by element.
+inline I bytes(const uint8_t* p) {  // LANES of them
+#if WIDTH == 64
+    return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    I v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+inline I signed_bytes(const uint8_t* p) {
+#if WIDTH == 64
+    return (I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    I v;
+    for (int i = 0; i < LANES; i++) v[i] = (int8_t)p[i];
+    return v;
+#endif
+}
+
+inline H halves(const uint8_t* p) {  // LANES bytes
+#if WIDTH == 64
+    return (H)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (H)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+#else
+    H v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
+inline I widen(H h) {
+#if WIDTH == 64
+    return (I)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+    I v;
+    for (int i = 0; i < LANES; i++) v[i] = h[i];
+    return v;
+#endif
+}
+
+inline H narrow(I v) {  // of 0 to 65535
+#if WIDTH == 64
+    return (H)_mm512_cvtepi32_epi16((__m512i)v);
+#elif defined(__AVX2__)
+    return (H)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+#else
+    H h;
+    for (int i = 0; i < LANES; i++) h[i] = (uint16_t)v[i];
+    return h;
+#endif
+}
+
+#if FIXED_POINT
+template <bool SIGN> inline W words(const uint8_t* p) {  // 2 * LANES bytes
+#if WIDTH == 64
+    const __m256i b = _mm256_loadu_si256((const __m256i*)p);
+    return (W)(SIGN ? _mm512_cvtepi8_epi16(b) : _mm512_cvtepu8_epi16(b));
+#else
+    const __m128i b = _mm_loadu_si128((const __m128i*)p);
+    return (W)(SIGN ? _mm256_cvtepi8_epi16(b) : _mm256_cvtepu8_epi16(b));
+#endif
+}
+
+inline I multiply_pairs(W a, W b) {
+#if WIDTH == 64
+    return (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+    return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+#endif
+
+inline F fma(F a, F b, F c) {
+#if WIDTH == 64
+    return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline float sum(F v) {
+#if WIDTH == 32 && defined(__AVX__)
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#endif
+    float x[LANES];
+    memcpy(x, &v, sizeof v);
+    for (int64_t step = LANES / 2; step; step /= 2)
+        for (int64_t i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
+}
+
+inline F larger(F most, F v) {  // lane by lane the larger magnitude; nan if one is
+    const F size = v < 0 ? -v : v;
+    return most < size || size != size ? size : most;
+}
+
+inline float largest_of(F v) {  // nan if one is
+    float most = 0;
+    for (int64_t l = 0; l < LANES; l++)
+        if (v[l] > most || v[l] != v[l]) most = v[l];
+    return most;
+}
+
+struct Table {  // values[index & 15], lane by lane
+#if WIDTH == 64
+    __m512 t;
+    explicit Table(const float* p) : t(_mm512_loadu_ps(p)) {}
+    F operator()(I index) const { return (F)_mm512_permutexvar_ps((__m512i)index, t); }
+#elif defined(__AVX2__)
+    __m256 low, high;
+    explicit Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+    F operator()(I index) const {
+        const __m256i i = (__m256i)index;
+        return (F)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
+                                   _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    }
+#else
+    float t[16];
+    explicit Table(const float* p) { memcpy(t, p, sizeof t); }
+    F operator()(I index) const {
+        F o;
+        for (int i = 0; i < LANES; i++) o[i] = t[index[i] & 15];
+        return o;
+    }
+#endif
+};
+
+inline F from_half(H h) {
+#if WIDTH == 64
+    return (F)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+    return (F)_mm256_cvtph_ps((__m128i)h);
+#else  // subnormals by a subtraction: those of float32 may be flushed
+    I u = widen(h), low = u & 0x7fff;
+    I normal = (low << 13) + (112 << 23), small = (low << 13) | (113 << 23);
+    F value = low < 0x400 ? (F)small - 0x1p-14f : (F)normal;
+    I bits = (I)value | ((u & 0x8000) << 16);
+    return (F)(low >= 0x7c00 ? bits | 0x7f800000 : bits);
+#endif
+}
+
+inline F from_e4m3(const uint8_t* p) {  // as float16, of which the exponent is 8 too low; 0x7f is not a number
+    H u = halves(p), low = (u & 0x7f) << 7, half = ((u & 0x80) << 8) | low;
+    return from_half(low == 0x3f80 ? half | 0x7e00 : half) * 256.0f;
+}
+
+#if FIXED_POINT
+inline void small_e4m3(const uint8_t* p, F* out) {  // 2 * LANES bytes, their values / 256
+    const W u = words<false>(p);
+    W half = ((u << 8) >> 1) & (int16_t)0xbf80;  // the sign, a copy of it that goes, and 7 bits
+    half |= ((half & 0x7f80) == 0x3f80) & 0x7e00;
+    H parts[2];
+    memcpy(parts, &half, sizeof half);
+    out[0] = from_half(parts[0]), out[1] = from_half(parts[1]);
+}
+#endif
+
+template <int C> inline F values(const uint8_t* p) {
+    if (C == INT8) return __builtin_convertvector(signed_bytes(p), F);
+    if (C == UINT8) return __builtin_convertvector(bytes(p), F);
+    if (C == E4M3) return from_e4m3(p);
+    return from_half(halves(p) << 8);
+}
+
+inline H to_bfloat16(F x) {  // to the nearest, halves to even
+    I bits = (I)x, rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+    return narrow((bits & 0x7fffffff) > 0x7f800000 ? I{} + 0x7fc0 : rounded);
+}
+
+inline H to_half(F x) {
+#if WIDTH == 64
+    return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+    return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    typedef _Float16 G __attribute__((vector_size(WIDTH / 2)));
+    return (H)__builtin_convertvector(x, G);
+#endif
+}
+
+// As to_bfloat16, of numbers and of nan without payload: what decoding makes.
+inline I bfloat16_bits(F x) {
+    I bits = (I)x;
+    return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+}
+
+template <int D> inline void put_two(F x, F y, void* out, int64_t at) {
+    if (D == FLOAT32) {
+        memcpy((float*)out + at, &x, sizeof x);
+        memcpy((float*)out + at + LANES, &y, sizeof y);
+        return;
+    }
+    uint16_t* to = (uint16_t*)out + at;
+    H h[2];
+    if (D == FLOAT16) h[0] = to_half(x), h[1] = to_half(y);
+    else {
+#if WIDTH == 32 && defined(__AVX2__)
+        const __m256i both = _mm256_packus_epi32((__m256i)bfloat16_bits(x), (__m256i)bfloat16_bits(y));
+        _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(both, 0xd8));
+        return;
+#else
+        h[0] = narrow(bfloat16_bits(x)), h[1] = narrow(bfloat16_bits(y));
+#endif
+    }
+    memcpy(to, h, sizeof h);
+}
+
+template <int D> inline void put(F x, void* out, int64_t at, int64_t count = LANES) {
+    if (D == FLOAT32) memcpy((float*)out + at, &x, count * 4);
+    else {
+        const H h = D == FLOAT16 ? to_half(x) : to_bfloat16(x);
+        memcpy((uint16_t*)out + at, &h, count * 2);
+    }
+}
+
+template <int D> inline F get(const void* p, int64_t at, int64_t count = LANES) {
+    if (D == FLOAT32) { F x{}; memcpy(&x, (const float*)p + at, count * 4); return x; }
+    H h{};
+    memcpy(&h, (const uint16_t*)p + at, count * 2);
+    return D == FLOAT16 ? from_half(h) : (F)(widen(h) << 16);
+}
