@@ -101,7 +101,7 @@ def test_what_texts_call_tt_something_is_there():
     texts += [
         (path, path.read_text()) for path in (*sorted(SOURCE.rglob("*.py")), *sorted((ROOT / "tutorials").glob("*.py")))
     ]
-    texts.append((ROOT / "README.md", (ROOT / "README.md").read_text()))
+    texts += [(path, path.read_text()) for path in (ROOT / "README.md", *(ROOT / "tutorials" / "guides").glob("*.md"))]
     for path, text in texts:
         for dotted in re.findall(r"\btt\.([A-Za-z_][A-Za-z0-9_]*)", text):
             assert _resolves(dotted) or dotted in _later(), f"{path.name} names tt.{dotted}"
