@@ -7,6 +7,7 @@ the table says was measured there.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +27,7 @@ from ..progress import Meter
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.weight import Weight
+from .tables import print_wrapped
 
 VOCABULARY, WIDTH, DEPTH, HEADS = 16_384, 512, 6, 8
 
@@ -72,30 +74,24 @@ class Transformer(nn.Module):
 
 
 def run_demo() -> None:
-    """Prints, side by side, what stock torch and torchtether make of the same job."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
+    """Print, side by side, the results of the same job with stock torch and with torchtether."""
     with tempfile.TemporaryDirectory(prefix="torchtether-demo-") as name:
         folder = Path(name)
         torch.manual_seed(0)
         source = Transformer()
-        save(source, folder / "source", max_shard_size="32MB", progress=True)
+        save(source, folder / "source", max_shard_size="32MB", progress=sys.stderr.isatty())
         count = len(list((folder / "source").glob("*.safetensors")))
         size = sum(tensor.nbytes for tensor in source.parameters())
-        console.print(
-            f"A transformer of {size // 4 / 1e6:.0f} M parameters, its head tied to its embedding: "
-            f"{describe_bytes(size)} in {count} shards.\n"
-            "Built on meta, with an AdamW that exists before the weights do; then loaded (ours: int8 on the way in),\n"
-            "one training step, .bfloat16(), save, reload.",
-            highlight=False,
+        print(
+            f"A transformer of {size // 4 / 1e6:.0f} M parameters, its head tied to its embedding:\n"
+            f"{describe_bytes(size)} in {count} shards. It is built on meta, with an AdamW that exists before the\n"
+            "weights do; then loaded (ours: int8 on the way in), one training step,\n"
+            ".bfloat16(), save, reload.\n"
         )
         columns = [_alone(side, folder) for side in (run_stock, run_ours)]
-    table = Table("", "stock torch " + torch.__version__.partition("+")[0], "torchtether", title_justify="left")
-    for row in dict.fromkeys(key for column in columns for key in column):
-        table.add_row(row, *(column.get(row, "") for column in columns))
-    console.print(table)
+    rows = [("", "stock torch " + torch.__version__.partition("+")[0], "torchtether")]
+    rows += [(key, columns[0].get(key, ""), columns[1].get(key, "")) for key in columns[0] | columns[1]]
+    print_wrapped(rows)
 
 
 def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
@@ -148,9 +144,8 @@ def run_ours(folder: Path) -> Column:
     model, optimizer = _built()
     before = dict(model.named_parameters(remove_duplicate=False))
     with Meter() as meter:
-        load(
-            model, folder / "source", quantize={"blocks.*.norm?.weight": None, "blocks.*.weight": "int8"}, progress=True
-        )
+        rules = {"blocks.*.norm?.weight": None, "blocks.*.weight": "int8"}
+        load(model, folder / "source", quantize=rules, progress=sys.stderr.isatty())
     _describe_load(column, model, optimizer, before, meter)
     _train(model, optimizer)
     column["training step"] = "runs"
@@ -160,7 +155,7 @@ def run_ours(folder: Path) -> Column:
         model.bfloat16()
     _describe_conversion(column, model, optimizer, before)
     path = folder / "ours.safetensors"
-    save(model, path, progress=True)
+    save(model, path, progress=sys.stderr.isatty())
     with torch.device("meta"):
         again = Transformer()
     load(again, path)

@@ -21,6 +21,7 @@ from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, describe_bytes
 from ..schemes import NAMED, Plain, Scheme, scheme_from_text
+from .tables import print_table
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
 
@@ -178,7 +179,7 @@ def _show(checkpoint: Checkpoint) -> None:
         nbytes = describe_bytes(checkpoint.nbytes(name)) if name in checkpoint.entries else ""
         shape = " x ".join(map(str, spec.shape)) or "()"
         rows.append((name, dtype_name(spec.dtype), shape, nbytes, _kind(checkpoint, name)))
-    _print_table(rows)
+    print_table(rows)
     print("")
     _show_ties(checkpoint)
     for scheme, (count, size) in _totals(checkpoint).items():
@@ -289,7 +290,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _show_differences(report: VerifyReport) -> None:
     rows = [("name", "max abs error", "SQNR dB", "scheme")]
     rows += [(one.name, f"{one.largest:.3g}", f"{one.sqnr:.1f}", one.scheme) for one in report.differences]
-    _print_table(rows)
+    print_table(rows)
 
 
 # -- making -----------------------------------------------------------------------------------------------------------
@@ -334,17 +335,6 @@ def _demo(arguments: argparse.Namespace) -> None:
     from .demonstration import run_demo
 
     run_demo()
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns side by side; nothing is cut, because names go into other programs, but none moves the cursor."""
-    rows = [tuple(map(clean, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def lines_of(groups: Sequence[Group], limit: int | None = 40, width: int = _WIDT
     bar = _BAR if width >= _NARROW else _BAR // 2
     before = 10 + devices + 2 + bar + 2
     label = max((width_of(_label(row)) for row in rows), default=0)
-    label = min(label, max(20, (width - before) * 2 // 5))
+    label = min(label, max(20, (width - before) * (2 if width >= _NARROW else 3) // 5))
     return [_line(row, scale, bar, devices, label, width) for row in rows]
 
 

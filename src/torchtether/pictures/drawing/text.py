@@ -22,15 +22,15 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns; what is too long loses its middle, because names differ at both ends.
+    """``text`` in at most ``width`` columns; what is too long loses its middle; names differ most at the end.
 
     >>> cut("model.layers.31.mlp.down_proj.weight", 20)
-    'model.lay…roj.weight'
+    'model.…n_proj.weight'
     """
     if width_of(text) <= width:
         return text
     room = max(width - 1, 0)
-    head, tail = _first(text, room // 2), _first(text[::-1], room - room // 2)[::-1]
+    head, tail = _first(text, room // 3), _first(text[::-1], room - room // 3)[::-1]
     return f"{head}…{tail}" if width else ""
 
 
