@@ -35,7 +35,7 @@ Column = dict[str, str]
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm."""
+    """Apply attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small language model whose head is its embedding."""
+    """Predict tokens with a small language model whose head is its embedding."""
 
     def __init__(
         self, vocabulary: int = VOCABULARY, width: int = WIDTH, depth: int = DEPTH, heads: int = HEADS
@@ -95,7 +95,7 @@ def run_demo() -> None:
 
 
 def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
-    """Runs one column in a fresh process."""
+    """Run one column in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(side, folder).result()
 
@@ -104,7 +104,7 @@ def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
 
 
 def run_stock(folder: Path) -> Column:
-    """The job with ``load_state_dict(assign=True)`` and what one does by hand around it."""
+    """Run the job with ``load_state_dict(assign=True)`` and with the steps by hand that it needs."""
     from safetensors.torch import load_file, load_model, save_model
 
     column: Column = {}
@@ -139,7 +139,7 @@ def run_stock(folder: Path) -> Column:
 
 
 def run_ours(folder: Path) -> Column:
-    """The job as torchtether does it."""
+    """Run the job with torchtether."""
     column: Column = {}
     model, optimizer = _built()
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -173,7 +173,7 @@ def _built() -> tuple[Transformer, torch.optim.Optimizer]:
 
 
 def _touch(model: nn.Module) -> None:
-    """Mapped pages become memory when they are first written; a page that is only mapped has not been loaded yet."""
+    """Copy every parameter, because mapped pages become memory only when they are written."""
     for tensor in model.parameters():
         if not tensor.is_meta:
             tensor.data = tensor.data.clone()
@@ -187,7 +187,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _changes(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """How many parameters another step moves."""
+    """Return how many parameters another step moves, as words."""
     before = {name: _values(tensor).clone() for name, tensor in model.named_parameters()}
     _train(model, optimizer)
     moved = sum(not torch.equal(_values(tensor), before[name]) for name, tensor in model.named_parameters())

@@ -31,7 +31,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: done; 1: it could not be done, and one line on stderr says why; 2: it was not understood."""
+    """Run one command. 0: done; 1: it could not be done, and one line on stderr says why; 2: it was not understood."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
     verb: Verb = parsed.verb
@@ -125,7 +125,7 @@ _CODES = "Exit codes: 0 done; 1 not done, one line on stderr says why; 2 not und
 
 
 def _described_schemes() -> str:
-    """Every scheme with its options and their defaults, a line each."""
+    """Return a line for every scheme with its options and their defaults."""
     lines = []
     for name, make in NAMED.items():
         options = (
@@ -147,7 +147,7 @@ def _scheme(text: str) -> Scheme:
 
 
 def _rule(text: str) -> tuple[str, Scheme | None]:
-    """``GLOB=SCHEME``, cut at the first ``=``, because options of a scheme hold some too."""
+    """Parse ``GLOB=SCHEME``, cut at the first ``=``, because options of a scheme hold some too."""
     glob, equals, scheme = text.partition("=")
     if not glob or not equals or not scheme:
         raise argparse.ArgumentTypeError(f"{text!r} is not GLOB=SCHEME, such as 'lm_head.*=none'")
@@ -237,7 +237,7 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """How many tensors are stored in each scheme, or as plain tensors of each dtype, and their bytes."""
+    """Count the tensors and bytes that are stored in each scheme, or as plain tensors of each dtype."""
     found: dict[str, tuple[int, int]] = {}
     for name in checkpoint.entries:
         spec = checkpoint.spec(name)
@@ -248,7 +248,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What ``inspect --json`` prints. The keys are a promise; new ones may come."""
+    """Return the object that ``inspect --json`` prints. The keys are a promise; new ones may come."""
     tensors = {}
     for name in checkpoint:
         (owner, view), spec = checkpoint.find(name), checkpoint.spec(name)

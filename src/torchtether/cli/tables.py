@@ -14,8 +14,8 @@ from ..pictures.drawing import clean, cut_end
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
     """Print columns side by side.
 
-    Into a pipe or a file nothing is cut, because names go into other programs. On a terminal lines lose their end, where
-    the last column stands. No cell moves the cursor.
+    Into a pipe or a file nothing is cut, because names go into other programs. On a terminal long lines lose their end.
+    No cell moves the cursor.
     """
     rows = [tuple(map(clean, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

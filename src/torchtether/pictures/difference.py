@@ -12,7 +12,7 @@ Known = tuple[Held, Group]
 
 
 def changes_between(before: Sequence[Group], after: Sequence[Group]) -> tuple[tuple[str, str], ...]:
-    """(name, what is different now) for every name of which something is, in the order of ``after``; then what is gone.
+    """Return (name, change) for every name that changed, in the order of ``after``; then the names that are gone.
 
     An object or a memory is said to be another one only where that is certain.
     """
@@ -29,7 +29,7 @@ def changes_between(before: Sequence[Group], after: Sequence[Group]) -> tuple[tu
 
 
 def grouped(changes: Sequence[tuple[str, str]]) -> list[str]:
-    """The changes as lines: names that differ only in numbers, and changed alike, are one."""
+    """Return the changes as lines: names that differ only in numbers, and changed alike, are one line."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, what in changes:
         alike.setdefault((pattern_of(name), pattern_of(what)), []).append(name)
@@ -75,7 +75,7 @@ def _memory_of(held: Held, group: Group) -> set[int]:
 
 
 def _tie_words(name: str, old: set[str], new: set[str], before: dict[str, Known], after: dict[str, Known]) -> list[str]:
-    """A tie is made or lost only between names that both maps know."""
+    """Return the ties made or lost, as words; they count only between names that both maps know."""
     lost = sorted(other for other in old - new if other in after)
     made = sorted(other for other in new - old if other in before and name in before)
     words = [f"no longer tied to {_some(lost)}"] if lost and name in after else []

@@ -15,7 +15,7 @@ _LANES = 24
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line. ``nbytes`` is that of a storage, on its first row; the row covers ``start`` to ``stop`` of ``total``.
+    """Hold one line. ``nbytes`` is that of a storage, on its first row. It covers ``start`` to ``stop`` of ``total``.
 
     ``links`` are the ties that the row belongs to; ``count`` how many groups look like this one.
     """
@@ -39,7 +39,7 @@ class Row:
 
 
 def rows_of(groups: Sequence[Group], limit: int | None) -> list[Row]:
-    """The rows of ``groups``: alike ones once with their count, at most ``limit`` of those, the rest in a last row.
+    """Return the rows of ``groups``: alike ones once with their count, at most ``limit``, the rest in a last row.
 
     Groups with ties come before others in the choice, large ones before small ones; they are shown in their order.
     """
@@ -69,7 +69,7 @@ def rows_of(groups: Sequence[Group], limit: int | None) -> list[Row]:
 
 
 def counted(count: int, noun: str) -> str:
-    """``3 names``.
+    """Return a count with its noun, such as ``3 names``.
 
     >>> counted(1, "tie"), counted(2, "storage")
     ('1 tie', '2 storages')
@@ -78,7 +78,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """A name with every number in it replaced, so that those of alike layers are equal.
+    """Replace every number in a name, so that those of alike layers are equal.
 
     >>> pattern_of("model.layers.31.q_proj.weight")
     'model.layers.*.q_proj.weight'
@@ -87,7 +87,7 @@ def pattern_of(name: str) -> str:
 
 
 def _pattern(group: Group) -> object:
-    """What is equal for groups that can be shown as one: everything but numbers in names, and where they lie."""
+    """Return the key of groups that can be shown as one: everything but numbers in names, and where they lie."""
     tensors = tuple(
         replace(held, names=tuple(map(pattern_of, held.names)), identity=0, nbytes=0) for held in group.tensors
     )
@@ -167,7 +167,7 @@ def _group_rows(like: Sequence[Group], tied: int) -> Iterator[Row]:
 
 
 def _is_wrapped(held: Held, group: Group) -> bool:
-    """Whether it is not itself a lane: a Weight, another wrapper, something sparse or without memory."""
+    """Return whether it is not itself a lane: a Weight, another wrapper, something sparse or without memory."""
     index = group.tensors.index(held)
     return all(lane.part for storage in group.storages for lane in storage.lanes if lane.owner == index)
 

@@ -14,7 +14,7 @@ _NARROW = 100
 
 
 def lines_of(groups: Sequence[Group], limit: int | None = 40, width: int = _WIDTH) -> list[str]:
-    """One line for each row: bytes, device, bar, name and facts; none is longer than ``width`` columns."""
+    """Return one line for each row: bytes, device, bar, name and facts; none is longer than ``width`` columns."""
     rows = rows_of(groups, limit)
     scale = Scale.of(row.total for row in rows)
     devices = max((len(row.device) for row in rows), default=0)

@@ -32,7 +32,7 @@ _PLAIN = "model.norm.weight"
 
 @dataclass(frozen=True)
 class _Sample:
-    """A checkpoint in memory, and the values of its weights where they are known."""
+    """Hold a checkpoint in memory, and the values of its weights where they are known."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -64,7 +64,7 @@ class _Subject:
         return found
 
     def decoded(self, sample: _Sample, entry: Entry) -> Tensor:
-        """The values of a weight, by its stored tensors; the parts must be those that its scheme lays out."""
+        """Return the values of a weight from its stored tensors; the parts must be those that its scheme lays out."""
         assert entry.spec is not None
         spec = entry.spec
         parts = self.format.unpack(entry, {role: sample.tensors[key].clone() for role, key in entry.keys.items()})
@@ -87,7 +87,7 @@ def check_format(
     schemes: Iterable[Scheme] | None = None,
     laws: Iterable[str] | str | None = None,
 ) -> Report:
-    """Says which laws a checkpoint format keeps, on samples that it writes itself and on those that it is given.
+    """Check which laws a checkpoint format keeps, on samples that it writes itself and on those that it is given.
 
     Args:
         format: a module or object with ``name``, ``recognise`` and ``unpack``, and if it is written too ``layout``,
@@ -138,7 +138,7 @@ def _weight(scheme: Scheme) -> Weight:
 
 
 def _written(format: Writable, scheme: Scheme) -> _Sample:
-    """A checkpoint as the format writes it, through the bytes of a file."""
+    """Return a checkpoint as the format writes it, through the bytes of a file."""
     weight = _weight(scheme)
     packed = format.pack(_NAME, weight)
     said = format.announce({_NAME: weight.spec}, [_PLAIN])
@@ -151,7 +151,7 @@ def _written(format: Writable, scheme: Scheme) -> _Sample:
 
 
 def _through_bytes(tensor: Tensor) -> Tensor:
-    """As a file gives it back: nothing of it is left but dtype, shape and bytes."""
+    """Return a tensor as a file gives it back: nothing of it is left but dtype, shape and bytes."""
     data = bytearray(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return (
         torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape) if data else tensor.clone()
@@ -335,7 +335,7 @@ def _pure(subject: _Subject) -> None:
 
 
 def _readable(subject: _Subject, sample: _Sample, name: str) -> Iterator[Entry]:
-    """The weight of this name, if the format would read it."""
+    """Return the weight of this name, if the format would read it."""
     try:
         found = subject.format.recognise(sample.contents())
     except CheckpointError:

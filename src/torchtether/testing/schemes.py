@@ -38,7 +38,7 @@ class _Subject:
     cases: Callable[[], Iterable[Case]]
 
     def each(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Tensor, Parts]]:
-        """Every case that the scheme encodes, its values and their parts; a calm one must be encoded."""
+        """Yield every case that the scheme encodes, its values and their parts; a calm one must be encoded."""
         for case in self.cases():
             if case.pattern not in patterns or len(case.shape) < rank:
                 continue
@@ -51,7 +51,7 @@ class _Subject:
             yield case, values, parts
 
     def weights(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Weight]]:
-        """The same as float32 Weights."""
+        """Yield the same as float32 Weights."""
         for case, _, _ in self.each(patterns, rank=rank):
             yield case, Weight.encode(case.values().float(), self.scheme)
 
@@ -63,7 +63,7 @@ def check_scheme(
     laws: Iterable[str] | str | None = None,
     seed: int = 0,
 ) -> Report:
-    """Says which laws a scheme keeps, over shapes, dtypes and patterns that are the same in every run.
+    """Check which laws a scheme keeps, over shapes, dtypes and patterns that are the same in every run.
 
     The laws are those that loading, saving, sharding, optimizers and the compiler here rely on.  ``strategies`` draws
     more, with Hypothesis.
@@ -167,7 +167,7 @@ def _repeats(subject: _Subject) -> None:
 
 @contextmanager
 def _filled_memory() -> Iterator[None]:
-    """Inside, new memory is full of NaN, and of the largest integers."""
+    """Fill new memory inside the block with NaN, and with the largest integers."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -476,7 +476,7 @@ def _file(subject: _Subject) -> None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The same values, contiguous also where a size of 1 lets any stride pass as such."""
+    """Return the same values, contiguous also where a size of 1 lets any stride pass as such."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

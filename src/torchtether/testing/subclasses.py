@@ -20,7 +20,7 @@ def check_tensor_subclass(
     linear: Callable[[Tensor, Tensor], Tensor] | None = None,
     name: str | None = None,
 ) -> Report:
-    """Says which laws of ``nn.Module``, optimizers, checkpoints and compilers a tensor subclass keeps.
+    """Check which laws of ``nn.Module``, optimizers, checkpoints and compilers a tensor subclass keeps.
 
     Nothing is assumed of the class but that ``make`` makes one: it may be ours, torchao's, a DTensor or your own.
     torch's process-wide flags and random numbers are as they were afterwards.  A class that crashes the process in

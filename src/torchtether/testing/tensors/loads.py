@@ -90,6 +90,6 @@ def _load_into_plain(subject: Subject) -> None:
 
 
 def _arrived(subject: Subject, made: Tensor, given: Tensor, old: Tensor, how: str) -> None:
-    """The values are the given ones, within what a class of few bits can hold; they were the opposite before."""
+    """Require the given values, within what a class of few bits can hold; they were the opposite before."""
     off, before = ((subject.values(made).double() - x.double()).norm().item() for x in (given, old))
     require(off < before / 2, f"{how} does not bring the values")

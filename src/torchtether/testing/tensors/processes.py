@@ -34,7 +34,7 @@ _FSDP_PATIENCE = 180.0
     "model.share_memory(), or handing the model to another process, crashes Python without a traceback",
 )
 def _share_memory(subject: Subject) -> None:
-    """In a process of its own, because torch's own ``share_memory_`` walks a wrapper's null storage and crashes."""
+    """Run in a process of its own, because torch's own ``share_memory_`` walks a wrapper's null storage and crashes."""
     if not hasattr(os, "fork"):  # where tensors must be made anew in the other process
         _check_sendable(subject)
         _finished(*_spawned(_share_fresh, (subject,), _PATIENCE))
@@ -50,7 +50,7 @@ def _share_fresh(subject: Subject) -> str:
 
 
 def _share(given: Tensor, before: list[Tensor]) -> str:
-    """What is wrong, empty if nothing is. Decodes nothing: a forked process must not start threads."""
+    """Return what is wrong, empty if nothing is. Decode nothing: a forked process must not start threads."""
     given.share_memory_()
     if not given.is_shared():
         return "is_shared() denies it after share_memory_()"
@@ -78,7 +78,7 @@ def _sharded(rank: int, subject: Subject, folder: str) -> str:  # pragma: no cov
 
 
 def _grouped(rank: int, folder: str, task: Callable[[], str]) -> str:  # pragma: no cover - in other processes
-    """What ``task`` says, with a group of two processes that meet in ``folder``."""
+    """Return what ``task`` returns, with a group of two processes that meet in ``folder``."""
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
@@ -88,7 +88,7 @@ def _grouped(rank: int, folder: str, task: Callable[[], str]) -> str:  # pragma:
 
 
 def _product_of_shards(subject: Subject) -> str:  # pragma: no cover - in other processes
-    """What is wrong with the product and the gradients of a sharded module, empty if nothing is."""
+    """Return what is wrong with the product and the gradients of a sharded module, empty if nothing is."""
     from torch.distributed.fsdp import fully_shard
 
     weight = subject.parameter()
@@ -145,7 +145,7 @@ def _finished(code: int, said: str) -> None:
 
 
 def _forked(task: Callable[[], str]) -> tuple[int, str]:
-    """How a child that runs ``task`` ends, and what it says; it never returns into the caller's program.
+    """Return how a child that runs ``task`` ends, and its words; the child never returns into the caller's program.
 
     A fork needs nothing that can be pickled. The child only copies small memory, in its one thread.
     """
@@ -183,7 +183,7 @@ def _forked(task: Callable[[], str]) -> tuple[int, str]:
 
 
 def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: int = 1) -> tuple[int, str]:
-    """How fresh processes that run ``task`` end, and what the first that complains says."""
+    """Return how fresh processes that run ``task`` end, and the words of the first that complains."""
     context = get_context("spawn")
     pipes, children = [], []
     for rank in range(processes):

@@ -91,7 +91,7 @@ def _product(subject: Subject, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _run(subject: Subject, weight: Tensor, values: Tensor, product: object = _product) -> tuple[Tensor, Tensor | None]:
-    """A product and the gradient of its input."""
+    """Return a product and the gradient of its input."""
     x = _input(values).requires_grad_()
     out = product(subject, x, weight)  # type: ignore[operator]
     if out.requires_grad:
