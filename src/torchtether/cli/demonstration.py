@@ -34,7 +34,7 @@ VOCABULARY, WIDTH, DEPTH, HEADS = 16_384, 512, 6, 8
 Column = dict[str, str]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Apply attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.emb = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.emb.weight
@@ -95,7 +95,7 @@ def run_demo() -> None:
 
 
 def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
-    """Run one column in a fresh process."""
+    """Run one column in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(side, folder).result()
 

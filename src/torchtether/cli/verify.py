@@ -63,7 +63,7 @@ def verify_checkpoint(
     not the source's in the dtype at hand, and errors beyond the bound of the scheme are faults.
 
     Scratch is small beside a large tensor that is plain, and the parts of one that is quantized. A whole tensor is
-    taken into memory only where its values cannot be had one after the other: where the other checkpoint has it turned,
+    taken into memory only where its values cannot be had in order: where the other checkpoint has it transposed,
     or where it is beyond a bound that hangs on what all its rows share.
 
     Raises CheckpointError if a file cannot be opened, or ends early.
@@ -169,11 +169,11 @@ def _difference(name: str, checkpoint: Checkpoint, source: Checkpoint) -> Differ
     return Difference(name, scheme, largest, sqnr, is_expected)
 
 
-Piece = tuple[Tensor, Tensor | None, Tensor]
+Compared = tuple[Tensor, Tensor | None, Tensor]
 """Elements, their bounds if they are quantized, and what they should be; all of one dimension."""
 
 
-def _measured(pieces: Iterable[Piece]) -> tuple[float, float, bool]:
+def _measured(pieces: Iterable[Compared]) -> tuple[float, float, bool]:
     """Return the largest error, the SQNR in decibels, and whether all is as it should be."""
     largest = noise = signal = 0.0
     is_expected = True
@@ -205,7 +205,7 @@ Stream = Iterator[tuple[Tensor, Tensor | None]]
 """Elements in row-major order, some at a time, each time with their bounds or without."""
 
 
-def _together(made: Stream, given: Stream) -> Iterator[Piece]:
+def _together(made: Stream, given: Stream) -> Iterator[Compared]:
     """Cut two streams of the same length at the same places."""
     theirs = torch.empty(0)
     for mine, limits in made:

@@ -76,7 +76,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class StorageGroup:
     """Hold tensors that lie on the same storages, directly or through each other; most groups hold one of each.
 
     ``ties`` are those that share elements; what only lies beside each other in one storage is not tied.
@@ -96,7 +96,7 @@ class Group:
 
 
 def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
-    """Group ``items`` that have a key in common, directly or through each other, in order."""
+    """StorageGroup ``items`` that have a key in common, directly or through each other, in order."""
     first: dict[object, int] = {}
     groups = Groups(len(items))
     for i, own in enumerate(keys):

@@ -19,7 +19,7 @@ from ..ties.records import tie_of
 from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .facts import Group, Held, Lane, Storage, joined, layout_of
+from .facts import Held, Lane, Storage, StorageGroup, joined, layout_of
 
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -30,7 +30,7 @@ _SPARSE = {
 }
 
 
-def groups_of(model: Tensors) -> tuple[Group, ...]:
+def groups_of(model: Tensors) -> tuple[StorageGroup, ...]:
     """Return every tensor of ``model`` on its storages, in module order."""
     objects: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in named_tensors(model).items():
@@ -49,7 +49,7 @@ _Piece = tuple[str, int, int, int, str, Lane]
 
 def _group(
     found: list[tuple[Held, tuple[_Piece, ...]]], memory: dict[_Piece, tuple[int, int, int]], ties: dict[str, Tie]
-) -> Group:
+) -> StorageGroup:
     storages: dict[int, list[tuple[_Piece, Lane]]] = {}
     for owner, (_, pieces) in enumerate(found):
         for piece in pieces:
@@ -64,7 +64,7 @@ def _group(
         made.append(Storage(memory[first][2], first[0], lanes, identity=memory[first][0]))
     tensors = tuple(held for held, _ in found)
     own = dict.fromkeys(ties[name] for held in tensors for name in held.names if name in ties)
-    return Group(tensors, tuple(made), tuple(own))
+    return StorageGroup(tensors, tuple(made), tuple(own))
 
 
 def _memory(pieces: list[_Piece]) -> dict[_Piece, tuple[int, int, int]]:

@@ -16,7 +16,7 @@ from ..files import replacing
 from ..weights.spec import Tie
 from .difference import changes_between, grouped
 from .drawing import describe_bytes
-from .facts import Group
+from .facts import StorageGroup
 from .live import groups_of
 from .picture import bullets, draw, page, table, wide
 from .rows import counted
@@ -75,7 +75,7 @@ class StorageMap:
          8 B  cpu  ███████               other    float32 [2]
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[StorageGroup, ...]
     title: str = field(default="", compare=False)
 
     @property
@@ -164,7 +164,7 @@ class StorageMap:
 class StorageDiff:
     """Hold the changes from the map ``before`` to the map ``after``; ``print(diff)`` shows, ``to_html`` draws.
 
-    ``changes`` are pairs of a name and what is different about it.  "another object" and "in other memory" are said
+    ``changes`` are pairs of a name and what is different about it.  "another object" and "in other memory" are reported
     only where they are certain.
 
     >>> import torch, torchtether as tt

@@ -50,7 +50,7 @@ def check_tensor_subclass(
     picked = chosen(LAWS, laws)
     subject = Subject(make, values, linear)
     with quiet():
-        first = subject.fresh()
+        first = subject.make_tensor()
     if not isinstance(first, Tensor) or first.dim() != 2:
         got = f"one of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
         raise LawError(f"make() must give a tensor of two dimensions, it gives {got}")

@@ -51,12 +51,12 @@ def element(tag: str, content: str = "", **attributes: object) -> str:
     >>> element("rect", x=1.5, klass="part", stroke_width=2)
     '<rect x="1.5" class="part" stroke-width="2"/>'
     """
-    said = "".join(
+    given = "".join(
         f' {"class" if key == "klass" else key.replace("_", "-")}="{_value(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return f"<{tag}{said}>{content}</{tag}>" if content else f"<{tag}{said}/>"
+    return f"<{tag}{given}>{content}</{tag}>" if content else f"<{tag}{given}/>"
 
 
 def _value(value: object) -> str:

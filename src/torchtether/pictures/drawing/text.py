@@ -29,8 +29,8 @@ def cut(text: str, width: int) -> str:
     """
     if width_of(text) <= width:
         return text
-    room = max(width - 1, 0)
-    head, tail = _first(text, room // 3), _first(text[::-1], room - room // 3)[::-1]
+    kept = max(width - 1, 0)
+    head, tail = _first(text, kept // 3), _first(text[::-1], kept - kept // 3)[::-1]
     return f"{head}…{tail}" if width else ""
 
 
@@ -56,8 +56,8 @@ def _first(text: str, width: int) -> str:
 def padded(text: str, width: int, *, right: bool = False) -> str:
     """Return ``text`` in exactly ``width`` columns."""
     text = cut(text, width)
-    room = " " * (width - width_of(text))
-    return room + text if right else text + room
+    spaces = " " * (width - width_of(text))
+    return spaces + text if right else text + spaces
 
 
 def describe_bytes(count: float) -> str:

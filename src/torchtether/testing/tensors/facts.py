@@ -52,8 +52,8 @@ def same(made: Tensor, given: Tensor, how: str, *, but: Collection[str] = ()) ->
         if name not in after:
             raise Broken(f"{how} loses its {name}")
         if not equal(after[name], value):
-            told = f"{short(after[name])}, was {short(value)}"
-            raise Broken(f"{how} changes its {name}" + ("" if isinstance(value, Tensor) else f": {told}"))
+            difference = f"{short(after[name])}, was {short(value)}"
+            raise Broken(f"{how} changes its {name}" + ("" if isinstance(value, Tensor) else f": {difference}"))
 
 
 def is_wrapper(tensor: Tensor) -> bool:

@@ -39,13 +39,13 @@ def _share_memory(subject: Subject) -> None:
         _check_sendable(subject)
         _finished(*_spawned(_share_fresh, (subject,), _PATIENCE))
         return
-    given = subject.fresh()  # here: a forked process must not start torch's threads
+    given = subject.make_tensor()  # here: a forked process must not start torch's threads
     before = [leaf.detach().clone() for leaf in leaves(given)]
     _finished(*_forked(lambda: _share(given, before)))
 
 
 def _share_fresh(subject: Subject) -> str:
-    given = subject.fresh()
+    given = subject.make_tensor()
     return _share(given, [leaf.detach().clone() for leaf in leaves(given)])
 
 
@@ -136,11 +136,11 @@ def _check_sendable(subject: Subject) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def _finished(code: int, said: str) -> None:
+def _finished(code: int, complaint: str) -> None:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         raise Broken(f"the process ends with {name}")
-    require(not said, said)
+    require(not complaint, complaint)
     require(code == 0, f"the process ends with status {code}")
 
 
@@ -165,13 +165,13 @@ def _forked(task: Callable[[], str]) -> tuple[int, str]:
             os._exit(code)
     os.close(writing)
     deadline = time.monotonic() + _PATIENCE
-    said = b""
+    complaint = b""
     try:
         while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
             more = os.read(reading, 4096)
             if not more:
                 break
-            said += more
+            complaint += more
         else:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -179,7 +179,7 @@ def _forked(task: Callable[[], str]) -> tuple[int, str]:
     finally:
         os.close(reading)
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), said.decode(errors="replace")
+    return os.waitstatus_to_exitcode(status), complaint.decode(errors="replace")
 
 
 def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: int = 1) -> tuple[int, str]:
@@ -195,22 +195,22 @@ def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: 
         pipes.append(ours)
         children.append(child)
     deadline = time.monotonic() + patience
-    said, code = "", 0
+    complaint, code = "", 0
     for pipe, child in zip(pipes, children, strict=True):
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
-                said = said or pipe.recv()
+                complaint = complaint or pipe.recv()
             else:
-                said = said or f"the processes do not end within {patience:.0f} seconds"
+                complaint = complaint or f"the processes do not end within {patience:.0f} seconds"
                 child.kill()
         except EOFError:  # it died
             pass
         child.join(10)
         code = code or (child.exitcode or 0)
-        if said or code:
+        if complaint or code:
             for other in children:
                 other.kill()
-    return (0 if said else code), said
+    return (0 if complaint else code), complaint
 
 
 def _answer(pipe: Any, task: Callable[..., str], args: tuple) -> None:  # pragma: no cover - in other processes

@@ -107,6 +107,6 @@ def _input(values: Tensor) -> Tensor:
 
 def _close(made: Tensor, wanted: Tensor, values: Tensor, what: str) -> None:
     require(tuple(made.shape) == tuple(wanted.shape), f"{what} has shape {tuple(made.shape)}")
-    room = 64 * torch.finfo(values.dtype).eps * max(wanted.detach().abs().max().item(), 1e-6)
+    tolerance = 64 * torch.finfo(values.dtype).eps * max(wanted.detach().abs().max().item(), 1e-6)
     off = (made.detach().double() - wanted.detach().double()).abs().max().item()
-    require(off <= room, f"{what} is off by {off:.2g}")
+    require(off <= tolerance, f"{what} is off by {off:.2g}")

@@ -1,4 +1,4 @@
-"""The class under test, by what laws ask of it: a fresh tensor, its values, a product, a module."""
+"""The class under test, as laws use it: a new tensor, its values, a product, a module."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Subject:
     read: Read | None
     linear: Linear | None
 
-    def fresh(self, seed: int = 0) -> Tensor:
+    def make_tensor(self, seed: int = 0) -> Tensor:
         """Return a new tensor; those of other seeds have other values if ``make`` draws them from torch's generator."""
         torch.manual_seed(seed)
         return self.make()
 
     def parameter(self, seed: int = 0, *, requires_grad: bool = False) -> nn.Parameter:
         """Return the same as a Parameter."""
-        made = self.fresh(seed)
+        made = self.make_tensor(seed)
         if requires_grad and not made.is_floating_point():
             raise NotApplicable(f"its dtype is {made.dtype}, which has no gradients")
         if isinstance(made, nn.Parameter):
