@@ -23,7 +23,7 @@ _FIXTURE = "torchtether_law"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known."""
+    """Register the mark."""
     config.addinivalue_line(
         "markers",
         f"{_MARK}(subclass=, scheme=, format=, laws=, ...): run {_FIXTURE} once per law of torchtether.testing",
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives a test that asks for ``torchtether_law`` every law of what its marks name."""
+    """Parametrize a test that takes ``torchtether_law`` with every law of what its marks name."""
     if _FIXTURE not in metafunc.fixturenames:
         return
     marks = list(metafunc.definition.iter_markers(_MARK))

@@ -28,7 +28,7 @@ LEVELS = [
     {"cli", "distributed"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm", "rich"}
+THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 # Modules that nothing in the package imports: users of Hypothesis do.
 NEEDED_ELSEWHERE = {"testing/strategies.py": {"hypothesis"}}
 

@@ -89,7 +89,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """``distributed`` is imported when it is first asked for: torch's DTensor takes as long as all the rest."""
+    """Import ``distributed`` when it is first used: torch's DTensor takes as long to import as all the rest."""
     if name == "distributed":
         from importlib import import_module
 

@@ -15,6 +15,7 @@ import torchtether as tt
 from tests.loading.models import MODELS, Tied, Turned, build
 from torchtether.cli import demonstration
 from torchtether.cli.main import main
+from torchtether.cli.tables import print_table
 from torchtether.progress import ticking
 from torchtether.schemes import NAMED
 
@@ -275,3 +276,40 @@ def test_the_demo_shows_what_differs(tmp_path, monkeypatch):
     assert ours["optimizer state"] == "bfloat16"
     assert ours["reloaded"] == "values equal, tie kept"
     assert ours["read without the model"] == "head.weight is emb.weight"
+
+
+def test_a_table_loses_its_end_on_a_terminal_and_nothing_in_a_pipe(monkeypatch, capsys):
+    rows = [("name", "kind"), ("model.layers.0.weight", "int8 " * 30)]
+    print_table(rows)
+    assert rows[1][1].rstrip() in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    print_table(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 60
+    assert lines[1].startswith("model.layers.0.weight  int8")
+
+
+def test_the_demo_prints_a_table_of_80_columns_and_no_bars_into_a_pipe(monkeypatch, capsys):
+    column = {"training step": "runs", "file": "54.6 MB (save_model: ties known to the model's code only)"}
+    monkeypatch.setattr(demonstration, "_alone", lambda side, folder: column)
+    monkeypatch.setattr(demonstration.Transformer.__init__, "__defaults__", (64, 32, 1, 2))
+    assert main(["demo"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert max(map(len, shown.out.splitlines())) <= 80
+    words = " ".join(shown.out.split())
+    assert all(word in words for word in ("stock torch", "training step runs runs", "save_model:", "code only)"))
+
+
+def test_the_command_line_stays_within_80_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"model.layers.{i}.self_attn.{one}_proj.weight" for i in range(2) for one in "qk"]
+    tt.save({name: torch.randn(64, 64) for name in names}, tmp_path / "x.safetensors")
+    assert main(["map", str(tmp_path / "x.safetensors")]) == 0
+    assert main(["verify", str(tmp_path / "x.safetensors")]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert max(map(len, shown.out.splitlines()[1:])) <= 80
+    assert "q_proj.weight" in shown.out
+    assert "k_proj.weight" in shown.out

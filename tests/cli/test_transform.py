@@ -389,7 +389,7 @@ def test_an_interrupt_at_any_tensor_leaves_nothing(source, tmp_path, monkeypatch
 
 _KILLED = """
 import os, signal, sys
-from torchtether import transform
+from torchtether.cli import transform
 from torchtether.cli.main import main
 stock, left = transform._read, int(sys.argv.pop(1))
 def killed(*arguments):

@@ -1,4 +1,4 @@
-"""What survives with whom: each cell of README's table is a function here, which anyone can run.
+"""What survives with whom: each cell of the table in the guide ``laws.md`` is a function here, which anyone can run.
 
 python -m tests.peers.promises
 """
@@ -213,7 +213,7 @@ def cell(row, party):
 
 
 def table():
-    """The table of README, as markdown."""
+    """The table of the guide, as markdown."""
     lines = ["| | " + " | ".join(PARTIES) + " |", "|---|" + "---|" * len(PARTIES)]
     lines += [f"| {text} | " + " | ".join(cell(row, party) for party in PARTIES) + " |" for row, text in ROWS.items()]
     return "\n".join(lines)

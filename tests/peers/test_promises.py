@@ -1,4 +1,4 @@
-"""README's table of what survives with whom is what a run gives, with the versions that it names."""
+"""The guide's table of what survives with whom is what a run gives, with the versions that it names."""
 
 from pathlib import Path
 
@@ -8,15 +8,15 @@ from tests.peers import promises
 
 pytestmark = pytest.mark.peers
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+LAWS = (Path(__file__).parent.parent.parent / "tutorials" / "guides" / "laws.md").read_text()
 
 
 @pytest.mark.parametrize("row", promises.ROWS)
 def test_each_cell_is_what_a_run_gives(row):
-    line = next(line for line in README.splitlines() if line.startswith(f"| {promises.ROWS[row]} |"))
+    line = next(line for line in LAWS.splitlines() if line.startswith(f"| {promises.ROWS[row]} |"))
     said = [cell.strip() for cell in line.split("|")[2:-1]]
     assert said == [promises.cell(row, party) for party in promises.PARTIES]
 
 
 def test_the_versions_are_those_of_the_run():
-    assert promises.versions() in README
+    assert promises.versions() in LAWS

@@ -7,6 +7,7 @@ the table says was measured there.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,14 +27,15 @@ from ..progress import Meter
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.weight import Weight
+from .tables import print_wrapped
 
 VOCABULARY, WIDTH, DEPTH, HEADS = 16_384, 512, 6, 8
 
 Column = dict[str, str]
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm."""
+class TransformerBlock(nn.Module):
+    """Apply attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -51,14 +53,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small language model whose head is its embedding."""
+    """Predict tokens with a small language model whose head is its embedding."""
 
     def __init__(
         self, vocabulary: int = VOCABULARY, width: int = WIDTH, depth: int = DEPTH, heads: int = HEADS
     ) -> None:
         super().__init__()
         self.emb = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.emb.weight
@@ -72,34 +74,28 @@ class Transformer(nn.Module):
 
 
 def run_demo() -> None:
-    """Prints, side by side, what stock torch and torchtether make of the same job."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
+    """Print, side by side, the results of the same job with stock torch and with torchtether."""
     with tempfile.TemporaryDirectory(prefix="torchtether-demo-") as name:
         folder = Path(name)
         torch.manual_seed(0)
         source = Transformer()
-        save(source, folder / "source", max_shard_size="32MB", progress=True)
+        save(source, folder / "source", max_shard_size="32MB", progress=sys.stderr.isatty())
         count = len(list((folder / "source").glob("*.safetensors")))
         size = sum(tensor.nbytes for tensor in source.parameters())
-        console.print(
-            f"A transformer of {size // 4 / 1e6:.0f} M parameters, its head tied to its embedding: "
-            f"{describe_bytes(size)} in {count} shards.\n"
-            "Built on meta, with an AdamW that exists before the weights do; then loaded (ours: int8 on the way in),\n"
-            "one training step, .bfloat16(), save, reload.",
-            highlight=False,
+        print(
+            f"A transformer of {size // 4 / 1e6:.0f} M parameters, its head tied to its embedding:\n"
+            f"{describe_bytes(size)} in {count} shards. It is built on meta, with an AdamW that exists before the\n"
+            "weights do; then loaded (ours: int8 on the way in), one training step,\n"
+            ".bfloat16(), save, reload.\n"
         )
         columns = [_alone(side, folder) for side in (run_stock, run_ours)]
-    table = Table("", "stock torch " + torch.__version__.partition("+")[0], "torchtether", title_justify="left")
-    for row in dict.fromkeys(key for column in columns for key in column):
-        table.add_row(row, *(column.get(row, "") for column in columns))
-    console.print(table)
+    rows = [("", "stock torch " + torch.__version__.partition("+")[0], "torchtether")]
+    rows += [(key, columns[0].get(key, ""), columns[1].get(key, "")) for key in columns[0] | columns[1]]
+    print_wrapped(rows)
 
 
 def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
-    """Runs one column in a fresh process."""
+    """Run one column in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(side, folder).result()
 
@@ -108,7 +104,7 @@ def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
 
 
 def run_stock(folder: Path) -> Column:
-    """The job with ``load_state_dict(assign=True)`` and what one does by hand around it."""
+    """Run the job with ``load_state_dict(assign=True)`` and with the steps by hand that it needs."""
     from safetensors.torch import load_file, load_model, save_model
 
     column: Column = {}
@@ -143,14 +139,13 @@ def run_stock(folder: Path) -> Column:
 
 
 def run_ours(folder: Path) -> Column:
-    """The job as torchtether does it."""
+    """Run the job with torchtether."""
     column: Column = {}
     model, optimizer = _built()
     before = dict(model.named_parameters(remove_duplicate=False))
     with Meter() as meter:
-        load(
-            model, folder / "source", quantize={"blocks.*.norm?.weight": None, "blocks.*.weight": "int8"}, progress=True
-        )
+        rules = {"blocks.*.norm?.weight": None, "blocks.*.weight": "int8"}
+        load(model, folder / "source", quantize=rules, progress=sys.stderr.isatty())
     _describe_load(column, model, optimizer, before, meter)
     _train(model, optimizer)
     column["training step"] = "runs"
@@ -160,7 +155,7 @@ def run_ours(folder: Path) -> Column:
         model.bfloat16()
     _describe_conversion(column, model, optimizer, before)
     path = folder / "ours.safetensors"
-    save(model, path, progress=True)
+    save(model, path, progress=sys.stderr.isatty())
     with torch.device("meta"):
         again = Transformer()
     load(again, path)
@@ -178,7 +173,7 @@ def _built() -> tuple[Transformer, torch.optim.Optimizer]:
 
 
 def _touch(model: nn.Module) -> None:
-    """Mapped pages become memory when they are first written; a page that is only mapped has not been loaded yet."""
+    """Copy every parameter, because mapped pages become memory only when they are written."""
     for tensor in model.parameters():
         if not tensor.is_meta:
             tensor.data = tensor.data.clone()
@@ -192,7 +187,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _changes(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """How many parameters another step moves."""
+    """Return how many parameters another step moves, as words."""
     before = {name: _values(tensor).clone() for name, tensor in model.named_parameters()}
     _train(model, optimizer)
     moved = sum(not torch.equal(_values(tensor), before[name]) for name, tensor in model.named_parameters())

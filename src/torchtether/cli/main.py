@@ -21,6 +21,7 @@ from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, describe_bytes
 from ..schemes import NAMED, Plain, Scheme, scheme_from_text
+from .tables import print_table
 from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
 
@@ -30,7 +31,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: done; 1: it could not be done, and one line on stderr says why; 2: it was not understood."""
+    """Run one command. 0: done; 1: it could not be done, and one line on stderr says why; 2: it was not understood."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
     verb: Verb = parsed.verb
@@ -124,7 +125,7 @@ _CODES = "Exit codes: 0 done; 1 not done, one line on stderr says why; 2 not und
 
 
 def _described_schemes() -> str:
-    """Every scheme with its options and their defaults, a line each."""
+    """Return a line for every scheme with its options and their defaults."""
     lines = []
     for name, make in NAMED.items():
         options = (
@@ -146,7 +147,7 @@ def _scheme(text: str) -> Scheme:
 
 
 def _rule(text: str) -> tuple[str, Scheme | None]:
-    """``GLOB=SCHEME``, cut at the first ``=``, because options of a scheme hold some too."""
+    """Parse ``GLOB=SCHEME``, cut at the first ``=``, because options of a scheme hold some too."""
     glob, equals, scheme = text.partition("=")
     if not glob or not equals or not scheme:
         raise argparse.ArgumentTypeError(f"{text!r} is not GLOB=SCHEME, such as 'lm_head.*=none'")
@@ -178,7 +179,7 @@ def _show(checkpoint: Checkpoint) -> None:
         nbytes = describe_bytes(checkpoint.nbytes(name)) if name in checkpoint.entries else ""
         shape = " x ".join(map(str, spec.shape)) or "()"
         rows.append((name, dtype_name(spec.dtype), shape, nbytes, _kind(checkpoint, name)))
-    _print_table(rows)
+    print_table(rows)
     print("")
     _show_ties(checkpoint)
     for scheme, (count, size) in _totals(checkpoint).items():
@@ -236,7 +237,7 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """How many tensors are stored in each scheme, or as plain tensors of each dtype, and their bytes."""
+    """Count the tensors and bytes that are stored in each scheme, or as plain tensors of each dtype."""
     found: dict[str, tuple[int, int]] = {}
     for name in checkpoint.entries:
         spec = checkpoint.spec(name)
@@ -247,7 +248,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What ``inspect --json`` prints. The keys are a promise; new ones may come."""
+    """Return the object that ``inspect --json`` prints. The keys are a promise; new ones may come."""
     tensors = {}
     for name in checkpoint:
         (owner, view), spec = checkpoint.find(name), checkpoint.spec(name)
@@ -289,7 +290,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _show_differences(report: VerifyReport) -> None:
     rows = [("name", "max abs error", "SQNR dB", "scheme")]
     rows += [(one.name, f"{one.largest:.3g}", f"{one.sqnr:.1f}", one.scheme) for one in report.differences]
-    _print_table(rows)
+    print_table(rows)
 
 
 # -- making -----------------------------------------------------------------------------------------------------------
@@ -334,17 +335,6 @@ def _demo(arguments: argparse.Namespace) -> None:
     from .demonstration import run_demo
 
     run_demo()
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns side by side; nothing is cut, because names go into other programs, but none moves the cursor."""
-    rows = [tuple(map(clean, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ _EMBEDDINGS = {"wte", "wpe", "shared"}
 
 @dataclass(frozen=True)
 class TransformReport:
-    """What was written: how many tensors, how many of them became another thing, and the bytes before and after."""
+    """Hold the counts of a written checkpoint: its tensors, those that were changed, and the bytes before and after."""
 
     tensors: int
     changed: tuple[str, ...]
@@ -55,7 +55,7 @@ def quantize_checkpoint(
     max_shard_size: int | str | None = None,
     progress: Progress = None,
 ) -> TransformReport:
-    """``target`` is the checkpoint ``source`` with its matrices in ``scheme``, as ``tt.load(quantize=)`` makes them.
+    """Write ``source`` to ``target`` with its matrices in ``scheme``, as ``tt.load(quantize=)`` makes them.
 
     Without the model's code names and shapes must tell what a linear layer is. By default those are the 2-D float
     tensors called ``*.weight`` with both sides of at least ``SMALLEST``, heads included, and not embeddings (a module
@@ -94,7 +94,7 @@ def convert_checkpoint(
     max_shard_size: int | str | None = None,
     progress: Progress = None,
 ) -> TransformReport:
-    """``target`` is the checkpoint ``source`` in another ``format`` or dtype, in other shards, or with stored aliases.
+    """Write ``source`` to ``target`` in another ``format`` or dtype, in other shards, or with stored aliases.
 
     Ties, strides and schemes are kept; of a quantized weight ``dtype`` is the compute dtype, and its codes stay. What
     ``format`` has no words for is an error, or, if a scheme is given as ``requantize``, is decoded and encoded in it:
@@ -132,7 +132,7 @@ def convert_checkpoint(
 
 
 def _other_scheme(entry: Entry, name: str, format: Writable, fallback: Scheme | None) -> Scheme | None:
-    """``fallback`` if ``format`` has no words for the Weight ``name`` as it is; raises SchemeError without one."""
+    """Return ``fallback`` if ``format`` has no words for the Weight ``name``; raise SchemeError without one."""
     if entry.spec is None:
         return None
     try:
@@ -183,7 +183,7 @@ def _transform(
 
 
 def _pairs(checkpoint: Checkpoint, format: Contained) -> Pairs:
-    """What a file says besides its tensors: what ``config.json`` of the source says, or the pairs of another such file.
+    """Return the JSON object beside the source that is copied: its ``config.json``, or the pairs of another such file.
 
     Of those only single values: a vocabulary does not come along.
     """
@@ -193,7 +193,7 @@ def _pairs(checkpoint: Checkpoint, format: Contained) -> Pairs:
 
 
 def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:
-    """The ties of a checkpoint by owner: those of its record, or else what another writer noted."""
+    """Return the ties of a checkpoint by owner: those of its record, or else those that another writer noted."""
     noted: dict[str, list[str]] = {}
     for alias, owner in sorted(checkpoint.flat.items()):
         is_name = alias not in ("", "format") and not alias.startswith(HIDDEN)  # "format: pt" is no tie
@@ -209,7 +209,7 @@ def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:
 
 @dataclass
 class _Streamed(ShardGroup):
-    """One stored tensor with its ties: read, changed and written when its turn comes."""
+    """Describe one stored tensor with its ties: it is read, changed and written when its turn comes."""
 
     name: str = ""
     is_changed: bool = False
@@ -229,7 +229,7 @@ class _Streamed(ShardGroup):
         dtype: torch.dtype | None = None,
         copy: bool = False,
     ) -> _Streamed:
-        """``name`` in ``scheme``, or in ``dtype``, or as it is; with ``copy`` its aliases are stored too."""
+        """Describe ``name`` in ``scheme``, or in ``dtype``, or as it is; with ``copy`` its aliases are stored too."""
         entry = checkpoint.entries[name]
         dtype = _dtype(entry, name, tie, dtype)
         group = _Streamed(format, name=name, is_changed=scheme is not None or dtype != entry.dtype)
@@ -267,7 +267,7 @@ class _Streamed(ShardGroup):
 
 
 def _dtype(entry: Entry, name: str, tie: Tie | None, dtype: torch.dtype | None) -> torch.dtype:
-    """What ``name`` becomes where floats are to become ``dtype``; raises CheckpointError if that is not only values."""
+    """Return the dtype of ``name`` once floats are ``dtype``; raise CheckpointError if it holds more than values."""
     shared = {entry.dtype} | {view.dtype for view in (tie.views if tie else ()) if view is not None}
     if dtype is None or shared == {dtype} or not any(one.is_floating_point for one in shared):
         return entry.dtype
@@ -293,7 +293,7 @@ def _retyped(view: View | None, old: torch.dtype, new: torch.dtype) -> View | No
 
 
 def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch.dtype) -> Tensor:
-    """``name`` in new memory with its own strides, as it is to be written."""
+    """Read ``name`` into new memory with its own strides, as it is to be written."""
     if scheme is not None:
         try:
             values = checkpoint.read_briefly(name)
@@ -308,7 +308,7 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch
 
 
 def _overflows(given: Tensor, made: Tensor) -> bool:
-    """Whether finite numbers became infinite; only where there is something infinite or NaN does it take memory."""
+    """Return whether finite numbers became infinite; it takes memory only where something is infinite or NaN."""
     if not made.numel() or all(bool(end.isfinite()) for end in made.aminmax()):
         return False
     return bool((made.isinf() & ~given.isinf()).any())
@@ -325,7 +325,7 @@ def _chosen(
     include: Sequence[str],
     exclude: Sequence[str],
 ) -> dict[str, Scheme]:
-    """The owners that are to be quantized; raises RuleError or SchemeError for what was asked and cannot be."""
+    """Return the owners to quantize; raise RuleError or SchemeError for a request that cannot be met."""
     names_of = {owner: ties[owner].names if owner in ties else (owner,) for owner in checkpoint.entries}
     every = [name for names in names_of.values() for name in names]
     for glob in (*rules, *include, *exclude):
@@ -355,7 +355,7 @@ def _chosen(
 
 
 def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None:
-    """The first of ``globs`` that matches one of ``names``, behind the name that it matches.
+    """Return the first of ``globs`` that matches one of ``names``, after the name that it matches.
 
     >>> _first(["emb.weight", "head.weight"], ["norm.*", "head.*"])
     ('head.weight', 'head.*')
@@ -364,7 +364,7 @@ def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None
 
 
 def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
-    """Why ``entry`` cannot be quantized; empty if it can."""
+    """Return the reason why ``entry`` cannot be quantized; empty if it can."""
     if entry.spec is not None:
         return f"is quantized already, as {entry.spec.scheme}"
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
@@ -379,7 +379,7 @@ def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
 
 
 def _is_linear(names: Sequence[str], shape: Sequence[int]) -> bool:
-    """Whether it looks like the weight of a linear layer, by one of its names at least.
+    """Return whether it looks like the weight of a linear layer, by one of its names at least.
 
     >>> _is_linear(["model.embed_tokens.weight"], (64, 32))
     False

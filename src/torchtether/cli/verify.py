@@ -26,7 +26,7 @@ _PIECE = 2**18  # elements that are decoded and compared at a time, in float64
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor is from that of the source: the largest error, and signal to noise in decibels."""
+    """Hold the error of one tensor beside that of the source: the largest, and signal to noise in decibels."""
 
     name: str
     scheme: str
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found: a line per fault, and with a source the differences, worst first."""
+    """Hold the results of ``verify``: a line per fault, and with a source the differences, worst first."""
 
     tensors: int
     bytes: int
@@ -54,7 +54,7 @@ class VerifyReport:
 def verify_checkpoint(
     path: Path | str, *, against: Path | str | None = None, progress: Progress = None
 ) -> VerifyReport:
-    """Every byte of ``path`` has been read and every record checked; what is wrong is in ``faults``.
+    """Read every byte of ``path`` and check every record; what is wrong is in ``faults``.
 
     Opening it checks headers, offsets, sizes, the index and the record. Here the bytes of each stored tensor are
     compared with their checksum where the file has one, stored copies of aliases with their owners, and quantized
@@ -63,7 +63,7 @@ def verify_checkpoint(
     not the source's in the dtype at hand, and errors beyond the bound of the scheme are faults.
 
     Scratch is small beside a large tensor that is plain, and the parts of one that is quantized. A whole tensor is
-    taken into memory only where its values cannot be had one after the other: where the other checkpoint has it turned,
+    taken into memory only where its values cannot be had in order: where the other checkpoint has it transposed,
     or where it is beyond a bound that hangs on what all its rows share.
 
     Raises CheckpointError if a file cannot be opened, or ends early.
@@ -85,7 +85,7 @@ def verify_checkpoint(
 
 
 def _wrong_bytes(checkpoint: Checkpoint, key: str, tick: Tick) -> Iterator[tuple[str, str]]:
-    """Reads all bytes of ``key``."""
+    """Read all bytes of ``key``, and yield the fault if their checksum is not the recorded one."""
     file, wanted, found = checkpoint.store.file_of(key), checkpoint.store.record.checksums.get(key), 0
     for piece in file.pieces(key):
         found = found if wanted is None else zlib.crc32(piece, found)
@@ -95,7 +95,7 @@ def _wrong_bytes(checkpoint: Checkpoint, key: str, tick: Tick) -> Iterator[tuple
 
 
 def _wrong_values(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[tuple[str, str]]:
-    """What the bytes say that they cannot mean; of tensors that are ``damaged``, enough is said already."""
+    """Yield the faults of values that cannot be meant, but for tensors that are ``damaged`` and reported already."""
     for name, entry in checkpoint.entries.items():
         if entry.spec is not None and damaged.isdisjoint(entry.keys.values()):
             held = checkpoint.read_briefly(name)
@@ -145,7 +145,7 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, faults: list[str], prog
 
 
 def _is_done(checkpoint: Checkpoint, source: Checkpoint, name: str) -> bool:
-    """Whether ``name`` is on both sides only another name of its owner, which is compared anyway."""
+    """Return whether ``name`` is on both sides only another name of its owner, which is compared anyway."""
     owner, view = checkpoint.find(name)
     is_alias = owner != name and view is None and owner in source and owner in checkpoint
     return is_alias and name in source and source.find(owner) == source.find(name)
@@ -169,12 +169,12 @@ def _difference(name: str, checkpoint: Checkpoint, source: Checkpoint) -> Differ
     return Difference(name, scheme, largest, sqnr, is_expected)
 
 
-Piece = tuple[Tensor, Tensor | None, Tensor]
+Compared = tuple[Tensor, Tensor | None, Tensor]
 """Elements, their bounds if they are quantized, and what they should be; all of one dimension."""
 
 
-def _measured(pieces: Iterable[Piece]) -> tuple[float, float, bool]:
-    """The largest error, the SQNR in decibels, and whether all is as it should be."""
+def _measured(pieces: Iterable[Compared]) -> tuple[float, float, bool]:
+    """Return the largest error, the SQNR in decibels, and whether all is as it should be."""
     largest = noise = signal = 0.0
     is_expected = True
     for mine, limits, theirs in pieces:
@@ -205,8 +205,8 @@ Stream = Iterator[tuple[Tensor, Tensor | None]]
 """Elements in row-major order, some at a time, each time with their bounds or without."""
 
 
-def _together(made: Stream, given: Stream) -> Iterator[Piece]:
-    """Two streams of the same length, cut at the same places."""
+def _together(made: Stream, given: Stream) -> Iterator[Compared]:
+    """Cut two streams of the same length at the same places."""
     theirs = torch.empty(0)
     for mine, limits in made:
         at = 0
@@ -227,7 +227,7 @@ def _stream(
     limit: int = _PIECE,
     bounds: bool = False,
 ) -> Stream:
-    """The elements of the tensor whose dimensions in ``order`` are ``name``; quantized ones decoded to ``dtype``."""
+    """Yield the elements of ``name`` with its dimensions in ``order``; quantized ones decoded to ``dtype``."""
     owner, view = checkpoint.find(name)
     entry, spec = checkpoint.entries[owner], checkpoint.spec(name)
     count = math.prod(spec.shape)
@@ -256,13 +256,13 @@ def _stream(
 
 
 def _is_run(view: View | None, stride: Shape, shape: Shape) -> bool:
-    """Whether a file stores the elements one after the other; those of an owner are in row-major order in any case."""
+    """Return whether a file stores the elements one after the other; an owner's are in row-major order."""
     is_plain = stride == contiguous_stride(shape)
     return view is None or (is_plain and view.stride == contiguous_stride(view.size))
 
 
 def _runs(scheme: Scheme, parts: Parts, shape: Shape, limit: int) -> Iterator[tuple[Parts, Shape]]:
-    """A quantized tensor of ``shape`` as smaller ones, in order, of about ``limit`` elements where blocks allow it."""
+    """Cut a quantized tensor of ``shape`` into smaller ones of about ``limit`` elements, where blocks allow it."""
     count = math.prod(shape)
     if count <= limit:
         yield parts, shape

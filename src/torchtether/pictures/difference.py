@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .drawing import clean, describe_bytes
-from .facts import Group, Held
+from .facts import Held, StorageGroup
 from .rows import counted, pattern_of
 
-Known = tuple[Held, Group]
+Known = tuple[Held, StorageGroup]
 
 
-def changes_between(before: Sequence[Group], after: Sequence[Group]) -> tuple[tuple[str, str], ...]:
-    """(name, what is different now) for every name of which something is, in the order of ``after``; then what is gone.
+def changes_between(before: Sequence[StorageGroup], after: Sequence[StorageGroup]) -> tuple[tuple[str, str], ...]:
+    """Return (name, change) for every name that changed, in the order of ``after``; then the names that are gone.
 
-    An object or a memory is said to be another one only where that is certain.
+    An object or a memory is called another one only where that is certain.
     """
     old, new = _by_name(before), _by_name(after)
     partners, now_partners = _partners(before), _partners(after)
@@ -29,22 +29,22 @@ def changes_between(before: Sequence[Group], after: Sequence[Group]) -> tuple[tu
 
 
 def grouped(changes: Sequence[tuple[str, str]]) -> list[str]:
-    """The changes as lines: names that differ only in numbers, and changed alike, are one."""
+    """Return the changes as lines: names that differ only in numbers, and changed alike, are one line."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, what in changes:
         alike.setdefault((pattern_of(name), pattern_of(what)), []).append(name)
-    lines, said = [], dict(changes)
+    lines, change_of = [], dict(changes)
     for (pattern, _), names in alike.items():
-        what = said[names[0]]
+        what = change_of[names[0]]
         lines.append(clean(f"{names[0]}: {what}" if len(names) == 1 else f"{pattern} x{len(names):,}: {what}"))
     return lines
 
 
-def _by_name(groups: Sequence[Group]) -> dict[str, Known]:
+def _by_name(groups: Sequence[StorageGroup]) -> dict[str, Known]:
     return {name: (held, group) for group in groups for held in group.tensors for name in held.names}
 
 
-def _partners(groups: Sequence[Group]) -> dict[str, set[str]]:
+def _partners(groups: Sequence[StorageGroup]) -> dict[str, set[str]]:
     return {name: set(tie.names) - {name} for group in groups for tie in group.ties for name in tie.names}
 
 
@@ -54,8 +54,8 @@ def _changed(old: Known, new: Known) -> list[str]:
     for what in ("shape", "dtype", "layout", "device", "kind"):
         before, after = getattr(one, what), getattr(two, what)
         if before != after and not (what == "kind" and "tensor" in (before, after)):
-            said = (list(before), list(after)) if what == "shape" else (before, after)
-            words.append(f"{said[0]} -> {said[1]}")
+            shown = (list(before), list(after)) if what == "shape" else (before, after)
+            words.append(f"{shown[0]} -> {shown[1]}")
     if one.scheme != two.scheme:
         words.append(f"{one.scheme or 'plain'} -> {two.scheme or 'plain'}")
     if one.nbytes != two.nbytes:
@@ -69,13 +69,13 @@ def _changed(old: Known, new: Known) -> list[str]:
     return words
 
 
-def _memory_of(held: Held, group: Group) -> set[int]:
+def _memory_of(held: Held, group: StorageGroup) -> set[int]:
     index = group.tensors.index(held)
     return {one.identity for one in group.storages if any(lane.owner == index for lane in one.lanes)}
 
 
 def _tie_words(name: str, old: set[str], new: set[str], before: dict[str, Known], after: dict[str, Known]) -> list[str]:
-    """A tie is made or lost only between names that both maps know."""
+    """Return the ties made or lost, as words; they count only between names that both maps know."""
     lost = sorted(other for other in old - new if other in after)
     made = sorted(other for other in new - old if other in before and name in before)
     words = [f"no longer tied to {_some(lost)}"] if lost and name in after else []

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One plain tensor over a storage, in bytes from the first of it.
+    """Describe one plain tensor over a storage, in bytes from the first of it.
 
     ``owner`` is the index, in its group, of the tensor that it is or belongs to; ``part`` names an inner tensor.
     ``is_dense`` says that it covers every byte between ``start`` and ``stop``.
@@ -34,7 +34,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One piece of memory, or of a file: ``where`` says which. ``identity`` is 0 where it is not known."""
+    """Describe one piece of memory, or of a file: ``where`` says which. ``identity`` is 0 where it is not known."""
 
     nbytes: int
     device: str
@@ -44,7 +44,7 @@ class Storage:
 
     @property
     def reached(self) -> int:
-        """The bytes from which some tensor can be reached; the rest is kept alive for nobody."""
+        """Return the number of bytes that some tensor reaches; the rest is kept alive for nobody."""
         total, end = 0, 0
         for lane in sorted(self.lanes, key=lambda lane: lane.start):
             total += max(0, lane.stop - max(lane.start, end))
@@ -54,7 +54,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One tensor object under all of its names; ``kind`` is "parameter", "buffer" or "tensor".
+    """Describe one tensor object under all of its names; ``kind`` is "parameter", "buffer" or "tensor".
 
     ``scheme`` says what it is made of, if it is no plain tensor; ``decoded`` what its values take once decoded.
     ``nbytes`` counts the bytes of its elements, or of its parts. ``note`` is what else there is to say.
@@ -76,8 +76,8 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors that lie on the same storages, directly or through each other; most groups hold one of each.
+class StorageGroup:
+    """Hold tensors that lie on the same storages, directly or through each other; most groups hold one of each.
 
     ``ties`` are those that share elements; what only lies beside each other in one storage is not tied.
     """
@@ -96,7 +96,7 @@ class Group:
 
 
 def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
-    """``items``, together where they have a key in common, directly or through each other, in order."""
+    """StorageGroup ``items`` that have a key in common, directly or through each other, in order."""
     first: dict[object, int] = {}
     groups = DisjointSets(len(items))
     for i, own in enumerate(keys):
@@ -106,7 +106,7 @@ def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]
 
 
 def layout_of(shape: Shape, stride: Shape) -> str:
-    """How elements lie, in a word: contiguous, transposed, permuted, strided, expanded, overlapping.
+    """Return how elements lie, in a word: contiguous, transposed, permuted, strided, expanded, overlapping.
 
     >>> layout_of((2, 3), (3, 1)), layout_of((3, 2), (1, 3)), layout_of((2, 3), (6, 1)), layout_of((2, 3), (0, 1))
     ('contiguous', 'transposed', 'strided', 'expanded')

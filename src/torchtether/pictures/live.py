@@ -19,7 +19,7 @@ from ..ties.records import tie_of
 from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .facts import Group, Held, Lane, Storage, joined, layout_of
+from .facts import Held, Lane, Storage, StorageGroup, joined, layout_of
 
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -30,8 +30,8 @@ _SPARSE = {
 }
 
 
-def groups_of(model: Tensors) -> tuple[Group, ...]:
-    """Every tensor of ``model`` on its storages, in module order."""
+def groups_of(model: Tensors) -> tuple[StorageGroup, ...]:
+    """Return every tensor of ``model`` on its storages, in module order."""
     objects: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in named_tensors(model).items():
         objects.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -49,7 +49,7 @@ _Piece = tuple[str, int, int, int, str, Lane]
 
 def _group(
     found: list[tuple[Held, tuple[_Piece, ...]]], memory: dict[_Piece, tuple[int, int, int]], ties: dict[str, Tie]
-) -> Group:
+) -> StorageGroup:
     storages: dict[int, list[tuple[_Piece, Lane]]] = {}
     for owner, (_, pieces) in enumerate(found):
         for piece in pieces:
@@ -64,11 +64,11 @@ def _group(
         made.append(Storage(memory[first][2], first[0], lanes, identity=memory[first][0]))
     tensors = tuple(held for held, _ in found)
     own = dict.fromkeys(ties[name] for held in tensors for name in held.names if name in ties)
-    return Group(tensors, tuple(made), tuple(own))
+    return StorageGroup(tensors, tuple(made), tuple(own))
 
 
 def _memory(pieces: list[_Piece]) -> dict[_Piece, tuple[int, int, int]]:
-    """For each piece the storage that it is on, where its own storage begins in that, and how large that is.
+    """Return for each piece the storage that it is on, the start of its own storage in that, and the size of that.
 
     Storages over the same addresses, such as two that came from one numpy array, are one memory.
     """
@@ -174,7 +174,7 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def _pieces(tensor: Tensor, part: str = "") -> Iterator[_Piece]:
-    """The plain tensors that ``tensor`` is made of; none for what has no memory, or hides it."""
+    """Return the plain tensors that ``tensor`` is made of; none for a tensor without memory, or that hides it."""
     if is_lazy(tensor):
         return
     if isinstance(tensor, Weight):
@@ -215,7 +215,7 @@ def _piece(tensor: Tensor, part: str) -> _Piece:
 
 
 def _ties_of(model: Tensors) -> dict[str, Tie]:
-    """The tie of each name that has one; what a tie cannot say is left to the picture."""
+    """Return the tie of each name that has one; a tie that cannot be described is left to the picture."""
     made: dict[str, Tie] = {}
     for component in find_components(model):
         try:

@@ -7,8 +7,8 @@ from typing import Any
 
 from .drawing import Scale, cut, cut_end, describe_bytes
 from .drawing.svg import CHARACTER, document, element, gaps, safe, style, words
-from .facts import Group
-from .rows import Row, rows_of
+from .facts import StorageGroup
+from .rows import MapRow, rows_of
 
 _HEIGHT, _LABEL, _BAR, _FACTS, _TOP = 20.0, 300.0, 300.0, 640.0, 96.0
 _RAIL, _RAILS = 9.0, 4
@@ -18,8 +18,8 @@ _KEY = (
 )  # fmt: skip
 
 
-def draw(groups: Sequence[Group], title: str, limit: int | None = 300) -> str:
-    """The storage map as an SVG document; at most ``limit`` groups that look different are drawn."""
+def draw(groups: Sequence[StorageGroup], title: str, limit: int | None = 300) -> str:
+    """Return the storage map as an SVG document; at most ``limit`` groups that look different are drawn."""
     rows = rows_of(groups, limit)
     scale = Scale.of(row.total for row in rows)
     left = 12 + _RAIL * (1 + min(_RAILS, max((max(row.links) + 1 for row in rows if row.links), default=0)))
@@ -50,27 +50,27 @@ def draw(groups: Sequence[Group], title: str, limit: int | None = 300) -> str:
 
 
 def _row(
-    row: Row, y: float, scale: Scale, columns: tuple[float, float, float], patterns: dict[str, tuple[str, str]]
+    row: MapRow, y: float, scale: Scale, columns: tuple[float, float, float], patterns: dict[str, tuple[str, str]]
 ) -> str:
     x_label, x_bar, x_facts = columns
     line = y + 14
     indent = 14 * row.depth
     times = f" x{row.count:,}" if row.count > 1 else ""
-    room = int((_LABEL - indent - 6) / CHARACTER) - len(times)
-    made = [words(x_label + indent, line, cut(row.label, room) + times, "strong" if row.is_first else None)]
+    shown = int((_LABEL - indent - 6) / CHARACTER) - len(times)
+    made = [words(x_label + indent, line, cut(row.label, shown) + times, "strong" if row.is_first else None)]
     if row.nbytes is not None:
         made.append(words(x_bar - 52, line, describe_bytes(row.nbytes), None, "end"))
     if row.device and (row.nbytes is not None or row.is_first):
         made.append(words(x_bar - 8, line, cut(row.device, 6), "faint", "end"))
     if row.total > 0:
         made.append(_bar(row, y, scale, x_bar, patterns))
-    room = int(_FACTS / CHARACTER)
-    made.append(words(x_facts, line, cut_end(row.facts, room), "faint"))
-    told = "\n".join(part for part in (row.label, row.facts, row.note) if part)
-    return element("g", element("title", safe(told)) + "".join(made))
+    shown = int(_FACTS / CHARACTER)
+    made.append(words(x_facts, line, cut_end(row.facts, shown), "faint"))
+    tooltip = "\n".join(part for part in (row.label, row.facts, row.note) if part)
+    return element("g", element("title", safe(tooltip)) + "".join(made))
 
 
-def _bar(row: Row, y: float, scale: Scale, x: float, patterns: dict[str, tuple[str, str]]) -> str:
+def _bar(row: MapRow, y: float, scale: Scale, x: float, patterns: dict[str, tuple[str, str]]) -> str:
     length = max(scale.length(row.total) * _BAR, 2.0)
     first, last = (min(at / row.total, 1.0) * length for at in (row.start, row.stop))
     size: dict[str, Any] = {"y": y + 4, "height": _HEIGHT - 8, "rx": 2}
@@ -89,8 +89,8 @@ def _bar(row: Row, y: float, scale: Scale, x: float, patterns: dict[str, tuple[s
     return whole + element("rect", klass=row.colour, **size)
 
 
-def _links(rows: Sequence[Row], left: float) -> Iterable[str]:
-    """Each tie as a line beside the names that it holds together."""
+def _links(rows: Sequence[MapRow], left: float) -> Iterable[str]:
+    """Draw each tie as a line beside the names that it holds together."""
     members: dict[int, list[float]] = {}
     for i, row in enumerate(rows):
         for tie in row.links:
@@ -143,7 +143,7 @@ _PAGE = (
 
 
 def page(title: str, summary: str, sections: Iterable[tuple[str, str]]) -> str:
-    """One HTML page: ``sections`` are headings and markup."""
+    """Return one HTML page: ``sections`` are headings and markup."""
     body = "".join((element("h2", safe(heading)) if heading else "") + markup for heading, markup in sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -154,17 +154,17 @@ def page(title: str, summary: str, sections: Iterable[tuple[str, str]]) -> str:
 
 
 def wide(svg: str) -> str:
-    """A picture that scrolls by itself where the page is too narrow."""
+    """Wrap a picture so that it scrolls by itself where the page is too narrow."""
     return element("div", svg, klass="wide")
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """Lines as a list."""
+    """Return lines as a list."""
     return element("ul", "".join(element("li", safe(line)) for line in lines)) or "<p>nothing</p>"
 
 
-def table(groups: Sequence[Group]) -> str:
-    """Every name with its facts, to be searched and copied, folded away."""
+def table(groups: Sequence[StorageGroup]) -> str:
+    """Return a folded table of every name with its facts, to be searched and copied."""
     head = "".join(
         element("th", safe(text))
         for text in ("name", "kind", "dtype", "shape", "stride", "device", "bytes", "decoded", "scheme", "shares with")

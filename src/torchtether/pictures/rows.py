@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .drawing import describe_bytes
-from .facts import Group, Held, Lane, Storage
+from .facts import Held, Lane, Storage, StorageGroup
 
 _LANES = 24
 """Names, lanes or storages of one group that are shown one by one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line. ``nbytes`` is that of a storage, on its first row; the row covers ``start`` to ``stop`` of ``total``.
+class MapRow:
+    """Hold one line. ``nbytes`` is that of a storage, on its first row. It covers ``start`` to ``stop`` of ``total``.
 
     ``links`` are the ties that the row belongs to; ``count`` how many groups look like this one.
     """
@@ -38,12 +38,12 @@ class Row:
     note: str = ""
 
 
-def rows_of(groups: Sequence[Group], limit: int | None) -> list[Row]:
-    """The rows of ``groups``: alike ones once with their count, at most ``limit`` of those, the rest in a last row.
+def rows_of(groups: Sequence[StorageGroup], limit: int | None) -> list[MapRow]:
+    """Return the rows of ``groups``: alike ones once with their count, at most ``limit``, the rest in a last row.
 
     Groups with ties come before others in the choice, large ones before small ones; they are shown in their order.
     """
-    alike: dict[object, list[Group]] = {}
+    alike: dict[object, list[StorageGroup]] = {}
     for group in groups:
         alike.setdefault(_pattern(group), []).append(group)
     found = list(alike.values())
@@ -51,7 +51,7 @@ def rows_of(groups: Sequence[Group], limit: int | None) -> list[Row]:
     if limit is not None and len(found) > limit:
         ranked = sorted(shown, key=lambda i: (not found[i][0].ties, -found[i][0].nbytes * len(found[i]), i))
         shown = set(ranked[: max(limit, 1)])
-    made: list[Row] = []
+    made: list[MapRow] = []
     tied = 0
     for i, like in enumerate(found):
         if i in shown:
@@ -63,13 +63,13 @@ def rows_of(groups: Sequence[Group], limit: int | None) -> list[Row]:
         storages = sum(len(group.storages) for group in rest)
         size = describe_bytes(sum(group.nbytes for group in rest))
         made.append(
-            Row(f"and {counted(names, 'name')} more", f"{size} in {counted(storages, 'storage')}", is_first=True)
+            MapRow(f"and {counted(names, 'name')} more", f"{size} in {counted(storages, 'storage')}", is_first=True)
         )
     return made
 
 
 def counted(count: int, noun: str) -> str:
-    """``3 names``.
+    """Return a count with its noun, such as ``3 names``.
 
     >>> counted(1, "tie"), counted(2, "storage")
     ('1 tie', '2 storages')
@@ -78,7 +78,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """A name with every number in it replaced, so that those of alike layers are equal.
+    """Replace every number in a name, so that those of alike layers are equal.
 
     >>> pattern_of("model.layers.31.q_proj.weight")
     'model.layers.*.q_proj.weight'
@@ -86,8 +86,8 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _pattern(group: Group) -> object:
-    """What is equal for groups that can be shown as one: everything but numbers in names, and where they lie."""
+def _pattern(group: StorageGroup) -> object:
+    """Return the key of groups that can be shown as one: everything but numbers in names, and where they lie."""
     tensors = tuple(
         replace(held, names=tuple(map(pattern_of, held.names)), identity=0, nbytes=0) for held in group.tensors
     )
@@ -95,46 +95,46 @@ def _pattern(group: Group) -> object:
     return tensors, storages, tuple(tuple(map(pattern_of, tie.names)) for tie in group.ties)
 
 
-def _group_rows(like: Sequence[Group], tied: int) -> Iterator[Row]:
+def _group_rows(like: Sequence[StorageGroup], tied: int) -> Iterator[MapRow]:
     group, count = like[0], len(like)
     links = {name: (tied + i,) for i, tie in enumerate(group.ties) for name in tie.names}
 
     def label(name: str) -> str:
         return name if count == 1 else pattern_of(name)
 
-    def names_of(held: Held, depth: int, first: Row) -> Iterator[Row]:
+    def names_of(held: Held, depth: int, first: MapRow) -> Iterator[MapRow]:
         yield first
         for i, name in enumerate(held.names[1:]):
             if i == _LANES:
-                yield Row(f"= {counted(len(held.names) - 1 - i, 'name')} more", "", depth, links=first.links)
+                yield MapRow(f"= {counted(len(held.names) - 1 - i, 'name')} more", "", depth, links=first.links)
                 return
-            yield Row(f"= {label(name)}", "the same object", depth, first.colour, links=links.get(name, ()))
+            yield MapRow(f"= {label(name)}", "the same object", depth, first.colour, links=links.get(name, ()))
 
     if _is_simple(group):
         (held,), storage = group.tensors, group.storages[0] if group.storages else None
         name = held.names[0]
         bar = _bar(storage, storage.lanes[0], _colour(held)) if storage else {"device": held.device}
         note = storage.where if storage and count == 1 else ""
-        row = Row(label(name), _facts(held), is_first=True, links=links.get(name, ()), count=count, note=note, **bar)  # type: ignore[arg-type]
+        row = MapRow(label(name), _facts(held), is_first=True, links=links.get(name, ()), count=count, note=note, **bar)  # type: ignore[arg-type]
         yield from names_of(held, 1, row)
         return
     is_first = True
     for held in group.tensors:
         if _is_wrapped(held, group):
             name = held.names[0]
-            row = Row(label(name), _facts(held), colour=_colour(held), is_first=is_first,
+            row = MapRow(label(name), _facts(held), colour=_colour(held), is_first=is_first,
                       links=links.get(name, ()), count=count if is_first else 1, device=held.device)  # fmt: skip
             yield from names_of(held, 1, row)
             is_first = False
     for i, storage in enumerate(group.storages):
         if i == _LANES:
             size = sum(one.nbytes for one in group.storages[i:])
-            yield Row(f"{counted(len(group.storages) - i, 'storage')} more", describe_bytes(size), 1)
+            yield MapRow(f"{counted(len(group.storages) - i, 'storage')} more", describe_bytes(size), 1)
             return
         note = storage.where if count == 1 else ""
         if len(storage.lanes) > 1 or not _covers(storage.lanes[0], storage):
             used = "" if storage.reached == storage.nbytes else f", {describe_bytes(storage.reached)} of it reached"
-            frame = Row(
+            frame = MapRow(
                 "storage",
                 f"{describe_bytes(storage.nbytes)}{used}",
                 colour="rest",
@@ -149,7 +149,7 @@ def _group_rows(like: Sequence[Group], tied: int) -> Iterator[Row]:
             inside = False
         for j, lane in enumerate(storage.lanes):
             if j == _LANES:
-                yield Row(f"{counted(len(storage.lanes) - j, 'tensor')} more", "", 1)
+                yield MapRow(f"{counted(len(storage.lanes) - j, 'tensor')} more", "", 1)
                 break
             held = group.tensors[lane.owner]
             colour = "part" if lane.part else _colour(held)
@@ -158,21 +158,21 @@ def _group_rows(like: Sequence[Group], tied: int) -> Iterator[Row]:
                 bar |= {"nbytes": None, "device": ""}
             if lane.part:
                 which = "" if len(group.tensors) == 1 else f" of {label(held.names[0])}"
-                yield Row(f"{lane.part}{which}", _lane_facts(lane), 2 if inside else 1, note=note, **bar)  # type: ignore[arg-type]
+                yield MapRow(f"{lane.part}{which}", _lane_facts(lane), 2 if inside else 1, note=note, **bar)  # type: ignore[arg-type]
             else:
                 name = held.names[0]
-                row = Row(label(name), _facts(held, lane), 1, links=links.get(name, ()), is_first=is_first, **bar)  # type: ignore[arg-type]
+                row = MapRow(label(name), _facts(held, lane), 1, links=links.get(name, ()), is_first=is_first, **bar)  # type: ignore[arg-type]
                 yield from names_of(held, 2, row)
             is_first = False
 
 
-def _is_wrapped(held: Held, group: Group) -> bool:
-    """Whether it is not itself a lane: a Weight, another wrapper, something sparse or without memory."""
+def _is_wrapped(held: Held, group: StorageGroup) -> bool:
+    """Return whether it is not itself a lane: a Weight, another wrapper, something sparse or without memory."""
     index = group.tensors.index(held)
     return all(lane.part for storage in group.storages for lane in storage.lanes if lane.owner == index)
 
 
-def _is_simple(group: Group) -> bool:
+def _is_simple(group: StorageGroup) -> bool:
     if len(group.tensors) != 1:
         return False
     if not group.storages:

@@ -16,7 +16,7 @@ from ..files import replacing
 from ..weights.spec import Tie
 from .difference import changes_between, grouped
 from .drawing import describe_bytes
-from .facts import Group
+from .facts import StorageGroup
 from .live import groups_of
 from .picture import bullets, draw, page, table, wide
 from .rows import counted
@@ -28,7 +28,7 @@ Mapped = nn.Module | Mapping[str, Tensor] | Checkpoint | str | PathLike[str]
 
 
 def storage_map(model: Mapped) -> StorageMap:
-    """Who shares what in ``model``, as it is now: every storage, and the parameters and buffers that lie on it.
+    """Map who shares what in ``model``, as it is now: every storage, and the parameters and buffers that lie on it.
 
     ``model`` is a module, a mapping from names to tensors, or a checkpoint or its path (``str`` or path object), of
     which only headers are read.  Tensors on ``meta``, Weights and other wrappers, sparse, complex and empty tensors are
@@ -61,7 +61,7 @@ def storage_map(model: Mapped) -> StorageMap:
 
 @dataclass(frozen=True)
 class StorageMap:
-    """Who shared what when it was made: ``groups`` of tensors with the storages that they lie on.
+    """Hold who shared what when it was made: ``groups`` of tensors with the storages that they lie on.
 
     ``print(map)`` shows it; ``to_svg`` and ``to_html`` draw it; ``diff`` says what has changed since another one.
 
@@ -75,27 +75,27 @@ class StorageMap:
          8 B  cpu  ███████               other    float32 [2]
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[StorageGroup, ...]
     title: str = field(default="", compare=False)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all storages, each counted once."""
+        """Return the bytes of all storages, each counted once."""
         return sum(group.nbytes for group in self.groups)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of every tensor."""
+        """Return every name of every tensor."""
         return tuple(name for group in self.groups for name in group.names)
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Which names share memory, as ``tt.find_ties`` says."""
+        """Return which names share memory, as ``tt.find_ties`` says."""
         return tuple(tie for group in self.groups for tie in group.ties)
 
     @property
     def summary(self) -> str:
-        """How much there is, in one line."""
+        """Return the totals in one line."""
         storages, tensors = (sum(len(getattr(g, what)) for g in self.groups) for what in ("storages", "tensors"))
         words = f"{counted(storages, 'storage')} of {describe_bytes(self.nbytes)}: {counted(tensors, 'tensor')} under "
         words += counted(len(self.names), "name")
@@ -122,21 +122,21 @@ class StorageMap:
         return f"{self.title}: {self.summary}" if self.title else self.summary
 
     def to_text(self, *, limit: int | None = 40, width: int = 120) -> str:
-        """The map for a terminal of ``width`` columns; groups that look alike are one line, at most ``limit`` of them.
+        """Return the map in ``width`` columns of text; groups that look alike are one line, at most ``limit`` of them.
 
         Bars are as long as their storage is large, by order of magnitude where sizes differ much.
         """
         return "\n".join([self.summary, *lines_of(self.groups, limit, max(width, 60))])
 
     def to_svg(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
-        """The map as an SVG document that needs nothing else; written to ``path`` too, if there is one.
+        """Return the map as an SVG document that needs nothing else; it is written to ``path`` too, if there is one.
 
         Raises CheckpointError if ``path`` cannot be written.
         """
         return _written(draw(self.groups, self._heading(), limit), path)
 
     def to_html(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
-        """The map as one HTML page, with a table of all names; written to ``path`` too, if there is one.
+        """Return the map as one HTML page, with a table of all names; it is written to ``path`` too, if there is one.
 
         Raises CheckpointError if ``path`` cannot be written.
         """
@@ -144,7 +144,7 @@ class StorageMap:
         return _written(page(f"Storage map of {self.title}", self.summary, sections), path)
 
     def diff(self, earlier: StorageMap) -> StorageDiff:
-        """What is different in this map from ``earlier``, name by name.
+        """Return the differences of this map from ``earlier``, name by name.
 
         >>> import torch, torchtether as tt
         >>> model = torch.nn.Linear(4, 4, bias=False)
@@ -162,9 +162,9 @@ class StorageMap:
 
 @dataclass(frozen=True)
 class StorageDiff:
-    """What changed from the map ``before`` to the map ``after``; ``print(diff)`` shows it, ``to_html`` draws both.
+    """Hold the changes from the map ``before`` to the map ``after``; ``print(diff)`` shows, ``to_html`` draws.
 
-    ``changes`` are pairs of a name and what is different about it.  "another object" and "in other memory" are said
+    ``changes`` are pairs of a name and what is different about it.  "another object" and "in other memory" are reported
     only where they are certain.
 
     >>> import torch, torchtether as tt
@@ -181,12 +181,12 @@ class StorageDiff:
 
     @property
     def changes(self) -> tuple[tuple[str, str], ...]:
-        """(name, what is different), in the order of the later map; then what is gone."""
+        """Return (name, change) for each name, in the order of the later map; then the names that are gone."""
         return changes_between(self.before.groups, self.after.groups)
 
     @property
     def summary(self) -> str:
-        """Bytes, storages and ties of both, in one line."""
+        """Return bytes, storages and ties of both, in one line."""
         return ", ".join(f"{one} -> {two}" for one, two in zip(_size(self.before), _size(self.after), strict=True))
 
     def __str__(self) -> str:
@@ -196,11 +196,11 @@ class StorageDiff:
         return f"<StorageDiff: {self.summary}; {counted(len(self.changes), 'name')} changed>"
 
     def __bool__(self) -> bool:
-        """Whether anything has changed."""
+        """Return whether anything has changed."""
         return bool(self.changes)
 
     def to_html(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
-        """The changes and both maps on one HTML page; written to ``path`` too, if there is one.
+        """Return the changes and both maps as one HTML page; it is written to ``path`` too, if there is one.
 
         Raises CheckpointError if ``path`` cannot be written.
         """

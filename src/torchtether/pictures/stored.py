@@ -10,17 +10,17 @@ from ..formats import Entry
 from ..geometry.views import View, contiguous_stride, extent
 from ..schemes import Plain
 from ..weights.spec import Tie
-from .facts import Group, Held, Lane, Storage, layout_of
+from .facts import Held, Lane, Storage, StorageGroup, layout_of
 
 
-def groups_of_checkpoint(checkpoint: Checkpoint) -> tuple[Group, ...]:
-    """Every stored tensor of ``checkpoint`` with its aliases, in the order of names; nothing is read."""
+def groups_of_checkpoint(checkpoint: Checkpoint) -> tuple[StorageGroup, ...]:
+    """Return every stored tensor of ``checkpoint`` with its aliases, in the order of names; nothing is read."""
     ties = {tie.owner: tie for tie in checkpoint.ties}
     shown = [name for name in checkpoint if name in checkpoint.entries]
     return tuple(_group(checkpoint, name, checkpoint.entries[name], ties.get(name)) for name in shown)
 
 
-def _group(checkpoint: Checkpoint, name: str, entry: Entry, tie: Tie | None) -> Group:
+def _group(checkpoint: Checkpoint, name: str, entry: Entry, tie: Tie | None) -> StorageGroup:
     same = [name]
     views: dict[View, list[str]] = {}
     for alias, view in zip(tie.aliases, tie.views[1:], strict=True) if tie else ():
@@ -45,7 +45,7 @@ def _group(checkpoint: Checkpoint, name: str, entry: Entry, tie: Tie | None) -> 
         for owner, view in enumerate(views, 1):
             lanes.append(_lane(owner, view, part, stored.nbytes, whole))
         storages.append(Storage(stored.nbytes, "file", tuple(lanes), f"{file.path.name} at byte {stored.start}"))
-    return Group(tuple(tensors), tuple(storages), (tie,) if tie else ())
+    return StorageGroup(tuple(tensors), tuple(storages), (tie,) if tie else ())
 
 
 def _held(names: tuple[str, ...], dtype: object, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int,
@@ -56,7 +56,7 @@ def _held(names: tuple[str, ...], dtype: object, shape: tuple[int, ...], stride:
 
 
 def _lane(owner: int, view: View, part: str, nbytes: int, whole: Lane) -> Lane:
-    """Where a view lies on the stored tensor; on a part of a quantized weight only the whole of it is known."""
+    """Locate a view on the stored tensor; on a part of a quantized weight only the whole of it is known."""
     if part:
         return Lane(owner, part, whole.dtype, whole.shape, whole.stride, whole.layout, 0, nbytes)
     size = view.dtype.itemsize

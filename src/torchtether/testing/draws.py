@@ -23,7 +23,7 @@ SHAPES: tuple[Shape, ...] = (
 
 
 def filled(shape: Shape, dtype: torch.dtype, pattern: str, seed: int) -> Tensor:
-    """A tensor of ``shape`` and ``dtype`` that shows ``pattern``; finite in every float dtype.
+    """Return a tensor of ``shape`` and ``dtype`` that shows ``pattern``; finite in every float dtype.
 
     >>> filled((2, 3), torch.float16, "constant", seed=0)
     tensor([[0.3701, 0.3701, 0.3701],
@@ -54,7 +54,7 @@ def filled(shape: Shape, dtype: torch.dtype, pattern: str, seed: int) -> Tensor:
 
 
 class Case(NamedTuple):
-    """One drawn tensor, by its facts."""
+    """Describe one drawn tensor."""
 
     shape: Shape
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def cases(shapes: tuple[Shape, ...], patterns: tuple[str, ...] = PATTERNS, seed: int = 0) -> list[Case]:
-    """Every shape with half of the patterns, and always the first; dtypes take turns, so that each meets each.
+    """Return every shape with half of the patterns, and always the first; dtypes take turns, so that each meets each.
 
     ``seed`` turns both, and gives other numbers.
     """

@@ -32,7 +32,7 @@ _PLAIN = "model.norm.weight"
 
 @dataclass(frozen=True)
 class _Sample:
-    """A checkpoint in memory, and the values of its weights where they are known."""
+    """Hold a checkpoint in memory, and the values of its weights where they are known."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -51,7 +51,7 @@ class _Sample:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _FormatUnderTest:
     format: Format
     samples: tuple[_Sample, ...]
     refused: tuple[Scheme, ...]
@@ -64,7 +64,7 @@ class _Subject:
         return found
 
     def decoded(self, sample: _Sample, entry: Entry) -> Tensor:
-        """The values of a weight, by its stored tensors; the parts must be those that its scheme lays out."""
+        """Return the values of a weight from its stored tensors; the parts must be those that its scheme lays out."""
         assert entry.spec is not None
         spec = entry.spec
         parts = self.format.unpack(entry, {role: sample.tensors[key].clone() for role, key in entry.keys.items()})
@@ -87,7 +87,7 @@ def check_format(
     schemes: Iterable[Scheme] | None = None,
     laws: Iterable[str] | str | None = None,
 ) -> Report:
-    """Says which laws a checkpoint format keeps, on samples that it writes itself and on those that it is given.
+    """Check which laws a checkpoint format keeps, on samples that it writes itself and on those that it is given.
 
     Args:
         format: a module or object with ``name``, ``recognise`` and ``unpack``, and if it is written too ``layout``,
@@ -122,7 +122,7 @@ def check_format(
                 taken.append(_written(format, scheme))  # type: ignore[arg-type]
     if not taken:
         raise LawError("there is nothing to try it on", name=format.name, fix="Give samples=, or schemes it can write.")
-    return run(picked, _Subject(format, tuple(taken), tuple(refused)), format.name)
+    return run(picked, _FormatUnderTest(format, tuple(taken), tuple(refused)), format.name)
 
 
 def _is_writable(format: Format) -> bool:
@@ -138,20 +138,20 @@ def _weight(scheme: Scheme) -> Weight:
 
 
 def _written(format: Writable, scheme: Scheme) -> _Sample:
-    """A checkpoint as the format writes it, through the bytes of a file."""
+    """Return a checkpoint as the format writes it, through the bytes of a file."""
     weight = _weight(scheme)
     packed = format.pack(_NAME, weight)
-    said = format.announce({_NAME: weight.spec}, [_PLAIN])
+    announced = format.announce({_NAME: weight.spec}, [_PLAIN])
     tensors = {key: _through_bytes(tensor) for key, tensor in packed.items()}
     tensors[_PLAIN] = torch.ones(4, dtype=torch.bfloat16)
-    beside = {"config.json": {"dtype": "bfloat16"}} | json.loads(json.dumps(dict(said)))
+    beside = {"config.json": {"dtype": "bfloat16"}} | json.loads(json.dumps(dict(announced)))
     beside["config.json"] = {"dtype": "bfloat16", **beside["config.json"]}
     record = Record(weights={_NAME: weight.spec}) if format is native else Record()
     return _Sample(f"what it writes for {scheme}", tensors, beside, record=record, weight=weight)
 
 
 def _through_bytes(tensor: Tensor) -> Tensor:
-    """As a file gives it back: nothing of it is left but dtype, shape and bytes."""
+    """Return a tensor as a file gives it back: nothing of it is left but dtype, shape and bytes."""
     data = bytearray(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return (
         torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape) if data else tensor.clone()
@@ -179,7 +179,7 @@ def _read(path: Path) -> _Sample:
     "its own checkpoints are recognised, with every weight in them",
     "packed codes are loaded as if they were values, or not at all",
 )
-def _recognise(subject: _Subject) -> None:
+def _recognise(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
         found = subject.found(sample)
         if sample.weight is not None:
@@ -197,7 +197,7 @@ def _recognise(subject: _Subject) -> None:
     "checkpoints that are not in it are left alone",
     "a checkpoint of another format, or of plain tensors, is read wrongly",
 )
-def _strangers(subject: _Subject) -> None:
+def _strangers(subject: _FormatUnderTest) -> None:
     plain = {"model.norm.weight": torch.ones(4), _NAME: torch.ones(4, 4), "scale": torch.ones(1)}
     for config in ({}, {"quantization_config": {"quant_method": "nobody's"}}, {"quantization_config": None}):
         sample = _Sample("plain tensors", plain, {"config.json": config})
@@ -211,7 +211,7 @@ def _strangers(subject: _Subject) -> None:
     "unpack gives parts as the scheme lays them out, and inverts pack bit for bit",
     "what was saved is not what is loaded",
 )
-def _round_trip(subject: _Subject) -> None:
+def _round_trip(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
         for name, entry in subject.found(sample).weights.items():
             values = subject.decoded(sample, entry)
@@ -228,7 +228,7 @@ def _round_trip(subject: _Subject) -> None:
     "layout tells what pack stores, and announce is JSON",
     "files are written that are not as they were planned",
 )
-def _layout(subject: _Subject) -> None:
+def _layout(subject: _FormatUnderTest) -> None:
     format = subject.writable()
     for sample in subject.samples:
         if sample.weight is None:
@@ -245,7 +245,7 @@ def _layout(subject: _Subject) -> None:
     "a scheme that it has no words for is refused by layout, pack and announce alike",
     "a conversion fails in the middle, or writes what nobody can read",
 )
-def _refuses(subject: _Subject) -> None:
+def _refuses(subject: _FormatUnderTest) -> None:
     format = subject.writable()
     if not subject.refused:
         raise NotApplicable("it writes all the schemes that it was given")
@@ -271,7 +271,7 @@ def _refuses(subject: _Subject) -> None:
     "a weight that lacks one of its tensors is a fault, never read",
     "a checkpoint that was cut short loads without an error, to wrong values",
 )
-def _half_groups(subject: _Subject) -> None:
+def _half_groups(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
         for name, entry in subject.found(sample).weights.items():
             whole = subject.decoded(sample, entry)
@@ -288,7 +288,7 @@ def _half_groups(subject: _Subject) -> None:
     "a stored tensor of another dtype or shape is a fault or a TetherError, and nothing else",
     "a damaged checkpoint fails with an error that names nothing, or loads to wrong values",
 )
-def _malformed(subject: _Subject) -> None:
+def _malformed(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
         for name, entry in subject.found(sample).weights.items():
             for role, key in entry.keys.items():
@@ -317,7 +317,7 @@ def _malformed(subject: _Subject) -> None:
     "recognise and unpack change nothing that they are given, and answer the same again",
     "a checkpoint reads differently the second time, or a file that is mapped is written to",
 )
-def _pure(subject: _Subject) -> None:
+def _pure(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
         config, tensors = copy.deepcopy(dict(sample.beside)), {k: t.clone() for k, t in sample.tensors.items()}
         found = subject.found(sample)
@@ -334,8 +334,8 @@ def _pure(subject: _Subject) -> None:
         require(kept, f"unpack changes the stored tensors of {sample.name}")
 
 
-def _readable(subject: _Subject, sample: _Sample, name: str) -> Iterator[Entry]:
-    """The weight of this name, if the format would read it."""
+def _readable(subject: _FormatUnderTest, sample: _Sample, name: str) -> Iterator[Entry]:
+    """Return the weight of this name, if the format would read it."""
     try:
         found = subject.format.recognise(sample.contents())
     except CheckpointError:

@@ -20,16 +20,16 @@ _TRACE = logging.getLogger("torch.__trace")  # what torch tells of each compilat
 
 
 class Broken(Exception):
-    """A law does not hold; the text says what happened."""
+    """Signal that a law does not hold; the text says what happened."""
 
 
 class NotApplicable(Exception):
-    """A law says nothing about this subject; the text says why."""
+    """Signal that a law does not apply to this subject; the text says why."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """One thing that must hold.
+    """Hold one law: its id, its words and its function.
 
     id        short and stable: what reports, ``laws=`` and test ids use
     says      what holds
@@ -48,7 +48,7 @@ class Law:
 def law(
     laws: list[Law], id: str, says: str, loses: str, *, optional: bool = False
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Adds the decorated function to ``laws``."""
+    """Add the decorated function to ``laws``."""
 
     def register(test: Callable[[Any], None]) -> Callable[[Any], None]:
         laws.append(Law(id, says, loses, test, optional))
@@ -58,13 +58,13 @@ def law(
 
 
 def require(holds: bool, what: str) -> None:
-    """Raises Broken with ``what`` unless it ``holds``."""
+    """Raise Broken with ``what`` unless it ``holds``."""
     if not holds:
         raise Broken(what)
 
 
 def chosen(laws: Sequence[Law], names: Iterable[str] | str | None) -> tuple[Law, ...]:
-    """The laws with these ids, in the order of ``laws``; without any, those that are not optional."""
+    """Return the laws with these ids, in the order of ``laws``; without ids, those that are not optional."""
     if names is None:
         return tuple(law for law in laws if not law.optional)
     asked = {names} if isinstance(names, str) else set(names)
@@ -75,7 +75,7 @@ def chosen(laws: Sequence[Law], names: Iterable[str] | str | None) -> tuple[Law,
 
 
 def run(laws: Iterable[Law], subject: Any, name: str) -> Report:
-    """Runs each of ``laws`` on ``subject``."""
+    """Run each of ``laws`` on ``subject``."""
     return Report(name, tuple(_run_one(law, subject) for law in laws))
 
 
@@ -95,7 +95,7 @@ def _run_one(law: Law, subject: Any) -> Result:
 
 
 def _line(error: BaseException, longest: int = 160) -> str:
-    """The text of an error on one line, of bounded length; where torch has wrapped the cause, that of the cause."""
+    """Return the text of an error on one line of bounded length; that of the cause where torch has wrapped it."""
     if type(error) is RuntimeError and isinstance(error.__cause__, Exception) and "Couldn't swap" in str(error):
         error = error.__cause__
     text = " ".join(_COLOURS.sub("", str(error)).split())
@@ -104,7 +104,7 @@ def _line(error: BaseException, longest: int = 160) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, torch is as it was started; afterwards its flags and random numbers are as they were before."""
+    """Run the block with torch as it was started; restore its flags and random numbers afterwards."""
     future = torch.__future__
     before = future.get_swap_module_params_on_conversion(), future.get_overwrite_module_params_on_conversion()
     dtype = torch.get_default_dtype()

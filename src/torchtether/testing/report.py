@@ -13,7 +13,7 @@ Status = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one law.
+    """Hold the result of one law.
 
     law     its id: ``"detach"``
     status  ``"passed"``, ``"failed"``, or ``"skipped"`` where it does not apply
@@ -34,7 +34,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of all laws that were run on ``subject``; ``print(report)`` shows them as a table.
+    """Hold the results of all laws that were run on ``subject``; ``print(report)`` shows them as a table.
 
     >>> report = Report("Mine", (Result("clone", "failed", "shares memory", "clone copies", "edits reach both"),))
     >>> print(report)
@@ -52,26 +52,26 @@ class Report:
 
     @property
     def passed(self) -> tuple[Result, ...]:
-        """The laws that hold."""
+        """Return the laws that hold."""
         return self._with("passed")
 
     @property
     def failed(self) -> tuple[Result, ...]:
-        """The laws that do not hold."""
+        """Return the laws that do not hold."""
         return self._with("failed")
 
     @property
     def skipped(self) -> tuple[Result, ...]:
-        """The laws that do not apply, each with the reason."""
+        """Return the laws that do not apply, each with the reason."""
         return self._with("skipped")
 
     @property
     def ok(self) -> bool:
-        """Whether no law failed."""
+        """Return whether no law failed."""
         return not self.failed
 
     def check(self) -> Report:
-        """Gives the report back; raises LawError, naming each law that failed and what is lost, if any did."""
+        """Return the report; raise LawError, naming each law that failed and what is lost, if any did."""
         if self.failed:
             words = [f"{r.law} ({r.what}; lost: {r.loses})" for r in self.failed]
             ran = len(self.passed) + len(self.failed)
@@ -79,7 +79,7 @@ class Report:
         return self
 
     def __getitem__(self, law: str) -> Result:
-        """The result of the law with this id; KeyError if it was not run."""
+        """Return the result of the law with this id; raise KeyError if it was not run."""
         for result in self.results:
             if result.law == law:
                 return result
@@ -108,7 +108,7 @@ def _cell(result: Result | None, short: bool) -> str:
 
 
 def markdown(reports: Sequence[Report], *, short: bool = False) -> str:
-    """The reports side by side as a markdown table: a row per law, a column per subject; ``short`` leaves out the why.
+    """Return the reports side by side as a markdown table: a row per law, a column per subject; ``short`` omits why.
 
     >>> print(markdown([Report("A", (Result("clone", "failed", "shares", "", ""),))]))
     | law | A |

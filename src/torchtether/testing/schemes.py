@@ -32,13 +32,13 @@ _FACTORS = (0.0, -1.0, 0.999, 1.004, 0.5, 3.0)
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _SchemeUnderTest:
     scheme: Scheme
     shapes: tuple[Shape, ...]
     cases: Callable[[], Iterable[Case]]
 
     def each(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Tensor, Parts]]:
-        """Every case that the scheme encodes, its values and their parts; a calm one must be encoded."""
+        """Yield every case that the scheme encodes, its values and their parts; a calm one must be encoded."""
         for case in self.cases():
             if case.pattern not in patterns or len(case.shape) < rank:
                 continue
@@ -51,7 +51,7 @@ class _Subject:
             yield case, values, parts
 
     def weights(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Weight]]:
-        """The same as float32 Weights."""
+        """Yield the same as float32 Weights."""
         for case, _, _ in self.each(patterns, rank=rank):
             yield case, Weight.encode(case.values().float(), self.scheme)
 
@@ -63,7 +63,7 @@ def check_scheme(
     laws: Iterable[str] | str | None = None,
     seed: int = 0,
 ) -> Report:
-    """Says which laws a scheme keeps, over shapes, dtypes and patterns that are the same in every run.
+    """Check which laws a scheme keeps, over shapes, dtypes and patterns that are the same in every run.
 
     The laws are those that loading, saving, sharding, optimizers and the compiler here rely on.  ``strategies`` draws
     more, with Hypothesis.
@@ -92,7 +92,7 @@ def check_scheme(
     if not any(math.prod(shape) for shape in fitting):
         raise LawError(f"{scheme} fits none of the shapes {asked}", fix="Give shapes= that it fits.")
     drawn = cases(fitting, seed=seed)
-    return run(picked, _Subject(scheme, fitting, lambda: drawn), str(scheme))
+    return run(picked, _SchemeUnderTest(scheme, fitting, lambda: drawn), str(scheme))
 
 
 def _fits(scheme: Scheme, shape: Shape) -> bool:
@@ -112,7 +112,7 @@ def _fits(scheme: Scheme, shape: Shape) -> bool:
     "it is frozen, hashable, and the same after JSON and pickle",
     "a checkpoint forgets how its weights are to be read, or torch.compile guards on something that changes",
 )
-def _json(subject: _Subject) -> None:
+def _json(subject: _SchemeUnderTest) -> None:
     scheme = subject.scheme
     require(dataclasses.is_dataclass(scheme), "it is no dataclass")
     record = json.loads(json.dumps(scheme.to_json()))
@@ -138,7 +138,7 @@ def _json(subject: _Subject) -> None:
     "encode gives the parts that layout promises, and nbytes counts them",
     "a plan asks for other memory than a load needs, and files are written that cannot be read",
 )
-def _layout(subject: _Subject) -> None:
+def _layout(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each((*_CALM, "large")):
         layout = subject.scheme.layout(case.shape)
         want = {name: (tuple(part.shape), part.dtype or values.dtype) for name, part in layout.items()}
@@ -157,7 +157,7 @@ def _layout(subject: _Subject) -> None:
     "encode gives the same bits again, whatever memory held before",
     "files of the same values differ, and pieces of what else the process worked with get into them",
 )
-def _repeats(subject: _Subject) -> None:
+def _repeats(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each(_CALM):
         with _filled_memory():
             again = subject.scheme.encode(values)
@@ -167,7 +167,7 @@ def _repeats(subject: _Subject) -> None:
 
 @contextmanager
 def _filled_memory() -> Iterator[None]:
-    """Inside, new memory is full of NaN, and of the largest integers."""
+    """Fill new memory inside the block with NaN, and with the largest integers."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def _filled_memory() -> Iterator[None]:
     "encode refuses the shapes that layout refuses, with a SchemeError of one line",
     "a rule that matches an unsuitable weight fails in the middle of a load, not before it",
 )
-def _refuses_alike(subject: _Subject) -> None:
+def _refuses_alike(subject: _SchemeUnderTest) -> None:
     tried = 0
     for shape in ((), *SHAPES, (3, 3), (2, 33), (5, 1)):
         if _fits(subject.scheme, shape):
@@ -211,7 +211,7 @@ def _refuses_alike(subject: _Subject) -> None:
     "decode(encode(x)) is within the bound that it states, for every pattern",
     "what is promised about the error of a quantized model is not true",
 )
-def _bound(subject: _Subject) -> None:
+def _bound(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each():
         decoded = subject.scheme.decode(parts, case.shape, torch.float32)
         _within(subject, case, parts, decoded, values.float(), "decode(encode(x))")
@@ -223,7 +223,7 @@ def _bound(subject: _Subject) -> None:
     "decode gives a new contiguous tensor of the shape and dtype that are asked for",
     "views go wrong, and writing to decoded values changes the weight",
 )
-def _decode(subject: _Subject) -> None:
+def _decode(subject: _SchemeUnderTest) -> None:
     for case, _, parts in subject.each(_CALM):
         before = {name: part.clone() for name, part in parts.items()}
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -243,7 +243,7 @@ def _decode(subject: _Subject) -> None:
     "decode in 16 bits gives what its float32 values round to, infinite only where those are beyond its range",
     "a compute dtype changes more than the rounding of the values, or hides that it cannot hold them",
 )
-def _narrow(subject: _Subject) -> None:
+def _narrow(subject: _SchemeUnderTest) -> None:
     for case, values, _ in subject.each(_CALM):
         ends = values.float() * (65504 / values.float().abs().max().clamp_min(1e-3)) if values.numel() else values
         for wanted in (values, ends):  # up to the ends of float16, which an encoded value may overshoot
@@ -264,10 +264,10 @@ def _narrow(subject: _Subject) -> None:
     "encode takes any strides, and leaves its argument as it was",
     "a transposed or sliced weight is encoded wrongly, or the caller's tensor changes",
 )
-def _strides(subject: _Subject) -> None:
+def _strides(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each(_CALM):
-        room = torch.empty((*values.shape, 2), dtype=values.dtype)
-        spread = room[..., 1].copy_(values)
+        wide = torch.empty((*values.shape, 2), dtype=values.dtype)
+        spread = wide[..., 1].copy_(values)
         before = values.clone()
         made = subject.scheme.encode(spread)
         alike = all(same_bits(_dense(made[name]), part) for name, part in parts.items())
@@ -281,7 +281,7 @@ def _strides(subject: _Subject) -> None:
     "writing back what was read changes nothing, however often",
     "steps of an optimizer with zero gradients wear the weights down",
 )
-def _writes_back(subject: _Subject) -> None:
+def _writes_back(subject: _SchemeUnderTest) -> None:
     for case, weight in subject.weights():
         values = weight.dequantize()
         for _ in range(3):
@@ -295,7 +295,7 @@ def _writes_back(subject: _Subject) -> None:
     "what an in-place op writes is within the stated bound too",
     "a step of an optimizer loses more than encoding afresh would",
 )
-def _writes(subject: _Subject) -> None:
+def _writes(subject: _SchemeUnderTest) -> None:
     for index, (case, weight) in enumerate(subject.weights()):
         factor = _FACTORS[index % len(_FACTORS)]
         wanted = weight.dequantize() * factor
@@ -303,7 +303,7 @@ def _writes(subject: _Subject) -> None:
             weight.mul_(factor)
         except SchemeError:
             continue
-        _within(subject, case, weight.parts, weight.dequantize(), wanted, f"x.mul_({factor})", room=2.0**-8)
+        _within(subject, case, weight.parts, weight.dequantize(), wanted, f"x.mul_({factor})", tolerance=2.0**-8)
 
 
 @law(
@@ -312,7 +312,7 @@ def _writes(subject: _Subject) -> None:
     "values that are not finite are refused with a SchemeError of one line, and nothing is written",
     "a NaN in a gradient silently turns a whole block of the weight into nonsense",
 )
-def _finite(subject: _Subject) -> None:
+def _finite(subject: _SchemeUnderTest) -> None:
     if subject.scheme.transparent:
         raise NotApplicable("it holds any values")
     for case, weight in subject.weights(("normal",)):
@@ -339,7 +339,7 @@ def _finite(subject: _Subject) -> None:
     "gather gives the rows that decode gives",
     "an embedding looks up other values than the same weight has in a product",
 )
-def _gather(subject: _Subject) -> None:
+def _gather(subject: _SchemeUnderTest) -> None:
     for case, _, parts in subject.each(_CALM, rank=2):
         index = torch.tensor([case.shape[0] - 1, 0, 0])
         for picked in (index, index[:0]):
@@ -355,7 +355,7 @@ def _gather(subject: _Subject) -> None:
     "cutting rows keeps their values and memory, or is refused; joining them gives the whole back",
     "shards of a weight decode to other values than the whole",
 )
-def _rows(subject: _Subject) -> None:
+def _rows(subject: _SchemeUnderTest) -> None:
     cut = 0
     for case, weight in subject.weights(_CALM, rank=2):
         values = weight.dequantize()
@@ -389,7 +389,7 @@ def _rows(subject: _Subject) -> None:
     "where can_view says so, the parts are those of the reshaped tensor",
     "a reshaped weight decodes to other values",
 )
-def _views(subject: _Subject) -> None:
+def _views(subject: _SchemeUnderTest) -> None:
     for case, _, parts in subject.each(_CALM, rank=2):
         merged = (math.prod(case.shape[:-1]), case.shape[-1])
         for new in (merged, (1, *case.shape), (math.prod(case.shape),)):
@@ -410,7 +410,7 @@ def _views(subject: _Subject) -> None:
     "on meta it knows everything but the numbers",
     "a quantized model cannot be built on meta, and what a load will need cannot be told before",
 )
-def _meta(subject: _Subject) -> None:
+def _meta(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each(("normal",)):
         ghost = subject.scheme.encode(torch.empty(case.shape, dtype=values.dtype, device="meta"))
         want = {name: (part.shape, part.dtype) for name, part in parts.items()}
@@ -426,7 +426,7 @@ def _meta(subject: _Subject) -> None:
     "converting the outer dtype there and back changes no value",
     "model.bfloat16().float() is not the model that it was",
 )
-def _dtype(subject: _Subject) -> None:
+def _dtype(subject: _SchemeUnderTest) -> None:
     if subject.scheme.transparent:
         raise NotApplicable("it holds the values in their own dtype")
     for case, weight in subject.weights(_CALM):
@@ -443,7 +443,7 @@ def _dtype(subject: _Subject) -> None:
     "tensors without elements are encoded, if their shape fits",
     "a shard that gets no rows fails",
 )
-def _empty(subject: _Subject) -> None:
+def _empty(subject: _SchemeUnderTest) -> None:
     tried = 0
     for columns in sorted({shape[-1] for shape in subject.shapes if len(shape) == 2}):
         shape = (0, columns)
@@ -461,7 +461,7 @@ def _empty(subject: _Subject) -> None:
     "tt.save and tt.open give it back bit for bit",
     "a saved model is not the model that was saved",
 )
-def _file(subject: _Subject) -> None:
+def _file(subject: _SchemeUnderTest) -> None:
     weights = {f"w{index}": weight for index, (_, weight) in enumerate(subject.weights(_CALM))}
     with tempfile.TemporaryDirectory() as folder:
         save(dict(weights), folder)
@@ -476,16 +476,16 @@ def _file(subject: _Subject) -> None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The same values, contiguous also where a size of 1 lets any stride pass as such."""
+    """Return the same values, contiguous also where a size of 1 lets any stride pass as such."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _within(
-    subject: _Subject, case: Case, parts: Parts, made: Tensor, wanted: Tensor, how: str, room: float = 0.0
+    subject: _SchemeUnderTest, case: Case, parts: Parts, made: Tensor, wanted: Tensor, how: str, tolerance: float = 0.0
 ) -> None:
     bound = subject.scheme.bound(parts, case.shape)
     off = (made - wanted).abs()
-    over = off - bound * (1 + room) - 1e-6 * wanted.abs() - 1e-30
+    over = off - bound * (1 + tolerance) - 1e-6 * wanted.abs() - 1e-30
     if over.numel() and not bool((over <= 0).all()):
         at = int(over.argmax())
         allowed = bound.expand(off.shape).reshape(-1)[at].item()

@@ -28,13 +28,13 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 def dtypes(among: Sequence[torch.dtype] = FLOATS) -> st.SearchStrategy[torch.dtype]:
-    """The dtype of values: one of ``among``."""
+    """Draw the dtype of values: one of ``among``."""
     return st.sampled_from(tuple(among))
 
 
 @st.composite
 def shapes(draw: Draw, ranks: Sequence[int] = (1, 2, 3), smallest: int = 1, largest: int = 70) -> Shape:
-    """The shape of a weight: of any rank in ``ranks``, the last size up to ``largest``, those before it small."""
+    """Draw the shape of a weight: of any rank in ``ranks``, the last size up to ``largest``, those before it small."""
     rank = draw(st.sampled_from(tuple(ranks)))
     leading = [draw(st.integers(smallest, max(12, smallest))) for _ in range(rank - 1)]
     return (*leading, draw(st.integers(smallest, largest)))
@@ -49,19 +49,19 @@ def tensors(
     smallest: int = 1,
     largest: int = 70,
 ) -> Tensor:
-    """A float tensor of any rank in ``ranks``, any dtype and any pattern; finite."""
+    """Draw a finite float tensor of any rank in ``ranks``, any dtype and any pattern."""
     shape = draw(shapes(ranks, smallest, largest))
     dtype, pattern = draw(st.sampled_from(tuple(dtypes))), draw(st.sampled_from(tuple(patterns)))
     return filled(shape, dtype, pattern, draw(st.integers(0, 2**31 - 1)))
 
 
 def matrices(**kwargs: Any) -> st.SearchStrategy[Tensor]:
-    """A float matrix of any pattern; arguments as for ``tensors``."""
+    """Draw a float matrix of any pattern; arguments as for ``tensors``."""
     return tensors(ranks=(2,), **kwargs)
 
 
 class TiedModel(NamedTuple):
-    """A model, and the names of each group of parameters and buffers that are one memory in it."""
+    """Hold a model, and the names of each group of parameters and buffers that are one memory in it."""
 
     model: nn.Module
     ties: tuple[frozenset[str], ...]
@@ -69,7 +69,7 @@ class TiedModel(NamedTuple):
 
 @st.composite
 def tied_models(draw: Draw, kinds: Sequence[str] = ("object", "storage", "transposed", "rows", "buffer")) -> TiedModel:
-    """A model of a few layers whose tensors are shared in some of these ways, or not at all.
+    """Draw a model of a few layers whose tensors are shared in some of these ways, or not at all.
 
     ``"object"``: one Parameter under two names; ``"storage"``: two Parameters over one memory; ``"transposed"`` and
     ``"rows"``: Parameters that are views of others; ``"buffer"``: a buffer that is a parameter's memory.

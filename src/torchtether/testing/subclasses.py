@@ -20,7 +20,7 @@ def check_tensor_subclass(
     linear: Callable[[Tensor, Tensor], Tensor] | None = None,
     name: str | None = None,
 ) -> Report:
-    """Says which laws of ``nn.Module``, optimizers, checkpoints and compilers a tensor subclass keeps.
+    """Check which laws of ``nn.Module``, optimizers, checkpoints and compilers a tensor subclass keeps.
 
     Nothing is assumed of the class but that ``make`` makes one: it may be ours, torchao's, a DTensor or your own.
     torch's process-wide flags and random numbers are as they were afterwards.  A class that crashes the process in
@@ -50,7 +50,7 @@ def check_tensor_subclass(
     picked = chosen(LAWS, laws)
     subject = Subject(make, values, linear)
     with quiet():
-        first = subject.fresh()
+        first = subject.make_tensor()
     if not isinstance(first, Tensor) or first.dim() != 2:
         got = f"one of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
         raise LawError(f"make() must give a tensor of two dimensions, it gives {got}")

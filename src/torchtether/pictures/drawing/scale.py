@@ -14,14 +14,14 @@ _SHORTEST = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Lengths from 0 to 1 for positive amounts; ``is_log`` says that equal steps are equal ratios."""
+    """Map positive amounts to lengths from 0 to 1; ``is_log`` says that equal steps are equal ratios."""
 
     smallest: float
     largest: float
 
     @staticmethod
     def of(amounts: Iterable[float]) -> Scale:
-        """The scale on which all of ``amounts`` can be seen.
+        """Return the scale on which all of ``amounts`` can be seen.
 
         >>> Scale.of([10, 20]).is_log, Scale.of([4, 10**9]).is_log
         (False, True)
@@ -34,7 +34,7 @@ class Scale:
         return self.largest > _WIDEST * self.smallest
 
     def length(self, amount: float) -> float:
-        """0 for nothing, 1 for the largest."""
+        """Return the length of ``amount``: 0 for nothing, 1 for the largest."""
         if amount <= 0:
             return 0.0
         if not self.is_log:
@@ -44,7 +44,7 @@ class Scale:
 
     @property
     def ticks(self) -> tuple[float, ...]:
-        """Round amounts to label: powers of ten on a logarithmic scale, at most six of them; else quarters."""
+        """Return round amounts to label: at most six powers of ten on a logarithmic scale; else quarters."""
         if not self.is_log:
             return tuple(self.largest * quarter / 4 for quarter in range(1, 5))
         first, last = math.ceil(math.log10(self.smallest)), math.floor(math.log10(self.largest))

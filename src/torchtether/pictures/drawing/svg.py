@@ -24,7 +24,7 @@ COLOURS = tuple(_LIGHT)
 
 
 def style() -> str:
-    """The colours as CSS variables, for both kinds of page, and what all pictures have in common."""
+    """Return the style of all pictures, with the colours as CSS variables for light and dark pages."""
 
     def variables(colours: dict[str, str]) -> str:
         return "".join(f"--{name}:{value};" for name, value in colours.items())
@@ -41,22 +41,22 @@ def style() -> str:
 
 
 def safe(text: str) -> str:
-    """``text`` for XML: nothing that is not printable, and no markup."""
+    """Escape ``text`` for XML: nothing that is not printable, and no markup."""
     return escape(clean(text), quote=True)
 
 
 def element(tag: str, content: str = "", **attributes: object) -> str:
-    """One element; ``content`` is markup already, attributes are not. ``klass`` is ``class``, ``_`` stands for ``-``.
+    """Return an element; ``content`` is markup, attributes are not. ``klass`` is ``class``, ``_`` stands for ``-``.
 
     >>> element("rect", x=1.5, klass="part", stroke_width=2)
     '<rect x="1.5" class="part" stroke-width="2"/>'
     """
-    said = "".join(
+    given = "".join(
         f' {"class" if key == "klass" else key.replace("_", "-")}="{_value(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return f"<{tag}{said}>{content}</{tag}>" if content else f"<{tag}{said}/>"
+    return f"<{tag}{given}>{content}</{tag}>" if content else f"<{tag}{given}/>"
 
 
 def _value(value: object) -> str:
@@ -64,12 +64,12 @@ def _value(value: object) -> str:
 
 
 def words(x: float, y: float, text: str, klass: str | None = None, anchor: str | None = None) -> str:
-    """One line of text; ``anchor`` says what of it is at ``x``; ``y`` is its base line."""
+    """Return one line of text at ``x`` and the base line ``y``; ``anchor`` says which end of it is at ``x``."""
     return element("text", safe(text), x=float(x), y=float(y), klass=klass, text_anchor=anchor)
 
 
 def document(content: str, width: float, height: float, label: str) -> str:
-    """``content`` as an SVG file of its own."""
+    """Return ``content`` as an SVG file of its own."""
     return element(
         "svg",
         element("title", safe(label)) + element("style", style()) + content,
@@ -83,7 +83,7 @@ def document(content: str, width: float, height: float, label: str) -> str:
 
 
 def gaps(name: str) -> tuple[str, str]:
-    """A hatched fill in the colour ``name``, for memory that is only partly covered: its definition, and its url."""
+    """Return a hatched fill in the colour ``name``, for memory that is partly covered: its definition, and its url."""
     inner = element("rect", width=6, height=6, klass=name, opacity=0.25) + element(
         "path", d="M0 6 6 0M-1 1 1 -1M5 7 7 5", stroke=f"var(--{name})", stroke_width=1.2
     )

@@ -6,7 +6,7 @@ import unicodedata
 
 
 def clean(text: str) -> str:
-    """``text`` with everything that is not printable escaped: it can move no cursor, turn no line, break no XML.
+    """Escape what is not printable in ``text``, so that it moves no cursor, turns no line and breaks no XML.
 
     >>> clean("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
@@ -15,27 +15,27 @@ def clean(text: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """The columns that ``text`` takes in a terminal: wide characters take two, combining ones none."""
+    """Return the columns that ``text`` takes in a terminal: wide characters take two, combining ones none."""
     if text.isascii():
         return len(text)
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def cut(text: str, width: int) -> str:
-    """``text`` in at most ``width`` columns; what is too long loses its middle, because names differ at both ends.
+    """Shorten ``text`` to ``width`` columns; what is too long loses its middle, because names differ most at the end.
 
     >>> cut("model.layers.31.mlp.down_proj.weight", 20)
-    'model.lay…roj.weight'
+    'model.…n_proj.weight'
     """
     if width_of(text) <= width:
         return text
-    room = max(width - 1, 0)
-    head, tail = _first(text, room // 2), _first(text[::-1], room - room // 2)[::-1]
+    kept = max(width - 1, 0)
+    head, tail = _first(text, kept // 3), _first(text[::-1], kept - kept // 3)[::-1]
     return f"{head}…{tail}" if width else ""
 
 
 def cut_end(line: str, width: int) -> str:
-    """``line`` in at most ``width`` columns; what is too long loses its end, because what matters comes first."""
+    """Shorten ``line`` to ``width`` columns; what is too long loses its end, because what matters comes first."""
     if width_of(line) <= width:
         return line
     while width_of(line) > width - 1:
@@ -54,14 +54,14 @@ def _first(text: str, width: int) -> str:
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:
-    """``text`` in exactly ``width`` columns."""
+    """Return ``text`` in exactly ``width`` columns."""
     text = cut(text, width)
-    room = " " * (width - width_of(text))
-    return room + text if right else text + room
+    spaces = " " * (width - width_of(text))
+    return spaces + text if right else text + spaces
 
 
 def describe_bytes(count: float) -> str:
-    """A number of bytes for people.
+    """Return a number of bytes for people.
 
     >>> describe_bytes(2_469_606_400)
     '2.47 GB'

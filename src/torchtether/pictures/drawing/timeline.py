@@ -15,7 +15,7 @@ def draw_timeline(
     title: str,
     describe: Callable[[float], str],
 ) -> str:
-    """An SVG document with one step curve for each of ``curves``: its name, its colour, and an amount per moment.
+    """Return an SVG document with one step curve for each of ``curves``: name, colour, and an amount per moment.
 
     ``describe`` words an amount. Amounts may be below 0; no moments at all give an empty frame.
     """

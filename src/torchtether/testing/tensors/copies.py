@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float64, torch.float32)
     "nn.Parameter(x), state_dict() and every optimizer detach: what is lost there is lost everywhere",
 )
 def _detach(subject: Subject) -> None:
-    given = subject.fresh()
+    given = subject.make_tensor()
     made = given.detach()
     same(made, given, "detach()")
     require(memories(made) == memories(given), "detach() copies the memory")
@@ -42,7 +42,7 @@ def _detach(subject: Subject) -> None:
     "copies of a model (EMA, snapshots) decode to other values, or change with the original",
 )
 def _clone(subject: Subject) -> None:
-    given = subject.fresh()
+    given = subject.make_tensor()
     made = given.clone()
     same(made, given, "clone()")
     require(not memories(made) & memories(given), "clone() shares memory with the original")
@@ -55,7 +55,7 @@ def _clone(subject: Subject) -> None:
     "model.to_empty(), the way from meta to real memory, fails or leaves a plain tensor",
 )
 def _empty_like(subject: Subject) -> None:
-    given = subject.fresh()
+    given = subject.make_tensor()
     made = torch.empty_like(given)
     same(made, given, "empty_like()", but={"values"})
     require(not memories(made) & memories(given), "empty_like() shares memory with the original")
@@ -71,7 +71,7 @@ def _empty_like(subject: Subject) -> None:
     "model.bfloat16() leaves this weight in its old dtype: the next product fails, or computes in another precision",
 )
 def _dtype(subject: Subject) -> None:
-    given = subject.fresh()
+    given = subject.make_tensor()
     if not given.is_floating_point():
         raise NotApplicable(f"its dtype is {given.dtype}, which modules do not convert")
     values = subject.values(given)
@@ -95,7 +95,7 @@ def _dtype(subject: Subject) -> None:
     "a part of the weight stays behind, so the first forward fails; or a copy that was asked for is the original",
 )
 def _device(subject: Subject) -> None:
-    given = subject.fresh()
+    given = subject.make_tensor()
     ghost = given.to("meta")
     same(ghost, given, '.to("meta")', but={"values", "device"})
     require(_devices(ghost) == {"meta"}, f'.to("meta") leaves inner tensors on {_devices(ghost) - {"meta"}}')
@@ -116,7 +116,7 @@ def _device(subject: Subject) -> None:
     "torch.compile, torch.export, distributed checkpoints and Module.to() cannot see what it is made of",
 )
 def _flatten(subject: Subject) -> None:
-    given = subject.fresh()
+    given = subject.make_tensor()
     if not is_traceable_wrapper_subclass(given):
         if not is_wrapper(given):
             raise NotApplicable("it holds its values itself: there are no inner tensors")
@@ -186,7 +186,7 @@ def _swap(subject: Subject) -> None:
     swapped = subject.parameter()
     kind = type(swapped)
     require(not weakref.getweakrefs(swapped), "its class keeps a weak reference to each tensor")
-    before = facts_of(subject.fresh())
+    before = facts_of(subject.make_tensor())
     plain = nn.Parameter(torch.zeros(3))
     torch.utils.swap_tensors(plain, swapped)
     require(type(plain) is kind, f"the Parameter is a {type(plain).__name__} after the swap")
@@ -216,9 +216,9 @@ def _devices(tensor: Tensor) -> set[str]:
 
 def _close(made: Tensor, values: Tensor, dtype: torch.dtype, how: str) -> None:
     wanted = values.double()
-    room = 8 * max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps) * wanted.abs().max().item()
+    tolerance = 8 * max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps) * wanted.abs().max().item()
     off = (made.double() - wanted).abs().max().item()
-    require(off <= room, f"values are off by {off:.2g} after {how}")
+    require(off <= tolerance, f"values are off by {off:.2g} after {how}")
 
 
 def _tensors_in(context: Any) -> bool:

@@ -16,7 +16,7 @@ _NEVER = {"_is_param"}  # what torch sets on a Parameter of a subclass
 
 
 def facts_of(tensor: Tensor, at: str = "") -> dict[str, Any]:
-    """Everything that a tensor is, by name; inner tensors are described under their path."""
+    """Return everything that a tensor is, by name; inner tensors are described under their path."""
     facts: dict[str, Any] = {
         f"{at}class": type(tensor),
         f"{at}shape": tuple(tensor.shape),
@@ -41,7 +41,7 @@ def facts_of(tensor: Tensor, at: str = "") -> dict[str, Any]:
 
 
 def same(made: Tensor, given: Tensor, how: str, *, but: Collection[str] = ()) -> None:
-    """Raises Broken, naming the first fact in which ``made`` (by ``how``) differs from ``given``.
+    """Raise Broken, naming the first fact in which ``made`` (by ``how``) differs from ``given``.
 
     ``but`` names facts that may differ, at any depth.
     """
@@ -52,12 +52,12 @@ def same(made: Tensor, given: Tensor, how: str, *, but: Collection[str] = ()) ->
         if name not in after:
             raise Broken(f"{how} loses its {name}")
         if not equal(after[name], value):
-            told = f"{short(after[name])}, was {short(value)}"
-            raise Broken(f"{how} changes its {name}" + ("" if isinstance(value, Tensor) else f": {told}"))
+            difference = f"{short(after[name])}, was {short(value)}"
+            raise Broken(f"{how} changes its {name}" + ("" if isinstance(value, Tensor) else f": {difference}"))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the tensor itself has no memory: its class keeps it elsewhere."""
+    """Return whether the tensor itself has no memory: its class keeps it elsewhere."""
     if type(tensor) in (Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     try:
@@ -67,7 +67,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold it."""
+    """Return the plain tensors that hold it."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from leaves(getattr(tensor, name))
@@ -80,12 +80,12 @@ def leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def memories(tensor: Tensor) -> set[int]:
-    """Where it is held."""
+    """Return the addresses of the memory that holds it."""
     return {leaf.untyped_storage().data_ptr() for leaf in leaves(tensor) if leaf.numel()} - {0}
 
 
 def equal(a: Any, b: Any, depth: int = 4) -> bool:
-    """Whether two facts are the same: tensors bit by bit, objects without an ``==`` of their own field by field."""
+    """Return whether two facts are the same: tensors bit by bit, objects without their own ``==`` field by field."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             return False
@@ -106,6 +106,6 @@ def equal(a: Any, b: Any, depth: int = 4) -> bool:
 
 
 def short(value: Any, longest: int = 60) -> str:
-    """A fact in few words."""
+    """Return a fact in few words."""
     text = " ".join((value.__name__ if isinstance(value, type) else str(value)).split())
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -22,9 +22,9 @@ LAWS: list[Law] = []
     "a checkpoint of quantized weights loads with old values, or not at all",
 )
 def _load_same(subject: Subject) -> None:
-    given = subject.fresh(1)
+    given = subject.make_tensor(1)
     values = subject.values(given)
-    if equal(values, subject.values(subject.fresh(0))):
+    if equal(values, subject.values(subject.make_tensor(0))):
         raise NotApplicable("make() gives the same values each time: draw them from torch's generator")
     for assign in (False, True):
         held = subject.parameter(0)
@@ -47,7 +47,7 @@ def _load_same(subject: Subject) -> None:
     "a float checkpoint fails to load, or silently makes the module's weights full-size floats again",
 )
 def _load_plain(subject: Subject) -> None:
-    made = subject.fresh()
+    made = subject.make_tensor()
     if type(made) in (Tensor, nn.Parameter):
         raise NotApplicable("it is plain itself")
     old = subject.values(made)
@@ -72,7 +72,7 @@ def _load_plain(subject: Subject) -> None:
     "a quantized checkpoint cannot be loaded into the float model that it was made from",
 )
 def _load_into_plain(subject: Subject) -> None:
-    given = subject.fresh()
+    given = subject.make_tensor()
     values = subject.values(given)
     held = nn.Parameter(torch.zeros_like(values), requires_grad=False)
     memory = memories(held)
@@ -90,6 +90,6 @@ def _load_into_plain(subject: Subject) -> None:
 
 
 def _arrived(subject: Subject, made: Tensor, given: Tensor, old: Tensor, how: str) -> None:
-    """The values are the given ones, within what a class of few bits can hold; they were the opposite before."""
+    """Require the given values, within what a class of few bits can hold; they were the opposite before."""
     off, before = ((subject.values(made).double() - x.double()).norm().item() for x in (given, old))
     require(off < before / 2, f"{how} does not bring the values")

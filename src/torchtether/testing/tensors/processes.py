@@ -34,23 +34,23 @@ _FSDP_PATIENCE = 180.0
     "model.share_memory(), or handing the model to another process, crashes Python without a traceback",
 )
 def _share_memory(subject: Subject) -> None:
-    """In a process of its own, because torch's own ``share_memory_`` walks a wrapper's null storage and crashes."""
+    """Run in a process of its own, because torch's own ``share_memory_`` walks a wrapper's null storage and crashes."""
     if not hasattr(os, "fork"):  # where tensors must be made anew in the other process
         _check_sendable(subject)
         _finished(*_spawned(_share_fresh, (subject,), _PATIENCE))
         return
-    given = subject.fresh()  # here: a forked process must not start torch's threads
+    given = subject.make_tensor()  # here: a forked process must not start torch's threads
     before = [leaf.detach().clone() for leaf in leaves(given)]
     _finished(*_forked(lambda: _share(given, before)))
 
 
 def _share_fresh(subject: Subject) -> str:
-    given = subject.fresh()
+    given = subject.make_tensor()
     return _share(given, [leaf.detach().clone() for leaf in leaves(given)])
 
 
 def _share(given: Tensor, before: list[Tensor]) -> str:
-    """What is wrong, empty if nothing is. Decodes nothing: a forked process must not start threads."""
+    """Return what is wrong, empty if nothing is. Decode nothing: a forked process must not start threads."""
     given.share_memory_()
     if not given.is_shared():
         return "is_shared() denies it after share_memory_()"
@@ -78,7 +78,7 @@ def _sharded(rank: int, subject: Subject, folder: str) -> str:  # pragma: no cov
 
 
 def _grouped(rank: int, folder: str, task: Callable[[], str]) -> str:  # pragma: no cover - in other processes
-    """What ``task`` says, with a group of two processes that meet in ``folder``."""
+    """Return what ``task`` returns, with a group of two processes that meet in ``folder``."""
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
@@ -88,7 +88,7 @@ def _grouped(rank: int, folder: str, task: Callable[[], str]) -> str:  # pragma:
 
 
 def _product_of_shards(subject: Subject) -> str:  # pragma: no cover - in other processes
-    """What is wrong with the product and the gradients of a sharded module, empty if nothing is."""
+    """Return what is wrong with the product and the gradients of a sharded module, empty if nothing is."""
     from torch.distributed.fsdp import fully_shard
 
     weight = subject.parameter()
@@ -136,16 +136,16 @@ def _check_sendable(subject: Subject) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def _finished(code: int, said: str) -> None:
+def _finished(code: int, complaint: str) -> None:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         raise Broken(f"the process ends with {name}")
-    require(not said, said)
+    require(not complaint, complaint)
     require(code == 0, f"the process ends with status {code}")
 
 
 def _forked(task: Callable[[], str]) -> tuple[int, str]:
-    """How a child that runs ``task`` ends, and what it says; it never returns into the caller's program.
+    """Return how a child that runs ``task`` ends, and its words; the child never returns into the caller's program.
 
     A fork needs nothing that can be pickled. The child only copies small memory, in its one thread.
     """
@@ -165,13 +165,13 @@ def _forked(task: Callable[[], str]) -> tuple[int, str]:
             os._exit(code)
     os.close(writing)
     deadline = time.monotonic() + _PATIENCE
-    said = b""
+    complaint = b""
     try:
         while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
             more = os.read(reading, 4096)
             if not more:
                 break
-            said += more
+            complaint += more
         else:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -179,11 +179,11 @@ def _forked(task: Callable[[], str]) -> tuple[int, str]:
     finally:
         os.close(reading)
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), said.decode(errors="replace")
+    return os.waitstatus_to_exitcode(status), complaint.decode(errors="replace")
 
 
 def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: int = 1) -> tuple[int, str]:
-    """How fresh processes that run ``task`` end, and what the first that complains says."""
+    """Return how fresh processes that run ``task`` end, and the words of the first that complains."""
     context = get_context("spawn")
     pipes, children = [], []
     for rank in range(processes):
@@ -195,22 +195,22 @@ def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: 
         pipes.append(ours)
         children.append(child)
     deadline = time.monotonic() + patience
-    said, code = "", 0
+    complaint, code = "", 0
     for pipe, child in zip(pipes, children, strict=True):
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
-                said = said or pipe.recv()
+                complaint = complaint or pipe.recv()
             else:
-                said = said or f"the processes do not end within {patience:.0f} seconds"
+                complaint = complaint or f"the processes do not end within {patience:.0f} seconds"
                 child.kill()
         except EOFError:  # it died
             pass
         child.join(10)
         code = code or (child.exitcode or 0)
-        if said or code:
+        if complaint or code:
             for other in children:
                 other.kill()
-    return (0 if said else code), said
+    return (0 if complaint else code), complaint
 
 
 def _answer(pipe: Any, task: Callable[..., str], args: tuple) -> None:  # pragma: no cover - in other processes

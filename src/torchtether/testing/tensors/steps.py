@@ -91,7 +91,7 @@ def _product(subject: Subject, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _run(subject: Subject, weight: Tensor, values: Tensor, product: object = _product) -> tuple[Tensor, Tensor | None]:
-    """A product and the gradient of its input."""
+    """Return a product and the gradient of its input."""
     x = _input(values).requires_grad_()
     out = product(subject, x, weight)  # type: ignore[operator]
     if out.requires_grad:
@@ -107,6 +107,6 @@ def _input(values: Tensor) -> Tensor:
 
 def _close(made: Tensor, wanted: Tensor, values: Tensor, what: str) -> None:
     require(tuple(made.shape) == tuple(wanted.shape), f"{what} has shape {tuple(made.shape)}")
-    room = 64 * torch.finfo(values.dtype).eps * max(wanted.detach().abs().max().item(), 1e-6)
+    tolerance = 64 * torch.finfo(values.dtype).eps * max(wanted.detach().abs().max().item(), 1e-6)
     off = (made.detach().double() - wanted.detach().double()).abs().max().item()
-    require(off <= room, f"{what} is off by {off:.2g}")
+    require(off <= tolerance, f"{what} is off by {off:.2g}")

@@ -1,4 +1,4 @@
-"""The class under test, by what laws ask of it: a fresh tensor, its values, a product, a module."""
+"""The class under test, as laws use it: a new tensor, its values, a product, a module."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """How to make, read and use a tensor of the class under test."""
+    """Make, read and use a tensor of the class under test."""
 
     make: Callable[[], Tensor]
     read: Read | None
     linear: Linear | None
 
-    def fresh(self, seed: int = 0) -> Tensor:
-        """A new tensor; those of other seeds have other values if ``make`` draws them from torch's generator."""
+    def make_tensor(self, seed: int = 0) -> Tensor:
+        """Return a new tensor; those of other seeds have other values if ``make`` draws them from torch's generator."""
         torch.manual_seed(seed)
         return self.make()
 
     def parameter(self, seed: int = 0, *, requires_grad: bool = False) -> nn.Parameter:
-        """The same as a Parameter."""
-        made = self.fresh(seed)
+        """Return the same as a Parameter."""
+        made = self.make_tensor(seed)
         if requires_grad and not made.is_floating_point():
             raise NotApplicable(f"its dtype is {made.dtype}, which has no gradients")
         if isinstance(made, nn.Parameter):
@@ -38,7 +38,7 @@ class Subject:
         return nn.Parameter(made, requires_grad=requires_grad)
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Its values, as a plain tensor."""
+        """Return the values as a plain tensor."""
         with torch.no_grad():
             made = self._read(tensor)
         return made.detach()
@@ -60,16 +60,16 @@ class Subject:
         raise NotApplicable("its values cannot be read: give values=, or the class a dequantize()")
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T``."""
+        """Return ``x @ weight.T``."""
         return (self.linear or F.linear)(x, weight)
 
     def tied(self, seed: int = 0, *, requires_grad: bool = False) -> Tied:
-        """A module that holds the parameter under two names."""
+        """Return a module that holds the parameter under two names."""
         return Tied(self.parameter(seed, requires_grad=requires_grad))
 
 
 class Tied(nn.Module):
-    """One Parameter as ``emb.weight`` and ``head.weight``."""
+    """Hold one Parameter as ``emb.weight`` and ``head.weight``."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
