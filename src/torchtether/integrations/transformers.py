@@ -10,7 +10,7 @@ records belong to which file. Folders by ``tt.save`` have the same keys, and the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.reader import Checkpoint
 from ..conversion.selection import Rules, schemes_for
-from ..errors import CheckpointError, RuleError
+from ..errors import CheckpointError
 from ..schemes import Scheme, resolve, scheme_from_json
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
@@ -71,8 +71,6 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return {**{n: s for n, s in by_scheme.items() if not self._is_ruled(n, ties)}, **chosen}
 
     def _is_ruled(self, name: str, ties: tuple[Tie, ...]) -> bool:
-        from fnmatch import fnmatchcase
-
         names = next((tie.names for tie in ties if name in tie.names), (name,))
         return any(fnmatchcase(one, glob) for one in names for glob in self.rules)
 
@@ -94,8 +92,8 @@ class _Encode(ConversionOps):  # type: ignore[misc]
     def __init__(self, quantizer: TetherQuantizer) -> None:
         self.quantizer = quantizer
 
-    def convert(
-        self, input_dict: dict[str, Any], *, full_layer_name: str, missing_keys: Any = None, **others: Any
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], *, missing_keys: Any = None, **others: Any
     ) -> dict[str, Tensor]:
         """Return the Weight by the name of its parameter."""
         made = {}
@@ -114,7 +112,9 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
     def __init__(self, quantizer: TetherQuantizer) -> None:
         self.quantizer = quantizer
 
-    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **others: Any) -> dict[str, Tensor]:
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], *, full_layer_name: str, **others: Any
+    ) -> dict[str, Tensor]:
         """Return the Weight by the name of its parameter. Raises CheckpointError where a part is absent."""
         spec = self.quantizer.specs.get(full_layer_name)
         if spec is None:
@@ -138,6 +138,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     """Let transformers load and save models whose parameters are Weights."""
 
     requires_calibration = False
+    quantization_config: TetherConfig
 
     def __init__(self, quantization_config: TetherConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -164,7 +165,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         return _Encode(self)
 
     @property
-    def serialized_names(self) -> dict[str, list[str]]:
+    def serialized_names(self) -> dict[str, list[str]]:  # type: ignore[override]
         """Return the keys of the parts by the last part of the parameter's name."""
         found: dict[str, dict[str, None]] = {}
         for name, spec in self.specs.items():
@@ -176,10 +177,6 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         """Return what puts parts together."""
         return {"deserialize": _Rebuild}
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype to cast to: parts keep theirs."""
-        return super().get_new_dtype(converter, param, dtype)  # type: ignore[no-any-return]
 
     def is_serializable(self) -> bool:
         """Return that ``save_pretrained`` can write the model."""
@@ -258,7 +255,3 @@ def _ties_of(model: Any) -> tuple[Tie, ...]:
         if {owner, *found} <= names:
             ties.append(Tie((owner, *found)))
     return tuple(ties)
-
-
-__all__ = ["TetherConfig", "TetherQuantizer", "attach"]
-_ = RuleError

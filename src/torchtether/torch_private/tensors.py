@@ -137,3 +137,8 @@ any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad",
 def storage_id(tensor: Tensor) -> int:
     """The identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` only pretends to have numbers, as tensors inside a ``FakeTensorMode`` do."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)

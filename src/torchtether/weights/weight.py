@@ -158,7 +158,7 @@ class Weight(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of all parts."""
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """The values, as a new plain tensor of this shape, stride and dtype; gradients flow through unchanged.

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...errors import UnsupportedOpError
 from ...torch_private.observers import is_observed
+from ...torch_private.tensors import is_fake
 from ..dispatch import rule
 from ..weight import Weight
-from .graph_ops import LIBRARY, text_of, weight_from
+from .graph_ops import LIBRARY, spec_from, text_of, weight_from
 from .product import by_kernel, decoded_linear, gradient, same
 from .views import select
 
@@ -36,10 +37,10 @@ def grouped_mm(
     rows (M, K)    weight (G, K, N)    offs (G,) int32, on the device of ``rows``    result (M, N), zeros behind the
     last group. Any other call of the op is answered with the values of its Weights.
     """
-    is_experts = isinstance(weight, Weight) and weight.dim() == 3 and rows.dim() == 2 and offs is not None
-    if not is_experts or isinstance(rows, Weight) or weight.scheme.transparent or rows.dtype is not weight.dtype:
+    if not isinstance(weight, Weight) or weight.dim() != 3 or rows.dim() != 2 or offs is None:
         return _plain(op, rows, weight, offs, bias, out_dtype)
-    assert isinstance(weight, Weight) and offs is not None
+    if isinstance(rows, Weight) or weight.scheme.transparent or rows.dtype is not weight.dtype:
+        return _plain(op, rows, weight, offs, bias, out_dtype)
     is_transposed = weight.spec.order == (0, 2, 1) and not weight.spec.is_contiguous
     if bias is not None or out_dtype not in (None, rows.dtype) or not (is_transposed or weight.spec.is_contiguous):
         return _plain(op, rows, weight, offs, bias, out_dtype)
@@ -52,11 +53,6 @@ def grouped_mm(
     if rows.is_meta or offs.is_meta or is_fake(offs):
         return rows.new_empty(rows.shape[0], weight.shape[2])
     return _product(rows, base, offs, is_transposed)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has no numbers to read."""
-    return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def _plain(op: Any, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -103,5 +99,4 @@ def grouped_in_graph(rows: Tensor, offs: Tensor, parts: list[Tensor], weight: st
 
 @torch.library.register_fake("torchtether::grouped", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_grouped(rows: Tensor, offs: Tensor, parts: list[Tensor], weight: str, is_transposed: bool) -> Tensor:
-    base = weight_from(weight, parts)
-    return rows.new_empty(rows.shape[0], base.shape[1 if is_transposed else 2])
+    return rows.new_empty(rows.shape[0], spec_from(weight).shape[1 if is_transposed else 2])
