@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.reader import Checkpoint
@@ -51,7 +52,7 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
         weights: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
         self.scheme = _written(scheme)
         self.rules = {glob: _written(one) for glob, one in (rules or {}).items()}
         self.weights = dict(weights or {})
