@@ -299,6 +299,7 @@ SAMPLES: dict[str, Sample] = {
     "random_.from": _call(W, 0, 5),
     "normal_": _call(W),
     "embedding_renorm_": _call(W, _flat_index, 1.0, 2.0),
+    "_grouped_mm": _call(rand(3, COLUMNS), lambda w: w.unsqueeze(0).transpose(1, 2), torch.tensor([3]).int()),
 }
 
 

@@ -152,3 +152,8 @@ It is how torch documents that such subclasses are made; it has no public name.
 
 typed_storage: Callable[[Tensor], Any] = Tensor._typed_storage  # type: ignore[attr-defined]
 """The typed storage without the warning of ``Tensor.storage``; torch's own code calls it."""
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` only pretends to have numbers, as tensors inside a ``FakeTensorMode`` do."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)

@@ -155,7 +155,7 @@ class Weight(Exporting):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the bytes of all parts."""
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """Return the values as a new plain tensor of this shape, stride and dtype; gradients flow through.

@@ -1,5 +1,17 @@
 """Every op that a Weight answers, by family; importing this registers the rules."""
 
-from . import create, embedding, graph_ops, inplace, linear, move, sharding, storages, values, views
+from . import create, embedding, graph_ops, grouped, inplace, linear, move, sharding, storages, values, views
 
-__all__ = ["create", "embedding", "graph_ops", "inplace", "linear", "move", "sharding", "storages", "values", "views"]
+__all__ = [
+    "create",
+    "embedding",
+    "graph_ops",
+    "grouped",
+    "inplace",
+    "linear",
+    "move",
+    "sharding",
+    "storages",
+    "values",
+    "views",
+]

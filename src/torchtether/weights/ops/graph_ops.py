@@ -67,6 +67,16 @@ def _weight_of(known: _Known, parts: Sequence[Tensor]) -> Weight:
     return Weight(dict(zip(known.names, parts, strict=True)), known.spec)
 
 
+def spec_from(weight: str) -> WeightSpec:
+    """Return the spec of which ``text_of`` gave ``weight``, without its tie."""
+    return _known(weight).spec
+
+
+def weight_from(weight: str, parts: Sequence[Tensor]) -> Weight:
+    """Return the Weight of which ``text_of`` gave ``weight``, over ``parts``."""
+    return _weight_of(_known(weight), parts)
+
+
 def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight: str) -> Tensor:
     """Return ``x @ weight.T + bias``."""
     known = _known(weight)

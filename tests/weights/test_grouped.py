@@ -1,0 +1,120 @@
+"""``F.grouped_mm`` on stacked Weights: what mixtures of experts call, forward, backward and compiled."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchtether as tt
+from tests.catalog import SCHEMES
+
+GROUPS, OUT, IN = 5, 48, 64
+FITTING = [row for row in SCHEMES if 3 in row.ranks]
+EPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def experts(scheme, dtype=torch.float32):
+    torch.manual_seed(1)
+    return tt.Weight.encode(torch.randn(GROUPS, OUT, IN), scheme).to(dtype)
+
+
+def judge(rows, values, offs):
+    """The product in float64, group by group."""
+    made, start = torch.zeros(rows.shape[0], values.shape[2], dtype=torch.float64), 0
+    for group, stop in enumerate(offs.tolist()):
+        made[start:stop] = rows[start:stop].double() @ values[group].double()
+        start = stop
+    return made
+
+
+def is_near(got, wanted, dtype):
+    return (got.double() - wanted).norm() <= EPS[dtype] * wanted.norm() + 1e-12
+
+
+@pytest.mark.parametrize("row", FITTING, ids=lambda row: row.id)
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("is_transposed", [True, False], ids=["transposed", "as stored"])
+def test_each_group_is_multiplied_with_its_matrix(row, dtype, is_transposed):
+    weight = experts(row.scheme, dtype)
+    used = weight.transpose(-2, -1) if is_transposed else weight
+    rows = torch.randn(9, used.shape[1]).to(dtype).requires_grad_()
+    offs = torch.tensor([2, 2, 5, 9, 9], dtype=torch.int32)
+    made = F.grouped_mm(rows, used, offs=offs)
+    values = weight.dequantize().transpose(-2, -1) if is_transposed else weight.dequantize()
+    assert made.shape == (9, used.shape[2])
+    assert made.dtype == dtype
+    assert is_near(made, judge(rows.detach(), values, offs), dtype)
+    grad = torch.randn_like(made)
+    made.backward(grad)
+    assert is_near(rows.grad, judge(grad, values.transpose(-2, -1), offs), dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(counts=st.lists(st.integers(0, 4), min_size=GROUPS, max_size=GROUPS), behind=st.integers(0, 3))
+def test_any_sizes_of_groups(counts, behind):
+    weight, total = experts(tt.int8()), sum(counts)
+    rows, offs = torch.randn(total + behind, IN), torch.tensor(counts).cumsum(0).int()
+    made = F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
+    assert is_near(made[:total], judge(rows, weight.dequantize().transpose(-2, -1), offs)[:total], torch.float32)
+    assert not made[total:].any()
+
+
+def test_a_trainable_weight_has_the_gradient_of_its_values():
+    weight = torch.nn.Parameter(experts(tt.int8()))
+    rows, offs = torch.randn(9, IN), torch.tensor([2, 2, 5, 9, 9], dtype=torch.int32)
+    plain = weight.detach().dequantize().requires_grad_()
+    for used in (weight, plain):
+        F.grouped_mm(rows, used.transpose(-2, -1), offs=offs).square().sum().backward()
+    torch.testing.assert_close(weight.grad, plain.grad)
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(group_size=32), tt.nf4(), tt.mxfp4()], ids=str)
+def test_compiled_without_a_break_forward_and_backward(scheme):
+    weight = experts(scheme)
+
+    def block(rows, offs):
+        return F.grouped_mm(rows.relu(), weight.transpose(-2, -1), offs=offs) * 2
+
+    compiled = torch.compile(block, fullgraph=True)
+    for counts in ([2, 0, 3, 4, 0], [0, 1, 1, 0, 7]):
+        offs = torch.tensor(counts).cumsum(0).int()
+        rows = torch.randn(9, IN, requires_grad=True)
+        again = rows.detach().clone().requires_grad_()
+        made, wanted = compiled(rows, offs), block(again, offs)
+        torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
+        made.square().sum().backward()
+        wanted.square().sum().backward()
+        torch.testing.assert_close(rows.grad, again.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_matrices_that_share_a_block_are_multiplied_all_the_same():
+    torch.manual_seed(1)
+    weight = tt.Weight.encode(torch.randn(3, 5, 8), tt.nf4())  # 40 values each, blocks of 64
+    rows, offs = torch.randn(4, 8), torch.tensor([1, 1, 4], dtype=torch.int32)
+    made = F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
+    assert is_near(made, judge(rows, weight.dequantize().transpose(-2, -1), offs), torch.float32)
+
+
+def test_only_the_matrices_of_groups_with_rows_are_decoded(monkeypatch):
+    weight, decoded = experts(tt.fp8()), []
+    original = type(weight.scheme).decode
+    monkeypatch.setattr(
+        type(weight.scheme),
+        "decode",
+        lambda self, parts, shape, dtype: decoded.append(shape) or original(self, parts, shape, dtype),
+    )
+    F.grouped_mm(torch.randn(3, IN), weight.transpose(-2, -1), offs=torch.tensor([0, 1, 1, 3, 3]).int())
+    assert sum(torch.Size(shape).numel() for shape in decoded) <= 2 * OUT * IN
+
+
+def test_fake_tensors_have_the_shape():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        parts = tt.int8().empty((GROUPS, OUT, IN), torch.bfloat16, "cuda")
+        weight = tt.Weight(parts, tt.WeightSpec.of((GROUPS, OUT, IN), torch.bfloat16, tt.int8()))
+        rows = torch.empty(7, IN, dtype=torch.bfloat16, device="cuda")
+        offs = torch.empty(GROUPS, dtype=torch.int32, device="cuda")
+        made = F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
+    assert (made.shape, made.device.type) == ((7, OUT), "cuda")
