@@ -1,12 +1,15 @@
 """The house plan, checked against the code: imports point down, and importing stays lean."""
 
 import ast
+import graphlib
+import statistics
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchtether
 
@@ -23,14 +26,14 @@ LEVELS = [
     {"exchange", "files"},
     {"conversion", "formats"},
     {"checkpoint"},
-    {"pictures", "renaming", "testing"},
+    {"integrations", "pictures", "renaming", "testing"},
     {"loading"},
     {"cli", "distributed"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
-# Modules that nothing in the package imports: users of Hypothesis do.
-NEEDED_ELSEWHERE = {"testing/strategies.py": {"hypothesis"}}
+# Modules that nothing in the package imports: users of those libraries do.
+NEEDED_ELSEWHERE = {"testing/strategies.py": {"hypothesis"}, "integrations/transformers.py": {"transformers"}}
 
 
 def _modules():
@@ -79,22 +82,120 @@ def test_imports_point_down(path):
             assert full[0] in known or full[0] in sys.stdlib_module_names, f"{path.name}:{line} imports {full[0]}"
 
 
-def test_only_one_room_calls_private_torch():
-    """``torch._C`` is feature-detected in ``torch_private/``."""
-    allowed = {"torch_private"}
-    for path in _modules():
-        if _room(path) not in allowed:
-            assert "torch._C" not in path.read_text(), f"{path.name} calls torch._C: move it to torch_private"
+def _dotted(path):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_only_files_opens_the_disk():
-    """``files/`` is the only room with a door to the disk; the demo and the command line may print and make folders."""
+def _imported_modules(path, names):
+    """The modules of the package that ``path`` imports, by their dotted names."""
+    parts = path.relative_to(SOURCE).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                one = ".".join([*base, alias.name])
+                yield one if one in names else ".".join(base)
+
+
+def test_no_module_imports_itself_through_others():
+    """Not inside a package either; ``graphlib`` raises CycleError, which names the circle."""
+    names = {_dotted(path): path for path in _modules()}
+    graph = {name: {other for other in _imported_modules(path, names) if other != name} for name, path in names.items()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(names)
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _own_private_names():
+    """The private names that the package defines: functions, classes, variables, attributes of its own objects."""
+    found = set()
     for path in _modules():
-        if _room(path) in {"files", "demo", "cli"}:
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
-            is_open = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open"
-            assert not is_open, f"{path.name}:{node.lineno} opens a file"
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in {"self", "cls", "made"}:
+                found.add(node.attr)
+    return {name for name in found if _is_private(name)}
+
+
+OPERATORS = {"aten", "ops", "collectives"}
+"""What the operators of ATen hang on: their names belong to the schema, with an underscore or without."""
+
+
+def _is_operator(node):
+    """Whether an attribute is an operator, such as ``aten._unsafe_view.default`` or ``torch._int_mm``."""
+    value = node.value
+    last = value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else ""
+    return last in OPERATORS or (last == "torch" and hasattr(torch.ops.aten, node.attr))
+
+
+def _private_uses(path, own):
+    """(name, line) of what ``path`` takes from others that begins with one underscore."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            taken = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((name, node.lineno) for name in taken if _is_private(name))
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+            if not is_own and node.attr not in own and not _is_operator(node):
+                yield node.attr, node.lineno
+
+
+OF_PYTHON = {"_getframe", "_exit", "_fields", "_asdict", "_replace", "_at_fork_reinit", "_slotnames"}
+"""Names of Python's own that begin with an underscore: frames, named tuples, fork, slots."""
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_torch_private_names_what_torch_keeps_to_itself(path):
+    if _room(path) in {"torch_private", "integrations"}:  # the latter: what other libraries keep, where they say so
+        return
+    found = [(name, line) for name, line in _private_uses(path, OWN_PRIVATE) if name not in OF_PYTHON]
+    assert not found, f"{path.relative_to(SOURCE)}: {found}: give it a name, and a reason, in torch_private/"
+
+
+OWN_PRIVATE = _own_private_names()
+
+DISK = {
+    "open", "fdopen", "read_bytes", "read_text", "write_bytes", "write_text", "mkdir", "unlink", "rename", "rmdir",
+    "iterdir", "glob", "rglob", "stat", "lstat", "exists", "is_file", "is_dir", "listdir", "scandir", "makedirs",
+    "pread", "pwrite", "tempfile", "shutil", "fcntl",
+}  # fmt: skip
+DOORS = {
+    "cli": "prints, and makes the folders of the demo",
+    "compiled": "builds its library",
+    "weights/products/build.py": "builds its library",
+    "weights/graph_cache_key.py": "digests the sources of this package",
+    "progress.py": "reads the memory of the process",
+    "testing": "makes folders and pipes for what it tests",
+}
+"""Beside ``files/``, and why."""
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_files_opens_the_disk(path):
+    place = path.relative_to(SOURCE)
+    if _room(path) == "files" or any(place.is_relative_to(door) for door in DOORS):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            assert name not in DISK, f"{place}:{node.lineno} calls {name}: that is for files/"
+        elif isinstance(node, ast.Import):
+            assert not {alias.name for alias in node.names} & DISK, f"{place}:{node.lineno}: that is for files/"
+
+
+def test_files_are_short_and_few_lie_on_top():
+    lengths = {path: len(path.read_text().splitlines()) for path in _modules()}
+    long = {path for path, length in lengths.items() if length > 400 and _room(path) != "testing"}
+    assert not long, f"split by subject: {sorted(str(path.relative_to(SOURCE)) for path in long)}"
+    assert statistics.median(lengths.values()) <= 140
+    assert sum(path.parent == SOURCE for path in lengths) <= 12
 
 
 def test_public_names_are_the_ones_promised():

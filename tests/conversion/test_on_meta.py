@@ -16,7 +16,8 @@ from torch import nn
 
 import torchtether as tt
 from tests.ties.models import transposed
-from torchtether.conversion.recording import Recorder, Replay
+from torchtether.conversion.recording import Recorder
+from torchtether.conversion.replaying import Replay
 
 F = torch.nn.functional
 

@@ -28,6 +28,7 @@ from ..files import (
     folder_for,
     format_index,
     gguf_packing,
+    is_folder,
     put_in_place,
     read_beside,
     replacing,
@@ -180,7 +181,7 @@ def check_target(
         raise CheckpointError(
             f"{format.name} does not write GGUF files", name=str(path), fix="Give format='gguf', or another name."
         )
-    if path.suffix in PICKLED and not path.is_dir():  # a new folder of such a name is nobody's wish
+    if path.suffix in PICKLED and not is_folder(path):  # a new folder of such a name is nobody's wish
         raise CheckpointError(
             f"{path.suffix} files are for torch.save to write",
             name=str(path),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .._checks import check_module
 from ..errors import ArgumentError, ConversionError, RuleError
-from ..ties.names import is_sharded, named_tensors
+from ..ties.names import named_tensors
+from ..torch_private.tensors import local_or_itself
 from ..weights.spec import ACTIVATIONS
 from ..weights.weight import Weight
 from .selection import globs_of, unmatched
@@ -71,5 +72,5 @@ def quantize_activations(
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    inner = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    inner = local_or_itself(tensor)
     return isinstance(inner, Weight) and inner.dim() == 2 and not inner.scheme.transparent

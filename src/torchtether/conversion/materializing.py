@@ -22,9 +22,13 @@ from ..ties.components import Component, find_components
 from ..ties.names import named_tensors
 from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values, span_tensor
+from ..torch_private.modules import buffers_of, parameters_of
+from ..torch_private.tensors import base_of
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
-from .recording import Recipe, Recorder, Replay, recording
+from .programs import Recipe
+from .recording import Recorder, recording
+from .replaying import Replay
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -85,12 +89,12 @@ def _remember(modules: dict[int, nn.Module], recorder: Recorder) -> None:
     for module in modules.values():
         own: dict[str, Recipe] = {}
         plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-        for name, tensor in {**module._parameters, **module._buffers, **plain}.items():
+        for name, tensor in {**parameters_of(module), **buffers_of(module), **plain}.items():
             recipe = None if tensor is None or is_lazy(tensor) else recorder.recipe(tensor)
             if recipe is not None and tensor is not None and not recorder.is_stale(recipe):
                 setattr(tensor, _RECIPE, recipe)
                 kept.append(recipe)
-                if name not in module._parameters:
+                if name not in parameters_of(module):
                     own[name] = recipe
         if own:
             module.__dict__[_RECIPES] = own
@@ -131,7 +135,7 @@ def materialize(
         raise ConversionError("cannot materialize on meta", fix="Name a real device.")
     modules = dict(model.named_modules())
     work = [component for component in find_components(model) if any(m.tensor.is_meta for m in component.members)]
-    work.sort(key=lambda component: all(m.tensor._base is None for m in component.members))  # views go first
+    work.sort(key=lambda component: all(base_of(m.tensor) is None for m in component.members))  # views go first
     plain = {(id(m), name): recipe for m in modules.values() for name, recipe in _plain_recipes(m).items()}
     if not work and not plain:
         forget_recipes(model)
@@ -172,12 +176,12 @@ def _check_held(exchange: Exchange, components: Iterable[Component]) -> None:
     ``_put`` exchanges the view first, and then nothing holds them.
     """
     tensors = [member.tensor for component in components for member in component.members]
-    bases = {id(tensor._base) for tensor in tensors}
+    bases = {id(base_of(tensor)) for tensor in tensors}
     exchange.check([tensor for tensor in tensors if id(tensor) not in bases])
 
 
 def _put(exchange: Exchange, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for held, new in sorted(pairs, key=lambda pair: pair[0]._base is None):
+    for held, new in sorted(pairs, key=lambda pair: base_of(pair[0]) is None):
         exchange.put(held, new)
 
 

@@ -19,6 +19,8 @@ from ..ties.components import Component, Member, find_components
 from ..ties.names import is_sharded
 from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values, span_tensor
+from ..torch_private.modules import buffers_of, load_hooks_of, parameters_of, transient_of
+from ..torch_private.tensors import local_or_itself
 from ..weights.module_load import module_load
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
@@ -96,7 +98,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
     check_module(model)
     components = find_components(model)
     for member in (member for component in components for member in component.members):
-        if is_sharded(member.tensor) and isinstance(member.tensor._local_tensor, Weight):  # type: ignore[attr-defined]
+        if is_sharded(member.tensor) and isinstance(local_or_itself(member.tensor), Weight):
             raise ConversionError(
                 "is sharded, and FSDP2 knows it as a Weight",
                 name=member.names[0],
@@ -198,7 +200,7 @@ def add_load_hook(module: nn.Module) -> RemovableHandle | None:
 
     Returns the handle of the hook; ``None`` if the module has it already.
     """
-    present = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    present = (getattr(hook, "hook", hook) for hook in load_hooks_of(module).values())
     return None if keep_policy in present else module.register_load_state_dict_pre_hook(keep_policy)
 
 
@@ -215,8 +217,8 @@ def keep_policy(
     is_assigned = local_metadata.get("assign_to_params_buffers", False)
     if not is_assigned or torch.__future__.get_swap_module_params_on_conversion():
         return
-    buffers = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-    for leaf, held in {**module._parameters, **buffers}.items():
+    buffers = {n: b for n, b in buffers_of(module).items() if n not in transient_of(module)}
+    for leaf, held in {**parameters_of(module), **buffers}.items():
         key = prefix + leaf
         given = state_dict.get(key)
         if held is None or not isinstance(given, Tensor) or given is held or given.shape != held.shape:

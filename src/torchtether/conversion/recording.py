@@ -6,109 +6,22 @@ the geometry over it.  So views need no steps, and no tensor, parameter or not, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import ConversionError
 from ..geometry.blocks import is_strided
-from ..geometry.views import extent
+from ..torch_private.dispatching import TorchDispatchMode, schema_of, tree_leaves, tree_map
 from ..torch_private.tensors import storage_id
+from .programs import Const, Program, Recipe, RecordedOp, Ref
+from .replaying import Replay
 
 _SMALL = 2**20
 """Elements up to which a real tensor that enters the record is copied at once; larger ones when the record ends."""
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor, as geometry over memory number ``memory`` of its program."""
-
-    memory: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    is_conj: bool = False
-    is_neg: bool = False
-
-
-@dataclass
-class Const:
-    """A real tensor that entered the record; where it is not a copy, ``version`` tells whether it was changed since."""
-
-    tensor: Tensor
-    version: int | None = None
-
-
-@dataclass(frozen=True)
-class RecordedOp:
-    """One op. ``op`` is its name, so that a record can be pickled; empty for a constant."""
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    makes: tuple[tuple[int, Ref], ...]
-    touches: frozenset[int]
-    default_dtype: torch.dtype
-    is_random: bool = False
-
-    @property
-    def fills(self) -> bool:
-        """Return whether the step gives values; ``empty`` gives memory only."""
-        return "empty" not in self.op
-
-
-@dataclass
-class Program:
-    """The steps by their number, and for each memory the numbers of those that make or write it."""
-
-    steps: dict[int, RecordedOp] = field(default_factory=dict)
-    history: dict[int, list[int]] = field(default_factory=dict)
-
-    def slice(self, memories: Iterable[int]) -> list[int]:
-        """Return the numbers of all steps on which the final contents of ``memories`` depend, in order."""
-        needed, chosen, todo = set[int](), set[int](), list(memories)
-        while todo:
-            memory = todo.pop()
-            if memory not in needed:
-                needed.add(memory)
-                for number in self.history.get(memory, ()):
-                    if number not in chosen:
-                        chosen.add(number)
-                        todo += self.steps[number].touches
-        return sorted(chosen)
-
-    def knows(self, memory: int) -> bool:
-        """Return whether everything that ``memory`` depends on was made by a step, and something filled it."""
-        numbers = self.slice([memory])
-        steps = [self.steps[number] for number in numbers]
-        made = {ref.memory for step in steps for _, ref in step.makes}
-        touched = {m for step in steps for m in step.touches}
-        return touched <= made and any(self.steps[number].fills for number in self.history.get(memory, ()))
-
-    def is_random(self, memory: int) -> bool:
-        return any(self.steps[number].is_random for number in self.slice([memory]))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to compute one tensor."""
-
-    program: Program
-    ref: Ref
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
-        return self  # nothing in it changes
-
-
-# -- recording --------------------------------------------------------------------------------------------------------
 
 
 class Recorder(TorchDispatchMode):
@@ -294,105 +207,11 @@ def _is_meta(tensor: Any) -> bool:
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that ``func`` writes to, as its schema says."""
     found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
     return found
-
-
-# -- replaying --------------------------------------------------------------------------------------------------------
-
-
-class Replay:
-    """The values of ``recipes`` on ``device``: every step that any of them needs runs once, in the recorded order."""
-
-    def __init__(self, recipes: Iterable[Recipe], device: torch.device) -> None:
-        self.device = device
-        self._memory: dict[tuple[int, int], torch.UntypedStorage] = {}
-        self._taken: set[int] = set()
-        recipes = list(recipes)
-        before = torch.get_default_dtype()
-        try:
-            for program in {id(recipe.program): recipe.program for recipe in recipes}.values():
-                self._run(program, {recipe.ref.memory for recipe in recipes if recipe.program is program})
-        finally:
-            torch.set_default_dtype(before)
-
-    def tensor(self, recipe: Recipe) -> Tensor:
-        """Return the tensor of ``recipe``. Recipes over one memory give tensors over one memory."""
-        return self._tensor(id(recipe.program), recipe.ref)
-
-    def _run(self, program: Program, targets: set[int]) -> None:
-        numbers = program.slice(targets)
-        last = {
-            m: n for n in numbers for m in (*program.steps[n].touches, *(r.memory for _, r in program.steps[n].makes))
-        }
-        done: dict[int, list[int]] = {}
-        for memory, number in last.items():
-            if memory not in targets:
-                done.setdefault(number, []).append(memory)
-        for number in numbers:
-            with torch.no_grad():
-                self._step(id(program), program.steps[number])
-            for memory in done.get(number, ()):
-                self._memory.pop((id(program), memory), None)
-
-    def _step(self, program: int, step: RecordedOp) -> None:
-        if torch.get_default_dtype() != step.default_dtype:
-            torch.set_default_dtype(step.default_dtype)
-
-        def real(value: Any) -> Any:
-            if isinstance(value, Ref):
-                return self._tensor(program, value)
-            if isinstance(value, Const):
-                return value.tensor
-            return self.device if isinstance(value, torch.device) and value.type == "meta" else value
-
-        args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
-        out = _op(step.op)(*args, **kwargs) if step.op else args[0].to(self.device, copy=True)
-        outputs = tree_leaves(out)
-        for i, ref in step.makes:
-            if (program, ref.memory) not in self._memory:
-                self._memory[program, ref.memory] = self._laid_out(outputs[i], ref, step)
-
-    def _laid_out(self, tensor: Tensor, ref: Ref, step: RecordedOp) -> torch.UntypedStorage:
-        """Return the memory of ``tensor``, whose geometry is that of ``ref``.
-
-        A copy if the real op chose another geometry.
-        """
-        if tensor.dtype != ref.dtype or tuple(tensor.shape) != ref.size:
-            on_meta, real = f"{ref.dtype} {ref.size}", f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ConversionError(
-                f"{step.op} gave {on_meta} on meta, and {real} on {self.device}",
-                fix="Build the model on the device itself.",
-            )
-        laid = (tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
-        if laid == (ref.stride, ref.offset, ref.is_conj, ref.is_neg) and storage_id(tensor) not in self._taken:
-            self._taken.add(storage_id(tensor))
-            return tensor.untyped_storage()
-        memory = torch.empty(
-            ref.offset + extent(ref.size, ref.stride), dtype=ref.dtype, device=self.device
-        ).untyped_storage()
-        _over(memory, ref, self.device).copy_(tensor)
-        return memory
-
-    def _tensor(self, program: int, ref: Ref) -> Tensor:
-        return _over(self._memory[program, ref.memory], ref, self.device)
-
-
-def _over(memory: torch.UntypedStorage, ref: Ref, device: torch.device) -> Tensor:
-    made = torch.empty(0, dtype=ref.dtype, device=device)
-    made.set_(memory, ref.offset, ref.size, ref.stride)
-    made = made.conj() if ref.is_conj else made
-    return torch.ops.aten._neg_view(made) if ref.is_neg else made  # type: ignore[no-any-return]
-
-
-def _op(name: str) -> Callable[..., Any]:
-    space, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
-    return op
 
 
 @contextmanager

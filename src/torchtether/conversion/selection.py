@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ArgumentError, RuleError, SchemeError
 from ..schemes import Scheme, resolve
 from ..ties.names import is_sharded, named_tensors, nearest
+from ..torch_private.modules import parameters_of
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
 
@@ -62,7 +63,7 @@ def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str
 def _of_linears(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
     asked: dict[str, Scheme | None] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module._parameters.get("weight") is not None:
+        if isinstance(module, nn.Linear) and parameters_of(module).get("weight") is not None:
             asked[f"{path}.weight" if path else "weight"] = scheme
     if not asked:
         raise RuleError(

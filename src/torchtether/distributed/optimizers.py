@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, LoadError, OptimizerError
 from ..exchange.optimizer_state import check_belongs
-from ..files import OPTIMIZER, DcpFile, Store, is_dcp
+from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
 from ..geometry.views import View, contiguous_stride
 from ..ties.names import named_tensors
 from .shadows import box_of, local_of, redone
@@ -88,7 +88,7 @@ class OptimizerLoad:
                 return None
             return OptimizerLoad(model, optimizer, stored)
         folder = path / FOLDER
-        return OptimizerLoad(model, optimizer, Store(folder)) if folder.is_dir() else None
+        return OptimizerLoad(model, optimizer, Store(folder)) if is_folder(folder) else None
 
     def close(self) -> None:
         """Close the files."""

@@ -18,7 +18,7 @@ from .._signals import Arguments, Deferred, Result, renewed_after_fork, take
 from ..errors import ConversionError, TetherError
 from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards
-from ..torch_private.tensors import as_class, reset, swap_impl
+from ..torch_private.tensors import as_class, base_of, reset, swap_impl
 from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .refusals import check_held, check_place, format_names, is_distributed, names_of
@@ -125,7 +125,7 @@ class Exchange:
                 is_put, key = False, id(tensor)
                 if is_streamed and key in checked:
                     if is_own:
-                        is_put = tensor.size() == new.size() and is_simple(tensor, new) and new._base is None
+                        is_put = tensor.size() == new.size() and is_simple(tensor, new) and base_of(new) is None
                         if is_put:  # with a base it would stay a view
                             self._swap(tensor, new.requires_grad_(tensor.requires_grad))
                     else:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_private.graphs import is_released, saved_by
-from ..torch_private.tensors import as_plain, find_cpp_weakly_held, has_gradient_edge, use_count, use_counts
+from ..torch_private.tensors import as_plain, base_of, find_cpp_weakly_held, has_gradient_edge, use_count, use_counts
 
 _DESCRIBED = 8
 """Holders are searched by name for this many tensors; each search looks through the whole process."""
@@ -45,7 +45,7 @@ def find_holders(tensors: Sequence[Tensor], allowed: AbstractSet[int] = frozense
     if not shared:
         return found
     with as_plain():
-        inner = Counter(id(base) for tensor in tensors if (base := tensor._base) is not None)
+        inner = Counter(id(base) for tensor in tensors if (base := base_of(tensor)) is not None)
     counted = [t for t in shared if id(t) not in found and use_count(t) - inner[id(t)] > 1]
     if counted:
         survey = _Survey({id(tensor) for tensor in counted}, {id(tensor) for tensor in tensors}, inner)
@@ -78,8 +78,8 @@ class _Survey:
             try:
                 if is_tensor:
                     with as_plain():
-                        if id(thing._base) in self.wanted and id(thing) not in self.together:
-                            self.views[id(thing._base)] = thing
+                        if id(base_of(thing)) in self.wanted and id(thing) not in self.together:
+                            self.views[id(base_of(thing))] = thing
                         if thing.grad_fn is not None:
                             roots.append((thing.grad_fn, thing))
                 elif kind is torch.autograd.graph.GradientEdge:
@@ -105,7 +105,7 @@ class _Survey:
                     self.live.setdefault(id(variable), root)
             if not blocked:
                 for saved in saved_by(node):
-                    for one in (saved, saved._base):
+                    for one in (saved, base_of(saved)):
                         if id(one) in self.wanted:
                             self.live.setdefault(id(one), root)
                 blocked = is_released(node)

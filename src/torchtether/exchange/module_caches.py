@@ -11,7 +11,13 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..torch_private.modules import flat_weight_refs, forget_flat_weights, renew_flat_weights
+from ..torch_private.modules import (
+    flat_weight_refs,
+    forget_flat_weights,
+    forward_hooks_of,
+    pruned_name_of,
+    renew_flat_weights,
+)
 
 
 class Caches:
@@ -25,7 +31,7 @@ class Caches:
         self._computed = [
             (module, *found)
             for module in modules
-            for hook in module._forward_pre_hooks.values()
+            for hook in forward_hooks_of(module).values()
             if (found := _reader(hook))
         ]
         self._parked: list[tuple[nn.Module, str, Callable[[nn.Module], Tensor], str]] = []
@@ -71,5 +77,6 @@ def _reader(hook: object) -> tuple[str, Callable[[nn.Module], Tensor], str] | No
     if isinstance(hook, SpectralNorm):
         return hook.name, lambda module: hook.compute_weight(module, do_power_iteration=False), f"{hook.name}_orig"
     if isinstance(hook, BasePruningMethod):
-        return hook._tensor_name, hook.apply_mask, f"{hook._tensor_name}_orig"
+        name = pruned_name_of(hook)
+        return name, hook.apply_mask, f"{name}_orig"
     return None

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConversionError
 from ..geometry.blocks import STOCK
-from ..torch_private.tensors import as_class, impl_id, seat_hooks, swap_impl
+from ..torch_private.dispatching import is_traceable_wrapper_subclass
+from ..torch_private.tensors import as_class, base_of, has_hooks, impl_id, seat_hooks, swap_impl
 from ..weights.weight import Weight
 
 _CLASS = "_tether_class"  # under this attribute a Weight remembers the Parameter subclass that it stands in for
@@ -21,7 +21,7 @@ def is_simple(held: Tensor, new: Tensor) -> bool:
     """Return whether a plain tensor or Parameter gets plain contents, and no grad or hook has to follow."""
     if type(held) not in STOCK or type(new) is not Tensor or new.requires_grad or not held.is_leaf:
         return False
-    if held._backward_hooks is not None or held._post_accumulate_grad_hooks is not None:
+    if has_hooks(held):
         return False
     return held.grad is None and (not held.requires_grad or new.is_floating_point() or new.is_complex())
 
@@ -102,7 +102,7 @@ def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
         if isinstance(held, Weight):
             tie, activations = tie or held.tie, activations or held.spec.activations
         is_same = tie is new.tie and activations == new.spec.activations
-        if is_own and is_same and new.is_leaf and new._base is None:
+        if is_own and is_same and new.is_leaf and base_of(new) is None:
             made: Tensor = new
         else:
             made = new.map(Tensor.detach, new.spec.replace(tie=tie, activations=activations))

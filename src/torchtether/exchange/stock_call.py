@@ -15,7 +15,8 @@ from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
 from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, plain_values
-from ..torch_private.tensors import impl_id, reset, seat_hooks, swap_impl
+from ..torch_private.modules import buffers_of, parameters_of
+from ..torch_private.tensors import base_of, impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
 from .module_caches import Caches
 from .optimizer_state import Before, Optimizers, follow
@@ -59,7 +60,7 @@ class StockCall:
         self._buffers = [
             (module, key, buffer)
             for module in self._modules
-            for key, buffer in module._buffers.items()
+            for key, buffer in buffers_of(module).items()
             if buffer is not None
         ]
         unshared, components = split_shared(root, self._modules)
@@ -87,7 +88,7 @@ class StockCall:
             self.error = error
             raise
         for tensor in held:
-            if tensor._base is not None and not is_lazy(tensor) and id(tensor._base) in self._tensors:
+            if base_of(tensor) is not None and not is_lazy(tensor) and id(base_of(tensor)) in self._tensors:
                 swap_impl(tensor, tensor.detach())  # torch refuses a tensor with views, also those that follow it
 
     def _check_agreement(self) -> None:
@@ -127,7 +128,7 @@ class StockCall:
         False, and nothing is done, if torch should convert a parameter itself: one of another class, or one that was
         not there when the call began.
         """
-        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        parameters = [parameter for parameter in parameters_of(module).values() if parameter is not None]
         for parameter in parameters:
             if type(parameter) is not nn.Parameter or id(parameter) not in self._tensors:
                 return False
@@ -135,9 +136,9 @@ class StockCall:
             for parameter in parameters:
                 if id(parameter) not in self._converted:
                     self._convert(parameter, function)
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer is not None:
-                module._buffers[key] = function(buffer)
+                buffers_of(module)[key] = function(buffer)
         return True
 
     def _convert(self, held: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
@@ -167,7 +168,7 @@ class StockCall:
                         self._convert(held, function)
                 for module, key, buffer in left:
                     if not isinstance(buffer, nn.Parameter):
-                        module._buffers[key] = function(buffer)
+                        buffers_of(module)[key] = function(buffer)
 
     def _replace(self, held: Tensor, new: Tensor, new_grad: Tensor | None) -> None:
         try:
@@ -281,14 +282,14 @@ class StockCall:
     def _restore_buffers(self) -> None:
         done: set[int] = set()
         for module, key, held in self._buffers:
-            made = module._buffers.get(key)
+            made = buffers_of(module).get(key)
             if made is held or made is None or made.shape != held.shape:
                 continue  # not converted, or replaced on purpose
             if id(held) not in done and not isinstance(held, nn.Parameter):  # a parameter was exchanged as one
                 self._changes.setdefault(id(held), (held, held.dtype, held.device))
                 Replacement(held, made).apply()
                 done.add(id(held))
-            module._buffers[key] = held
+            buffers_of(module)[key] = held
 
     def _rejoin(self, component: Component) -> None:
         """Put the members of ``component`` over one memory again, if the call has split them."""

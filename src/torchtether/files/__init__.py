@@ -4,7 +4,7 @@ from .batch import Batch
 from .beside import read_beside
 from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
-from .folder import carry_over, folder_for, new_folder
+from .folder import carry_over, folder_for, is_folder, new_folder
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
@@ -37,6 +37,7 @@ __all__ = [
     "Pairs",
     "gguf_packing",
     "is_dcp",
+    "is_folder",
     "write_gguf",
     "SUFFIX",
     "Batch",

@@ -21,6 +21,7 @@ import torch
 from ..errors import CheckpointError
 from ..geometry.groups import overlapping
 from ..geometry.views import Shape
+from ..torch_private.tensors import checkpoint_offset_of
 from ..weights.spec import WeightSpec
 from .batch import Buffer
 from .dtypes import CODES
@@ -274,7 +275,7 @@ class DcpFile(TensorFile):
                             check_calls(archive.read(entry), name=where)
                 source.seek(0)
                 found = torch.load(cast(Any, source), map_location="meta", weights_only=True)
-                storage = found.untyped_storage()._checkpoint_offset
+                storage = checkpoint_offset_of(found.untyped_storage())
                 place = storage + found.storage_offset() * found.element_size()
             except CheckpointError:
                 raise

@@ -75,3 +75,8 @@ def carry_over(source: Path, target: Path) -> None:
         is_companion = file.suffix in _COMPANIONS or file.name.upper().startswith("LICENSE")
         if file.is_file() and is_companion and not is_ours:
             shutil.copyfile(file, target / file.name)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder at ``path``."""
+    return path.is_dir()

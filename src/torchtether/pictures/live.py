@@ -16,6 +16,7 @@ from ..geometry.views import Shape, extent
 from ..ties.components import find_components
 from ..ties.names import Tensors, named_tensors
 from ..ties.records import tie_of
+from ..torch_private.modules import transient_of
 from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
@@ -134,7 +135,7 @@ def _not_persistent(model: Tensors) -> frozenset[str] | None:
     return frozenset(
         f"{path}.{leaf}" if path else leaf
         for path, module in model.named_modules(remove_duplicate=False)
-        for leaf in module._non_persistent_buffers_set
+        for leaf in transient_of(module)
     )
 
 

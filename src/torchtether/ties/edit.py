@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .._checks import check_flag, check_module, check_name, describe
 from ..errors import ArgumentError, TieError
 from ..torch_private.fsdp2 import fsdp2_state
+from ..torch_private.modules import buffers_of, parameters_of
 from .components import find_components
 from .names import check_known, is_sharded, named_tensors
 from .records import how_to_tie, record_ties
@@ -123,9 +124,9 @@ def _register(model: nn.Module, name: str, tensor: Tensor) -> None:
             name=name,
             fix="Deepcopy one module.",
         )
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
+    if leaf in buffers_of(module):
+        buffers_of(module)[leaf] = tensor
     elif isinstance(module, nn.RNNBase):
         setattr(module, leaf, tensor)  # keeps its flat list of weights in step
     else:
-        module._parameters[leaf] = tensor  # type: ignore[assignment]
+        parameters_of(module)[leaf] = tensor  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .._checks import describe
 from ..errors import ArgumentError, TieError
 from ..geometry.blocks import STOCK
+from ..torch_private.modules import buffers_of, parameters_of
 
 Tensors = nn.Module | Mapping[str, Tensor]
 """What has named tensors: a module, or a state dict of live tensors."""
@@ -22,10 +23,10 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
         buffers: dict[str, Tensor] = {}
         for path, module in model.named_modules(remove_duplicate=False):  # one walk for both, on thousands of modules
             before = f"{path}." if path else ""
-            for leaf, parameter in module._parameters.items():
+            for leaf, parameter in parameters_of(module).items():
                 if parameter is not None:
                     parameters[before + leaf] = parameter
-            for leaf, buffer in module._buffers.items():
+            for leaf, buffer in buffers_of(module).items():
                 if buffer is not None:
                     buffers[before + leaf] = buffer
         return parameters | buffers
@@ -46,10 +47,10 @@ def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return every parameter and buffer of ``modules`` once."""
     found: dict[int, Tensor] = {}
     for module in modules:
-        for tensor in module._parameters.values():
+        for tensor in parameters_of(module).values():
             if tensor is not None:
                 found[id(tensor)] = tensor
-        for buffer in module._buffers.values():
+        for buffer in buffers_of(module).values():
             if buffer is not None:
                 found[id(buffer)] = buffer
     return list(found.values())

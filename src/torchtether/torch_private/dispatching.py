@@ -7,19 +7,26 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "OpOverload",
+    "TorchDispatchMode",
     "can_decompose",
     "define_collectives",
     "has_kernel",
     "is_composite",
+    "is_traceable_wrapper_subclass",
     "return_and_correct_aliasing",
     "schema_of",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
 ]
 

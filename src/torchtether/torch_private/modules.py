@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -85,3 +86,22 @@ def set_transient(module: nn.Module, leaf: str, is_transient: bool) -> None:
     """Make the buffer ``leaf`` persistent or not, in a set that is this module's own: a twin may share it."""
     others = module._non_persistent_buffers_set - {leaf}
     module._non_persistent_buffers_set = others | {leaf} if is_transient else others
+
+
+parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
+"""The dictionary of a module's own parameters. The public iterator leaves out ``None`` and what is there twice."""
+
+buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+"""The dictionary of a module's own buffers, for the same reason."""
+
+transient_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""The names of a module's own buffers that are not persistent."""
+
+load_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_load_state_dict_pre_hooks")
+"""What runs before a module's own tensors are loaded; there is no public way to ask whether a hook is there."""
+
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+"""What runs before a module's forward: pruning recomputes its weight there."""
+
+pruned_name_of: Callable[[Any], str] = attrgetter("_tensor_name")
+"""The name of the tensor that a pruning method masks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -157,3 +158,15 @@ typed_storage: Callable[[Tensor], Any] = Tensor._typed_storage  # type: ignore[a
 def is_fake(tensor: Tensor) -> bool:
     """Return whether ``tensor`` only pretends to have numbers, as tensors inside a ``FakeTensorMode`` do."""
     return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor of which one is a view, as autograd knows it; ``None`` if it is none."""
+
+checkpoint_offset_of: Callable[[Any], int | None] = attrgetter("_checkpoint_offset")
+"""Where in its file a storage lies that ``torch.load`` has read inside a ``FakeTensorMode``."""
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether a gradient hook of either kind was ever registered on ``tensor``."""
+    return tensor._backward_hooks is not None or tensor._post_accumulate_grad_hooks is not None  # type: ignore[attr-defined]

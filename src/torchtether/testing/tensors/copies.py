@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...torch_private.dispatching import is_traceable_wrapper_subclass, tree_leaves
 from ..law import Law, NotApplicable, law, require
 from .facts import facts_of, is_wrapper, leaves, memories, same
 from .subject import Subject
@@ -223,4 +223,4 @@ def _close(made: Tensor, values: Tensor, dtype: torch.dtype, how: str) -> None:
 
 def _tensors_in(context: Any) -> bool:
     found: Callable[[Any], bool] = lambda value: isinstance(value, Tensor)  # noqa: E731
-    return any(found(leaf) for leaf in torch.utils._pytree.tree_leaves(context))
+    return any(found(leaf) for leaf in tree_leaves(context))

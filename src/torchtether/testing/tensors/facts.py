@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...schemes import same_bits
+from ...torch_private.dispatching import is_traceable_wrapper_subclass
 from ..law import Broken
 
 _NEVER = {"_is_param"}  # what torch sets on a Parameter of a subclass

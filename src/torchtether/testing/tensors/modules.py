@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...exchange.scope import swapping
+from ...torch_private.tensors import hooks_of
 from ..law import Law, law, require
 from .subject import Subject, Tied
 
@@ -93,7 +94,7 @@ def _hooks(subject: Subject) -> None:
             convert(module)
         where = f"{how} inside tt.swapping"
         _same_places(module, weight, type(weight), optimizer, where)
-        require(bool(weight._backward_hooks), f"{where} loses the gradient hook")
+        require(bool(hooks_of(weight)[0]), f"{where} loses the gradient hook")
         after = getattr(weight, "_post_accumulate_grad_hooks", None)
         require(bool(after), f"{where} loses the hook after accumulation")
         require(getattr(weight, "note", None) == "kept", f"{where} loses the attributes that users set")

@@ -210,11 +210,11 @@ def _weight(tensor: Tensor) -> Weight:
 if dist.is_available():
     define_collectives()  # the last of these ops
 
-    _collectives = torch.ops._c10d_functional
-    rule(_collectives.all_gather_into_tensor.default)(all_gather_into_tensor)
-    rule(_collectives.wait_tensor.default, _collectives._wrap_tensor_autograd.default)(wait_tensor)
+    collectives = torch.ops._c10d_functional
+    rule(collectives.all_gather_into_tensor.default)(all_gather_into_tensor)
+    rule(collectives.wait_tensor.default, collectives._wrap_tensor_autograd.default)(wait_tensor)
     rule(torch.ops.c10d.scatter_.default)(scatter_)
     refuse(
-        _collectives.all_reduce.default, _collectives.reduce_scatter_tensor.default, torch.ops.c10d.allreduce_.default,
+        collectives.all_reduce.default, collectives.reduce_scatter_tensor.default, torch.ops.c10d.allreduce_.default,
         why="would add up the codes of Weights, not their values",
     )  # fmt: skip

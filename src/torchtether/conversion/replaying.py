@@ -1,0 +1,106 @@
+"""Recorded ops, run again on a real device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConversionError
+from ..geometry.views import extent
+from ..torch_private.dispatching import tree_leaves, tree_map
+from ..torch_private.tensors import storage_id
+from .programs import Const, Program, Recipe, RecordedOp, Ref
+
+
+class Replay:
+    """The values of ``recipes`` on ``device``: every step that any of them needs runs once, in the recorded order."""
+
+    def __init__(self, recipes: Iterable[Recipe], device: torch.device) -> None:
+        self.device = device
+        self._memory: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._taken: set[int] = set()
+        recipes = list(recipes)
+        before = torch.get_default_dtype()
+        try:
+            for program in {id(recipe.program): recipe.program for recipe in recipes}.values():
+                self._run(program, {recipe.ref.memory for recipe in recipes if recipe.program is program})
+        finally:
+            torch.set_default_dtype(before)
+
+    def tensor(self, recipe: Recipe) -> Tensor:
+        """Return the tensor of ``recipe``. Recipes over one memory give tensors over one memory."""
+        return self._tensor(id(recipe.program), recipe.ref)
+
+    def _run(self, program: Program, targets: set[int]) -> None:
+        numbers = program.slice(targets)
+        last = {
+            m: n for n in numbers for m in (*program.steps[n].touches, *(r.memory for _, r in program.steps[n].makes))
+        }
+        done: dict[int, list[int]] = {}
+        for memory, number in last.items():
+            if memory not in targets:
+                done.setdefault(number, []).append(memory)
+        for number in numbers:
+            with torch.no_grad():
+                self._step(id(program), program.steps[number])
+            for memory in done.get(number, ()):
+                self._memory.pop((id(program), memory), None)
+
+    def _step(self, program: int, step: RecordedOp) -> None:
+        if torch.get_default_dtype() != step.default_dtype:
+            torch.set_default_dtype(step.default_dtype)
+
+        def real(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return self._tensor(program, value)
+            if isinstance(value, Const):
+                return value.tensor
+            return self.device if isinstance(value, torch.device) and value.type == "meta" else value
+
+        args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
+        out = _op(step.op)(*args, **kwargs) if step.op else args[0].to(self.device, copy=True)
+        outputs = tree_leaves(out)
+        for i, ref in step.makes:
+            if (program, ref.memory) not in self._memory:
+                self._memory[program, ref.memory] = self._laid_out(outputs[i], ref, step)
+
+    def _laid_out(self, tensor: Tensor, ref: Ref, step: RecordedOp) -> torch.UntypedStorage:
+        """Return the memory of ``tensor``, whose geometry is that of ``ref``.
+
+        A copy if the real op chose another geometry.
+        """
+        if tensor.dtype != ref.dtype or tuple(tensor.shape) != ref.size:
+            on_meta, real = f"{ref.dtype} {ref.size}", f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ConversionError(
+                f"{step.op} gave {on_meta} on meta, and {real} on {self.device}",
+                fix="Build the model on the device itself.",
+            )
+        laid = (tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())
+        if laid == (ref.stride, ref.offset, ref.is_conj, ref.is_neg) and storage_id(tensor) not in self._taken:
+            self._taken.add(storage_id(tensor))
+            return tensor.untyped_storage()
+        memory = torch.empty(
+            ref.offset + extent(ref.size, ref.stride), dtype=ref.dtype, device=self.device
+        ).untyped_storage()
+        _over(memory, ref, self.device).copy_(tensor)
+        return memory
+
+    def _tensor(self, program: int, ref: Ref) -> Tensor:
+        return _over(self._memory[program, ref.memory], ref, self.device)
+
+
+def _over(memory: torch.UntypedStorage, ref: Ref, device: torch.device) -> Tensor:
+    made = torch.empty(0, dtype=ref.dtype, device=device)
+    made.set_(memory, ref.offset, ref.size, ref.stride)
+    made = made.conj() if ref.is_conj else made
+    return torch.ops.aten._neg_view(made) if ref.is_neg else made  # type: ignore[no-any-return]
+
+
+def _op(name: str) -> Callable[..., Any]:
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    return op
