@@ -25,7 +25,7 @@ _COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Entry(NamedTuple):
-    """One tensor as a checkpoint holds it. ``keys`` maps each of its roles to a stored key.
+    """Describe one tensor as a checkpoint holds it. ``keys`` maps each of its roles to a stored key.
 
     A plain tensor has one role, ``tensor``; ``stride`` is then how it lay in memory. A quantized one has ``spec``, the
     roles are those of its format, and ``options`` is what ``unpack`` has to know besides. Where all roles are named
@@ -66,7 +66,7 @@ def is_in_parts(entry: Entry, tensors: Mapping[str, Stored]) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint stores and says: what a format is recognised by.
+    """Hold what a checkpoint stores and says: what a format is recognised by.
 
     tensors   what is stored, by key: dtype and shape
     metadata  strings that the writer put into the files
@@ -139,7 +139,7 @@ class Contents:
 
 @dataclass
 class Found:
-    """What a format found in a checkpoint. Weights with a fault cannot be read, the others can.
+    """Hold what a format found in a checkpoint. Weights with a fault cannot be read, the others can.
 
     weights  the quantized weights by name
     faults   what is wrong, by the name of the weight concerned
@@ -159,7 +159,7 @@ class Found:
 
 
 class Format(Protocol):
-    """A published way to spell quantized weights: pure functions on tensors and strings, no files."""
+    """Describe a published way to spell quantized weights: pure functions on tensors and strings, no files."""
 
     @property
     def name(self) -> str:
@@ -177,14 +177,14 @@ class Format(Protocol):
 
 @runtime_checkable
 class Fitting(Protocol):
-    """A format with weights whose shape only the model knows."""
+    """Describe a format with weights whose shape only the model knows."""
 
     def fit(self, entry: Entry, shape: Shape) -> Entry | None:
         """Return ``entry`` in ``shape``; ``None`` if its shape is known, or what is stored cannot have this one."""
 
 
 class Writable(Format, Protocol):
-    """A format that can be written too. Names are those of the weights; ``dtype`` of a spec is the compute dtype.
+    """Describe a format that can be written too, by names of weights; ``dtype`` of a spec is the compute dtype.
 
     All three raise SchemeError, saying which scheme would do, for a spec that the format has no words for.
     """
@@ -208,7 +208,7 @@ class Writable(Format, Protocol):
 
 @runtime_checkable
 class Contained(Writable, Protocol):
-    """A format with files of its own, one for a checkpoint, where the others are written as safetensors files."""
+    """Describe a format with files of its own, one for a checkpoint, where others are written as safetensors files."""
 
     @property
     def suffix(self) -> str:

@@ -31,7 +31,7 @@ class Along:
 
 @runtime_checkable
 class ByRows(Protocol):
-    """A format of which some rows of a weight can be read and unpacked alone."""
+    """Describe a format of which some rows of a weight can be read and unpacked alone."""
 
     def rows(self, entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
         """Return where the tensors of ``entry`` have its rows, by role; ``None`` if rows cannot be told apart.
@@ -43,7 +43,7 @@ class ByRows(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """Rows ``first:last`` of a stored weight: ``entry`` is that of these rows, and ``views`` where they are stored."""
+    """Describe rows ``first:last`` of a stored weight: ``entry`` is that of the rows, ``views`` where they are stored."""
 
     first: int
     last: int

@@ -55,7 +55,7 @@ def contiguous_stride(shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class View:
-    """The geometry of an alias over its owner's memory.
+    """Describe the geometry of an alias over its owner's memory.
 
     ``stride`` and ``offset`` count elements of ``dtype``; ``offset`` starts at the owner's first byte.
 

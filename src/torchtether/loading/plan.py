@@ -233,9 +233,10 @@ def plan_load(
     optimizer: Any = None,
     mmap: bool = False,
 ) -> LoadPlan:
-    """Return the plan of ``load`` with the same arguments, which it describes; the model is untouched.
+    """Return the plan of a load of ``path`` into ``model``, which stays untouched.
 
-    Only headers are read, and the values of names that must agree because they are tied.
+    ``load`` explains the arguments ``quantize``, ``dtype``, ``device``, ``strict``, ``ties``, ``rename``, ``optimizer``
+    and ``mmap``. Only headers are read, and the values of names that must agree because they are tied.
     Raises CheckpointError if the files cannot be read; everything else is in ``faults``.
 
     >>> import torch, torchtether as tt, tempfile
