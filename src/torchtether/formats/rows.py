@@ -43,7 +43,7 @@ class ByRows(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """Describe rows ``first:last`` of a stored weight: ``entry`` is that of the rows, ``views`` where they are stored."""
+    """Describe rows ``first:last`` of a stored weight: ``entry`` is of these rows, ``views`` say where they are."""
 
     first: int
     last: int
