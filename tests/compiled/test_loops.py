@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.schemes import laws
 from torchtether import compiled
-from torchtether.schemes import Affine, Codebook, ScaledFloat, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4
+from torchtether.schemes import Affine, Codebook, ScaledFloat, codebook, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4
 from torchtether.schemes.blocks import Grid
 from torchtether.schemes.tables import NF4
 
@@ -58,11 +58,11 @@ def without(work):
 def no_ops(monkeypatch):
     """The loops over chunks, which torch ops need, fail."""
 
-    def chunks(self):
+    def chunks(*_):
         raise AssertionError("it was computed with torch ops")
 
     monkeypatch.setattr(Grid, "chunks", chunks)
-    monkeypatch.setattr(Codebook, "_ranges", chunks)
+    monkeypatch.setattr(codebook, "flat_ranges", chunks)
 
 
 def check(scheme, w):
