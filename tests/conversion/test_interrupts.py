@@ -14,7 +14,9 @@ import torchtether as tt
 from tests.conversion.models import KINDS, kept, rig, snapshot
 from tests.interrupts import count_steps, interrupted, nothing_held
 from torchtether.exchange.exchange import Exchange
+from torchtether.ties.components import find_components
 from torchtether.ties.records import find_ties
+from torchtether.ties.spans import member_view, span_tensor
 
 # an interrupt may come while a generator is closed, where Python reports it and goes on
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -130,6 +132,21 @@ def test_checked_is_consistent(kind, verb):
 @pytest.mark.parametrize("atomic", ["full", "checked"])
 def test_many_moments(kind, verb, atomic):
     sweep(kind, verb, atomic, is_new if atomic == "full" else is_consistent, MANY)
+
+
+@pytest.mark.parametrize("kind", ["plain", "view_transposed", "tied_3"])
+def test_an_interrupt_before_the_first_change_leaves_gradients_on(kind):
+    """Torch's own ``no_grad`` can be left half way, so nothing that no signal waits for uses it."""
+    model = rig(KINDS[kind]).model
+    for component in find_components(model):
+
+        def look(component=component):
+            for member in component.members:
+                member_view(span_tensor(component), member)
+
+        for at in range(count_steps(look)):
+            interrupted(look, at)
+            assert torch.is_grad_enabled(), at
 
 
 def test_an_interrupt_between_two_tensors_is_not_put_off(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from .._checks import check_flag, check_module, check_name, describe
@@ -92,8 +91,7 @@ def untie(model: nn.Module, name: str) -> None:
         return
     held = tensors[name]
     _check_unmanaged(model, name, held)
-    with torch.no_grad():
-        made = held.detach().clone()
+    made = held.detach().clone()
     if isinstance(held, nn.Parameter):
         made = nn.Parameter(made, requires_grad=held.requires_grad)
     else:

@@ -30,9 +30,8 @@ def span_tensor(component: Component) -> Tensor:
         storage = tensor.untyped_storage()
         if offset >= 0 and offset + component.nbytes <= storage.nbytes() and offset % dtype.itemsize == 0:
             count = component.nbytes // dtype.itemsize
-            with torch.no_grad():
-                made = torch.empty(0, dtype=dtype, device=tensor.device)
-                return made.set_(storage, offset // dtype.itemsize, (count,), (1,))
+            made = torch.empty(0, dtype=dtype, device=tensor.device)
+            return made.set_(storage, offset // dtype.itemsize, (count,), (1,))
     raise TieError(
         "no storage holds all of these overlapping tensors", name=", ".join(component.names), fix="Clone one of them."
     )
@@ -47,9 +46,8 @@ def member_view(span: Tensor, member: Member) -> Tensor:
         return span if is_lazy(span) else span.detach()
     if member.as_bytes and span.dtype == torch.uint8 != view.dtype:
         start = span.storage_offset() + view.offset * view.dtype.itemsize
-        with torch.no_grad():
-            made = torch.empty(0, dtype=view.dtype, device=span.device)
-            made.set_(span.untyped_storage(), start // view.dtype.itemsize, view.size, view.stride)
+        made = torch.empty(0, dtype=view.dtype, device=span.device)
+        made.set_(span.untyped_storage(), start // view.dtype.itemsize, view.size, view.stride)
     else:
         made = span.detach().as_strided(view.size, view.stride, span.storage_offset() + view.offset)
     if tensor.is_conj():
