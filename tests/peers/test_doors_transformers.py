@@ -114,3 +114,15 @@ def test_a_folder_of_ours_is_read_with_the_schemes_that_its_files_name(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TetherConfig())
     assert weights_of(again).keys() == weights_of(model).keys()
     assert torch.equal(logits_of(again), logits_of(model))
+
+
+def test_a_model_that_was_quantized_later_is_saved_once_the_quantizer_is_attached(tmp_path):
+    from torchtether.integrations.transformers import attach
+
+    model = tt.quantize(built(CONFIGS["tied"]()), "int8")
+    attach(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert weights_of(again).keys() == weights_of(model).keys()
+    assert torch.equal(logits_of(again), logits_of(model))
+    assert logits_of(model.bfloat16()).dtype == torch.bfloat16

@@ -221,14 +221,14 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def attach(model: Any) -> None:
-    """Make ``model.save_pretrained`` and ``model.config.save_pretrained`` know that ``model`` holds Weights.
+    """Let ``model.save_pretrained`` and ``model.config.save_pretrained`` know that ``model`` holds Weights.
 
-    ``model`` is a ``PreTrainedModel``; one that has a quantizer keeps it.
+    ``model`` is a ``PreTrainedModel`` that ``tt.quantize`` or ``tt.load`` has quantized; one that has a quantizer keeps
+    it. It is not marked as quantized, so that ``.half()`` and the like stay allowed.
     """
     if getattr(model, "hf_quantizer", None) is None:
         config = TetherConfig()
         model.hf_quantizer = TetherQuantizer(config, pre_quantized=False)
-        model.quantization_method, model.is_quantized = METHOD, True
         model.config.quantization_config = config
 
 
