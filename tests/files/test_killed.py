@@ -33,7 +33,7 @@ def source(tmp_path_factory):
 # Imports once and forks for every command: what is killed is a process of its own, without the seconds of importing.
 _FORKS = """
 import json, os, signal, sys, time
-import torchtether.transform, torchtether.verify
+import torchtether.cli.transform, torchtether.cli.verify
 from torchtether.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 for line in sys.stdin:
