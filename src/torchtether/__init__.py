@@ -10,6 +10,7 @@ from .conversion.activations import quantize_activations
 from .conversion.converting import convert
 from .conversion.materializing import materialize, on_meta
 from .conversion.quantizing import dequantize, quantize
+from .conversion.quantizing import LISTENERS as _LISTENERS
 from .conversion.quantizing import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
 from .errors import (
     ArgumentError,
@@ -27,6 +28,7 @@ from .errors import (
 from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
 from .geometry.views import View
+from .integrations import tell_transformers as _tell_transformers
 from .loading.plan import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap, storage_map
@@ -62,6 +64,7 @@ from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
 __version__ = "0.1.0"
 _warn_if_untested()
+_LISTENERS.append(_tell_transformers)
 
 __all__ = [
     # checkpoints

@@ -1,5 +1,7 @@
 """transformers' own code with Weights inside: fused experts, ``from_pretrained``, ``save_pretrained``."""
 
+import json
+
 import pytest
 import torch
 
@@ -105,24 +107,181 @@ def test_from_pretrained_quantizes_and_reads_back_what_is_saved(tmp_path, name):
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == is_tied
 
 
-def test_a_folder_of_ours_is_read_with_the_schemes_that_its_files_name(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
+def test_parts_keep_their_dtypes_and_a_weight_computes_in_the_dtype_asked_for(tmp_path, scheme, dtype):
     from torchtether.integrations.transformers import TetherConfig
 
-    model = tt.quantize(built(CONFIGS["tied"]()), "int8")
-    tt.save(model, tmp_path, max_shard_size="40KB")
-    model.config.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TetherConfig())
-    assert weights_of(again).keys() == weights_of(model).keys()
+    auto, config = transformers.AutoModelForCausalLM, CONFIGS["tied"]()
+    built(config).save_pretrained(tmp_path / "plain")
+    options = {"scheme": scheme if scheme != "int4" else tt.int4(group_size=32), "rules": {"*q_proj*": "fp8"}}
+    model = auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig(**options), dtype=dtype)
+    model.save_pretrained(tmp_path / "saved")
+    again = auto.from_pretrained(tmp_path / "saved", device_map="cpu", dtype=dtype)
+    for name, weight in weights_of(model).items():
+        read = again.get_parameter(name)
+        assert read.spec.replace(tie=None) == weight.spec.replace(tie=None)
+        assert all(torch.equal(one, read.parts[part]) for part, one in weight.parts.items())
+    assert logits_of(again).dtype == dtype
     assert torch.equal(logits_of(again), logits_of(model))
+    half = auto.from_pretrained(tmp_path / "saved", dtype=torch.float16)
+    for name, weight in weights_of(model).items():
+        read = half.get_parameter(name)
+        assert read.dtype == torch.float16
+        assert torch.equal(read.dequantize(), weight.to(torch.float16).dequantize())
 
 
-def test_a_model_that_was_quantized_later_is_saved_once_the_quantizer_is_attached(tmp_path):
-    from torchtether.integrations.transformers import attach
+def test_a_base_model_reads_what_its_head_wrote_and_the_reverse(tmp_path):
+    tt.quantize(built(CONFIGS["untied"]()), {"*_proj.weight": "int8"}).save_pretrained(tmp_path / "whole")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    whole.model.save_pretrained(tmp_path / "base")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "whole")
+    around = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        wanted = whole.model(IDS).last_hidden_state
+        assert torch.equal(base(IDS).last_hidden_state, wanted)
+        assert torch.equal(around.model(IDS).last_hidden_state, wanted)
+    assert len(weights_of(base)) == len(weights_of(around)) == len(weights_of(whole))
 
-    model = tt.quantize(built(CONFIGS["tied"]()), "int8")
-    attach(model)
-    model.save_pretrained(tmp_path)
+
+def _cut(tensors, key):
+    tensors[key] = tensors[key][:5].clone()
+
+
+def _retype(tensors, key):
+    tensors[key] = tensors[key].to(torch.int32)
+
+
+@pytest.mark.parametrize("spoil", [dict.pop, _cut, _retype])
+def test_a_part_that_is_absent_or_wrong_is_an_error(tmp_path, spoil):
+    from safetensors.torch import load_file, save_file
+
+    tt.quantize(built(CONFIGS["tied"]()), "int8").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    spoil(tensors, "model.layers.0.self_attn.q_proj.weight.scale")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for read in (transformers.AutoModelForCausalLM.from_pretrained, tt.open):
+        with pytest.raises(tt.CheckpointError, match=r"layers.0.self_attn.q_proj.weight: its part 'scale' is"):
+            read(tmp_path)
+
+
+def test_a_model_dequantized_since_is_saved_as_if_it_had_never_been_quantized(tmp_path):
+    from safetensors import safe_open
+
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto = transformers.AutoModelForImageClassification
+    config = transformers.ViTConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    auto.from_config(config).save_pretrained(tmp_path / "plain")
+    model = auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8"))
+    model.save_pretrained(tmp_path / "quantized")
+    tt.dequantize(model)
+    model.save_pretrained(tmp_path / "again")
+    keys = []
+    for folder in ("plain", "again"):
+        with safe_open(tmp_path / folder / "model.safetensors", "pt") as file:
+            keys.append(set(file.keys()))
+    assert keys[0] == keys[1]
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("is_config_first", [True, False])
+def test_a_folder_of_ours_is_read_with_the_schemes_that_its_files_name(tmp_path, is_config_first):
+    model = built(CONFIGS["tied"]())
+    if is_config_first:
+        model.config.save_pretrained(tmp_path)
+    tt.save(tt.quantize(model, "int8"), tmp_path, max_shard_size="40KB")
+    if not is_config_first:
+        model.config.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert weights_of(again).keys() == weights_of(model).keys()
     assert torch.equal(logits_of(again), logits_of(model))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("how", ["quantize", "load"])
+def test_what_we_quantized_is_saved_by_save_pretrained_and_read_by_either(tmp_path, name, how):
+    model = built(CONFIGS[name]())
+    rules = ASKED[name][1]
+    if how == "quantize":
+        tt.quantize(model, rules)
+    else:
+        tt.save(model, tmp_path / "plain")
+        tt.load(model, tmp_path / "plain", quantize=rules)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    with tt.on_meta():
+        other = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    tt.load(other, tmp_path / "saved")
+    for one in (again, other):
+        assert weights_of(one).keys() == weights_of(model).keys()
+        assert torch.equal(logits_of(one), logits_of(model))
     assert logits_of(model.bfloat16()).dtype == torch.bfloat16
+
+
+def test_quantize_that_fails_leaves_no_quantizer(monkeypatch):
+    from torchtether.exchange.exchange import Exchange
+
+    model = built(CONFIGS["tied"]())
+
+    def interrupted(self):
+        if weights_of(model):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Exchange, "safe_point", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tt.quantize(model, "int8", atomic="full")
+    assert not weights_of(model)
+    assert getattr(model, "hf_quantizer", None) is None
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, "gpt2"])
+def test_a_bare_scheme_chooses_experts_and_conv1d_and_the_report_says_what_stays_float(tmp_path, name):
+    config = transformers.GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4) if name == "gpt2" else (
+        EXPERTS[name]()
+    )  # fmt: skip
+    tt.save(built(config), tmp_path)
+    with tt.on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    plan = tt.plan_load(model, tmp_path, quantize="int8")
+    report = plan.apply()
+    experts = [n for n, p in model.named_parameters() if p.dim() == 3 or ".c_" in n and p.dim() == 2]
+    assert experts
+    assert set(experts) <= weights_of(model).keys()
+    floats = {n: p.numel() * 4 for n, p in model.named_parameters() if p.dim() > 1 and not isinstance(p, tt.Weight)}
+    assert report.floats == floats
+    assert list(report.floats.values()) == sorted(report.floats.values(), reverse=True)
+    for text in (str(plan), str(report)):
+        assert f"of matrices stay float: {next(iter(report.floats))}" in text
+    assert torch.equal(logits_of(model), logits_of(tt.quantize(built(config), "int8")))
+
+
+def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path):
+    from torchtether.integrations.transformers import TetherConfig
+
+    built(CONFIGS["tied"]()).save_pretrained(tmp_path / "plain")
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (8, 6))]
+
+    def trained(steps, resume=None):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "plain", quantization_config=TetherConfig("int8")
+        )
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "runs"), max_steps=steps, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[],
+            per_device_train_batch_size=2, logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        return model
+
+    first = trained(4)
+    again = trained(4, str(tmp_path / "runs" / "checkpoint-2"))
+    assert weights_of(again).keys() == weights_of(first).keys()
+    assert torch.equal(logits_of(again), logits_of(first))
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "checkpoint-4")
+    assert torch.equal(logits_of(read), logits_of(first))
+    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert not torch.equal(first.model.norm.weight, start.model.norm.weight)

@@ -212,7 +212,7 @@ def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_fol
     aliases = [name for group in groups for tie in group.ties for name in tie.aliases if tie.owner not in specs]
     said = format.announce(specs, [*(key for group in groups for key in group.layout if key not in taken), *aliases])
     if not is_folder:
-        if said:
+        if said and format is not native:
             raise CheckpointError(
                 f"{format.name} needs {' and '.join(sorted(said))} beside the tensors",
                 name=str(folder),
@@ -220,6 +220,8 @@ def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_fol
             )
         return {}
     there = read_beside(folder)
+    if format is native:  # its files say all, and tools that need a config.json have one there
+        said = {name: what for name, what in said.items() if name in there}
     made = {}
     for name in sorted({*said, *(["config.json"] if "config.json" in there else [])}):
         before = there.get(name, {})

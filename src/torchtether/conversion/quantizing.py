@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,9 @@ def quantize(
 ) -> nn.Module:
     """Make the parameters that ``rules`` choose Weights; each stays the same Parameter object.
 
-    ``rules``: ``None``; a scheme or its name, for the weight of every ``nn.Linear``; or globs over parameter names,
-    each with a scheme or ``None``, the first match wins.  A tied group is quantized once and stays tied.  A Weight of
+    ``rules``: ``None``; a scheme or its name, for the weight of every ``nn.Linear``, of transformers' ``Conv1D``, and
+    of experts stored as one tensor of 3 dimensions; or globs over parameter names, each with a scheme or ``None``, the
+    first match wins.  A tied group is quantized once and stays tied.  A Weight of
     the wanted scheme is left alone, one of another scheme is encoded again, a tensor on ``meta`` becomes a Weight on
     ``meta``.  Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without
     ``assign=True``.  State of ``optimizer`` (one or several) follows its parameters; ``atomic`` as in ``tt.convert``.
@@ -75,7 +76,7 @@ def quantize(
         for component, tie, scheme in plan:
             exchange.safe_point()
             _put(exchange, component.members, _encoded(component, tie, scheme))
-            keep_loading(model, exchange, component.names)
+            know_weights(model, exchange, component.names)
     return model
 
 
@@ -193,6 +194,23 @@ def keep_loading(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> 
         handle = add_load_hook(model.get_submodule(path))
         if handle is not None:
             exchange.on_rollback(handle.remove)
+
+
+LISTENERS: list[Callable[[nn.Module, str], Callable[[], object] | None]] = []
+"""Called with a model and the path of a module in it that has got a Weight; what each returns takes it back."""
+
+
+def know_weights(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> None:
+    """Give the modules that hold the new Weights ``names`` the load hook, and call ``LISTENERS`` for each module.
+
+    ``exchange`` takes back what they did.
+    """
+    keep_loading(model, exchange, names)
+    for path in {name.rpartition(".")[0] for name in names}:
+        for listener in LISTENERS:
+            undo = listener(model, path)
+            if undo is not None:
+                exchange.on_rollback(undo)
 
 
 def add_load_hook(module: nn.Module) -> RemovableHandle | None:

@@ -19,7 +19,7 @@ from ..weights.weight import Weight
 _EXCLUDE = "Exclude it with a rule of None."
 
 Rules = Scheme | str | Mapping[str, Scheme | str | None] | None
-"""``None``; a scheme or its name, for every ``nn.Linear``; or globs over parameter names, the first match wins."""
+"""``None``; a scheme or its name, for every ``nn.Linear`` and experts; or globs over names, the first match wins."""
 
 
 def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str, Scheme]:
@@ -37,7 +37,7 @@ def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str
     """
     if rules is None:
         return {}
-    asked = _of_mapping(model, rules) if isinstance(rules, Mapping) else _of_linears(model, resolve(rules))
+    asked = _of_mapping(model, rules) if isinstance(rules, Mapping) else _of_products(model, resolve(rules))
     tie_of = {name: tie for tie in ties for name in tie.names}
     tensors = named_tensors(model)
     chosen: dict[str, Scheme] = {}
@@ -60,17 +60,31 @@ def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str
     return chosen
 
 
-def _of_linears(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
+def _of_products(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
     asked: dict[str, Scheme | None] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and parameters_of(module).get("weight") is not None:
-            asked[f"{path}.weight" if path else "weight"] = scheme
+        for name in _weights_of(module):
+            asked[f"{path}.{name}" if path else name] = scheme
     if not asked:
         raise RuleError(
-            "the model has no nn.Linear with a weight, to which a bare scheme applies",
+            "the model has no nn.Linear with a weight and no experts, to which a bare scheme applies",
             fix="Give a mapping of parameter names: {'*.weight': 'int8'}.",
         )
     return asked
+
+
+def _weights_of(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of ``module`` that multiply its inputs.
+
+    Those are the weight of ``nn.Linear``, that of transformers' ``Conv1D``, which is a linear layer stored transposed,
+    and of experts stored as one tensor those of 3 dimensions, the first of which counts the experts.
+    """
+    parameters = {name: parameter for name, parameter in parameters_of(module).items() if parameter is not None}
+    is_conv1d = (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+    if isinstance(module, nn.Linear) or is_conv1d:
+        return [name for name in parameters if name == "weight"]
+    count = getattr(module, "num_experts", None)
+    return [name for name, p in parameters.items() if not is_lazy(p) and p.dim() == 3 and p.shape[0] == count]
 
 
 def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> dict[str, Scheme | None]:

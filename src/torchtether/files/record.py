@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError, TetherError
 from ..geometry.views import Shape, View, contiguous_stride, extent
@@ -97,7 +98,7 @@ class Record:
         if self.ties:
             record["ties"] = [tie.to_json() for tie in sorted(self.ties, key=lambda tie: tie.owner)]
         if self.weights:
-            record["weights"] = {name: _weight_to_json(spec) for name, spec in self.weights.items()}
+            record["weights"] = {name: weight_to_json(spec) for name, spec in self.weights.items()}
         if self.strides:
             record["strides"] = {name: list(stride) for name, stride in self.strides.items()}
         if self.copies:
@@ -137,7 +138,7 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
     for key, kind in (("ties", list), ("weights", dict), ("strides", dict), ("copies", list), ("crc32", dict)):
         if not isinstance(found.setdefault(key, kind()), kind):
             raise CheckpointError(f"{key} in the record is not a {kind.__name__}", name=name)
-    weights = {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in found["weights"].items()}
+    weights = parse_weights(found["weights"], stored, name=name)
     parts = {part_key(key, part) for key, spec in weights.items() for part in spec.scheme.layout(spec.base)}
     strides = {key: _strides(entry, stored.get(key), where=f"{name}: {key}") for key, entry in found["strides"].items()}
     if not all(isinstance(key, str) for key in found["copies"]):
@@ -151,8 +152,29 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def _weight_to_json(spec: WeightSpec) -> dict[str, Any]:
+def weight_to_json(spec: WeightSpec) -> dict[str, Any]:
+    """Return the record of a Weight of ``spec``, which ``parse_weights`` reads."""
     return {**spec.replace(tie=None).to_json(), "parts": list(spec.scheme.layout(spec.base))}
+
+
+def parse_weights(entries: Mapping[str, Any], stored: Mapping[str, Stored], *, name: str) -> dict[str, WeightSpec]:
+    """Return the specs in the records ``entries`` by the names of their Weights, whose parts ``stored`` has.
+
+    Raises CheckpointError, naming the file ``name`` and the Weight, for a record that cannot be, or a part that is
+    absent or of another dtype or shape.
+    """
+    return {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in entries.items()}
+
+
+def check_parts(spec: WeightSpec, found: Mapping[str, Stored | Tensor], *, name: str) -> None:
+    """Raise CheckpointError, naming the Weight ``name``, unless ``found`` has each part of ``spec`` as it must be."""
+    for part, (dtype, shape) in layout_of(spec).items():
+        one = found.get(part)
+        if one is None:
+            raise CheckpointError(f"its part {part!r} is absent", name=name, fix="Is a shard missing?")
+        if (one.dtype, tuple(one.shape)) != (dtype, shape):
+            what = f"its part {part!r} is {one.dtype} {tuple(one.shape)}, {spec.scheme} needs {dtype} {shape}"
+            raise CheckpointError(what, name=name)
 
 
 def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -> WeightSpec:
@@ -175,14 +197,8 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
         raise CheckpointError(
             f"the weight record names parts {short_repr(entry['parts'])}, {spec.scheme} has {list(layout)}", name=where
         )
-    for part, (dtype, shape) in layout.items():
-        found = stored.get(part_key(key, part))
-        if found is None:
-            raise CheckpointError(f"its part {part_key(key, part)!r} is absent", name=where, fix="Is a shard missing?")
-        if (found.dtype, found.shape) != (dtype, shape):
-            raise CheckpointError(
-                f"its part {part!r} is {found.dtype} {found.shape}, {spec.scheme} needs {dtype} {shape}", name=where
-            )
+    keys = {part: part_key(key, part) for part in layout}
+    check_parts(spec, {part: stored[k] for part, k in keys.items() if k in stored}, name=where)
     return spec
 
 

@@ -1,4 +1,7 @@
-"""Our own format: part ``p`` of the Weight ``n`` is the plain tensor ``n.p``; the record says scheme and shape."""
+"""Our own format: part ``p`` of the Weight ``n`` is the plain tensor ``n.p``; the record says scheme and shape.
+
+Where transformers' ``save_pretrained`` wrote the files, ``quantization_config`` in ``config.json`` has the records.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..files import part_key
+from ..files.record import parse_weights
 from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
@@ -16,12 +20,18 @@ from .entry import Contents, Entry, Found
 from .evidence import Evidence
 
 name = "native"
-evidence = Evidence(record=True)
+METHOD = "torchtether"
+"""The ``quant_method`` in ``config.json``."""
+
+evidence = Evidence(methods=(METHOD,), record=True)
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return the Weights in the record, by name; ``None`` if there are none."""
-    weights = contents.record.weights
+    """Return the Weights in the record, by name; ``None`` if there are none.
+
+    Raises CheckpointError for a record in ``config.json`` that cannot be.
+    """
+    weights = contents.record.weights or _in_config(contents)
     if not weights:
         return None
     return Found(
@@ -30,6 +40,18 @@ def recognise(contents: Contents) -> Found | None:
             for name, spec in weights.items()
         }
     )
+
+
+def _in_config(contents: Contents) -> Mapping[str, WeightSpec]:
+    """Return the Weights that ``config.json`` describes, but for those that are stored as plain tensors.
+
+    Tools leave the description in the config of a model whose weights they have turned into floats again.
+    """
+    entries = contents.quantization.get("weights") if contents.method == METHOD else None
+    if not isinstance(entries, Mapping):
+        return {}
+    in_parts = {name: entry for name, entry in entries.items() if name not in contents.tensors}
+    return parse_weights(in_parts, contents.tensors, name="config.json")
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,5 +77,5 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return nothing: the record in the file itself says it."""
-    return {}
+    """Return what tells transformers whose Weights these are; what they are, the record in the files says."""
+    return {"config.json": {"quantization_config": {"quant_method": METHOD}}} if specs else {}

@@ -32,6 +32,7 @@ METHODS = {
     "qqq": "QQQ (int4 in the order of its kernel)",
     "quip": "QuIP# (rotated weights on a lattice)",
     "spqr": "SpQR (codes beside sparse outliers)",
+    "torchtether": "ours, without the record of what its Weights are",
     "torchao": "torchao pickled in .bin files, or a tensor class that safetensors cannot describe",
     "vptq": "VPTQ (indices into codebooks of vectors)",
 }

@@ -1,1 +1,31 @@
-"""Other libraries, one file each: imported on demand, none when torchtether is imported."""
+"""What other libraries must be told of Weights: a module for each library, which its users import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def tell_transformers(model: nn.Module, path: str) -> Callable[[], object] | None:
+    """Attach each ``PreTrainedModel`` on the way from ``model`` to its module at ``path``.
+
+    Returns what takes it back; ``None`` where nothing was done.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return None
+    modules: list[Any] = [model]
+    for name in path.split(".") if path else ():
+        modules.append(getattr(modules[-1], name))
+    found = [module for module in modules if isinstance(module, modeling.PreTrainedModel)]
+    if not found:
+        return None
+    try:
+        from .transformers import attach
+    except ImportError:  # a transformers that has no quantizers of others yet
+        return None
+    undone = [undo for undo in map(attach, found) if undo is not None]
+    return lambda: [undo() for undo in undone]

@@ -9,7 +9,7 @@ records belong to which file. Folders by ``tt.save`` have the same keys, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -24,12 +25,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checkpoint.reader import Checkpoint
 from ..conversion.selection import Rules, schemes_for
 from ..errors import CheckpointError
+from ..files.record import check_parts, part_key, weight_to_json
+from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 
-METHOD = "torchtether"
+METHOD = native.METHOD
+_NONE: Any = object()
 
 
 @register_quantization_config(METHOD)
@@ -71,6 +75,11 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
         by_scheme = schemes_for(model, _read(self.scheme), ties)
         return {**{n: s for n, s in by_scheme.items() if not self._is_ruled(n, ties)}, **chosen}
 
+    def specs(self) -> dict[str, WeightSpec]:
+        """Return what the Weights of a saved model are, by name. Raises SchemeError for what cannot be."""
+        entries = {name: dict(entry) for name, entry in self.weights.items()}
+        return {name: WeightSpec.from_json(entry) for name, entry in entries.items()}
+
     def _is_ruled(self, name: str, ties: tuple[Tie, ...]) -> bool:
         names = next((tie.names for tie in ties if name in tie.names), (name,))
         return any(fnmatchcase(one, glob) for one in names for glob in self.rules)
@@ -91,7 +100,7 @@ class _Encode(ConversionOps):  # type: ignore[misc]
     """Turn a parameter that has just been read into a Weight."""
 
     def __init__(self, quantizer: TetherQuantizer) -> None:
-        self.quantizer = quantizer
+        self.hf_quantizer = quantizer
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, missing_keys: Any = None, **others: Any
@@ -100,7 +109,7 @@ class _Encode(ConversionOps):  # type: ignore[misc]
         made = {}
         for name, value in input_dict.items():
             values = value[0] if isinstance(value, list) else value
-            scheme = self.quantizer.chosen.get(name)
+            scheme = self.hf_quantizer.chosen.get(name)
             made[name] = values if scheme is None else _frozen(Weight.encode(values, scheme))
             if missing_keys is not None:
                 missing_keys.discard(name)
@@ -108,28 +117,29 @@ class _Encode(ConversionOps):  # type: ignore[misc]
 
 
 class _Rebuild(ConversionOps):  # type: ignore[misc]
-    """Put the parts of a stored Weight together."""
+    """Put the parts of a stored Weight together; they keep their dtypes, as transformers asks of ``hf_quantizer``."""
 
     def __init__(self, quantizer: TetherQuantizer) -> None:
-        self.quantizer = quantizer
+        self.hf_quantizer = quantizer
 
     def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], *, full_layer_name: str, **others: Any
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any = None, **others: Any
     ) -> dict[str, Tensor]:
-        """Return the Weight by the name of its parameter. Raises CheckpointError where a part is absent."""
-        spec = self.quantizer.specs.get(full_layer_name)
+        """Return the Weight by the name of its parameter, of the dtype that the model computes in.
+
+        Raises CheckpointError where a part is absent or of another dtype or shape than it must be.
+        """
+        spec = self.hf_quantizer.specs.get(full_layer_name)
         if spec is None:
             raise CheckpointError("config.json and the files say nothing of this weight", name=full_layer_name)
-        parts = {}
-        for part in spec.scheme.layout(spec.base):
-            found = next((given for key, given in input_dict.items() if key.endswith(f".{part}")), None)
-            if not found:
-                raise CheckpointError(f"its part {part!r} is absent", name=full_layer_name, fix="Is a shard missing?")
-            parts[part] = found[0] if isinstance(found, list) else found
-        return {full_layer_name: _frozen(Weight(parts, spec))}
+        found = {key.rpartition(".")[2]: one[0] if isinstance(one, list) else one for key, one in input_dict.items()}
+        check_parts(spec, found, name=full_layer_name)
+        dtype = spec.dtype if model is None else model.get_parameter(full_layer_name).dtype
+        parts = {part: found[part] for part in spec.scheme.layout(spec.base)}
+        return {full_layer_name: _frozen(Weight(parts, spec).to(dtype))}
 
 
-def _frozen(weight: Weight) -> nn.Parameter:
+def _frozen(weight: Tensor) -> nn.Parameter:
     """Return ``weight`` as a parameter that no optimizer changes: steps below the rounding step would be lost."""
     return nn.Parameter(weight, requires_grad=False)
 
@@ -145,16 +155,22 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
+        self._conversions: Any = _NONE
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
-        self.specs = {name: WeightSpec.from_json(one) for name, one in self.quantization_config.weights.items()}
-        if not self.specs and checkpoint_files:
-            self.specs = _specs_of(checkpoint_files)
+        specs = _specs_of(checkpoint_files) if checkpoint_files else self.quantization_config.specs()
+        self.specs = _under_names_of(model, specs)
         self.pre_quantized = bool(self.specs)
         if not self.specs:
             self.chosen = self.quantization_config.schemes(model, _ties_of(model))
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for module in model.modules():
+            if module is not model and isinstance(module, PreTrainedModel):
+                attach(module)
         return model
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -189,6 +205,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     @property
+    def is_qat_trainable(self) -> bool:
+        """Return that ``Trainer`` takes the model without adapters: what is not a Weight is trained."""
+        return True
+
+    @property
     def is_compileable(self) -> bool:
         """Return that ``torch.compile`` takes the model."""
         return True
@@ -205,14 +226,26 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
             if not isinstance(tensor, Weight):
                 state[name] = tensor
             elif name not in aliases:
-                specs[name] = tensor.spec.replace(tie=None).to_json()
-                state |= {f"{name}.{part}": one.detach() for part, one in tensor.parts.items()}
-        if not specs:
-            return None, {}
+                specs[name] = weight_to_json(tensor.spec)
+                state |= {part_key(name, part): one.detach() for part, one in tensor.parts.items()}
         self.quantization_config.weights = specs
+        if not specs:  # it was dequantized since
+            self._set_conversions(model, self._conversions)
+            model.config.__dict__.pop("quantization_config", None)
+            return None, {}
         model.config.quantization_config = self.quantization_config
-        model._weight_conversions = []  # they rename and split whole tensors, and parts have other shapes
+        self._set_conversions(model, [])  # they rename and split whole tensors, and parts have other shapes
         return state, {}
+
+    def _set_conversions(self, model: Any, conversions: Any) -> None:
+        """Have ``save_pretrained`` undo ``conversions``, and remember those from before for a model without Weights."""
+        found = model.__dict__.get("_weight_conversions", _NONE)
+        if found != []:
+            self._conversions = found
+        if conversions is not _NONE:
+            model._weight_conversions = conversions
+        else:
+            model.__dict__.pop("_weight_conversions", None)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         from ..conversion.quantizing import dequantize
@@ -220,27 +253,46 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         return dequantize(model)
 
 
-def attach(model: Any) -> None:
+def attach(model: PreTrainedModel) -> Callable[[], None] | None:
     """Let ``model.save_pretrained`` and ``model.config.save_pretrained`` know that ``model`` holds Weights.
 
-    ``model`` is a ``PreTrainedModel`` that ``tt.quantize`` or ``tt.load`` has quantized; one that has a quantizer keeps
-    it. It is not marked as quantized, so that ``.half()`` and the like stay allowed.
+    ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps it. It is not marked as quantized, so
+    that ``.half()`` and the like stay allowed. Returns what takes it back; ``None`` where nothing was done.
     """
-    if getattr(model, "hf_quantizer", None) is None:
-        config = TetherConfig()
-        model.hf_quantizer = TetherQuantizer(config, pre_quantized=False)
-        model.config.quantization_config = config
+    if getattr(model, "hf_quantizer", None) is not None:
+        return None
+    config = TetherConfig()
+    model.hf_quantizer = TetherQuantizer(config, pre_quantized=False)
+    model.config.quantization_config = config
+
+    def detach() -> None:
+        del model.hf_quantizer
+        model.config.__dict__.pop("quantization_config", None)
+
+    return detach
 
 
 def _specs_of(files: list[str]) -> dict[str, WeightSpec]:
-    """Return what the record in the checkpoint says of its Weights; none for other people's files."""
+    """Return the Weights in the files of a checkpoint that we wrote, by name; none for other people's files.
+
+    Raises CheckpointError, from headers alone, where a part is absent or not what it must be.
+    """
     path = Path(files[0])
     with Checkpoint(path if len(files) == 1 else path.parent) as checkpoint:
-        return {
-            name: checkpoint.spec(name)
-            for name, entry in checkpoint.entries.items()
-            if not checkpoint.spec(name).scheme.transparent and entry is not None
-        }
+        if checkpoint.format != native.name:
+            return {}
+        return {name: entry.spec for name, entry in checkpoint.entries.items() if entry.spec is not None}
+
+
+def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
+    """Return ``specs`` by the names in ``model``, which may be the base of the model that was saved, or around it."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    prefix = f"{model.base_model_prefix}."
+    found = {}
+    for name, spec in specs.items():
+        spellings = (name, prefix + name, name.removeprefix(prefix))
+        found[next((one for one in spellings if one in names), name)] = spec
+    return found
 
 
 def _ties_of(model: Any) -> tuple[Tie, ...]:

@@ -31,7 +31,7 @@ from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
 from .report import LoadReport
 from .restricting import Box, restrict
-from .steps import Draft, Step, describe_step
+from .steps import Draft, Step, describe_left, describe_step, floats_left
 from .stream import move_buffers, stream
 
 _SHOWN = 12
@@ -94,7 +94,8 @@ class LoadPlan:
         ]
         lines += [f"  fault: {fault}" for fault in self.faults]
         lines += [f"  {describe_step(step, self._draft.given, self._is_mapped(step))}" for step in self.steps]
-        return "\n".join(lines)
+        left = describe_left({} if self._options.quantize is None else floats_left(self.steps))
+        return "\n".join([*lines, *([f"  {left}"] if left else [])])
 
     def check(self) -> None:
         """Raise LoadError, with every fault in its text, if there is one."""
@@ -151,6 +152,7 @@ class LoadPlan:
             self.unexpected_keys,
             tuple(step.tie for step in steps if step.tie is not None),
             {s.name: str(s.held.scheme) for s in steps if isinstance(s.held, Weight) and not s.held.scheme.transparent},
+            {} if self._options.quantize is None else floats_left(steps),
             tuple(name for name, tensor in tensors.items() if tensor.is_meta),  # the objects are those of before
             len(steps),
             nbytes - mapped,

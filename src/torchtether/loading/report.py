@@ -11,6 +11,7 @@ from ..files.replacing import replacing
 from ..pictures.drawing import describe_bytes, draw_timeline
 from ..progress import Sample
 from ..weights.spec import Tie
+from .steps import describe_left
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class LoadReport:
     unexpected_keys: tuple[str, ...] = ()
     tied: tuple[Tie, ...] = ()
     quantized: Mapping[str, str] = field(default_factory=dict)
+    floats: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each matrix that stayed float, largest first, if ``quantize`` was given: what a rule could choose."""
     on_meta: tuple[str, ...] = ()
     """Names of tensors without memory, because the checkpoint did not have it, or ``only`` left it out."""
     tensors: int = 0
@@ -53,6 +56,8 @@ class LoadReport:
             words.append(f"peak {describe_bytes(self.peak)}{mapped}")
         if self.quantized:
             words.append(f"{len(self.quantized)} quantized" + (f" by {self.encoder}" if self.encoder else ""))
+        if self.floats:
+            words.append(describe_left(self.floats))
         if self.tied:
             words.append("tied: " + ", ".join(map(str, self.tied[:4])) + ("" if len(self.tied) < 5 else ", ..."))
         for what, names in (

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..geometry.views import overlaps_itself
+from ..pictures.drawing import describe_bytes
 from ..renaming.pieces import Range
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..schemes import Scheme
@@ -107,6 +108,26 @@ class Draft:
 def names_of_weights(steps: Iterable[Step]) -> list[str]:
     """Return the names under which ``steps`` make Weights."""
     return [name for step in steps if isinstance(step.held, Weight) for name in step.component.names]
+
+
+def floats_left(steps: Iterable[Step]) -> dict[str, int]:
+    """Return the bytes of the matrices that ``steps`` load as floats, which a rule could quantize, largest first."""
+    left = {}
+    for step in steps:
+        is_weight = step.is_given or (step.scheme is not None and not step.scheme.transparent)
+        member = step.component.member(step.name)
+        if not is_weight and isinstance(member.tensor, nn.Parameter) and member.tensor.dim() > 1:
+            left[step.name] = member.tensor.numel() * step.dtype.itemsize
+    return dict(sorted(left.items(), key=lambda item: -item[1]))
+
+
+def describe_left(left: Mapping[str, int]) -> str:
+    """Return what stayed float in words, with the rule for the largest; empty for nothing."""
+    if not left:
+        return ""
+    first, *others = left
+    names = first + (f" and {len(others)} more" if others else "")
+    return f"{describe_bytes(sum(left.values()))} of matrices stay float: {names} (a rule such as {{{first!r}: 'int8'}})"
 
 
 def format_keys(keys: Sequence[str]) -> str:

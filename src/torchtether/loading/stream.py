@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._signals import Deferred
-from ..conversion.quantizing import keep_loading
+from ..conversion.quantizing import know_weights
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange
 from ..files import Batch
@@ -70,13 +70,13 @@ def stream(
                 )
             exchange.during(batch.run, tick)
             exchange.put_each(held, made, is_own=True)
-            keep_loading(model, exchange, names_of_weights(new))
+            know_weights(model, exchange, names_of_weights(new))
             done.update([step.name for step in plain])
             done.update(name for step in new for name in step.component.names)
             for step in renewed:
                 exchange.safe_point()
                 _put(exchange, step, new_contents(step, given, tick))
-                keep_loading(model, exchange, names_of_weights([step]))
+                know_weights(model, exchange, names_of_weights([step]))
                 done.update(step.component.names)
     if filled:
         _fill(given, steps, filled, done, tick)
