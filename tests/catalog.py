@@ -78,6 +78,12 @@ SCHEMES = [
 each_scheme = pytest.mark.parametrize("row", SCHEMES, ids=[row.id for row in SCHEMES])
 each_quantized = pytest.mark.parametrize("row", SCHEMES[1:], ids=[row.id for row in SCHEMES[1:]])
 
+
+def slow_but(rows, keep):
+    """Parameters of which those whose ids are not in ``keep`` are slow: they take the same ways, with other numbers."""
+    return [pytest.param(row, id=row.id, marks=() if row.id in keep else pytest.mark.slow) for row in rows]
+
+
 # One of each family, for products that are too large to run over every row.
 FEW = [
     row

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import statistics
 import subprocess
 import sys
@@ -196,6 +197,27 @@ def test_files_are_short_and_few_lie_on_top():
     assert not long, f"split by subject: {sorted(str(path.relative_to(SOURCE)) for path in long)}"
     assert statistics.median(lengths.values()) <= 140
     assert sum(path.parent == SOURCE for path in lengths) <= 12
+
+
+def _imported_in_text(text):
+    """The modules of the package that ``import`` and ``from`` name anywhere, in strings that are run elsewhere too."""
+    for line in re.findall(r"^[^#\n]*?\b(?:from|import) (torchtether[\w., ]*)", text, re.MULTILINE):
+        for one in line.split(" import ")[0].split(","):
+            yield one.split(" as ")[0].strip().rstrip(".").split(" ")[0]
+
+
+def test_modules_that_texts_import_are_there():
+    root = SOURCE.parents[1]
+    texts = [*root.glob("*.md"), *(p for f in ("src", "tests", "tutorials") for p in (root / f).rglob("*.[pm][yd]"))]
+    named = {one: path for path in texts for one in _imported_in_text(path.read_text()) if one}
+    assert len(named) > 50
+    absent = {f"{path.name}: {one}" for one, path in named.items() if not _is_module(one)}
+    assert not absent
+
+
+def _is_module(name):
+    path = SOURCE.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def test_public_names_are_the_ones_promised():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchtether as tt
-from tests.catalog import SCHEMES, each_quantized, each_scheme
+from tests.catalog import SCHEMES, each_quantized, each_scheme, slow_but
 from tests.strategies import FLOATS, filled, shapes
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.testing import check_scheme, check_tensor_subclass
@@ -177,7 +177,7 @@ def _tokens(batch):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its tree specs
-@pytest.mark.parametrize("row", [row for row in SCHEMES if row.id in COMPILED], ids=lambda row: row.id)
+@pytest.mark.parametrize("row", slow_but([row for row in SCHEMES if row.id in COMPILED], {"plain", "int8", "nf4"}))
 def test_a_tied_module_compiles_and_exports_whole(row):
     module = _Tied(_weight(row))
     torch._dynamo.reset()

@@ -9,8 +9,8 @@ from .checkpoint.saver import save
 from .conversion.activations import quantize_activations
 from .conversion.converting import convert
 from .conversion.materializing import materialize, on_meta
-from .conversion.quantizing import dequantize, quantize
 from .conversion.quantizing import LISTENERS as _LISTENERS
+from .conversion.quantizing import dequantize, quantize
 from .conversion.quantizing import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
 from .errors import (
     ArgumentError,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import torchtether as tt
-from tests.catalog import SCHEMES
+from tests.catalog import FEW, SCHEMES
 from torchtether.cli import verify
 from torchtether.cli.main import main
 from torchtether.cli.verify import verify_checkpoint
@@ -111,6 +111,7 @@ def test_reading_computes_no_checksum(tmp_path):
 
 # -- comparing in pieces ----------------------------------------------------------------------------------------------
 
+FEW_IDS = {row.id for row in FEW}
 QUANTIZED = {row.id: row.scheme for row in SCHEMES if not row.scheme.transparent}
 SHAPES = [(7, 64), (64, 7), (300,), (2, 5, 33), (3, 20, 129), (1, 400), (2, 1, 96)]
 
@@ -151,7 +152,7 @@ def test_pieces_give_what_whole_tensors_give(tmp_path_factory, kind, shape, is_t
     assert found.sqnr == pytest.approx(sqnr)
 
 
-@pytest.mark.parametrize("one", sorted(QUANTIZED))
+@pytest.mark.parametrize("one", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW_IDS)) for n in QUANTIZED])
 def test_quantized_against_quantized_and_plain_against_quantized(tmp_path, one, monkeypatch):
     """Their pieces end at different places; decoded values are what they were decoded from."""
     monkeypatch.setattr(verify, "_PIECE", 100)

@@ -239,7 +239,9 @@ def run_out_of_memory(where):
     sys.modules["torchtether.loading.contents"].allocate = refuse
 
 
-@pytest.mark.parametrize("damage", [break_planning, break_reading, run_out_of_memory])
+@pytest.mark.parametrize(
+    "damage", [break_planning, pytest.param(break_reading, marks=pytest.mark.slow), run_out_of_memory]
+)
 def test_a_rank_that_fails_makes_all_ranks_fail_with_its_message(paths, damage):
     one, two = spawn(fails, 2, paths["float"], damage, 1, "rank one's disk")
     assert "rank one's disk" in two
@@ -342,7 +344,9 @@ def trains(path, rules):
     return [step(model, optimizer) for _ in range(3)]
 
 
-@pytest.mark.parametrize("rules", [None, {"emb.weight": "int8"}], ids=["float", "int8"])
+@pytest.mark.parametrize(
+    "rules", [pytest.param(None, marks=pytest.mark.slow), {"emb.weight": "int8"}], ids=["float", "int8"]
+)
 def test_training_goes_on_as_on_one_process(paths, rules):
     model = loaded(paths["float"], quantize=rules)
     for parameter in model.parameters():

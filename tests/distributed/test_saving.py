@@ -79,7 +79,7 @@ def saves(source, folder, mesh_shape=None):
     ("world", "mesh"),
     [
         (2, None),
-        (3, None),
+        pytest.param(3, None, marks=pytest.mark.slow),
         pytest.param(4, None, marks=pytest.mark.slow),
         pytest.param(4, (2, 2), marks=pytest.mark.slow),
     ],

@@ -204,7 +204,7 @@ def test_convert_between_formats(tmp_path, capsys):
     (one / "config.json").write_text(json.dumps({**_config(one), "model_type": "mine"}))
     (one / "quantize_config.json").write_text("{}")
     assert main(["convert", str(one), str(two)]) == 0
-    assert _config(two) == {"model_type": "mine"}
+    assert _config(two) == {"model_type": "mine", "quantization_config": {"quant_method": "torchtether"}}
     assert not (two / "quantize_config.json").exists()
     with tt.open(two) as checkpoint:
         assert checkpoint.format == "native"

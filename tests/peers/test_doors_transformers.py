@@ -1,5 +1,6 @@
 """transformers' own code with Weights inside: fused experts, ``from_pretrained``, ``save_pretrained``."""
 
+import copy
 import json
 
 import pytest
@@ -161,7 +162,7 @@ def test_a_part_that_is_absent_or_wrong_is_an_error(tmp_path, spoil):
     spoil(tensors, "model.layers.0.self_attn.q_proj.weight.scale")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for read in (transformers.AutoModelForCausalLM.from_pretrained, tt.open):
-        with pytest.raises(tt.CheckpointError, match=r"layers.0.self_attn.q_proj.weight: its part 'scale' is"):
+        with pytest.raises(tt.CheckpointError, match=r"layers.0.self_attn.q_proj.weight: its part '(.*\.)?scale' is"):
             read(tmp_path)
 
 
@@ -177,6 +178,7 @@ def test_a_model_dequantized_since_is_saved_as_if_it_had_never_been_quantized(tm
     auto.from_config(config).save_pretrained(tmp_path / "plain")
     model = auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8"))
     model.save_pretrained(tmp_path / "quantized")
+    model = copy.deepcopy(model)
     tt.dequantize(model)
     model.save_pretrained(tmp_path / "again")
     keys = []
@@ -248,7 +250,7 @@ def test_a_bare_scheme_chooses_experts_and_conv1d_and_the_report_says_what_stays
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     plan = tt.plan_load(model, tmp_path, quantize="int8")
     report = plan.apply()
-    experts = [n for n, p in model.named_parameters() if p.dim() == 3 or ".c_" in n and p.dim() == 2]
+    experts = [n for n, p in model.named_parameters() if p.dim() == 3 or (".c_" in n and p.dim() == 2)]
     assert experts
     assert set(experts) <= weights_of(model).keys()
     floats = {n: p.numel() * 4 for n, p in model.named_parameters() if p.dim() > 1 and not isinstance(p, tt.Weight)}

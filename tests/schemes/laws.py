@@ -33,6 +33,12 @@ PATTERNS = (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def slow_if_searching(schemes: Sequence[Scheme]) -> list[object]:
+    """Return the schemes as parameters; those that look for their scales take long, and are slow."""
+    searching = [getattr(scheme, "fit", "range") != "range" for scheme in schemes]
+    return [pytest.param(one, marks=[pytest.mark.slow] * slow) for one, slow in zip(schemes, searching, strict=True)]
+
+
 def make(shape: Shape, pattern: str, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of a known pattern; finite in ``dtype``."""
     generator = torch.Generator().manual_seed(seed)

@@ -33,7 +33,9 @@ SCHEMES = (
     Affine(bits=4, block=(1, 16), fit="mse"),
     Affine(bits=3, symmetric=False, block=(2, 8), fit="mse"),
 )
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(map(str, s.to_json().values())))
+every_scheme = pytest.mark.parametrize(
+    "scheme", laws.slow_if_searching(SCHEMES), ids=lambda s: "-".join(map(str, s.to_json().values()))
+)
 a_scheme = st.sampled_from(SCHEMES)
 few = settings(max_examples=60)
 

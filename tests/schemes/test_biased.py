@@ -28,7 +28,9 @@ SCHEMES = (
     Biased(4, (1, 16), fit="mse"),
     Biased(3, (1, 16), BF16, BF16, fit="hqq"),
 )
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(map(str, s.to_json().values())))
+every_scheme = pytest.mark.parametrize(
+    "scheme", laws.slow_if_searching(SCHEMES), ids=lambda s: "-".join(map(str, s.to_json().values()))
+)
 
 
 def fits(scheme, w):

@@ -31,7 +31,7 @@ SCHEMES = (
 )
 every_scheme = pytest.mark.parametrize(
     "scheme",
-    SCHEMES,
+    laws.slow_if_searching(SCHEMES),
     ids=lambda s: f"{len(s.table)}-{s.block_size}{'-rows' * (not s.flat)}{'-nested' * s.nested}-{s.fit}",
 )
 

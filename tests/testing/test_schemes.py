@@ -8,19 +8,16 @@ import pytest
 import torch
 
 import torchtether as tt
-from tests.catalog import SCHEMES
+from tests.catalog import SCHEMES, slow_but
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.schemes import Part
 from torchtether.testing import check_scheme
 from torchtether.testing.schemes import LAWS
 
-SEARCHING = {"int4-mse", "biased4-hqq"}
-"""They look for their scales, which takes long, and differ from others in nothing else."""
-
-ROWS = [pytest.param(row, id=row.id, marks=[pytest.mark.slow] * (row.id in SEARCHING)) for row in SCHEMES]
+EACH_KIND = {"plain", "int8", "int4", "uint4-asym", "biased4", "q4_k", "fp8", "fp8-block", "nvfp4", "nf4", "codebook-5"}
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", slow_but(SCHEMES, EACH_KIND))
 def test_ours_keep_every_law(row):
     report = check_scheme(row.scheme).check()
     allowed = {"refuses-alike", "finite", "dtype"} if row.scheme.transparent else {"refuses-alike", "views"}

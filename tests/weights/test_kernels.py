@@ -60,7 +60,9 @@ def _wrong_cases(seed, count, compiler, fast):
 each_compiler = pytest.mark.parametrize(
     "compiler", [pytest.param("1", marks=needs_compiler), "0"], ids=["compiled", "torch-alone"]
 )
-each_machine = pytest.mark.parametrize("fast", [False, True], ids=["slow halves", "fast halves"])
+each_machine = pytest.mark.parametrize(
+    "fast", [pytest.param(False, marks=pytest.mark.slow), True], ids=["slow halves", "fast halves"]
+)
 
 
 @each_compiler

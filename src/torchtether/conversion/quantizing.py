@@ -196,7 +196,7 @@ def keep_loading(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> 
             exchange.on_rollback(handle.remove)
 
 
-LISTENERS: list[Callable[[nn.Module, str], Callable[[], object] | None]] = []
+LISTENERS: list[Callable[[nn.Module, str], Callable[[], None] | None]] = []
 """Called with a model and the path of a module in it that has got a Weight; what each returns takes it back."""
 
 

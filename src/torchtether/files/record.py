@@ -166,12 +166,12 @@ def parse_weights(entries: Mapping[str, Any], stored: Mapping[str, Stored], *, n
     return {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in entries.items()}
 
 
-def check_parts(spec: WeightSpec, found: Mapping[str, Stored | Tensor], *, name: str) -> None:
-    """Raise CheckpointError, naming the Weight ``name``, unless ``found`` has each part of ``spec`` as it must be."""
+def check_parts(key: str, spec: WeightSpec, found: Mapping[str, Stored | Tensor], *, name: str) -> None:
+    """Raise CheckpointError unless ``found`` has each part of the Weight ``key`` under its key, as it must be."""
     for part, (dtype, shape) in layout_of(spec).items():
-        one = found.get(part)
+        one = found.get(part_key(key, part))
         if one is None:
-            raise CheckpointError(f"its part {part!r} is absent", name=name, fix="Is a shard missing?")
+            raise CheckpointError(f"its part {part_key(key, part)!r} is absent", name=name, fix="Is a shard missing?")
         if (one.dtype, tuple(one.shape)) != (dtype, shape):
             what = f"its part {part!r} is {one.dtype} {tuple(one.shape)}, {spec.scheme} needs {dtype} {shape}"
             raise CheckpointError(what, name=name)
@@ -197,8 +197,7 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
         raise CheckpointError(
             f"the weight record names parts {short_repr(entry['parts'])}, {spec.scheme} has {list(layout)}", name=where
         )
-    keys = {part: part_key(key, part) for part in layout}
-    check_parts(spec, {part: stored[k] for part, k in keys.items() if k in stored}, name=where)
+    check_parts(key, spec, stored, name=where)
     return spec
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-def tell_transformers(model: nn.Module, path: str) -> Callable[[], object] | None:
+def tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
     """Attach each ``PreTrainedModel`` on the way from ``model`` to its module at ``path``.
 
     Returns what takes it back; ``None`` where nothing was done.
@@ -28,4 +28,9 @@ def tell_transformers(model: nn.Module, path: str) -> Callable[[], object] | Non
     except ImportError:  # a transformers that has no quantizers of others yet
         return None
     undone = [undo for undo in map(attach, found) if undo is not None]
-    return lambda: [undo() for undo in undone]
+
+    def detach() -> None:
+        for undo in undone:
+            undo()
+
+    return detach

@@ -33,7 +33,6 @@ from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 
 METHOD = native.METHOD
-_NONE: Any = object()
 
 
 @register_quantization_config(METHOD)
@@ -132,10 +131,13 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
         spec = self.hf_quantizer.specs.get(full_layer_name)
         if spec is None:
             raise CheckpointError("config.json and the files say nothing of this weight", name=full_layer_name)
-        found = {key.rpartition(".")[2]: one[0] if isinstance(one, list) else one for key, one in input_dict.items()}
-        check_parts(spec, found, name=full_layer_name)
+        found = {
+            part_key(full_layer_name, key.rpartition(".")[2]): one[0] if isinstance(one, list) else one
+            for key, one in input_dict.items()
+        }
+        check_parts(full_layer_name, spec, found, name=full_layer_name)
         dtype = spec.dtype if model is None else model.get_parameter(full_layer_name).dtype
-        parts = {part: found[part] for part in spec.scheme.layout(spec.base)}
+        parts = {part: found[part_key(full_layer_name, part)] for part in spec.scheme.layout(spec.base)}
         return {full_layer_name: _frozen(Weight(parts, spec).to(dtype))}
 
 
@@ -155,7 +157,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
-        self._conversions: Any = _NONE
+        self._conversions: tuple[Any, ...] = ()
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -229,23 +231,21 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
                 specs[name] = weight_to_json(tensor.spec)
                 state |= {part_key(name, part): one.detach() for part, one in tensor.parts.items()}
         self.quantization_config.weights = specs
+        self._undo_conversions(model, not specs)
         if not specs:  # it was dequantized since
-            self._set_conversions(model, self._conversions)
             model.config.__dict__.pop("quantization_config", None)
             return None, {}
         model.config.quantization_config = self.quantization_config
-        self._set_conversions(model, [])  # they rename and split whole tensors, and parts have other shapes
         return state, {}
 
-    def _set_conversions(self, model: Any, conversions: Any) -> None:
-        """Have ``save_pretrained`` undo ``conversions``, and remember those from before for a model without Weights."""
-        found = model.__dict__.get("_weight_conversions", _NONE)
-        if found != []:
-            self._conversions = found
-        if conversions is not _NONE:
+    def _undo_conversions(self, model: Any, is_wanted: bool) -> None:
+        """Have ``save_pretrained`` undo the conversions of the load, or none: they rename and split whole tensors, and
+        parts have other shapes."""
+        if model.__dict__.get("_weight_conversions") != []:
+            self._conversions = tuple(model.__dict__[key] for key in ("_weight_conversions",) if key in model.__dict__)
+        model.__dict__.pop("_weight_conversions", None)
+        for conversions in self._conversions if is_wanted else ([],):
             model._weight_conversions = conversions
-        else:
-            model.__dict__.pop("_weight_conversions", None)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         from ..conversion.quantizing import dequantize
@@ -253,7 +253,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         return dequantize(model)
 
 
-def attach(model: PreTrainedModel) -> Callable[[], None] | None:
+def attach(model: Any) -> Callable[[], None] | None:
     """Let ``model.save_pretrained`` and ``model.config.save_pretrained`` know that ``model`` holds Weights.
 
     ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps it. It is not marked as quantized, so

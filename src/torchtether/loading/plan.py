@@ -152,7 +152,6 @@ class LoadPlan:
             self.unexpected_keys,
             tuple(step.tie for step in steps if step.tie is not None),
             {s.name: str(s.held.scheme) for s in steps if isinstance(s.held, Weight) and not s.held.scheme.transparent},
-            {} if self._options.quantize is None else floats_left(steps),
             tuple(name for name, tensor in tensors.items() if tensor.is_meta),  # the objects are those of before
             len(steps),
             nbytes - mapped,
@@ -162,6 +161,7 @@ class LoadPlan:
             meter.mapped_peak,
             describe_encoder(encoder),
             meter.timeline,
+            {} if self._options.quantize is None else floats_left(steps),
         )
 
     def _left_of(self, wanted: set[str]) -> list[Step]:

@@ -28,8 +28,6 @@ class LoadReport:
     unexpected_keys: tuple[str, ...] = ()
     tied: tuple[Tie, ...] = ()
     quantized: Mapping[str, str] = field(default_factory=dict)
-    floats: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of each matrix that stayed float, largest first, if ``quantize`` was given: what a rule could choose."""
     on_meta: tuple[str, ...] = ()
     """Names of tensors without memory, because the checkpoint did not have it, or ``only`` left it out."""
     tensors: int = 0
@@ -46,6 +44,8 @@ class LoadReport:
     """Encoder of the weights: ``compiled`` loops, or ``torch ops`` and why; empty if nothing was encoded."""
     timeline: tuple[Sample, ...] = field(default=(), repr=False, compare=False)
     """Memory over time, above what there was before; few hundred moments, whatever the load took."""
+    floats: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each matrix that stayed float, largest first, if ``quantize`` was given: what a rule could choose."""
 
     def __str__(self) -> str:
         words = [f"{self.tensors} tensors, {describe_bytes(self.bytes)} in {self.seconds:.2f} s"]

@@ -127,7 +127,8 @@ def describe_left(left: Mapping[str, int]) -> str:
         return ""
     first, *others = left
     names = first + (f" and {len(others)} more" if others else "")
-    return f"{describe_bytes(sum(left.values()))} of matrices stay float: {names} (a rule such as {{{first!r}: 'int8'}})"
+    nbytes = describe_bytes(sum(left.values()))
+    return f"{nbytes} of matrices stay float: {names} (a rule such as {{{first!r}: 'int8'}})"
 
 
 def format_keys(keys: Sequence[str]) -> str:
