@@ -16,7 +16,11 @@ TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs(path, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-W", "error", str(path)], check=True, cwd=tmp_path, env=environment)
+    command = [sys.executable, "-W", "error", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode and done.stderr.startswith("This tutorial needs"):
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
