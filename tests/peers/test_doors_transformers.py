@@ -125,11 +125,11 @@ def test_parts_keep_their_dtypes_and_a_weight_computes_in_the_dtype_asked_for(tm
         assert all(torch.equal(one, read.parts[part]) for part, one in weight.parts.items())
     assert logits_of(again).dtype == dtype
     assert torch.equal(logits_of(again), logits_of(model))
-    half = auto.from_pretrained(tmp_path / "saved", dtype=torch.float16)
-    for name, weight in weights_of(model).items():
-        read = half.get_parameter(name)
-        assert read.dtype == torch.float16
-        assert torch.equal(read.dequantize(), weight.to(torch.float16).dequantize())
+    for half in (auto.from_pretrained(tmp_path / "saved", dtype=torch.float16), again.half()):
+        for name, weight in weights_of(model).items():
+            read = half.get_parameter(name)
+            assert read.dtype == torch.float16
+            assert torch.equal(read.dequantize(), weight.to(torch.float16).dequantize())
 
 
 def test_a_base_model_reads_what_its_head_wrote_and_the_reverse(tmp_path):

@@ -169,11 +169,12 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
             self.chosen = self.quantization_config.schemes(model, _ties_of(model))
         return model
 
-    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
+        model.is_quantized = False  # transformers forbids such models ``.half()`` and training, which are right here
         for module in model.modules():
             if module is not model and isinstance(module, PreTrainedModel):
                 attach(module)
-        return model
+        return model  # type: ignore[no-any-return]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """Return whether the parameter is to be encoded."""
@@ -204,11 +205,6 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_trainable(self) -> bool:
         """Return that what is not quantized can be trained."""
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Return that ``Trainer`` takes the model without adapters: what is not a Weight is trained."""
         return True
 
     @property
