@@ -287,3 +287,34 @@ def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path):
     assert torch.equal(logits_of(read), logits_of(first))
     start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert not torch.equal(first.model.norm.weight, start.model.norm.weight)
+
+
+def quantized_by_command(folder, config, auto):
+    from torchtether.cli.main import main
+
+    torch.manual_seed(0)
+    auto.from_config(config).save_pretrained(folder / "plain")
+    assert main(["quantize", str(folder / "plain"), str(folder / "made"), "--scheme", "int8"]) == 0
+    return folder / "made"
+
+
+def test_what_the_command_line_quantized_is_read_under_published_names(tmp_path):
+    auto = transformers.AutoModelForImageClassification
+    config = transformers.ViTConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    folder = quantized_by_command(tmp_path, config, auto)
+    model, found = auto.from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    reference = auto.from_pretrained(tmp_path / "plain")
+    names = weights_of(model)
+    assert names
+    tt.quantize(reference, {name: "int8" for name in names})
+    assert all(torch.equal(names[n].dequantize(), w.dequantize()) for n, w in weights_of(reference).items())
+
+
+def test_experts_quantized_one_by_one_are_refused_and_never_random(tmp_path):
+    folder = quantized_by_command(tmp_path, EXPERTS["mixtral"](), transformers.AutoModelForCausalLM)
+    with pytest.raises(tt.CheckpointError, match=r"experts.0.w1.weight: it is quantized alone.* tt.load"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -281,13 +282,23 @@ def _specs_of(files: list[str]) -> dict[str, WeightSpec]:
 
 
 def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-    """Return ``specs`` by the names in ``model``, which may be the base of the model that was saved, or around it."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    prefix = f"{model.base_model_prefix}."
+    """Return ``specs`` by the names in ``model``, as ``from_pretrained`` renames them.
+
+    Raises CheckpointError for a weight that it would join with others, such as one of many experts.
+    """
+    names = model.state_dict()
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
     found = {}
     for name, spec in specs.items():
-        spellings = (name, prefix + name, name.removeprefix(prefix))
-        found[next((one for one in spellings if one in names), name)] = spec
+        target, source = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
+        if name not in names and source is not None:
+            fix = "Load the folder by tt.load, or quantize the plain one by from_pretrained."
+            raise CheckpointError(
+                f"it is quantized alone, and transformers makes {target} of several", name=name, fix=fix
+            )
+        found[name if name in names else target] = spec
     return found
 
 
