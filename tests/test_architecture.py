@@ -27,14 +27,20 @@ LEVELS = [
     {"exchange", "files"},
     {"conversion", "formats"},
     {"checkpoint"},
-    {"integrations", "pictures", "renaming", "testing"},
+    {"pictures", "renaming", "testing"},
+    {"integrations"},
     {"loading"},
     {"cli", "distributed"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
-# Modules that nothing in the package imports: users of those libraries do.
-NEEDED_ELSEWHERE = {"testing/strategies.py": {"hypothesis"}, "integrations/transformers.py": {"transformers"}}
+# Modules that nothing in the package imports before its user has imported those libraries.
+NEEDED_ELSEWHERE = {
+    "testing/strategies.py": {"hypothesis"},
+    "integrations/transformers.py": {"transformers"},
+    "integrations/transformers_names.py": {"transformers"},
+    "integrations/transformers_values.py": {"transformers"},
+}
 
 
 def _modules():

@@ -156,13 +156,14 @@ class _Sharded:
             "Change them before fully_shard, or load with ties='model'."
             for name in (*draft.untie, *(alias for _, alias in draft.tie))
         ]
-        for step in whole.steps:
-            held = self._held[step.name]
+        filled = [(step.name, step.component.names) for step in whole.steps]
+        for first, names in [*filled, *((name, (name,)) for name in draft.computed)]:
+            held = self._held[first]
             if isinstance(held, DTensor):
                 try:
-                    boxes.update(dict.fromkeys(step.component.names, box_of(held)))
+                    boxes.update(dict.fromkeys(names, box_of(held)))
                 except NotImplementedError as error:
-                    faults.append(f"{step.name}: {error}. Redistribute it first.")
+                    faults.append(f"{first}: {error}. Redistribute it first.")
         return boxes, faults
 
     def _place(self, name: str) -> torch.device:
@@ -202,7 +203,8 @@ class _Sharded:
         """Give the model's tensors what has been read, and have FSDP2 gather those."""
         read, changed = named_tensors(self._part), self._changed()
         names = [name for step in changed for member in step.component.members for name in member.names[:1]]
-        names += [name for name in self._plan.draft.recorded if self._held[name].is_meta and not read[name].is_meta]
+        draft = self._plan.draft
+        names += [n for n in (*draft.recorded, *draft.computed) if self._held[n].is_meta and not read[n].is_meta]
         if names:
             with Exchange(self._model, optimizer=self._optimizer, verb="load") as exchange:
                 exchange.check([self._held[name] for name in names])

@@ -86,7 +86,7 @@ def _refuse_missing(draft: Draft) -> None:
     """Add a fault for each name that the checkpoint lacks, unless a fault of the rules explains it."""
     broken = draft.given.broken.keys()
     components = draft.targets.components if broken else ()
-    explained = {n for c in components if not broken.isdisjoint(c.names) for n in c.names}
+    explained = {n for c in components if not broken.isdisjoint(c.names) for n in c.names} | draft.optional
     for i, name in enumerate(name for name in draft.missing if name not in explained):
         near = _near(name, draft.given) if i < _GUESSES else ""
         draft.add_fault(name, f"the checkpoint does not have it{near}")

@@ -18,6 +18,7 @@ from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
 from .leftovers import check_copies, check_file_ties, check_leftovers
+from .libraries import names_of_library, take_initial_values
 from .options import FLOATS, LoadOptions, fault, find_targets
 from .steps import Draft, Source, Step
 
@@ -31,7 +32,8 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
 
     Headers alone are read, and the values of names that must agree.
     """
-    given = RenamedCheckpoint(checkpoint, options.rename)
+    rename = names_of_library(model, checkpoint) if options.rename is None else options.rename
+    given = RenamedCheckpoint(checkpoint, rename)
     faults = given.faults
     faults += [fault(name, what) for name, what in checkpoint.faults.items()]
     if options.ties not in ("match", "file", "model"):
@@ -43,6 +45,7 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
             step = _match(draft, component)
         if step is not None:
             draft.steps.append(step)
+    take_initial_values(draft, model)
     check_file_ties(draft)
     check_copies(draft)
     check_leftovers(draft)

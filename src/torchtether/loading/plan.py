@@ -142,7 +142,8 @@ class LoadPlan:
         encoder = start_encoder(encoded)
         with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
             given, is_mapped = self._draft.given, {id(step) for step in steps if self._is_mapped(step)}
-            stream(self.model, given, steps, is_mapped, self._optimizer, self._done, tick)
+            computed = self._computed(tensors, wanted)
+            stream(self.model, given, steps, is_mapped, self._optimizer, self._done, tick, computed)
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
         mapped = sum(step.nbytes for step in steps if id(step) in is_mapped)
@@ -163,6 +164,12 @@ class LoadPlan:
             meter.timeline,
             {} if self._options.quantize is None else floats_left(steps),
         )
+
+    def _computed(self, tensors: Mapping[str, Tensor], wanted: set[str]) -> list[tuple[Tensor, Tensor]]:
+        """Return those of ``wanted`` that are on ``meta`` and computed, each tensor once, with their values."""
+        devices, made = self._draft.targets.devices, self._draft.computed
+        names = {id(tensors[name]): name for name in made if name in wanted and tensors[name].is_meta}
+        return [(tensors[name], made[name].to(devices.get(name, _CPU), copy=True)) for name in names.values()]
 
     def _left_of(self, wanted: set[str]) -> list[Step]:
         """Return the steps that have not been done and have a name in ``wanted``."""
@@ -314,7 +321,11 @@ def load(
     A real tensor that keeps dtype and device is filled where it is, so whatever shares its memory sees the values.
     Tied names are loaded once; a name that the file leaves out because it is tied to another is satisfied. A weight
     that the file holds quantized becomes a ``Weight``. Non-persistent buffers that are real are left alone; on ``meta``
-    they come back as ``tt.on_meta`` recorded them, or from the file.
+    they come back as ``tt.on_meta`` recorded them, from the file, or as transformers computes them for its models.
+
+    A model of transformers 5 is loaded from the files that ``save_pretrained`` writes, whose names and shapes are not
+    always the model's: without ``rename`` the rules are then those of its conversion mapping, as in
+    ``torchtether.integrations.transformers_names``.
 
     With ``quantize`` (or Weights in the model already) real tensors are read and encoded twice, the first time to find
     values that no scheme can hold before anything changes, without memory for a second model; both are reported and

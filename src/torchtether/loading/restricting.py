@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import TetherError
 from ..renaming.pieces import Range
@@ -37,9 +37,11 @@ def restrict(
     whole = {step.sources[0].name for step in read if _needs_all_rows(step)}
     names = {source.name for step in read for source in step.sources} & boxes.keys() & home.keys()
     given = found.given.cut({name: boxes[name] for name in names - whole})
-    devices = {**{name: place(name) for name in found.recorded if name in home}, **found.targets.devices}
+    made = {name: _cut(value, boxes.get(name)) for name, value in found.computed.items() if name in home}
+    devices = {name: place(name) for name in (*found.recorded, *made) if name in home} | found.targets.devices
     targets = dataclasses.replace(found.targets, components=components, devices=devices)
-    draft = dataclasses.replace(found, given=given, targets=targets, steps=[], faults=[*found.faults, *faults])
+    faults = [*found.faults, *faults]
+    draft = dataclasses.replace(found, given=given, targets=targets, steps=[], faults=faults, computed=made)
     for step in read:
         name, asked = step.sources[0].name, found.targets.devices
         if name not in home:
@@ -61,6 +63,11 @@ def restrict(
         local = local._replace(nbytes=given.nbytes(name), kept=boxes[name][0] if name in whole else None)
         draft.steps.append(local.with_form_of_model())
     return draft
+
+
+def _cut(value: Tensor, box: Box | None) -> Tensor:
+    """Return the part of ``value`` in ``box``; all of it without one."""
+    return value if box is None else value[tuple(slice(*range_) for range_ in box)]
 
 
 def _without_views(step: Step, home: Mapping[str, Component]) -> Step:

@@ -95,6 +95,10 @@ class Draft:
     """Non-persistent buffers on ``meta`` that the checkpoint fills."""
     lost: list[str] = field(default_factory=list)
     """Non-persistent buffers on ``meta`` that have neither a record nor a stored tensor."""
+    computed: dict[str, Tensor] = field(default_factory=dict)
+    """Values of tensors on ``meta`` that the checkpoint lacks, and that the model's library computes."""
+    optional: set[str] = field(default_factory=set)
+    """Real tensors that the checkpoint lacks, as the model itself says that it may."""
     untie: list[str] = field(default_factory=list)
     """Names to untie in the model first, with ``ties="file"``."""
     tie: list[tuple[str, str]] = field(default_factory=list)

@@ -35,8 +35,11 @@ def stream(
     optimizer: Any,
     done: set[str],
     tick: Tick,
+    computed: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Carry out ``steps``, those whose ids are in ``mapped`` by mapping; add their names to ``done``, each when done.
+
+    ``computed`` has tensors on ``meta`` that no step fills, each with its new contents.
 
     Values that a scheme cannot hold are found before anything changes: of real tensors they are encoded once to try.
     """
@@ -57,9 +60,10 @@ def stream(
             encode_whole(step, given, tick)
     if filled or renewed:
         given.checkpoint.store.check_sizes()
-    if plain or new or renewed:
+    if plain or new or renewed or computed:
         with Exchange(model, optimizer=optimizer, verb="load") as exchange:
             held = [step.held for step in plain] + [m.tensor for step in new for m in step.component.members]
+            held += [tensor for tensor, _ in computed]
             exchange.check(held + [member.tensor for step in renewed for member in step.component.members])
             batch = Batch()
             made = given.checkpoint.store.make_later(stored, batch)
@@ -69,6 +73,7 @@ def stream(
                     mapped_contents(step, given, tick) if id(step) in mapped else new_contents(step, given, tick, batch)
                 )
             exchange.during(batch.run, tick)
+            made += [value for _, value in computed]
             exchange.put_each(held, made, is_own=True)
             know_weights(model, exchange, names_of_weights(new))
             done.update([step.name for step in plain])

@@ -9,8 +9,9 @@ from typing import Any
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, RuleError
 from ..files import PAIRS
+from .named_tensors import Rule
 from .reordering import Rotary
-from .steps import Naming, Rule, Substitution
+from .steps import Naming, Substitution
 
 _DECODER: list[Substitution] = [
     (r"^token_embd\.", "model.embed_tokens."),

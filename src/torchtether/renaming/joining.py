@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from ..errors import RuleError
 from ..geometry.views import Shape
-from .named_tensors import NamedTensor, broken, change_found, find_dim, find_duplicate, find_mismatch, join_found
+from .named_tensors import NamedTensor, Rule, broken, change_found, find_dim, find_duplicate, find_mismatch, join_found
 from .patterns import NUMBER, TURN_BY_HAND, check_pattern, invert_pattern, left_out, replaced
 from .pieces import CompositeTensor, concatenated, keys_of, narrowed, selected, stacked
 
 
 @dataclass(frozen=True)
-class Concat:
+class Concat(Rule):
     """Join tensors of the checkpoint to one of the model: ``torch.cat`` of those that ``sources`` find, in order.
 
     ``sources``  regexes, one per piece, each found anywhere in a name; what it found is replaced by ``target``, as
@@ -97,7 +97,7 @@ class Concat:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Rule):
     """Split a tensor of the checkpoint for the model: ``torch.split``, the inverse of ``Concat``; or ``unbind``.
 
     ``source``   a regex, found anywhere in a name
@@ -203,7 +203,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(Rule):
     """Stack numbered tensors of the checkpoint along a new dimension ``dim``: ``torch.stack``.
 
     ``source``   a regex, found anywhere in a name; its one group that ``target`` leaves out is the number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,14 @@ class NamedTensor:
     name: str
     tensor: CompositeTensor
     listed: bool = True
+
+
+class Rule(ABC):
+    """Say what the tensors of a checkpoint become: ``tt.Concat`` and its like, and the rules of a library's models."""
+
+    @abstractmethod
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
+        """Return ``names`` after this rule; ``None`` if it finds none of them."""
 
 
 def change_found(

@@ -25,7 +25,8 @@ class Piece:
     of the composite one, ``None`` where that is a new one of size 1; a stored dimension that is named nowhere has one
     index.  ``at[t]`` is where the box begins.
 
-    With ``heads`` the box is one of the stored tensor after ``in_halves(heads)`` has put its rows in another order.
+    With ``heads`` the box is one of the stored tensor after ``in_halves(heads)`` has put the indices of its dimension
+    ``dim``, its rows, in another order.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Piece:
     dims: tuple[int | None, ...]
     at: Shape
     heads: int = 0
+    dim: int = 0
 
     @property
     def size(self) -> Shape:
@@ -143,9 +145,13 @@ def selected(given: CompositeTensor, dim: int, index: int) -> CompositeTensor:
     return replace(one, shape=_remove(one.shape, dim), pieces=tuple(pieces))
 
 
-def reordered(given: CompositeTensor, heads: int) -> CompositeTensor:
-    """Return ``given``, which is one stored tensor, after ``in_halves(heads)``."""
-    return replace(given, is_stored=False, pieces=tuple(replace(piece, heads=heads) for piece in given.pieces))
+def reordered(given: CompositeTensor, heads: int, dim: int = 0) -> CompositeTensor:
+    """Return ``given``, whose pieces are whole heads of the stored tensors' dimension ``dim``, after ``in_halves``.
+
+    ``heads`` counts those of a stored tensor.
+    """
+    pieces = tuple(replace(piece, heads=heads, dim=dim) for piece in given.pieces)
+    return replace(given, is_stored=False, pieces=pieces)
 
 
 def in_halves(rows: int, heads: int) -> torch.Tensor:

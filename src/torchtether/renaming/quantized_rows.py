@@ -149,7 +149,7 @@ def _runs(made: CompositeTensor, order: tuple[int, ...], tail: Shape, specs: dic
         shape = (math.prod(base) // row, *tail)
         if base[len(base) - len(tail) :] != tail:
             raise UnsupportedOpError(f"{piece.key} of shape {spec.shape} does not keep its last dimension whole")
-        if piece.heads and (shape != base or not _rows_are_apart(made.scheme, shape)):
+        if piece.heads and (piece.dim or shape != base or not _rows_are_apart(made.scheme, shape)):
             raise UnsupportedOpError(f"rows of {piece.key}, {made.scheme} of shape {base}, cannot be reordered")
         if not _can_view(made.scheme, base, shape):
             raise UnsupportedOpError(f"{piece.key}, {made.scheme} of shape {base}, cannot be seen as {shape}")

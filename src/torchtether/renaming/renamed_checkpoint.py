@@ -210,7 +210,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         """
         home: Hashable
         home, view = self.checkpoint.find(piece.key)
-        home = (home, piece.heads) if piece.heads else home
+        home = (home, piece.heads, piece.dim) if piece.heads else home
         spec = self.checkpoint.spec(piece.key)
         offset = view.offset if view else 0
         for (start, _), step in zip(piece.box, spec.stride, strict=True):
@@ -310,9 +310,10 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             return
         if piece.heads:
             whole_one = self.checkpoint.read_briefly(piece.key, tick)
-            (start, stop), *rest = piece.box
-            rows = whole_one.index_select(0, in_halves(whole_one.shape[0], piece.heads)[start:stop])
-            place.copy_(rows[(slice(None), *(slice(*range_) for range_ in rest))])
+            start, stop = piece.box[piece.dim]
+            rest = (slice(*range_) if i != piece.dim else slice(None) for i, range_ in enumerate(piece.box))
+            order = in_halves(whole_one.shape[piece.dim], piece.heads)[start:stop]
+            place.copy_(whole_one[tuple(rest)].index_select(piece.dim, order))
             return
         source, itemsize = self.checkpoint.get_slice(piece.key), self.checkpoint.spec(piece.key).dtype.itemsize
         for box in _bounded(piece.box, _PIECE // itemsize):

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..errors import RuleError
-from .named_tensors import NamedTensor, broken, change_found
+from .named_tensors import NamedTensor, Rule, broken, change_found
 from .patterns import check_pattern, invert_pattern, replaced
 from .pieces import CompositeTensor, reordered, transposed
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(Rule):
     """Exchange two dimensions of a tensor of the checkpoint for the model: ``torch.transpose``.
 
     ``source``   a regex, found anywhere in a name
@@ -65,7 +65,7 @@ class Transpose:
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Rule):
     """Reorder the rows of each head of a query or key between the two orders of rotary embeddings.
 
     ``source``    a regex, found anywhere in a name

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .._checks import describe
 from ..errors import RuleError, TetherError
 from ..ties.names import nearest
-from .joining import Concat, Split, Stack
-from .named_tensors import NamedTensor
-from .reordering import Rotary, Transpose
+from .named_tensors import NamedTensor, Rule
 
-Rule = Concat | Split | Stack | Transpose | Rotary
 Substitution = tuple[str, str]
 Naming = Callable[[str], str | None]
 Rename = Mapping[str, str] | Naming | Rule | Sequence[Substitution | Rule | Mapping[str, str] | Naming] | None
@@ -99,5 +97,5 @@ def _called(function: Naming, name: str) -> str | None:
 _NAMING = "Give a function of a name that gives a name, or None to leave the tensor out."
 
 
-def _sought(rule: Rule) -> str:
-    return rule.sources[0] if isinstance(rule, Concat) else rule.source
+def _sought(rule: Any) -> str:
+    return str(rule.sources[0] if hasattr(rule, "sources") else rule.source)

@@ -1,0 +1,105 @@
+"""What transformers computes where no file stores it: rotary frequencies, position ids, sinusoidal embeddings.
+
+``from_pretrained`` runs ``_init_weights`` for what a checkpoint lacks. Here it runs for stand-ins of modules, in which
+everything is on ``meta`` but the tensors asked for, so it can change nothing of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..ties.names import named_tensors
+from ..torch_private.modules import buffers_of, parameters_of
+
+
+def optional_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those of ``names`` that the model itself says a checkpoint may lack."""
+    if not isinstance(model, PreTrainedModel):
+        return set()
+    patterns = [f"(?:{pattern})" for pattern in model._keys_to_ignore_on_load_missing or ()]
+    unsaved = model._keys_to_ignore_on_save or ()
+    return {name for name in names if name in unsaved or (patterns and re.search("|".join(patterns), name))}
+
+
+def initial_values(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return what ``_init_weights`` of transformers computes for ``names``, which are on ``meta``, on the CPU.
+
+    It does so for the modules that hold them, or else for those around these. A name is left out where no model of
+    transformers is around it, where nothing is written to it, or other values each time. ``model`` does not change, nor
+    does the state of torch's generator on the CPU.
+    """
+    modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
+    found: dict[str, Tensor] = {}
+    left = {name: name.rpartition(".")[0] for name in names}
+    while left:
+        for scope in dict.fromkeys(left.values()):
+            owner, start = _owner(modules, scope), len(scope) + 1 if scope else 0
+            wanted = {name[start:]: tensors[name] for name, place in left.items() if place == scope}
+            if owner is not None:
+                made = _computed(owner, modules[scope], wanted)
+                found |= {f"{scope}.{name}" if scope else name: value for name, value in made.items()}
+        left = {name: scope.rpartition(".")[0] for name, scope in left.items() if name not in found and scope}
+    return found
+
+
+def _owner(modules: dict[str, nn.Module], scope: str) -> PreTrainedModel | None:
+    """Return the innermost model of transformers in which the module ``scope`` is, itself included."""
+    while not isinstance(modules[scope], PreTrainedModel):
+        if not scope:
+            return None
+        scope = scope.rpartition(".")[0]
+    return modules[scope]  # type: ignore[return-value]
+
+
+def _computed(owner: PreTrainedModel, module: nn.Module, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of ``wanted``, by their names in ``module``, that get the same values twice, whatever was there."""
+    first, second = (_run(owner, module, wanted, fill) for fill in (0, 1))
+    return {
+        name: value
+        for name, value in first.items()
+        if name in second and torch.equal(_bytes(value), _bytes(second[name]))
+    }
+
+
+def _run(owner: PreTrainedModel, module: nn.Module, wanted: dict[str, Tensor], fill: int) -> dict[str, Tensor]:
+    """Return what ``wanted`` are after one run that found ``fill`` in all their bytes, and as a seed."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.default_generator.manual_seed(fill)
+        try:
+            twin = _twin(module, {id(tensor) for tensor in wanted.values()}, fill)
+            (twin if module is owner else owner)._init_weights(twin)
+        except Exception:  # code of a model that runs without what it counts on: then it computes nothing
+            return {}
+    made = {name: tensor.detach() for name, tensor in named_tensors(twin).items() if name in wanted}
+    return {name: new for name, new in made.items() if not new.is_meta and _kind(new) == _kind(wanted[name])}
+
+
+def _twin(module: nn.Module, real: set[int], fill: int) -> Any:
+    """Return a copy of ``module`` with all tensors on ``meta`` but those whose ids are in ``real``."""
+    memo: dict[int, Any] = {}
+    for inner in module.modules():
+        config = getattr(inner, "config", None)
+        memo[id(config)] = config
+        for tensor in (*parameters_of(inner).values(), *buffers_of(inner).values()):
+            if tensor is None or id(tensor) in memo:
+                continue
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if id(tensor) in real else "meta")
+            if id(tensor) in real:
+                _bytes(made).fill_(fill)
+            memo[id(tensor)] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(module, memo)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
