@@ -62,6 +62,12 @@ def reset(held: Tensor, new: Tensor) -> bool:
     return True
 
 
+def is_same_kind(one: Tensor, two: Tensor) -> bool:
+    """Return whether ``one.data = two`` is allowed: memory on any devices is one kind, ``meta`` is another."""
+    with as_plain():
+        return bool(torch._has_compatible_shallow_copy_type(one, two))
+
+
 def use_counts(tensors: Iterable[Tensor]) -> list[int]:
     """Return ``use_count`` of each."""
     with as_plain():
