@@ -33,7 +33,11 @@ LEVELS = [
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 # Modules that nothing in the package imports: users of those libraries do.
-NEEDED_ELSEWHERE = {"testing/strategies.py": {"hypothesis"}, "integrations/transformers.py": {"transformers"}}
+NEEDED_ELSEWHERE = {
+    "testing/strategies.py": {"hypothesis"},
+    "integrations/accelerate.py": {"accelerate"},
+    "integrations/transformers.py": {"transformers"},
+}
 
 
 def _modules():

@@ -32,6 +32,13 @@ def is_pinned(op: Any, weight: Weight, device: Any = None) -> bool:
     return all(op(part, device) for part in weight.parts.values())
 
 
+@rule(aten.record_stream.default, kind="lifted")
+def record_stream(op: Any, weight: Weight, stream: Any) -> None:
+    """Tell the allocator that ``stream`` uses the memory of each part."""
+    for part in weight.parts.values():
+        op(part, stream)
+
+
 @rule(aten.clone.default, kind="lifted")
 def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None = None) -> Weight:
     """Copy every part; the strides can only stay, because the parts know one order."""
