@@ -7,7 +7,7 @@ from torch import nn
 import torchtether as tt
 
 accelerate = pytest.importorskip("accelerate")
-from accelerate.utils import set_module_tensor_to_device  # noqa: E402
+from accelerate.utils import set_module_tensor_to_device
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what accelerate warns about
 

@@ -143,3 +143,42 @@ def test_a_subclass_of_others_is_refused():
     with pytest.raises(tt.UnsupportedOpError, match="cannot become a TwoTensor"):
         weight.data = TwoTensor(rand(16, 64), rand(16, 64))
     assert torch.equal(weight.dequantize(), weight_of().dequantize())
+
+
+@each_scheme
+def test_a_stream_is_recorded_for_every_part(row, monkeypatch):
+    """On a processor there is nothing to record, so a stand-in notes what it is asked."""
+    weight, library, found = tt.Weight.encode(rand(16, 64), row.scheme), torch.library.Library("aten", "IMPL"), []
+    try:
+        library.impl("record_stream", lambda tensor, stream: found.append(tensor.data_ptr()), "CPU")
+        assert weight.record_stream(torch.Stream(device="cpu")) is None
+    finally:
+        library._destroy()
+    assert found == [part.data_ptr() for part in weight.parts.values()]
+
+
+@each_scheme
+def test_a_number_tells_the_memory_of_weights_apart(row):
+    one, two = (tt.Weight.encode(rand(16, 64), row.scheme) for _ in range(2))
+    assert 0 < one.data_ptr() != two.data_ptr() > 0
+    assert one.data_ptr() == one.detach().data_ptr() == one.t().data_ptr() == torch.nn.Parameter(one).data_ptr()
+    assert one.clone().data_ptr() != one.data_ptr()
+    assert one.to("meta").data_ptr() == 0
+    held = one.parts["tensor"].data_ptr() if row.scheme.transparent else 0
+    assert not held or one.data_ptr() == held
+
+
+@each_scheme
+def test_a_weight_is_made_of_the_type_of_another(row):
+    """accelerate makes a parameter over other data so: ``type(parameter)(data, requires_grad=...)``."""
+    old = torch.nn.Parameter(tt.Weight.encode(rand(16, 64), row.scheme))
+    for given in (old, old.detach(), old.to("meta")):
+        for requires_grad in (True, False):
+            made = type(old)(given, requires_grad=requires_grad)
+            assert isinstance(made, torch.nn.Parameter)
+            assert made.requires_grad is requires_grad
+            assert made.spec == given.spec
+            assert made.device == given.device
+            assert made.data_ptr() == given.data_ptr()
+    with pytest.raises(tt.ArgumentError, match=r"Weight: of a Tensor alone has no scheme\. Use Weight\.encode"):
+        type(old)(rand(16, 64), requires_grad=False)
