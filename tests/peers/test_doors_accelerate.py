@@ -7,7 +7,7 @@ from torch import nn
 import torchtether as tt
 
 accelerate = pytest.importorskip("accelerate")
-from accelerate.utils import set_module_tensor_to_device
+
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what accelerate warns about
 
@@ -129,17 +129,17 @@ def test_dispatch_model_to_two_places(model):
 def test_set_module_tensor_to_device(model):
     held, before = values(model), kinds(model)
     weight = model.layers[0].weight
-    set_module_tensor_to_device(model, "layers.0.weight", "meta")
+    accelerate.utils.set_module_tensor_to_device(model, "layers.0.weight", "meta")
     assert model.layers[0].weight.is_meta
     assert kinds(model) == before
-    set_module_tensor_to_device(model, "layers.0.weight", "cpu", value=weight)
+    accelerate.utils.set_module_tensor_to_device(model, "layers.0.weight", "cpu", value=weight)
     assert isinstance(model.layers[0].weight, nn.Parameter)
     assert model.layers[0].weight.requires_grad is weight.requires_grad
     assert same(values(model), held)
     assert kinds(model) == before
     if not weight.scheme.transparent:
         with pytest.raises(tt.ArgumentError, match="Weight.encode"):
-            set_module_tensor_to_device(model, "layers.0.weight", "cpu", value=torch.zeros(64, 64))
+            accelerate.utils.set_module_tensor_to_device(model, "layers.0.weight", "cpu", value=torch.zeros(64, 64))
         assert same(values(model), held)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import SAFE_WEIGHTS_NAME
+from accelerate.utils import SAFE_WEIGHTS_NAME  # type: ignore[import-untyped]
 from torch import nn
 
 from ..checkpoint.reader import Checkpoint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import ConversionError
@@ -52,5 +51,5 @@ def put_contents(held: Weight, made: Weight) -> None:
 
 def _set_data(held: Tensor, made: Tensor) -> None:
     """Change what the object is to torch, and nothing of Python's."""
-    with torch.no_grad(), as_plain():
+    with as_plain():
         Tensor.data.__set__(held, made)  # type: ignore[attr-defined]
