@@ -110,7 +110,7 @@ def test_what_cannot_be_taken_changes_nothing(row):
     meta = tt.Weight.encode(rand(16, 64).to("meta"), row.scheme)
     refused = [meta, meta.dequantize(), torch.ones(16, 64, dtype=torch.int32)]
     if not row.scheme.transparent:
-        refused += [torch.full((16, 64), torch.nan), torch.ones(())]
+        refused += [torch.full((16, 64), torch.nan), torch.ones(()), rand(16, 64).to(torch.float8_e4m3fn)]
     for given in refused:
         with pytest.raises((tt.TetherError, RuntimeError)) as caught:
             weight.data = given

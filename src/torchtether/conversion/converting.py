@@ -45,7 +45,7 @@ def convert(
 
     Raises:
         ConversionError: ``dtype`` is no float dtype, a complex tensor would lose its imaginary part, a tensor is on
-            ``meta`` or lazy, or something holds it (a graph, a view, a weak reference, DDP).
+            ``meta`` or lazy, or something holds it (a graph, a view, DDP).
         OptimizerError: the optimizer belongs to another model.
 
     >>> import torch, torchtether as tt

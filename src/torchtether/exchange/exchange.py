@@ -19,6 +19,7 @@ from ..errors import ConversionError, TetherError
 from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards
 from ..torch_private.tensors import as_class, base_of, reset, swap_impl
+from ..weights.contents import can_put
 from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .refusals import check_held, check_place, format_names, is_distributed, names_of
@@ -152,7 +153,7 @@ class Exchange:
         now on; with ``is_own`` nobody else has it, and it may become anything.
         """
         if id(held) not in self._checked:
-            self.check([held])
+            self.check([held], stay_weights=can_put(held, new))
         if new is held:
             return
         if new.shape != held.shape:

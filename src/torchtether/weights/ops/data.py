@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedOpError
+from ...errors import SchemeError, UnsupportedOpError
 from ...torch_private.dispatching import is_traceable_wrapper_subclass
 from ..contents import contents_of, put_contents
 from ..dispatch import rule
@@ -45,6 +45,11 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
     if is_traceable_wrapper_subclass(given):
         raise UnsupportedOpError(
             f".data of a Weight cannot become a {type(given).__name__}", fix="Give a Weight or a plain tensor."
+        )
+    if given.dtype.itemsize < 2 and not held.scheme.transparent:
+        raise SchemeError(
+            f".data of a Weight cannot become {given.dtype} values, which were rounded before and say no scale",
+            fix="Give float32, bfloat16 or float16.",
         )
     if is_written_in_place(held, given):
         with torch.no_grad():
