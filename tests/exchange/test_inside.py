@@ -96,6 +96,7 @@ def test_undo_restores_every_bit_from_wherever_it_came(change):
         interrupted(refill.apply, at, {"replacement.py", "contents.py"})
         refill.undo()
         assert equal(facts(weight), before), at
+        assert torch._C._is_torch_function_enabled()  # nothing was left in the middle of a scope of torch's
 
 
 @each_change

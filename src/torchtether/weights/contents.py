@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ConversionError
-from ..torch_private.tensors import as_plain, is_same_kind
+from ..torch_private.tensors import is_same_kind, set_data
 from .dispatch import ATTACHED
 from .spec import WeightSpec
 from .weight import Weight
@@ -41,15 +41,9 @@ def put_contents(held: Weight, made: Weight) -> None:
     if isinstance(held, nn.Parameter):
         fields["_is_param"] = True
     try:
-        _set_data(held, made)
+        set_data(held, made)
         held.__dict__ = fields
     except BaseException:
-        _set_data(held, before)
+        set_data(held, before)
         held.__dict__ = fields_before
         raise
-
-
-def _set_data(held: Tensor, made: Tensor) -> None:
-    """Change what the object is to torch, and nothing of Python's."""
-    with as_plain():
-        Tensor.data.__set__(held, made)  # type: ignore[attr-defined]
