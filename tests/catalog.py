@@ -136,6 +136,7 @@ _grid = torch.zeros(ROWS, COLUMNS, dtype=torch.int64)
 _mask = torch.eye(ROWS, COLUMNS) > 0
 
 SAMPLES: dict[str, Sample] = {
+    "record_stream": _call(W, torch.Stream(device="cpu")),
     # products
     "mm": _call(rand(3, ROWS), W),
     "addmm": _call(rand(COLUMNS), rand(3, ROWS), W),
@@ -383,6 +384,7 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.einsum: _call("bi,oi->bo", rand(3, COLUMNS), W),
     torch.Tensor.module_load: _call(W, rand(ROWS, COLUMNS)),
     torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),
+    torch.Tensor.data_ptr: _call(lambda w: w.to("meta")),  # elsewhere it is no number of the plain tensor's
     torch.Tensor.untyped_storage: _call(W),
     torch.Tensor.storage: _call(W),
     torch.Tensor._typed_storage: _call(W),

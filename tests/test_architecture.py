@@ -37,6 +37,7 @@ THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 # Modules that nothing in the package imports before its user has imported those libraries.
 NEEDED_ELSEWHERE = {
     "testing/strategies.py": {"hypothesis"},
+    "integrations/accelerate.py": {"accelerate"},
     "integrations/transformers.py": {"transformers"},
     "integrations/transformers_names.py": {"transformers"},
     "integrations/transformers_values.py": {"transformers"},

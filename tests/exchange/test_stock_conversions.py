@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
-from torchtether import ConversionError, OptimizerError, TieError, quantize
+from torchtether import ConversionError, OptimizerError, TieError, Weight, quantize
 from torchtether.exchange.scope import swapping
 from torchtether.ties.records import find_ties
 
@@ -122,7 +122,7 @@ def test_the_next_step_is_that_of_a_stock_model(optimizer):
 
 
 HOLDERS = {
-    "weak reference": (lambda m: weakref.ref(m.b.weight), "b.weight: held by a weak reference"),
+    "weak reference": (lambda m: torch._C._WeakTensorRef(m.b.weight), "b.weight: held by a weak reference"),
     "view": (lambda m: m.b.weight.view(-1), "b.weight: held by a view"),
     "live graph": (lambda m: m(torch.ones(3, 4)).square().sum(), "a live graph, between forward and backward"),
 }
@@ -139,6 +139,19 @@ def test_refusals_come_before_the_first_change(hold, match, given):
         made.model.double()
     assert snapshot(made.model, made.optimizer) == before
     del holder
+
+
+@given
+@pytest.mark.parametrize("scheme", [None, "int8"])
+def test_weak_references_find_the_object_with_its_new_contents(given, scheme):
+    made = rig(KINDS["plain"])
+    quantize(made.model, scheme)
+    refs = [(weakref.ref(p), p) for p in made.model.parameters()]
+    with swapping(made.model if given else None, optimizer=made.optimizer):
+        made.model.bfloat16()
+    assert all(ref() is p for ref, p in refs)
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    assert {type(p) for p in made.model.parameters() if p.dim() > 1} == {Weight if scheme else nn.Parameter}
 
 
 def test_refusals_of_the_place():

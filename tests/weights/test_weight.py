@@ -188,20 +188,6 @@ def test_plain_trains_like_the_tensor_it_wraps():
         assert torch.equal(wrapped.weight.dequantize(), plain.weight)
 
 
-def test_setting_data_replaces_the_parts_or_says_why_not():
-    weight = torch.nn.Parameter(weight_of(tie=tt.Tie(("a", "b"))), requires_grad=False)
-    other = weight_of(tt.int4(32)).to(torch.bfloat16)
-    weight.data = other
-    assert torch.equal(weight.dequantize(), other.dequantize())
-    assert weight.scheme == other.scheme
-    assert weight.dtype == torch.bfloat16
-    assert weight.tie == tt.Tie(("a", "b"))
-    assert isinstance(weight, torch.nn.Parameter)
-    with pytest.raises(tt.UnsupportedOpError, match="silently"):
-        weight.data = torch.zeros(16, 64)
-    assert torch.equal(weight.dequantize(), other.dequantize())
-
-
 def test_convolutions_decode_the_weight():
     for convolution, x in ((torch.nn.Conv1d(4, 8, 3), rand(2, 4, 9)), (torch.nn.Conv2d(4, 8, 3), rand(2, 4, 9, 9))):
         twin = copy.deepcopy(convolution)

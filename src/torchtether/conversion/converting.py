@@ -45,7 +45,7 @@ def convert(
 
     Raises:
         ConversionError: ``dtype`` is no float dtype, a complex tensor would lose its imaginary part, a tensor is on
-            ``meta`` or lazy, or something holds it (a graph, a view, a weak reference, DDP).
+            ``meta`` or lazy, or something holds it (a graph, a view, DDP).
         OptimizerError: the optimizer belongs to another model.
 
     >>> import torch, torchtether as tt
@@ -72,7 +72,7 @@ def convert(
             if type(tensor) not in STOCK or tensor.dtype.is_complex or (place is not None and tensor.is_meta):
                 _check(tensor, dtype, place, exchange)
         _check_shared(work, dtype)
-        exchange.check(tensors)
+        exchange.check(tensors, stay_weights=place is None or place.type != "meta")
         if place is None:
             exchange.put_each(
                 unshared, map(methodcaller("to", dtype), unshared)

@@ -72,7 +72,7 @@ def quantize(
             plan.append((component, tie, scheme))
     compiled.expect(sum(c.members[0].tensor.numel() for c, _, scheme in plan if not scheme.transparent))
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange:
-        exchange.check([member.tensor for component, _, _ in plan for member in component.members])
+        exchange.check([m.tensor for component, _, _ in plan for m in component.members], stay_weights=True)
         for component, tie, scheme in plan:
             exchange.safe_point()
             _put(exchange, component.members, _encoded(component, tie, scheme))

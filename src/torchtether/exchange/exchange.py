@@ -19,10 +19,11 @@ from ..errors import ConversionError, TetherError
 from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards
 from ..torch_private.tensors import as_class, base_of, reset, swap_impl
+from ..weights.contents import can_put
 from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .refusals import check_held, check_place, format_names, is_distributed, names_of
-from .replacement import Replacement, is_simple
+from .replacement import can_refill, is_simple, replace
 
 Atomic = Literal["checked", "full"]
 
@@ -101,13 +102,17 @@ class Exchange:
         if self._journal is not None:
             self._journal.append(undo)
 
-    def check(self, held: Iterable[Tensor]) -> None:
+    def check(self, held: Iterable[Tensor], *, stay_weights: bool = False) -> None:
         """Check that every tensor of ``held`` can be exchanged now; nothing is changed.
+
+        Weak references of Python do not matter: the object stays.  With ``stay_weights``, Weights among them are to
+        have the contents of other Weights, on ``meta`` only if they are there: then those of C++ do not matter either.
 
         Raises ConversionError naming all that cannot, with their aliases, who holds them, and what to do.
         """
         tensors = list({id(tensor): tensor for tensor in held}.values())
-        check_held(tensors, self._model, self._verb, self._caches.refs)
+        swapped = [tensor for tensor in tensors if not (stay_weights and can_refill(tensor))]
+        check_held(tensors, self._model, self._verb, swapped=swapped)
         self._checked.update(map(id, tensors))
 
     def put_each(self, held: Iterable[Tensor], made: Iterable[Tensor], *, is_own: bool = False) -> None:
@@ -148,7 +153,7 @@ class Exchange:
         now on; with ``is_own`` nobody else has it, and it may become anything.
         """
         if id(held) not in self._checked:
-            self.check([held])
+            self.check([held], stay_weights=can_put(held, new))
         if new is held:
             return
         if new.shape != held.shape:
@@ -161,7 +166,7 @@ class Exchange:
             self._swap(held, as_class(type(held), new, held.requires_grad))
             return
         try:
-            replacement = Replacement(held, new, is_own=is_own)
+            replacement = replace(held, new, is_own=is_own)
         except TetherError as error:
             raise error.named(self.name(held)) from None
         if self._journal is not None:

@@ -27,17 +27,26 @@ _DESCRIBED = 8
 """Holders are searched by name for this many tensors; each search looks through the whole process."""
 
 
-def find_holders(tensors: Sequence[Tensor], allowed: AbstractSet[int] = frozenset()) -> dict[int, str]:
-    """Find what holds each tensor that cannot be exchanged now, by ``id``. ``allowed`` are ids of weak references.
+def find_holders(
+    tensors: Sequence[Tensor],
+    *,
+    swapped: Sequence[Tensor],
+    by_torch: Sequence[Tensor] = (),
+    allowed: AbstractSet[int] = frozenset(),
+) -> dict[int, str]:
+    """Find what holds each tensor that cannot be exchanged now, by ``id``.
+
+    Those of ``swapped`` change their implementation, which weak references in C++ forbid; those of ``by_torch`` are
+    exchanged by ``torch.utils.swap_tensors``, which refuses weak references in Python too, but for the ids ``allowed``.
 
     A graph that backward has run through and freed does not count, although a ``loss`` variable keeps it alive; nor do
     views that are among ``tensors`` themselves.
     """
     found: dict[int, str] = {}
-    for tensor in find_cpp_weakly_held(tensors):
+    for tensor in find_cpp_weakly_held(swapped):
         found[id(tensor)] = "a weak reference in C++ (an autocast cache, a CUDA graph)"
     count_refs = weakref.getweakrefcount
-    for tensor in [tensor for tensor in tensors if count_refs(tensor)]:
+    for tensor in [tensor for tensor in by_torch if count_refs(tensor)]:
         refs = [ref for ref in weakref.getweakrefs(tensor) if id(ref) not in allowed]
         if refs:
             found[id(tensor)] = _weak_holder(refs) if len(found) < _DESCRIBED else "a weak reference to it"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from ..torch_private.fsdp2 import fsdp2_state, is_forwarded
 from ..torch_private.modules import is_parametrization_cached
 from .holders import find_holders
 
-_SHOWN = 8
+_SHOWN = 3
 
 
 def check_place(modules: Iterable[nn.Module], verb: str) -> None:
@@ -55,28 +57,66 @@ def is_distributed(kind: type[nn.Module]) -> bool:
     return not names.isdisjoint({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
-def check_held(tensors: list[Tensor], model: nn.Module, verb: str, refs: set[int]) -> None:
-    """Check that each of ``tensors`` can be exchanged now; ``refs`` are ids of weak references that may stay."""
-    faults: dict[int, tuple[str, str]] = {}
+def check_held(
+    tensors: list[Tensor],
+    model: nn.Module,
+    verb: str,
+    *,
+    swapped: Sequence[Tensor],
+    by_torch: Sequence[Tensor] = (),
+    refs: AbstractSet[int] = frozenset(),
+) -> None:
+    """Check that each of ``tensors`` can be exchanged now.
+
+    ``swapped`` and ``by_torch`` are those of them of which ``find_holders`` says more; ``refs`` are ids of weak
+    references that may stay.
+    """
+    faults: dict[int, _Fault] = {}
     for tensor in tensors:
         if type(tensor) not in STOCK and is_lazy(tensor):
-            faults[id(tensor)] = "is lazy and has no shape yet", f"Run one forward before you {verb}."
+            faults[id(tensor)] = _Fault("is", "lazy, without a shape yet", f"Run one forward before you {verb}.")
         elif not tensor.is_leaf:
-            faults[id(tensor)] = f"is the result of {type(tensor.grad_fn).__name__}, not a leaf", "Detach it first."
-    whole = [tensor for tensor in tensors if id(tensor) not in faults] if faults else tensors
-    holders = find_holders(whole, refs)
-    for key, holder in holders.items():
-        faults[key] = f"held by {holder}", _advice(holder, verb)
+            what = f"the result of {type(tensor.grad_fn).__name__}, not a leaf"
+            faults[id(tensor)] = _Fault("is", what, "Detach it first.")
+    whole, swapped, by_torch = ([t for t in some if id(t) not in faults] for some in (tensors, swapped, by_torch))
+    for key, holder in find_holders(whole, swapped=swapped, by_torch=by_torch, allowed=refs).items():
+        faults[key] = _Fault("held by", holder, _advice(holder, verb))
     if not faults:
         return
     names = names_of(model)
-    refused = [(format_names(names.get(id(t), ())), *faults[id(t)]) for t in tensors if id(t) in faults]
-    fixes = " ".join(dict.fromkeys(fix for _, _, fix in refused))
+    refused = [(format_names(names.get(id(t), ())), faults[id(t)]) for t in tensors if id(t) in faults]
+    fixes = " ".join(dict.fromkeys(fault.fix for _, fault in refused))
     if len(refused) == 1:
-        raise ConversionError(refused[0][1], name=refused[0][0], fix=fixes)
-    more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-    text = "; ".join(f"{name}: {what}" for name, what, _ in refused[:_SHOWN])
-    raise ConversionError(f"cannot {verb} {len(refused)} of {len(tensors)} tensors: {text}{more}", fix=fixes)
+        ((name, fault),) = refused
+        raise ConversionError(f"{fault.how} {fault.what}", name=name, fix=fixes)
+    groups: dict[str, list[tuple[str, _Fault]]] = {}
+    for name, fault in refused:
+        groups.setdefault(fault.cause, []).append((name, fault))
+    if len(groups) == 1:
+        raise ConversionError(_describe_group(f"{len(refused)} of {len(tensors)} tensors", refused), fix=fixes)
+    text = "; ".join(_describe_group(str(len(group)), group) for group in groups.values())
+    raise ConversionError(f"cannot {verb} {len(refused)} of {len(tensors)} tensors: {text}", fix=fixes)
+
+
+class _Fault(NamedTuple):
+    how: str
+    what: str
+    fix: str
+
+    @property
+    def cause(self) -> str:
+        """Return the fault without the details in brackets, which differ from tensor to tensor."""
+        return f"{self.how} {self.what.partition(' (')[0]}"
+
+
+def _describe_group(count: str, group: Sequence[tuple[str, _Fault]]) -> str:
+    """Return how many tensors one cause keeps, the cause as the first of them has it, and which they are."""
+    names = [name for name, _ in group]
+    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    _, fault = group[0]
+    verb = "is" if len(names) == 1 else "are"
+    how = fault.how.removeprefix("is").strip()
+    return f"{count} {verb} {how + ' ' if how else ''}{fault.what}: {', '.join([*names[:_SHOWN], *more])}"
 
 
 def _advice(holder: str, verb: str) -> str:

@@ -12,6 +12,8 @@ from ..errors import ConversionError
 from ..geometry.blocks import STOCK
 from ..torch_private.dispatching import is_traceable_wrapper_subclass
 from ..torch_private.tensors import as_class, base_of, has_hooks, impl_id, seat_hooks, swap_impl
+from ..weights.contents import can_put, contents_of, put_contents
+from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 
 _CLASS = "_tether_class"  # under this attribute a Weight remembers the Parameter subclass that it stands in for
@@ -91,6 +93,63 @@ class Replacement:
         seat_hooks(self.held)
 
 
+class Refill:
+    """One Weight and its next contents, which are put inside: its implementation, class and hooks stay.
+
+    Nothing that holds it can refuse that, not even a weak reference in C++.
+    """
+
+    def __init__(self, held: Weight, new: Weight, new_grad: Tensor | None = None) -> None:
+        """Make everything that needs memory, as ``Replacement`` does."""
+        self.held, self.grad = held, held.grad if held.is_leaf else None
+        with torch.no_grad():
+            self.new = contents_of(new, _spec_for(held, new))
+            self.new_grad = None if self.grad is None else grad_shell(self.grad, new) if new_grad is None else new_grad
+        self.old, self.old_dict = contents_of(held), held.__dict__
+        self.old_grad = self.grad is not None and impl_id(self.grad)
+
+    def apply(self) -> None:
+        """Put the contents, then the grad, which stays the object that it is."""
+        put_contents(self.held, self.new)
+        if self.grad is not None and self.new_grad is not None and self.new_grad is not self.grad:
+            self.held.grad = self.new_grad
+            swap_impl(self.grad, self.new_grad)
+
+    def undo(self) -> None:
+        """Restore everything as it was before ``apply``, no matter how far it came."""
+        if self.grad is not None and self.new_grad is not None and impl_id(self.grad) != self.old_grad:
+            swap_impl(self.grad, self.new_grad)
+        put_contents(self.held, self.old)
+        self.held.__dict__ = self.old_dict
+        if self.grad is not None:
+            self.held.grad = self.grad
+
+
+def can_refill(held: Tensor) -> bool:
+    """Return whether other contents on any device but ``meta`` can be put inside ``held``, if it is not there itself.
+
+    A view would stay a view of what it was cut from.
+    """
+    return isinstance(held, Weight) and base_of(held) is None and not held.is_inference()
+
+
+def replace(held: Tensor, new: Tensor, new_grad: Tensor | None = None, *, is_own: bool = False) -> Replacement | Refill:
+    """Return what gives ``held`` the contents of ``new``, inside if that is possible; nothing has changed yet."""
+    if can_refill(held) and can_put(held, new) and not new.is_inference():
+        assert isinstance(held, Weight)
+        assert isinstance(new, Weight)
+        return Refill(held, new, new_grad)
+    return Replacement(held, new, new_grad, is_own)
+
+
+def _spec_for(held: Tensor, new: Weight) -> WeightSpec:
+    """Return the spec of ``new``, with the tie and the activations of ``held`` where it has none."""
+    tie, activations = new.tie, new.spec.activations
+    if isinstance(held, Weight):
+        tie, activations = tie or held.tie, activations or held.spec.activations
+    return new.spec.replace(tie=tie, activations=activations)
+
+
 def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
     """Return an object of the class that ``held`` will have, over the memory of ``new``.
 
@@ -98,14 +157,11 @@ def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
     """
     is_parameter = isinstance(held, nn.Parameter)
     if isinstance(new, Weight):
-        tie, activations = new.tie, new.spec.activations
-        if isinstance(held, Weight):
-            tie, activations = tie or held.tie, activations or held.spec.activations
-        is_same = tie is new.tie and activations == new.spec.activations
-        if is_own and is_same and new.is_leaf and base_of(new) is None:
+        spec = _spec_for(held, new)
+        if is_own and spec == new.spec and new.is_leaf and base_of(new) is None:
             made: Tensor = new
         else:
-            made = new.map(Tensor.detach, new.spec.replace(tie=tie, activations=activations))
+            made = new.map(Tensor.detach, spec)
     elif is_wrapper(new):
         made = new.detach()
     else:

@@ -187,7 +187,7 @@ class _Scope(TorchFunctionMode):
         """Convert as ``nn.Module._apply`` does, without a look at every tensor function; return ``module``."""
         if self._modes is None:
             try:
-                with self._stock_call(_outermost(sys._getframe(1)), module, function):
+                with self._stock_call(_outermost(sys._getframe(1)), module, function, not is_torchs):
                     return self.apply(module, function, recurse, stock, is_torchs)
             finally:
                 self._signals.deliver()
@@ -209,7 +209,9 @@ class _Scope(TorchFunctionMode):
             call.settle()
 
     @contextmanager
-    def _stock_call(self, frame: FrameType, module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def _stock_call(
+        self, frame: FrameType, module: nn.Module, function: Callable[[Tensor], Tensor], swaps: bool
+    ) -> Iterator[None]:
         """Convert inside as a stock call, while no function mode of ours looks on; that alone would double its time."""
         self._modes = function_modes()
         try:
@@ -218,7 +220,7 @@ class _Scope(TorchFunctionMode):
                 self.end_call()
                 root = _module_of(frame)
                 assert root is not None
-                self._begin(StockCall(root, self.optimizers, loads=False, metadata=None), frame)
+                self._begin(StockCall(root, self.optimizers, loads=False, swaps=swaps, metadata=None), frame)
             yield
             if _module_of(frame) is module:
                 self.end_call()  # else something around it goes on, and the next function outside ends it

@@ -21,7 +21,7 @@ from ..weights.weight import Weight
 from .module_caches import Caches
 from .optimizer_state import Before, Optimizers, follow
 from .refusals import check_held, check_place, format_names, names_of
-from .replacement import Replacement, grad_shell, is_wrapper, user_attributes
+from .replacement import grad_shell, is_wrapper, replace, user_attributes
 
 _OPEN = 8
 """Tensors that are watched at a time; torch asks for one, exchanges it or not, and asks for the next."""
@@ -49,10 +49,15 @@ class StockCall:
         optimizer: Optimizers,
         *,
         loads: bool,
+        swaps: bool = False,
         metadata: Mapping[str, dict[str, Any]] | None,
         given: Mapping[str, Any] | None = None,
     ) -> None:
-        """Look at ``root``. ``metadata`` and ``given`` are those of the state dict that the call loads, if it does."""
+        """Look at ``root``. ``metadata`` and ``given`` are those of the state dict that the call loads, if it does.
+
+        ``swaps``: torch exchanges every tensor itself.
+        """
+        self._swaps = swaps or loads
         self.handles: list[RemovableHandle] = []
         self._state_dict = given or {}
         self._optimizer, self._loads, self._metadata = optimizer, loads, metadata
@@ -82,7 +87,8 @@ class StockCall:
             torch.clear_autocast_cache()
             self._caches.park(refs=True)
             held = [tensor for tensor in self._tensors.values() if not (self._loads and is_lazy(tensor))]
-            check_held(held, self._root, verb, self._caches.refs)
+            by_torch = held if self._swaps else self._left_to_torch()
+            check_held(held, self._root, verb, swapped=held, by_torch=by_torch, refs=self._caches.refs)
             self._check_agreement()
         except TetherError as error:
             self.error = error
@@ -90,6 +96,11 @@ class StockCall:
         for tensor in held:
             if base_of(tensor) is not None and not is_lazy(tensor) and id(base_of(tensor)) in self._tensors:
                 swap_impl(tensor, tensor.detach())  # torch refuses a tensor with views, also those that follow it
+
+    def _left_to_torch(self) -> list[Tensor]:
+        """Return the parameters of modules that ``convert`` leaves to torch."""
+        families = ([p for p in parameters_of(module).values() if p is not None] for module in self._modules)
+        return [p for family in families if not all(map(_is_ours, family)) for p in family if not is_lazy(p)]
 
     def _check_agreement(self) -> None:
         """Check that the state dict gives all names of one memory the same values; ``load`` looks again.
@@ -130,12 +141,15 @@ class StockCall:
         """
         parameters = [parameter for parameter in parameters_of(module).values() if parameter is not None]
         for parameter in parameters:
-            if type(parameter) is not nn.Parameter or id(parameter) not in self._tensors:
+            if not _is_ours(parameter) or id(parameter) not in self._tensors:
                 return False
         with torch.no_grad():
             for parameter in parameters:
                 if id(parameter) not in self._converted:
-                    self._convert(parameter, function)
+                    try:
+                        self._convert(parameter, function)
+                    except TetherError as error:
+                        raise self.named(error, parameter) from None
         for key, buffer in buffers_of(module).items():
             if buffer is not None:
                 buffers_of(module)[key] = function(buffer)
@@ -164,17 +178,14 @@ class StockCall:
                 if self._converted.isdisjoint(members) and len(left) == len(buffers):
                     continue
                 for number, held in members.items():
-                    if type(held) is nn.Parameter and number not in self._converted:
+                    if isinstance(held, nn.Parameter) and _is_ours(held) and number not in self._converted:
                         self._convert(held, function)
                 for module, key, buffer in left:
                     if not isinstance(buffer, nn.Parameter):
                         buffers_of(module)[key] = function(buffer)
 
     def _replace(self, held: Tensor, new: Tensor, new_grad: Tensor | None) -> None:
-        try:
-            Replacement(held, new, new_grad).apply()
-        except TetherError as error:
-            raise error.named(format_names(names_of(self._root)[id(held)])) from None
+        replace(held, new, new_grad).apply()
 
     def touch(self, tensor: Any) -> None:
         """Remember ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
@@ -287,7 +298,7 @@ class StockCall:
                 continue  # not converted, or replaced on purpose
             if id(held) not in done and not isinstance(held, nn.Parameter):  # a parameter was exchanged as one
                 self._changes.setdefault(id(held), (held, held.dtype, held.device))
-                Replacement(held, made).apply()
+                replace(held, made).apply()
                 done.add(id(held))
             buffers_of(module)[key] = held
 
@@ -305,7 +316,7 @@ class StockCall:
                 plain, part = plain_values(member.tensor).detach(), plain_values(member_view(span, member)).detach()
                 part.copy_(plain)
         for member in members:
-            Replacement(member.tensor, member_view(span, member)).apply()
+            replace(member.tensor, member_view(span, member)).apply()
         for member in members:
             self._check_given(member.tensor, member.names)
 
@@ -325,6 +336,11 @@ class StockCall:
         assert component.dtype is not None
         ((dtype, device),) = kinds
         return torch.empty(component.nbytes // component.dtype.itemsize, dtype=dtype, device=device)
+
+
+def _is_ours(tensor: Tensor) -> bool:
+    """Return whether ``convert`` exchanges a tensor like this, and not torch."""
+    return type(tensor) in STOCK or isinstance(tensor, Weight)
 
 
 def _contradiction(names: tuple[str, ...]) -> TieError:

@@ -13,6 +13,14 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 """Inside, tensor subclasses answer as ``Tensor`` does: their attributes are read without running their code."""
 
 
+def call_plain(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``function(*args)`` gives inside ``as_plain``, in one step that no interrupt can leave half way.
+
+    Before the ``__exit__`` of a context manager an interrupt can come; then subclasses would stay plain for ever.
+    """
+    return torch._C._disabled_torch_function_impl(function, (), args, {})  # type: ignore[attr-defined]
+
+
 def swap_impl(one: Tensor, two: Tensor) -> None:
     """Exchange the contents of two objects: storage, dtype, device, layout, autograd state; nothing of Python's.
 
@@ -60,6 +68,16 @@ def reset(held: Tensor, new: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_same_kind(one: Tensor, two: Tensor) -> bool:
+    """Return whether ``one.data = two`` is allowed: memory on any devices is one kind, ``meta`` is another."""
+    return bool(call_plain(torch._has_compatible_shallow_copy_type, one, two))
+
+
+def set_data(held: Tensor, new: Tensor) -> None:
+    """Do ``held.data = new`` as torch does of plain tensors: Python's side of a wrapper stays as it is."""
+    call_plain(Tensor.data.__set__, held, new)  # type: ignore[attr-defined]
 
 
 def use_counts(tensors: Iterable[Tensor]) -> list[int]:

@@ -33,7 +33,9 @@ class Exporting(Wrapping):
         """
         if not force:
             raise UnsupportedOpError(
-                "a numpy array cannot share the memory of a Weight", fix="Call .numpy(force=True), which copies."
+                "a numpy array cannot share the memory of a Weight",
+                fix="Call .numpy(force=True) for a copy of the values, or write it by tt.save (accelerate: then "
+                "cpu_offload(..., state_dict=tt.open(path)) reads from the disk).",
             )
         return self.__array__()
 

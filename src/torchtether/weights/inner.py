@@ -37,9 +37,18 @@ def _is_float8(tensor: Tensor) -> bool:
 class EmptyStorage(torch.UntypedStorage):
     """The storage of a wrapper, which has no memory: what torch would do at address 0 raises UnsupportedOpError.
 
-    ``nbytes()`` says what the values would take.  ``data_ptr()`` is torch's to refuse, as RuntimeError: of another
-    class tools take it for an address of 0, and two weights of one size for one.
+    ``nbytes()`` says what the values would take.  ``data_ptr()`` is refused as RuntimeError, in torch's words and
+    ours: of another class tools take it for an address of 0, and two weights of one size for one.
     """
+
+    def data_ptr(self) -> int:
+        """Return 0 where nothing has memory, on ``meta``; else raise RuntimeError."""
+        if self.device.type == "meta":
+            return 0
+        raise RuntimeError(
+            "Attempted to access the data pointer on an invalid python storage: it is that of a wrapper around other "
+            "tensors. Write a Weight by tt.save or torch.save, or through torchtether.integrations."
+        )
 
     def __repr__(self) -> str:
         return f"EmptyStorage({self.nbytes()} bytes claimed, device='{self.device}')"

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..errors import SchemeError, TieError
 from .dispatch import rule
-from .spec import Tie
 from .weight import Weight
 
 
@@ -42,8 +41,7 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
     """
     if held.shape != given.shape:
         raise SchemeError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
-    if assign and isinstance(held, Weight) and held.tie is not None and not all(held.tie.objects):
-        _check_in_place(held, held.tie, given)
+    if assign and isinstance(held, Weight) and is_written_in_place(held, given):
         assign = False
     if not assign:
         with torch.no_grad():
@@ -60,20 +58,31 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
     return encoded_as(held, given)
 
 
-def _check_in_place(held: Weight, tie: Tie, given: Tensor) -> None:
-    if held.is_meta or (held.device, held.dtype) != (given.device, given.dtype):
+def is_written_in_place(held: Weight, given: Tensor) -> bool:
+    """Return whether other tensors lie over the parts of ``held``, which only a write into its storage reaches.
+
+    Raises TieError if ``given`` cannot be written there as it is.
+    """
+    tie = held.tie
+    if tie is None or all(tie.objects):
+        return False
+    facts = [(one.dtype, one.device, tuple(one.shape)) for one in (held, given)]
+    if held.is_meta or facts[0] != facts[1]:
+        (dtype, device, shape), (new_dtype, new_device, new_shape) = facts
+        to = "" if shape == new_shape else f" of shape {new_shape}"
         raise TieError(
-            f"is {held.dtype} on {held.device} and shares memory ({tie}), which assigning {given.dtype} "
-            f"on {given.device} would break",
+            f"is {dtype} on {device} and shares memory ({tie}), which assigning {new_dtype} on {new_device}{to} "
+            "would break",
             fix="Use tt.load, or materialize or convert the model first.",
         )
+    return True
 
 
 def encoded_as(held: Weight, given: Tensor) -> Weight:
     """Encode ``given``, on its own device and in its own dtype, in the scheme, order and tie of ``held``."""
     if held.scheme.transparent:  # the given tensor itself, whatever its strides
         return Weight.encode(given, held.scheme, tie=held.spec.tie)
-    order = held.spec.order
+    order = held.spec.order if given.dim() == held.dim() else tuple(range(given.dim()))
     base = given.permute([order.index(d) for d in range(given.dim())])
     made = Weight.encode(base, held.scheme)
     return made.map(Tensor.detach, made.spec.permute(order).replace(tie=held.tie, activations=held.spec.activations))

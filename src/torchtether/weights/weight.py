@@ -55,11 +55,14 @@ class Weight(Exporting):
     @staticmethod
     def __new__(
         cls: type[Weight],
-        parts: Mapping[str, Tensor],
-        spec: WeightSpec,
+        parts: Mapping[str, Tensor] | Tensor,
+        spec: WeightSpec | None = None,
         requires_grad: bool = False,
         cut: tuple[str, ...] = (),
     ) -> Weight:
+        if spec is None:
+            return cls._parameter(parts, requires_grad)
+        assert not isinstance(parts, Tensor)
         first = next(iter(parts.values()))
         # A wrapper of normal parts is a normal tensor, also when inference mode asks for a view of it: as in torch.
         with torch.inference_mode(first.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
@@ -70,21 +73,37 @@ class Weight(Exporting):
 
     def __init__(
         self,
-        parts: Mapping[str, Tensor],
-        spec: WeightSpec,
+        parts: Mapping[str, Tensor] | Tensor,
+        spec: WeightSpec | None = None,
         requires_grad: bool = False,
         cut: tuple[str, ...] = (),
     ) -> None:
         """Wrap ``parts`` as they are; use ``Weight.encode`` to make one from values.
 
         ``cut`` names, in rows of a larger Weight, the parts that its other rows need too, and that must not change.
+        ``Weight(weight, requires_grad=...)`` is ``nn.Parameter(weight, ...)``: so libraries make, of the type of a
+        parameter, another one over other data.
+
+        Raises ArgumentError for a plain tensor alone, of which nobody says in which scheme.
         """
+        if spec is None or isinstance(parts, Tensor):
+            return
         self._spec = spec
         self._names = tuple(parts)
         self._cut = cut
         self._kernel_layout = _UNKNOWN
         for name, part in parts.items():
             setattr(self, _PART + name, part)
+
+    @classmethod
+    def _parameter(cls, weight: object, requires_grad: bool) -> Weight:
+        if not isinstance(weight, Weight):
+            raise ArgumentError(
+                f"of {describe(weight)} alone has no scheme",
+                name="Weight",
+                fix="Use Weight.encode(values, scheme), tt.load, or assign the values to .data of the old Weight.",
+            )
+        return torch.nn.Parameter(weight, requires_grad)  # type: ignore[return-value]
 
     @classmethod
     def encode(cls, values: Tensor, scheme: Scheme, *, tie: Tie | None = None) -> Weight:

@@ -61,7 +61,7 @@ def is_wrapper(tensor: Tensor) -> bool:
     if type(tensor) in (Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     try:
-        return tensor.numel() > 0 and tensor.data_ptr() == 0
+        return is_traceable_wrapper_subclass(tensor) or (tensor.numel() > 0 and tensor.data_ptr() == 0)
     except RuntimeError:  # newer torch refuses to give the pointer of a wrapper
         return True
 

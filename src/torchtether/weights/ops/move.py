@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
-from ...torch_private.tensors import as_plain
 from ..dispatch import refuse, rule
 from ..weight import Weight
 from .padding import copy_padding, keep_padding, whole_of
@@ -31,6 +30,13 @@ def pin_memory(op: Any, weight: Weight, device: Any = None) -> Weight:
 @rule(aten.is_pinned.default, kind="lifted")
 def is_pinned(op: Any, weight: Weight, device: Any = None) -> bool:
     return all(op(part, device) for part in weight.parts.values())
+
+
+@rule(aten.record_stream.default, kind="lifted")
+def record_stream(op: Any, weight: Weight, stream: Any) -> None:
+    """Tell the allocator that ``stream`` uses the memory of each part."""
+    for part in weight.parts.values():
+        op(part, stream)
 
 
 @rule(aten.clone.default, kind="lifted")
@@ -71,23 +77,6 @@ def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
 
 def _keeps(weight: Weight, memory_format: torch.memory_format | None) -> bool:
     return memory_format is torch.contiguous_format and weight.spec.is_contiguous
-
-
-@rule(Tensor.data.__set__)  # type: ignore[attr-defined]
-def set_data(op: Any, held: Tensor, given: Tensor) -> None:
-    """Set ``held.data``: both must be Weights, or torch would change nothing and not say so."""
-    if not (isinstance(held, Weight) and isinstance(given, Weight)):
-        raise UnsupportedOpError(
-            f".data of a {type(held).__name__} cannot become a {type(given).__name__}: torch would ignore it silently",
-            fix="Use tt.quantize, tt.dequantize, or copy_().",
-        )
-    if held.shape != given.shape:
-        raise UnsupportedOpError(f".data of shape {tuple(held.shape)} cannot become one of {tuple(given.shape)}")
-    with as_plain():
-        op(held, given)
-    for name in held.parts:
-        delattr(held, f"_part_{name}")
-    Weight.__init__(held, given.parts, given.spec.replace(tie=held.spec.tie), cut=given._cut)
 
 
 refuse(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset, why="would detach a Weight from its parts")

@@ -1,4 +1,4 @@
-"""The storage that torch gives a Weight, which claims the bytes of the values and has no memory."""
+"""Where a Weight lies: the storage that torch gives it claims the bytes of the values and has no memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ def untyped_storage(op: Any, weight: Weight) -> Any:
 def storage(op: Any, weight: Weight) -> Any:
     """Return the same storage, typed, as deprecated code asks for it."""
     return empty_storage(weight, op)
+
+
+_NOWHERE = 1 << 55
+"""No address of a process has this bit, on x86-64 or ARM: what reads there by mistake ends, and finds no codes."""
+
+
+@rule(Tensor.data_ptr)
+def data_ptr(op: Any, weight: Weight) -> int:
+    """Return a number that tells memory apart: equal for what begins with one part, 0 on ``meta``.
+
+    It is the address of the memory only for a transparent scheme.  Tools such as accelerate know tied tensors by this
+    number; torch gives every wrapper 0, which they take for one tensor, or refuses.
+    """
+    first = next(iter(weight.parts.values()))
+    address = first.data_ptr()
+    return address if weight.scheme.transparent or not address else address | _NOWHERE
 
 
 @rule(Tensor.share_memory_, Tensor.is_shared)

@@ -1,0 +1,49 @@
+"""The contents of a Weight, exchanged inside the object, so that nothing that holds it, weakly or not, need let go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ConversionError
+from ..torch_private.tensors import is_same_kind, set_data
+from .dispatch import ATTACHED
+from .spec import WeightSpec
+from .weight import Weight
+
+
+def can_put(held: Tensor, made: Tensor) -> bool:
+    """Return whether ``put_contents`` takes them: two Weights, both on ``meta`` or neither."""
+    return isinstance(held, Weight) and isinstance(made, Weight) and is_same_kind(held, made)
+
+
+def contents_of(weight: Weight, spec: WeightSpec | None = None) -> Weight:
+    """Return another object with the part objects and marks of ``weight``, and its spec if no other is given."""
+    made = weight.map(lambda part: part, spec)
+    made.__dict__.update({name: weight.__dict__[name] for name in ATTACHED if name in weight.__dict__})
+    return made
+
+
+def put_contents(held: Weight, made: Weight) -> None:
+    """Give the object ``held`` the parts, spec, dtype and device of ``made``; the part objects are shared.
+
+    It keeps its attributes, hooks, ``requires_grad``, version and grad, and stays a Parameter if it is one.  All or
+    nothing.  Raises ConversionError if ``can_put`` says no, RuntimeError if it requires grad and ``made`` is no float.
+    """
+    if not can_put(held, made):
+        raise ConversionError(
+            f"the data of a Weight on {held.device} cannot become that of one on {made.device}, as of plain tensors",
+            fix="Use tt.convert or tt.materialize, or set a new nn.Parameter on the module.",
+        )
+    before, fields_before = contents_of(held), held.__dict__
+    fields: dict[str, Any] = {**held._attributes(), **contents_of(made).__dict__}
+    if isinstance(held, nn.Parameter):
+        fields["_is_param"] = True
+    try:
+        set_data(held, made)
+        held.__dict__ = fields
+    except BaseException:
+        set_data(held, before)
+        held.__dict__ = fields_before
+        raise

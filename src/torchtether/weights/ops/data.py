@@ -1,0 +1,58 @@
+"""``weight.data = tensor``: the object stays, and its contents become others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import SchemeError, UnsupportedOpError
+from ...torch_private.dispatching import is_traceable_wrapper_subclass
+from ..contents import contents_of, put_contents
+from ..dispatch import rule
+from ..module_load import encoded_as, is_written_in_place
+from ..weight import Weight
+
+
+@rule(Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(op: Any, held: Weight, given: Tensor) -> None:
+    """Set ``held.data``: what ``load_state_dict(assign=True)`` does, and memory that others see stays as it is.
+
+    ======  ==========================================================================
+    given   what ``held`` has afterwards
+    ======  ==========================================================================
+    Weight  the given parts, scheme, dtype, device and shape
+    plain   the given values, encoded in the held scheme, on the given device and dtype
+    ======  ==========================================================================
+
+    The tie record, attributes, hooks, ``requires_grad`` and the grad stay those of ``held``, also where the shape is
+    another.  Where other tensors lie over the same parts (a transposed alias), plain values are written into the held
+    storage, because only that reaches them.
+
+    Raises:
+        SchemeError: the held scheme cannot hold the given values or shape; ``held`` is as it was.
+        TieError: others lie over the same parts, and the given shape, device or dtype is not the held one.
+        UnsupportedOpError: ``given`` is a wrapper subclass of others.
+        ConversionError: only one of the two is on ``meta``, which torch refuses for plain tensors, too.
+
+    ``plain.data = weight`` never comes here: torch asks the held tensor only, and leaves it without memory.
+    """
+    if isinstance(given, Weight):
+        activations = given.spec.activations or held.spec.activations
+        put_contents(held, contents_of(given, given.spec.replace(tie=held.tie, activations=activations)))
+        return
+    if is_traceable_wrapper_subclass(given):
+        raise UnsupportedOpError(
+            f".data of a Weight cannot become a {type(given).__name__}", fix="Give a Weight or a plain tensor."
+        )
+    if given.dtype.itemsize < 2 and not held.scheme.transparent:
+        raise SchemeError(
+            f".data of a Weight cannot become {given.dtype} values, which were rounded before and say no scale",
+            fix="Give float32, bfloat16 or float16.",
+        )
+    if is_written_in_place(held, given):
+        with torch.no_grad():
+            held.copy_(given)
+    else:
+        put_contents(held, encoded_as(held, given))

@@ -1,0 +1,110 @@
+"""diffusers with Weights inside: group offloading, with streams as far as a processor can stand in for a GPU."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import torchtether as tt
+
+pytest.importorskip("diffusers")
+from diffusers.hooks import apply_group_offloading, group_offloading
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what diffusers warns about
+
+CPU = torch.device("cpu")
+SCHEMES = ["int8", "int4", "nf4", "fp8", tt.Plain()]
+
+
+class Model(nn.Module):
+    """Blocks, what lies beside them, and a head that is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(32, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(3))
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 32)
+        self.head.weight = self.emb.weight
+        self.register_buffer("shift", torch.ones(64))
+
+    def forward(self, ids):
+        hidden = self.emb(ids) + self.shift
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(self.norm(hidden))
+
+
+@pytest.fixture(params=SCHEMES, ids=str)
+def model(request):
+    torch.manual_seed(0)
+    return tt.quantize(Model().eval().requires_grad_(False), request.param)
+
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def facts(model):
+    """What offloading must leave as it is: objects, their kinds, and their values."""
+    return {
+        name: (id(p), type(p), p.spec if isinstance(p, tt.Weight) else p.dtype, p.tolist())
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"offload_type": "leaf_level"}, {"offload_type": "block_level", "num_blocks_per_group": 1}],
+    ids=["leaf", "block"],
+)
+@pytest.mark.parametrize("non_blocking", [True, False])
+@torch.no_grad()
+def test_without_streams(model, how, non_blocking):
+    expected, before = model(IDS), facts(model)
+    apply_group_offloading(model, CPU, CPU, non_blocking=non_blocking, **how)
+    for _ in range(2):
+        assert torch.equal(model(IDS), expected)
+        assert facts(model) == before
+
+
+class Stream(torch.cpu.Stream):
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """A processor that answers as an accelerator does: it pins by copying, and notes the memory that a stream uses."""
+    recorded, library = set(), torch.library.Library("aten", "IMPL")
+    with contextlib.ExitStack() as stack:
+        stack.callback(library._destroy)
+        library.impl("record_stream", lambda tensor, stream: recorded.add(tensor.data_ptr()), "CPU")
+        monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+        monkeypatch.setattr(torch.cpu, "current_stream", lambda: torch.Stream(device="cpu"))
+        yield recorded
+
+
+@pytest.mark.parametrize("low_memory", [True, False])
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+@torch.no_grad()
+def test_with_streams(model, accelerator, kind, record, low_memory):
+    expected, before = model(IDS), facts(model)
+    config = group_offloading.GroupOffloadingConfig(
+        onload_device=CPU, offload_device=CPU, offload_type=group_offloading.GroupOffloadingType(kind),
+        non_blocking=True, record_stream=record, low_cpu_mem_usage=low_memory, num_blocks_per_group=1, stream=Stream(),
+    )  # fmt: skip
+    group_offloading._apply_group_offloading(model, config)
+    for _ in range(3):
+        assert torch.equal(model(IDS), expected)
+        assert facts(model) == before
+    assert bool(accelerator) == record
+
+
+def test_offloading_to_the_disk_refuses_in_one_line_and_changes_no_tensor(model, tmp_path):
+    before = facts(model)
+    with pytest.raises(RuntimeError, match=r"tt\.save") as caught:
+        apply_group_offloading(model, CPU, CPU, offload_type="leaf_level", offload_to_disk_path=str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert facts(model) == before
