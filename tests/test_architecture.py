@@ -36,6 +36,7 @@ THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 NEEDED_ELSEWHERE = {
     "testing/strategies.py": {"hypothesis"},
     "integrations/accelerate.py": {"accelerate"},
+    "integrations/bitsandbytes.py": {"bitsandbytes"},
     "integrations/transformers.py": {"transformers"},
 }
 
