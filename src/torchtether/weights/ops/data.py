@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,4 +56,22 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
         with torch.no_grad():
             held.copy_(given)
     else:
-        put_contents(held, encoded_as(held, given))
+        made = encoded_as(held, given)
+        if held.shape != given.shape:
+            _keep_rows(made, held, given)
+        put_contents(held, made)
+
+
+def _keep_rows(made: Weight, held: Weight, given: Tensor) -> None:
+    """Give ``made`` the codes of ``held`` in the first rows, where it has their very values, as a longer embedding has.
+
+    Encoding afresh would round them again.  Left as they are where rows share a part, or another device has them.
+    """
+    count = min(len(held), len(given))
+    if held.shape[1:] != given.shape[1:] or not count or (held.device, held.dtype) != (given.device, given.dtype):
+        return
+    with torch.no_grad():
+        rows = held.detach()[:count]
+        if not held.is_meta and torch.equal(rows.dequantize(), given[:count]):
+            with suppress(UnsupportedOpError):
+                made[:count].copy_(rows)
