@@ -37,6 +37,7 @@ NEEDED_ELSEWHERE = {
     "testing/strategies.py": {"hypothesis"},
     "integrations/accelerate.py": {"accelerate"},
     "integrations/bitsandbytes.py": {"bitsandbytes"},
+    "integrations/peft.py": {"peft"},
     "integrations/transformers.py": {"transformers"},
 }
 
