@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from importlib import import_module
 
 import pytest
 import torch
@@ -295,6 +296,18 @@ def test_embeddings_are_resized_with_the_codes_of_their_rows(scheme, count, tied
     assert logits_of(model).shape == (2, 6, count)
     adapter = adapted(model, lora())  # and the adapters of a longer model work
     assert logits_of(adapter).shape == (2, 6, count)
+
+
+def test_a_head_of_its_own_is_resized_and_stays_the_weight_that_the_optimizer_holds():
+    import_module("torchtether.integrations.transformers")  # which keeps heads
+    model = built(rules={"lm_head*": "int8"})
+    head = model.get_output_embeddings().weight
+    values = head.dequantize().detach()
+    model.resize_token_embeddings(70)
+    assert model.get_output_embeddings().weight is head
+    assert isinstance(head, tt.Weight)
+    assert torch.equal(head.dequantize()[:64], values)
+    assert logits_of(model).shape == (2, 6, 70)
 
 
 def test_layers_without_weights_merge_as_peft_alone_does():

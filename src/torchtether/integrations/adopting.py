@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -214,8 +214,7 @@ def _become_plain(found: _Module, exchange: Exchange) -> None:
             children[name] = twin
 
 
-@cache
-def _can_become(kind: Any, plain: Any) -> bool:
+def _can_become(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
     """Return whether Python lets objects of ``kind`` become ``plain`` ones."""
     probe = kind.__new__(kind)
     try:

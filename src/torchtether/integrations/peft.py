@@ -162,7 +162,7 @@ def _unload(original: Any) -> Any:
 
 def _say_untied(model: Any) -> None:
     """Have the config say that head and embedding are two, as PEFT does by their addresses, which Weights lack."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings"):
         modules = model.get_output_embeddings(), model.get_input_embeddings()
         head, embedding = (getattr(module, "weight", None) for module in modules)
@@ -305,7 +305,8 @@ def _encoded(weight: Weight, values: Tensor) -> Weight:
     parts = encode_like(weight, values)
     assert parts is not None
     taken = {part.data_ptr() for part in weight.parts.values()}
-    return weight.detach().with_parts({n: p.clone() if p.data_ptr() in taken else p for n, p in parts.items()})
+    own = {name: part.clone() if part.data_ptr() in taken else part for name, part in parts.items()}
+    return weight.with_parts(own)
 
 
 def _error(weight: Weight, made: Weight, values: Tensor) -> tuple[float, float, float]:
@@ -317,7 +318,7 @@ def _checksum(tensor: Tensor) -> int:
     parts = tensor.parts.values() if isinstance(tensor, Weight) else (tensor,)
     found = 0
     for part in parts:
-        found = zlib.crc32(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), found)
+        found = zlib.crc32(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
 
 
@@ -335,7 +336,7 @@ def _install() -> None:
                     setattr(kind, name, wrapper(own))
 
 
-def _below(kind: type) -> Iterator[type]:
+def _below(kind: Any) -> Iterator[type]:
     for one in kind.__subclasses__():
         yield one
         yield from _below(one)

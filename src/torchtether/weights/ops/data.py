@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import SchemeError, UnsupportedOpError
 from ...torch_private.dispatching import is_traceable_wrapper_subclass
+from ...torch_private.tensors import is_fake
 from ..contents import contents_of, put_contents
 from ..dispatch import rule
 from ..module_load import encoded_as, is_written_in_place
@@ -28,8 +29,8 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
     ======  ==========================================================================
 
     The tie record, attributes, hooks, ``requires_grad`` and the grad stay those of ``held``, also where the shape is
-    another.  Where other tensors lie over the same parts (a transposed alias), plain values are written into the held
-    storage, because only that reaches them.
+    another; the first rows then keep their codes, if they have the values from before.  Where other tensors lie over
+    the same parts (a transposed alias), plain values are written into the held storage, because only that reaches them.
 
     Raises:
         SchemeError: the held scheme cannot hold the given values or shape; ``held`` is as it was.
@@ -70,8 +71,9 @@ def _keep_rows(made: Weight, held: Weight, given: Tensor) -> None:
     count = min(len(held), len(given))
     if held.shape[1:] != given.shape[1:] or not count or (held.device, held.dtype) != (given.device, given.dtype):
         return
-    with torch.no_grad():
+    if held.is_meta or is_fake(given):
+        return
+    with torch.no_grad(), suppress(UnsupportedOpError):
         rows = held.detach()[:count]
-        if not held.is_meta and torch.equal(rows.dequantize(), given[:count]):
-            with suppress(UnsupportedOpError):
-                made[:count].copy_(rows)
+        if torch.equal(rows.dequantize(), given[:count]):
+            made[:count].copy_(rows)
