@@ -23,7 +23,7 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from ..errors import TieError
+from ..errors import TieError, UnsupportedOpError
 from ..ties.records import find_ties
 from ..torch_private.modules import parameters_of
 from ..weights.ops.inplace import encode_like
@@ -72,7 +72,7 @@ class _Report:
         warnings.warn(
             f"merging encoded {len(shares)} Weights again: off by {error / (values or 1.0):.2%} of their norm"
             f"{of_change}{most}; {then}.",
-            stacklevel=6,
+            stacklevel=5 if self.is_kept else 6,  # who called merge_adapter, or merge_and_unload
         )
 
 
@@ -187,6 +187,11 @@ def _merge(original: Any) -> Any:
         held = _weights_of(layer)
         if not held:
             return original(layer, *args, **kwargs)
+        if type(layer).__name__ == "MultiheadAttention":
+            raise UnsupportedOpError(
+                "PEFT merges adapters of nn.MultiheadAttention at every forward, which would round at every forward",
+                fix="Leave this module plain, by a rule of None or tt.dequantize on it.",
+            )
         with _reported(_Report) as report:
             for leaf, weight in held.items():
                 if weight.tie is not None and id(weight) not in report.alike:
