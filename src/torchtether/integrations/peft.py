@@ -153,21 +153,9 @@ def _unload(original: Any) -> Any:
         if not merge:
             return original(tuner, merge, *args, **kwargs)
         with _reported(partial(_of_model, tuner, kwargs.get("adapter_names"), is_kept=False)):
-            model = original(tuner, merge, *args, **kwargs)
-        _say_untied(model)
-        return model
+            return original(tuner, merge, *args, **kwargs)
 
     return unload
-
-
-def _say_untied(model: Any) -> None:
-    """Have the config say that head and embedding are two, as PEFT does by their addresses, which Weights lack."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings"):
-        modules = model.get_output_embeddings(), model.get_input_embeddings()
-        head, embedding = (getattr(module, "weight", None) for module in modules)
-        if isinstance(head, Weight) and embedding is not None and head is not embedding:
-            config.tie_word_embeddings = False
 
 
 # -- one layer --------------------------------------------------------------------------------------------------------
