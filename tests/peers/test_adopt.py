@@ -195,6 +195,21 @@ def test_4_bits_that_were_packed_for_a_processor_are_read_as_they_decode_now():
     torch.testing.assert_close(wanted, held, rtol=1e-2, atol=1e-2)  # what packing rounded
 
 
+def test_a_bias_in_the_dtype_that_the_library_computes_in_follows_its_weight():
+    import bitsandbytes.nn as bnb
+
+    model = by_bitsandbytes(torch.float32, bnb.Linear4bit, compute_dtype=torch.bfloat16)
+    x = torch.randn(3, 128)
+    with torch.no_grad():
+        theirs = model(x)
+    bias = model[0].bias
+    assert bias.dtype == torch.bfloat16
+    tt.adopt(model)
+    assert model[0].bias is bias
+    assert bias.dtype == torch.float32
+    torch.testing.assert_close(model(x), theirs, rtol=5e-2, atol=5e-2)
+
+
 def test_a_tied_parameter_is_adopted_once_and_stays_tied():
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._checks import check_module
 from ..conversion.quantizing import keep_loading
@@ -32,6 +32,8 @@ class _Tensors(NamedTuple):
     component: Component
     tie: Tie | None
     foreign: Foreign
+    bias: Tensor | None
+    """The bias beside it if it is in another dtype, which the library converts as it computes, and torch refuses."""
 
 
 class _Module(NamedTuple):
@@ -67,12 +69,15 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
     check_module(model)
     tensors, modules, rounded = _find(model)
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="adopt") as exchange:
-        exchange.check([member.tensor for found in tensors for member in found.component.members])
-        for component, tie, foreign in tensors:
+        members = [member.tensor for found in tensors for member in found.component.members]
+        exchange.check([*members, *(found.bias for found in tensors if found.bias is not None)])
+        for component, tie, foreign, bias in tensors:
             exchange.safe_point()
             weight = Weight(exchange.during(foreign.parts), foreign.spec.replace(tie=tie))
             for member in component.members:
                 exchange.put(member.tensor, weight, replaced=foreign.attributes)
+            if bias is not None:
+                exchange.put(bias, bias.detach().to(weight.dtype))
             keep_loading(model, exchange, component.names)
         for found in modules:
             exchange.on_rollback(_restorer(found.module))
@@ -135,7 +140,8 @@ def _find(model: nn.Module) -> tuple[list[_Tensors], list[_Module], dict[str, st
                 component.members[0].tensor, module, dtype if bias is None else bias.dtype
             )
             rounded |= {name: foreign.inputs} if foreign.inputs else {}
-            found.append(_Tensors(component, tie, foreign))
+            is_apart = bias is not None and bias.is_floating_point() and bias.dtype != foreign.spec.dtype
+            found.append(_Tensors(component, tie, foreign, bias if is_apart else None))
         except TetherError as error:
             faults.setdefault(name, error)
     if faults:
