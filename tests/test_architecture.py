@@ -38,6 +38,8 @@ THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 NEEDED_ELSEWHERE = {
     "testing/strategies.py": {"hypothesis"},
     "integrations/accelerate.py": {"accelerate"},
+    "integrations/bitsandbytes.py": {"bitsandbytes"},
+    "integrations/peft.py": {"peft"},
     "integrations/transformers.py": {"transformers"},
     "integrations/transformers_names.py": {"transformers"},
     "integrations/transformers_values.py": {"transformers"},

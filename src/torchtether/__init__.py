@@ -1,5 +1,6 @@
 """Keeps a PyTorch model's parameters attached: to each other, to their optimizer and to their checkpoint."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import testing
@@ -62,6 +63,9 @@ from .weights.weight import rebuild_weight as rebuild_weight
 from .weights.wrapper import WrapperTensor
 from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
+if _TYPE_CHECKING:
+    from .integrations.adopting import adopt
+
 __version__ = "0.1.0"
 _warn_if_untested()
 _LISTENERS.append(_tell_transformers)
@@ -71,7 +75,7 @@ __all__ = [
     "load", "plan_load", "save", "open", "Checkpoint", "LoadPlan", "LoadReport",
     "Concat", "Split", "Stack", "Transpose", "Rotary", "gguf_names",
     # conversions
-    "convert", "quantize", "dequantize", "quantize_activations", "swapping", "on_meta", "materialize",
+    "convert", "quantize", "dequantize", "adopt", "quantize_activations", "swapping", "on_meta", "materialize",
     # ties and optimizers
     "find_ties", "check_ties", "tie", "untie", "check_optimizer",
     # many machines
@@ -92,9 +96,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """Import ``distributed`` when it is first used: torch's DTensor takes as long to import as all the rest."""
-    if name == "distributed":
-        from importlib import import_module
+    """Import ``distributed`` when it is first used: torch's DTensor takes as long to import as all the rest.
 
+    ``adopt``, too, which speaks of other libraries.
+    """
+    from importlib import import_module
+
+    if name == "distributed":
         return import_module(f"{__name__}.distributed")
+    if name == "adopt":
+        return import_module(f"{__name__}.integrations.adopting").adopt
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

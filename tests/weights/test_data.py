@@ -182,3 +182,18 @@ def test_a_weight_is_made_of_the_type_of_another(row):
             assert made.data_ptr() == given.data_ptr()
     with pytest.raises(tt.ArgumentError, match=r"Weight: of a Tensor alone has no scheme\. Use Weight\.encode"):
         type(old)(rand(16, 64), requires_grad=False)
+
+
+@each_scheme
+@pytest.mark.parametrize("count", [20, 12])
+def test_rows_that_stay_keep_their_values_where_rows_share_no_part(row, count):
+    weight = torch.nn.Parameter(tt.Weight.encode(rand(16, 64), row.scheme), False)
+    values = weight.dequantize()
+    given = torch.cat([values, rand(4, 64)])[:count]
+    weight.data = given
+    rows = min(count, 16)
+    fresh = tt.Weight.encode(given, row.scheme).dequantize()[:rows]
+    kept = weight.dequantize()[:rows]
+    assert torch.equal(kept, values[:rows]) or torch.equal(kept, fresh)
+    if row.scheme in (tt.int8(), tt.nf4()):
+        assert torch.equal(kept, values[:rows])

@@ -7,7 +7,7 @@ hooks, grads, attributes and class, lets optimizer state follow, and can take al
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Literal
 
@@ -144,19 +144,20 @@ class Exchange:
                 if waiting:
                     self._signals.deliver()
 
-    def put(self, held: Tensor, new: Tensor, *, is_own: bool = False) -> None:
+    def put(self, held: Tensor, new: Tensor, *, is_own: bool = False, replaced: Collection[str] | None = None) -> None:
         """Give the object ``held`` the contents of ``new``: values, dtype, device, layout, and being a Weight.
 
         It keeps ``requires_grad``, hooks of both kinds, attributes, and if it is a Parameter its class; its grad is the
         same object in the new dtype and on the new device.  A Weight keeps its tie record, and what it rounds
         activations to, if ``new`` has none.  ``new`` is left to the caller, and shares its memory with ``held`` from
-        now on; with ``is_own`` nobody else has it, and it may become anything.
+        now on; with ``is_own`` nobody else has it, and it may become anything.  With ``replaced``, which names what the
+        class of ``held`` keeps on it, class, shape and these attributes go.
         """
         if id(held) not in self._checked:
             self.check([held], stay_weights=can_put(held, new))
         if new is held:
             return
-        if new.shape != held.shape:
+        if new.shape != held.shape and replaced is None:
             raise ConversionError(
                 f"holds shape {tuple(held.shape)}, its new contents have {tuple(new.shape)}",
                 name=self.name(held),
@@ -166,7 +167,7 @@ class Exchange:
             self._swap(held, as_class(type(held), new, held.requires_grad))
             return
         try:
-            replacement = replace(held, new, is_own=is_own)
+            replacement = replace(held, new, is_own=is_own, replaced=replaced)
         except TetherError as error:
             raise error.named(self.name(held)) from None
         if self._journal is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -31,10 +32,18 @@ def is_simple(held: Tensor, new: Tensor) -> bool:
 class Replacement:
     """One tensor and its next contents: everything that needs memory is made first, then steps that can be undone."""
 
-    def __init__(self, held: Tensor, new: Tensor, new_grad: Tensor | None = None, is_own: bool = False) -> None:
+    def __init__(
+        self,
+        held: Tensor,
+        new: Tensor,
+        new_grad: Tensor | None = None,
+        is_own: bool = False,
+        replaced: Collection[str] | None = None,
+    ) -> None:
         """Make everything that needs memory. ``new_grad`` is the new grad, if its dtype and device alone do not tell.
 
-        With ``is_own`` nobody else has ``new``, and it may become anything.
+        With ``is_own`` nobody else has ``new``, and it may become anything. With ``replaced``, which names what the
+        class of ``held`` keeps on it, the class and these attributes are not kept.
         """
         self.held, self.grad = held, held.grad if held.is_leaf else None
         if held.requires_grad and not (new.is_floating_point() or new.is_complex()):
@@ -60,7 +69,10 @@ class Replacement:
         if is_wrapper(held) or is_wrapper(new):
             self.old_slots = _slots(held)
             self.new_dict = {**user_attributes(held, new), **self.shell.__dict__}
-            if isinstance(held, nn.Parameter) and not is_wrapper(held) and type(held) is not nn.Parameter:
+            if replaced is not None:
+                kept = {name: value for name, value in held.__dict__.items() if name not in replaced}
+                self.new_dict = {**kept, **self.shell.__dict__}
+            elif isinstance(held, nn.Parameter) and not is_wrapper(held) and type(held) is not nn.Parameter:
                 self.new_dict[_CLASS] = type(held)
             elif not is_wrapper(new):
                 self.new_dict.pop(_CLASS, None)
@@ -133,13 +145,20 @@ def can_refill(held: Tensor) -> bool:
     return isinstance(held, Weight) and base_of(held) is None and not held.is_inference()
 
 
-def replace(held: Tensor, new: Tensor, new_grad: Tensor | None = None, *, is_own: bool = False) -> Replacement | Refill:
+def replace(
+    held: Tensor,
+    new: Tensor,
+    new_grad: Tensor | None = None,
+    *,
+    is_own: bool = False,
+    replaced: Collection[str] | None = None,
+) -> Replacement | Refill:
     """Return what gives ``held`` the contents of ``new``, inside if that is possible; nothing has changed yet."""
     if can_refill(held) and can_put(held, new) and not new.is_inference():
         assert isinstance(held, Weight)
         assert isinstance(new, Weight)
         return Refill(held, new, new_grad)
-    return Replacement(held, new, new_grad, is_own)
+    return Replacement(held, new, new_grad, is_own, replaced)
 
 
 def _spec_for(held: Tensor, new: Weight) -> WeightSpec:

@@ -1,6 +1,7 @@
 """transformers: ``from_pretrained`` quantizes while it loads, and ``save_pretrained`` writes what it reads back.
 
-Importing this module registers the quantization method ``torchtether`` with transformers.
+Importing this module registers the quantization method ``torchtether`` with transformers, and lets
+``resize_token_embeddings`` keep a head that is a Weight.
 
 What ``save_pretrained`` writes: part ``p`` of the Weight ``n`` under the key ``n.p``, as ``tt.save`` does, and what the
 Weights are in ``config.json`` (``quantization_config["weights"]``), since transformers shards without asking which
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +317,22 @@ def _ties_of(model: Any) -> tuple[Tie, ...]:
         if {owner, *found} <= names:
             ties.append(Tie((owner, *found)))
     return tuple(ties)
+
+
+def _keep_kind(original: Any) -> Any:
+    """Let the longer head, which transformers makes as a plain one, hold the Weight of the head before it."""
+
+    @wraps(original)
+    def resized(model: Any, old_lm_head: nn.Linear, *args: Any, **kwargs: Any) -> nn.Linear:
+        made: nn.Linear = original(model, old_lm_head, *args, **kwargs)
+        held = old_lm_head.weight
+        if isinstance(held, Weight) and made.weight is not held:
+            held.data = made.weight.data
+            made.weight = held
+        return made
+
+    return resized
+
+
+if not hasattr(PreTrainedModel._get_resized_lm_head, "__wrapped__"):
+    PreTrainedModel._get_resized_lm_head = _keep_kind(PreTrainedModel._get_resized_lm_head)  # type: ignore[method-assign]

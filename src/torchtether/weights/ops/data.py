@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ...errors import SchemeError, UnsupportedOpError
 from ...torch_private.dispatching import is_traceable_wrapper_subclass
+from ...torch_private.tensors import is_fake
 from ..contents import contents_of, put_contents
 from ..dispatch import rule
 from ..module_load import encoded_as, is_written_in_place
@@ -27,8 +29,8 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
     ======  ==========================================================================
 
     The tie record, attributes, hooks, ``requires_grad`` and the grad stay those of ``held``, also where the shape is
-    another.  Where other tensors lie over the same parts (a transposed alias), plain values are written into the held
-    storage, because only that reaches them.
+    another; the first rows then keep their codes, if they have the values from before.  Where other tensors lie over
+    the same parts (a transposed alias), plain values are written into the held storage, because only that reaches them.
 
     Raises:
         SchemeError: the held scheme cannot hold the given values or shape; ``held`` is as it was.
@@ -55,4 +57,23 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
         with torch.no_grad():
             held.copy_(given)
     else:
-        put_contents(held, encoded_as(held, given))
+        made = encoded_as(held, given)
+        if held.shape != given.shape:
+            _keep_rows(made, held, given)
+        put_contents(held, made)
+
+
+def _keep_rows(made: Weight, held: Weight, given: Tensor) -> None:
+    """Give ``made`` the codes of ``held`` in the first rows, where it has their very values, as a longer embedding has.
+
+    Encoding afresh would round them again.  Left as they are where rows share a part, or another device has them.
+    """
+    count = min(len(held), len(given))
+    if held.shape[1:] != given.shape[1:] or not count or (held.device, held.dtype) != (given.device, given.dtype):
+        return
+    if held.is_meta or is_fake(given):
+        return
+    with torch.no_grad(), suppress(UnsupportedOpError):
+        rows = held.detach()[:count]
+        if torch.equal(rows.dequantize(), given[:count]):
+            made[:count].copy_(rows)

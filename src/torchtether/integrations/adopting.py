@@ -1,0 +1,268 @@
+"""Live modules of quanto, torchao and bitsandbytes become plain modules with Weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_module
+from ..conversion.quantizing import keep_loading
+from ..errors import ConversionError, RuleError, TetherError
+from ..exchange.exchange import Atomic, Exchange
+from ..exchange.optimizer_state import Optimizers
+from ..ties.components import Component, find_components
+from ..ties.records import tie_of
+from ..torch_private.modules import buffers_of, forward_hooks_of, load_hooks_of, parameters_of, tables_of
+from ..weights.spec import Tie
+from ..weights.weight import Weight
+from .foreign import Foreign
+
+_READERS = {"optimum.quanto": "quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+_SHOWN = 8
+_HOLD = "Adopt a module that holds it."
+
+
+class _Tensors(NamedTuple):
+    component: Component
+    tie: Tie | None
+    foreign: Foreign
+    bias: Tensor | None
+    """The bias beside it if it is in another dtype, which the library converts as it computes, and torch refuses."""
+
+
+class _Module(NamedTuple):
+    module: nn.Module
+    plain: type[nn.Module]
+    attributes: tuple[str, ...]
+    library: str
+
+
+def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
+    """Make the live modules of quanto, torchao and bitsandbytes plain modules that hold Weights; return the model.
+
+    A parameter of theirs becomes a Weight with the same codes, which decodes to the bits that their library decodes to,
+    in its shape (N, K), and stays the same Parameter object; a module (``QLinear``, ``Linear4bit``) becomes the plain
+    one (``nn.Linear``), the same object but for quanto, where Python cannot change the class.  Ties, hooks,
+    ``requires_grad`` and state of ``optimizer`` are kept; ``atomic`` as in ``tt.convert``.  int8 of bitsandbytes, which
+    remembers no dtype, decodes to that of its bias, else to that of the model's plain parameters.
+
+    Inputs that the library rounds by row to int8 or float8, the Weight rounds too (``spec.activations``).  Other
+    rounding of inputs ends, which one warning says.
+
+    Raises:
+        RuleError: the model has nothing of these libraries.
+        ConversionError: a kind is not known, a module is not quantized yet, or something holds a parameter; nothing
+            has changed.
+        OptimizerError: the optimizer belongs to another model; nothing has changed.
+
+    >>> import torch, torchtether as tt
+    >>> tt.adopt(torch.nn.Linear(4, 4))
+    Traceback (most recent call last):
+    torchtether.errors.RuleError: the model has nothing of quanto, torchao or bitsandbytes. To quantize it, ...
+    """
+    check_module(model)
+    tensors, modules, rounded = _find(model)
+    with Exchange(model, optimizer=optimizer, atomic=atomic, verb="adopt") as exchange:
+        members = [member.tensor for found in tensors for member in found.component.members]
+        exchange.check([*members, *(found.bias for found in tensors if found.bias is not None)])
+        for component, tie, foreign, bias in tensors:
+            exchange.safe_point()
+            weight = Weight(exchange.during(foreign.parts), foreign.spec.replace(tie=tie))
+            for member in component.members:
+                exchange.put(member.tensor, weight, replaced=foreign.attributes)
+            if bias is not None:
+                exchange.put(bias, bias.detach().to(weight.dtype))
+            keep_loading(model, exchange, component.names)
+        for found in modules:
+            exchange.on_rollback(_restorer(found.module))
+            _become_plain(found, exchange)
+    for module in model.modules():
+        _forget_quantizer(module)
+    if rounded:
+        how = "; ".join(dict.fromkeys(rounded.values()))
+        warnings.warn(
+            f"{_listed(rounded)}: inputs were rounded ({how}), which a Weight does not do: they are used as they are. "
+            "To round them by row, call tt.quantize_activations(model).",
+            stacklevel=2,
+        )
+    return model
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+def _find(model: nn.Module) -> tuple[list[_Tensors], list[_Module], dict[str, str]]:
+    """Return what changes, and by name how inputs are rounded that will not be. Raises an error with all faults."""
+    faults: dict[str, TetherError] = {}
+    rounded: dict[str, str] = {}
+    modules: list[_Module] = []
+    found: list[_Tensors] = []
+    paths = dict(model.named_modules())
+    for path, module in paths.items():
+        library = _library_of(type(module))
+        try:
+            if library:
+                if "forward" in vars(module):
+                    raise ConversionError(
+                        "has a forward of its own", fix="Remove what replaced it (accelerate's hooks)."
+                    )
+                plain, attributes, inputs = _reader(library).plain_class(module)
+                if not path and not _can_become(type(module), plain):
+                    raise ConversionError(
+                        "is the model itself, and another object has to stand in its place", fix=_HOLD
+                    )
+                modules.append(_Module(module, plain, attributes, library))
+                rounded |= {path: inputs} if inputs else {}
+            elif _is_adapter_of_library(module):
+                fix = "Take the adapter off, adopt the model, and add the adapter again."
+                raise ConversionError(f"is a {type(module).__qualname__} of PEFT for such a library alone", fix=fix)
+        except ConversionError as error:
+            faults[path] = error
+    dtype = _dtype_of(model)
+    for component in find_components(model):
+        library = next((one for member in component.members if (one := _library_of(type(member.tensor)))), "")
+        if not library:
+            continue
+        name = component.names[0]
+        try:
+            tie = tie_of(component)
+            if tie is not None and any(view is not None for view in tie.views):
+                raise ConversionError(f"shares a part of its memory with {tie.aliases[0]}", fix="Clone one of them.")
+            module = paths.get(name.rpartition(".")[0], model)
+            bias = parameters_of(module).get("bias")
+            foreign = _reader(library).read_tensor(
+                component.members[0].tensor, module, dtype if bias is None else bias.dtype
+            )
+            rounded |= {name: foreign.inputs} if foreign.inputs else {}
+            is_apart = bias is not None and bias.is_floating_point() and bias.dtype != foreign.spec.dtype
+            found.append(_Tensors(component, tie, foreign, bias if is_apart else None))
+        except TetherError as error:
+            faults.setdefault(name, error)
+    if faults:
+        _refuse(faults, len(modules) + len(found))
+    if not found and not modules:
+        fix = "To quantize it, call tt.quantize."
+        raise RuleError("the model has nothing of quanto, torchao or bitsandbytes", fix=fix)
+    return found, modules, rounded
+
+
+def _refuse(faults: dict[str, TetherError], good: int) -> None:
+    fixes = " ".join(dict.fromkeys(error.fix for error in faults.values() if error.fix))
+    if len(faults) == 1:
+        ((name, error),) = faults.items()
+        raise ConversionError(error.what, name=name, fix=fixes)
+    shown = [f"{name}: {error.what}" for name, error in list(faults.items())[:_SHOWN]]
+    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    raise ConversionError(f"cannot adopt {len(faults)} of {good + len(faults)}: {'; '.join(shown)}{more}", fix=fixes)
+
+
+def _library_of(kind: type) -> str:
+    """Return the library, among those that can be adopted, that ``kind`` or a class above it comes from; else empty."""
+    for one in kind.__mro__:
+        for library in _READERS:
+            if one.__module__ == library or one.__module__.startswith(f"{library}."):
+                return library
+    return ""
+
+
+def _reader(library: str) -> Any:
+    return import_module(f".{_READERS[library]}", __package__)
+
+
+def _is_adapter_of_library(module: nn.Module) -> bool:
+    """Return whether PEFT wraps a module of such a library in a class that knows that library's tensors alone."""
+    package, _, leaf = type(module).__module__.rpartition(".")
+    return package.startswith("peft.") and leaf in ("bnb", "torchao")
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the plain parameters, if they have one; else float32."""
+    plain = (p for p in model.parameters() if not _library_of(type(p)) and p.is_floating_point())
+    dtypes = {parameter.dtype for parameter in plain}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# -- what changes of modules ------------------------------------------------------------------------------------------
+
+
+def _become_plain(found: _Module, exchange: Exchange) -> None:
+    """Give a module the class of the plain one, without what its own class kept on it.
+
+    Where Python forbids that (quanto has a second base), a plain module with the same tables stands in its place.
+    """
+    module, plain, attributes, library = found
+    for hooks in _hooks_of(module):
+        for key in [key for key, hook in hooks.items() if _is_of(getattr(hook, "hook", hook), library)]:
+            del hooks[key]
+    for name in attributes:
+        vars(module).pop(name, None)
+        buffers_of(module).pop(name, None)
+    if _can_become(type(module), plain):
+        module.__class__ = plain
+        return
+    twin = plain.__new__(plain)
+    vars(twin).update(vars(module))
+    for parent in exchange.modules:
+        children = tables_of(parent).modules
+        for name in [name for name, child in children.items() if child is module]:
+            exchange.on_rollback(partial(children.__setitem__, name, module))
+            children[name] = twin
+
+
+def _can_become(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
+    """Return whether Python lets objects of ``kind`` become ``plain`` ones."""
+    probe = kind.__new__(kind)
+    try:
+        probe.__class__ = plain
+    except TypeError:
+        return False
+    return True
+
+
+def _hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
+    yield from (load_hooks_of(module), forward_hooks_of(module), module._forward_hooks)
+
+
+def _is_of(function: Any, library: str) -> bool:
+    """Return whether ``function``, bound or partial, is defined in ``library``."""
+    function = getattr(function, "__func__", function)
+    return str(getattr(getattr(function, "func", function), "__module__", "")).startswith(library)
+
+
+def _restorer(module: nn.Module) -> Any:
+    """Return what makes ``module`` again what it is now."""
+    kind, own = type(module), dict(vars(module))
+    tables = {name: dict(table) for name, table in own.items() if isinstance(table, dict)}
+
+    def restore() -> None:
+        module.__class__ = kind
+        vars(module).clear()
+        vars(module).update(own)
+        for name, table in tables.items():
+            vars(module)[name].clear()
+            vars(module)[name].update(table)
+
+    return restore
+
+
+def _forget_quantizer(module: Any) -> None:
+    """Take back what transformers noted of the quantization, and torchao's way to print a module."""
+    shown = vars(module).get("extra_repr")
+    if shown is not None and _is_of(shown, "torchao"):
+        del module.extra_repr
+    quantizer = vars(module).get("hf_quantizer")
+    if quantizer is not None and type(quantizer).__module__.startswith("transformers."):
+        quantizer.remove_quantization_config(module)
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
+            vars(module).pop(flag, None)

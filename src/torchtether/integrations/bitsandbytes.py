@@ -1,0 +1,100 @@
+"""bitsandbytes' live modules, and the parameters that moving them to a device quantizes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+from torch import Tensor, nn
+
+from ..errors import ConversionError
+from ..formats import bitsandbytes
+from ..schemes import Affine
+from ..weights.spec import WeightSpec
+from .foreign import KEY, Foreign, described
+
+NAME = "bitsandbytes"
+
+_OF_4BIT = (
+    "blocksize", "compress_statistics", "quant_type", "quant_state", "quant_storage", "bnb_quantized", "module",
+)  # fmt: skip
+_OF_8BIT = ("CB", "SCB", "has_fp16_weights")
+_OF_MODULE = {
+    "Linear4bit": (
+        "compute_dtype", "compute_type_is_set", "quant_state", "quant_storage", "support_avx512bf16_for_cpu",
+    ),
+    "Linear8bitLt": ("state", "index"),
+    "Embedding4bit": ("dtype", "quant_state"),
+    "Embedding8bit": ("dtype",),
+}  # fmt: skip
+_KINDS = {
+    "Linear4bit": "Linear4bit", "LinearFP4": "Linear4bit", "LinearNF4": "Linear4bit", "Linear8bitLt": "Linear8bitLt",
+    "Embedding4bit": "Embedding4bit", "EmbeddingFP4": "Embedding4bit", "EmbeddingNF4": "Embedding4bit",
+    "Embedding8bit": "Embedding8bit",
+}  # fmt: skip
+_MOVE = "Move the model to its device first, which quantizes it."
+
+
+def read_tensor(held: Any, module: nn.Module, dtype: torch.dtype) -> Foreign:
+    """Return what a parameter of bitsandbytes is; int8, which remembers no dtype, decodes to ``dtype``.
+
+    Raises ConversionError for a kind that is not known, and for one that is not quantized yet.
+    """
+    kind = type(held).__name__
+    if kind == "Params4bit":
+        state = held.quant_state if held.quant_state is not None else getattr(module, "quant_state", None)
+        if state is None:
+            raise ConversionError("has no quant_state: it is not quantized yet", fix=_MOVE)
+        shape = tuple(state.shape)
+        spec, _ = described(bitsandbytes, _stored(held, state), shape=shape)
+        # read again when it is wanted: what was packed for a processor is unpacked one at a time
+        return Foreign(spec, lambda: described(bitsandbytes, _stored(held, state), shape=shape)[1](), _OF_4BIT)
+    if kind != "Int8Params":
+        raise ConversionError(f"is a {kind} of bitsandbytes, which is not known", fix="Replace it first.")
+    state = getattr(module, "state", None)
+    scale = held.SCB if held.SCB is not None else getattr(state, "SCB", None)
+    if held.dtype != torch.int8 or scale is None:
+        raise ConversionError(f"is {held.dtype}: it is not quantized yet", fix=_MOVE)
+    codes, scale = held.data.as_subclass(Tensor).detach(), scale.detach()
+    if isinstance(module, nn.Embedding):
+        return _of_embedding(codes, scale, getattr(module, "dtype", dtype))
+    spec, parts = described(bitsandbytes, {KEY: codes, "m.SCB": scale}, shape=tuple(codes.shape))
+    threshold = getattr(state, "threshold", 0.0)
+    inputs = f"to int8, but for columns beyond {threshold}" if threshold else ""
+    spec = spec.replace(dtype=dtype, activations=None if threshold else "int8")
+    return Foreign(spec, parts, _OF_8BIT, inputs)
+
+
+def plain_class(module: Any) -> tuple[type[nn.Module], tuple[str, ...], str]:
+    """Return the class that ``module`` becomes, what its own class keeps on it, and no words.
+
+    Raises ConversionError for a class of bitsandbytes that is not known.
+    """
+    kind = type(module)
+    known = _KINDS.get(kind.__name__) if kind.__module__.startswith(NAME) else None
+    if known is None:
+        raise ConversionError(f"is a {kind.__name__} over bitsandbytes, which is not known", fix="Replace it first.")
+    if type(module.weight).__name__ not in ("Params4bit", "Int8Params"):
+        raise ConversionError(f"holds a {type(module.weight).__name__}, not a parameter of its own kind", fix=_MOVE)
+    plain = nn.Linear if issubclass(kind, nn.Linear) else nn.Embedding
+    return plain, (*_OF_MODULE[known], "source_cls"), ""
+
+
+def _of_embedding(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Foreign:
+    """Return int8 rows as Embedding8bit decodes them: the scale is divided first, and then multiplied by."""
+    spec = WeightSpec.of(tuple(codes.shape), dtype, Affine(narrow_range=True))
+    return Foreign(spec, lambda: {"qdata": codes, "scale": (scale / 127.0).view(-1, 1)}, _OF_8BIT)
+
+
+def _stored(held: Any, state: Any) -> dict[str, Tensor]:
+    """Return a 4-bit parameter as its module would store it, without a change of either."""
+    codes = held.data.as_subclass(Tensor).detach()
+    if getattr(state, "packing_format_for_cpu", False):
+        state = copy.copy(state)
+        state.original_nested = False  # it is decoded by now, and encoding it again would round
+        codes, state = _convert_weight_packed_for_cpu_inverse(codes, state)
+        state.absmax = state.absmax.T.reshape(-1).float()
+    sides = {f"{KEY}.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+    return {KEY: codes, **sides}

@@ -1,0 +1,350 @@
+"""PEFT's own code over Weights: adapters of many kinds, merged, unmerged, saved; ties; longer embeddings."""
+
+import copy
+import warnings
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+import torchtether as tt
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+import torchtether.integrations.peft  # noqa: E402 - it needs both
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what PEFT warns about
+
+IDS = torch.arange(12).view(2, 6)
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16, "num_experts": 4}
+RULES = {"*_proj.weight": "int8", "*embed*": "int8", "lm_head*": "int8"}
+
+
+def built(*, tied=False, rules=RULES, moe=False):
+    torch.manual_seed(0)
+    kind = transformers.Qwen3MoeConfig if moe else transformers.LlamaConfig
+    config = kind(**SMALL, **(MOE if moe else {}), tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return tt.quantize(model, rules)
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def adapted(model, config, name="default"):
+    """With an adapter that does something."""
+    torch.manual_seed(1)
+    if isinstance(model, peft.PeftModel):
+        model.add_adapter(name, config)
+    else:
+        model = peft.get_peft_model(model, config, adapter_name=name)
+    for key, parameter in model.named_parameters():
+        if name in key and not isinstance(parameter, tt.Weight):
+            parameter.data += torch.randn_like(parameter) * 0.05
+    return model.eval()
+
+
+def codes_of(model):
+    return {
+        f"{name} {part}": tensor.clone()
+        for name, weight in model.named_parameters()
+        if isinstance(weight, tt.Weight)
+        for part, tensor in weight.parts.items()
+    }
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def lora(**more):
+    return peft.LoraConfig(**{"target_modules": ["q_proj", "v_proj"], **more})
+
+
+ADAPTERS = {
+    "lora": lora,
+    "rslora, bias": lambda: lora(use_rslora=True, r=4),
+    "dora": lambda: lora(use_dora=True),
+    "pissa": lambda: lora(init_lora_weights="pissa"),
+    "olora": lambda: lora(init_lora_weights="olora"),
+    "embedding and head": lambda: lora(target_modules=["embed_tokens", "lm_head"]),
+    "trainable tokens": lambda: lora(trainable_token_indices=[1, 2]),
+    "ia3": lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": lambda: peft.LoHaConfig(target_modules=["q_proj"]),
+    "lokr": lambda: peft.LoKrConfig(target_modules=["q_proj"]),
+    "oft": lambda: peft.OFTConfig(target_modules=["q_proj"]),
+    "vera": lambda: peft.VeraConfig(target_modules=["q_proj"]),
+}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_is_trained_merged_unmerged_and_unloaded(kind, scheme):
+    model = built(rules=dict.fromkeys(RULES, scheme))
+    adapter = adapted(model, ADAPTERS[kind]())
+    adapter(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in adapter.parameters() if p.requires_grad)
+    before, codes = logits_of(adapter), codes_of(adapter)
+    with pytest.warns(UserWarning, match=r"merging encoded \d+ Weights again: off by .*unmerge restores") as said:
+        adapter.merge_adapter()
+    (ours,) = (one for one in said if "merging encoded" in str(one.message))
+    assert "\n" not in str(ours.message)
+    assert ours.filename == __file__
+    assert not equal(codes_of(adapter), codes)
+    tolerance = {"int8": 0.05, "nf4": 0.5}[scheme]
+    assert (logits_of(adapter) - before).norm() < tolerance * before.norm()
+    adapter.unmerge_adapter()
+    assert equal(codes_of(adapter), codes)
+    assert torch.equal(logits_of(adapter), before)
+    adapter.merge_adapter()
+    merged = logits_of(adapter)
+    count = sum(isinstance(p, tt.Weight) for p in adapter.parameters())
+    plain = adapter.merge_and_unload()
+    assert torch.equal(logits_of(plain), merged)
+    assert sum(isinstance(p, tt.Weight) for p in plain.parameters()) == count
+    assert not any(hasattr(module, "_tether_kept") for module in plain.modules())
+
+
+def test_merging_is_as_exact_as_encoding_the_plain_merge_is():
+    model, plain = built(), tt.dequantize(built())
+    merged, wanted = (adapted(one, lora()).merge_and_unload() for one in (model, plain))
+    for name, weight in merged.named_parameters():
+        if isinstance(weight, tt.Weight):
+            again = tt.Weight.encode(wanted.get_parameter(name).data, weight.scheme).dequantize()
+            errors = [(one - wanted.get_parameter(name)).norm() for one in (weight.dequantize(), again)]
+            assert errors[0] <= 1.05 * errors[1]
+
+
+def test_an_adapter_that_changes_nothing_keeps_every_code_and_warns_of_nothing():
+    adapter = peft.get_peft_model(built(), lora())
+    codes = codes_of(adapter)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="merging encoded")
+        adapter.merge_adapter()
+        assert equal(codes_of(adapter), codes)
+        plain = adapter.merge_and_unload()
+    assert equal({key.replace(".base_layer", ""): one for key, one in codes.items()}, {
+        f"base_model.model.{key}": one for key, one in codes_of(plain).items()
+    })  # fmt: skip
+
+
+def test_two_adapters_merged_in_any_order_with_saves_in_between(tmp_path):
+    adapter = adapted(adapted(built(), lora(), "a"), lora(target_modules=["q_proj", "up_proj"], use_dora=True), "b")
+    codes = codes_of(adapter)
+    outputs = {}
+    for name in ("a", "b"):
+        adapter.set_adapter(name)
+        outputs[name] = logits_of(adapter)
+    for order in (["a"], ["b"], ["a", "b"], ["b", "a"]):
+        adapter.merge_adapter(order)
+        assert not equal(codes_of(adapter), codes)
+        adapter.save_pretrained(tmp_path / "adapter")
+        adapter.unmerge_adapter()
+        assert equal(codes_of(adapter), codes), order
+    for first, second in (["a", "b"], ["b", "a"]):
+        adapter.merge_adapter([first])
+        merged = logits_of(adapter)
+        assert (merged - outputs[first]).norm() < 0.1 * merged.norm()
+        tt.save(adapter.get_base_model(), tmp_path / "merged.safetensors")
+        assert torch.equal(
+            tt.open(tmp_path / "merged.safetensors")["model.layers.0.self_attn.q_proj.base_layer.weight"].dequantize(),
+            adapter.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.dequantize(),
+        )
+        adapter.merge_adapter([second])
+        copied = copy.deepcopy(adapter)
+        for one in (adapter, copied):
+            one.unmerge_adapter()
+            assert equal(codes_of(one), codes), (first, second)
+    adapter.set_adapter("a")
+    assert torch.equal(logits_of(adapter), outputs["a"])
+
+
+def test_disabling_a_merged_adapter_gives_the_base():
+    model = built()
+    wanted = logits_of(model)
+    adapter = adapted(model, lora())
+    adapter.merge_adapter()
+    with adapter.disable_adapter():
+        assert torch.equal(logits_of(adapter), wanted)
+
+
+def test_conversions_between_merge_and_unmerge():
+    adapter = adapted(built(), lora())
+    codes = codes_of(adapter)
+    adapter.merge_adapter()
+    adapter.bfloat16()
+    adapter.unmerge_adapter()
+    weight = adapter.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    assert weight.dtype == torch.bfloat16
+    assert equal(codes_of(adapter), codes)
+
+
+def test_a_base_that_was_changed_while_merged_is_not_overwritten():
+    adapter = adapted(built(), lora())
+    adapter.merge_adapter()
+    layer = adapter.get_base_model().model.layers[0].self_attn.q_proj
+    weight, base = layer.base_layer.weight, built().model.layers[0].self_attn.q_proj.weight.dequantize()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.warns(UserWarning, match="weight was not kept, or changed since the merge, so the base is computed"):
+        adapter.unmerge_adapter()
+    wanted = 2.0 * base + layer.get_delta_weight("default")  # what was merged, twice, and taken off once
+    assert (weight.dequantize() - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_a_merge_that_fails_leaves_its_layer_as_it_was():
+    adapter = adapted(adapted(built(), lora(), "a"), lora(), "b")
+    layer = adapter.get_base_model().model.layers[0].self_attn.q_proj
+    codes = codes_of(adapter)
+    layer.lora_B["b"].weight.data.fill_(torch.nan)
+    for safe in (True, False):
+        with pytest.raises(ValueError, match=r"NaNs detected|not finite"):
+            layer.merge(safe_merge=safe, adapter_names=["a", "b"])
+        assert layer.merged_adapters == []
+        assert isinstance(layer.base_layer.weight, tt.Weight)
+        assert equal(codes_of(adapter), codes)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_merging_into_a_tied_weight_is_refused_before_anything_changes(target):
+    adapter = adapted(built(tied=True), lora(target_modules=["q_proj", target]))
+    before, codes = logits_of(adapter), codes_of(adapter)
+    for merge in (adapter.merge_adapter, adapter.merge_and_unload):
+        with pytest.raises(
+            tt.TieError, match=rf"{target}: its base is tied to .*Untie it first: tt.untie\("
+        ) as refused:
+            merge()
+        assert "\n" not in str(refused.value)
+        assert equal(codes_of(adapter), codes)
+        assert torch.equal(logits_of(adapter), before)
+    (layer,) = (m for n, m in adapter.named_modules() if n.endswith(target) and hasattr(m, "merge"))
+    with pytest.raises(tt.TieError, match="its base is tied to"):
+        layer.merge()
+
+
+def test_a_head_that_is_untied_when_asked_merges_alone_and_stays_two(tmp_path):
+    adapter = adapted(built(tied=True), lora(target_modules=["lm_head"]))
+    before = logits_of(adapter)
+    embedding = adapter.get_base_model().get_input_embeddings().weight.dequantize()
+    tt.untie(adapter.get_base_model(), "lm_head.base_layer.weight")
+    plain = adapter.merge_and_unload()
+    head = plain.get_output_embeddings().weight
+    assert isinstance(head, tt.Weight)
+    assert torch.equal(plain.get_input_embeddings().weight.dequantize(), embedding)
+    assert (logits_of(plain) - before).norm() < 0.05 * before.norm()
+    assert plain.config.tie_word_embeddings is False
+    tt.save(plain, tmp_path / "merged.safetensors")
+    again = transformers.AutoModelForCausalLM.from_config(plain.config).eval()
+    tt.load(again, tmp_path / "merged.safetensors")
+    assert torch.equal(logits_of(again), logits_of(plain))
+
+
+@pytest.mark.parametrize(
+    "config", [lora(trainable_token_indices=[1, 2]), peft.TrainableTokensConfig(token_indices=[3])]
+)
+def test_trainable_tokens_of_a_tied_embedding_merge_on_both_sides_and_unmerge(config):
+    adapter = adapted(built(tied=True), config)
+    before, codes = logits_of(adapter), codes_of(adapter)
+    adapter.merge_adapter()
+    assert (logits_of(adapter) - before).norm() < 0.05 * before.norm()
+    assert not equal(codes_of(adapter), codes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was not kept")
+        adapter.unmerge_adapter()
+    assert equal(codes_of(adapter), codes)
+    plain = adapter.merge_and_unload()
+    assert plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
+    assert (logits_of(plain) - before).norm() < 0.05 * before.norm()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_target_parameters_of_fused_experts(scheme):
+    model = built(moe=True, rules={"*experts*_proj": scheme})
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = adapted(model, peft.LoraConfig(target_modules=[], target_parameters=names, r=4))
+    adapter(IDS, labels=IDS).loss.backward()
+    grads = [p.grad for n, p in adapter.named_parameters() if "lora" in n]
+    assert len(grads) == 8
+    assert all(grad is not None for grad in grads)
+    before, codes = logits_of(adapter), codes_of(adapter)
+    adapter.merge_adapter()
+    assert (logits_of(adapter) - before).norm() < {"int8": 0.05, "nf4": 0.5}[scheme] * before.norm()
+    adapter.unmerge_adapter()
+    assert equal(codes_of(adapter), codes)
+    plain = adapter.merge_and_unload()
+    assert isinstance(plain.model.layers[0].mlp.experts.gate_up_proj, tt.Weight)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("count", [70, 60])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "nf4"])
+def test_embeddings_are_resized_with_the_codes_of_their_rows(scheme, count, tied):
+    scheme = tt.int4(32) if scheme == "int4" else scheme
+    model = built(tied=tied, rules={"*embed*": scheme})
+    weight = model.get_input_embeddings().weight
+    values = weight.dequantize().detach()
+    model.resize_token_embeddings(count)
+    assert model.get_input_embeddings().weight.shape == (count, 64)
+    assert isinstance(model.get_input_embeddings().weight, tt.Weight)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    rows = min(count, 64)
+    assert torch.equal(model.get_input_embeddings().weight.dequantize()[:rows], values[:rows])
+    assert logits_of(model).shape == (2, 6, count)
+    adapter = adapted(model, lora())  # and the adapters of a longer model work
+    assert logits_of(adapter).shape == (2, 6, count)
+
+
+def test_a_head_of_its_own_is_resized_and_stays_the_weight_that_the_optimizer_holds():
+    import_module("torchtether.integrations.transformers")  # which keeps heads
+    model = built(rules={"lm_head*": "int8"})
+    head = model.get_output_embeddings().weight
+    values = head.dequantize().detach()
+    model.resize_token_embeddings(70)
+    assert model.get_output_embeddings().weight is head
+    assert isinstance(head, tt.Weight)
+    assert torch.equal(head.dequantize()[:64], values)
+    assert logits_of(model).shape == (2, 6, 70)
+
+
+def test_attention_that_peft_merges_at_every_forward_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(64, 4)
+
+        def forward(self, x):
+            return self.attn(x, x, x)[0]
+
+    adapter = peft.get_peft_model(tt.quantize(Model(), {"attn.in_proj_weight": "int8"}), lora(target_modules=["attn"]))
+    with pytest.raises(tt.UnsupportedOpError, match="PEFT merges adapters of nn.MultiheadAttention at every forward"):
+        adapter(torch.randn(3, 1, 64))
+
+
+def test_convolutions():
+    torch.manual_seed(0)
+    adapter = adapted(tt.quantize(nn.Sequential(nn.Conv2d(3, 8, 3)), {"0.weight": "int8"}), lora(target_modules=["0"]))
+    codes, x = codes_of(adapter), torch.randn(1, 3, 8, 8)
+    before = adapter(x)
+    adapter.merge_adapter()
+    assert (adapter(x) - before).norm() < 0.05 * before.norm()
+    adapter.unmerge_adapter()
+    assert equal(codes_of(adapter), codes)
+
+
+def test_layers_without_weights_merge_as_peft_alone_does():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8))
+    adapter = adapted(plain, lora(target_modules=["0"]))
+    delta = adapter.get_base_model()[0].get_delta_weight("default")
+    before = adapter.get_base_model()[0].base_layer.weight.detach().clone()
+    adapter.merge_adapter()
+    assert torch.equal(adapter.get_base_model()[0].base_layer.weight, before + delta)
+    adapter.unmerge_adapter()
+    assert torch.equal(adapter.get_base_model()[0].base_layer.weight, before + delta - delta)
