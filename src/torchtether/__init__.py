@@ -29,7 +29,7 @@ from .errors import (
 from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
 from .geometry.views import View
-from .integrations import tell_transformers as _tell_transformers
+from .integrations import tell_libraries as _tell_libraries
 from .loading.plan import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap, storage_map
@@ -68,7 +68,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _warn_if_untested()
-_LISTENERS.append(_tell_transformers)
+_LISTENERS.append(_tell_libraries)
 
 __all__ = [
     # checkpoints

@@ -201,16 +201,21 @@ LISTENERS: list[Callable[[nn.Module, str], Callable[[], None] | None]] = []
 
 
 def know_weights(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> None:
-    """Give the modules that hold the new Weights ``names`` the load hook, and call ``LISTENERS`` for each module.
+    """Give the modules that hold the new Weights ``names`` the load hook, and tell ``LISTENERS``.
 
     ``exchange`` takes back what they did.
     """
+    names = tuple(names)
     keep_loading(model, exchange, names)
-    for path in {name.rpartition(".")[0] for name in names}:
-        for listener in LISTENERS:
-            undo = listener(model, path)
-            if undo is not None:
-                exchange.on_rollback(undo)
+    for undo in tell_listeners(model, names):
+        exchange.on_rollback(undo)
+
+
+def tell_listeners(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
+    """Call ``LISTENERS`` for the modules that hold the Weights ``names``; return what takes back what they did."""
+    paths = {name.rpartition(".")[0] for name in names}
+    undone = [listener(model, path) for path in paths for listener in LISTENERS]
+    return [undo for undo in undone if undo is not None]
 
 
 def add_load_hook(module: nn.Module) -> RemovableHandle | None:

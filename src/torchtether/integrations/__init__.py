@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 
-def tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
+def tell_libraries(model: nn.Module, path: str) -> Callable[[], None] | None:
+    """Let the libraries that the user has imported know of the Weights in ``model``'s module at ``path``.
+
+    Returns what takes it back; ``None`` where nothing was done.
+    """
+    if "peft" in sys.modules:
+        with suppress(ImportError):  # one of another version
+            from . import peft  # noqa: F401 - lets its layers merge
+    return _tell_transformers(model, path)
+
+
+def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
     """Attach each ``PreTrainedModel`` on the way from ``model`` to its module at ``path``.
 
     Returns what takes it back; ``None`` where nothing was done.

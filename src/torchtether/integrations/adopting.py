@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_module
-from ..conversion.quantizing import keep_loading
+from ..conversion.quantizing import keep_loading, tell_listeners
 from ..errors import ConversionError, RuleError, TetherError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
@@ -84,6 +84,7 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
             _become_plain(found, exchange)
     for module in model.modules():
         _forget_quantizer(module)
+    tell_listeners(model, [name for found in tensors for name in found.component.names])
     if rounded:
         how = "; ".join(dict.fromkeys(rounded.values()))
         warnings.warn(
