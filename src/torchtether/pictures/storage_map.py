@@ -173,7 +173,7 @@ class StorageDiff:
     >>> _ = tt.quantize(model, "int8")
     >>> print(tt.storage_map(model).diff(before))
     512 B in 2 storages -> 192 B in 4 storages, 0 ties -> 0 ties
-    *.weight x2: plain -> Affine(bits=8); 256 B -> 96 B
+    *.weight x2: plain -> int8; 256 B -> 96 B
     """
 
     before: StorageMap
