@@ -20,9 +20,10 @@ from ..formats import WRITABLE
 from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, describe_bytes
-from ..schemes import NAMED, Plain, Scheme, scheme_from_text
+from ..schemes import NAMED, Plain, Scheme, scheme_from_text, scheme_to_text
+from .made import print_made
 from .tables import print_table
-from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
+from .transform import convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
 
 Verb = Callable[[argparse.Namespace], None]
@@ -232,7 +233,7 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
     owner, view = checkpoint.find(name)
     if owner == name:
         scheme = checkpoint.spec(name).scheme
-        return "" if isinstance(scheme, Plain) else str(scheme)
+        return "" if isinstance(scheme, Plain) else scheme_to_text(scheme)
     return f"= {owner}" if view is None else f"= {owner} (view, stride {list(view.stride)}, offset {view.offset})"
 
 
@@ -241,7 +242,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for name in checkpoint.entries:
         spec = checkpoint.spec(name)
-        scheme = dtype_name(spec.dtype) if isinstance(spec.scheme, Plain) else str(spec.scheme)
+        scheme = dtype_name(spec.dtype) if isinstance(spec.scheme, Plain) else scheme_to_text(spec.scheme)
         count, nbytes = found.get(scheme, (0, 0))
         found[scheme] = (count + 1, nbytes + checkpoint.nbytes(name))
     return dict(sorted(found.items(), key=lambda item: (-item[1][1], item[0])))
@@ -309,7 +310,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
     )
-    _print_made(arguments.target, report, "quantized")
+    print_made(arguments.target, report, is_quantized=True)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -323,12 +324,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
     )
-    _print_made(arguments.target, report, "converted")
-
-
-def _print_made(target: Path, report: TransformReport, done: str) -> None:
-    before, after = describe_bytes(report.bytes_before), describe_bytes(report.bytes_after)
-    print(f"{target}: {len(report.changed)} of {report.tensors} tensors {done}, {before} -> {after}")
+    print_made(arguments.target, report)
 
 
 def _demo(arguments: argparse.Namespace) -> None:

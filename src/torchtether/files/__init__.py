@@ -2,9 +2,10 @@
 
 from .batch import Batch
 from .beside import read_beside
+from .companions import CarriedOver, carry_over
 from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
-from .folder import carry_over, folder_for, is_folder, new_folder
+from .folder import folder_for, is_folder, new_folder
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
@@ -41,6 +42,7 @@ __all__ = [
     "write_gguf",
     "SUFFIX",
     "Batch",
+    "CarriedOver",
     "FolderChange",
     "beside",
     "Header",
