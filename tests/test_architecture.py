@@ -32,8 +32,12 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
-# Modules that nothing in the package imports: users of those libraries do.
-NEEDED_ELSEWHERE = {"testing/strategies.py": {"hypothesis"}, "integrations/transformers.py": {"transformers"}}
+# Modules that nothing in the package imports (users of those libraries do), and one that imports when it is asked.
+NEEDED_ELSEWHERE = {
+    "testing/strategies.py": {"hypothesis"},
+    "integrations/transformers.py": {"transformers"},
+    "files/hub.py": {"huggingface_hub"},
+}
 
 
 def _modules():

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help, description=help, epilog=_CODES)
         made.set_defaults(verb=verb)
         for path in paths:
-            made.add_argument(path, type=Path, help=_PATHS[path])
+            made.add_argument(path, type=Path if path == "target" else str, help=_PATHS[path])
         return made
 
     inspect = add("inspect", _inspect, "what a checkpoint holds, without reading the tensors", "path")
@@ -74,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     mapped = add("map", _map, "which storages a checkpoint has, and who lies on them, as text or as a page", "path")
     mapped.add_argument("--html", type=Path, metavar="OUT", help="write one HTML page that needs nothing else")
     mapped.add_argument("--svg", type=Path, metavar="OUT", help="write the picture alone")
-    mapped.add_argument("--against", type=Path, metavar="SRC", help="say and draw what differs from this checkpoint")
+    mapped.add_argument("--against", metavar="SRC", help="say and draw what differs from this checkpoint")
     mapped.add_argument("--all", action="store_true", help="every tensor, however many there are")
     verify = add("verify", _verify, "read every byte of a checkpoint and check every record", "path")
-    verify.add_argument("--against", type=Path, metavar="SRC", help="compare every tensor with this checkpoint's")
+    verify.add_argument("--against", metavar="SRC", help="compare every tensor with this checkpoint's")
     quantize = add("quantize", _quantize, "a float checkpoint as a quantized one", "source", "target")
     quantize.epilog = f"{_SCHEMES}\n\n{_CODES}"
     quantize.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -156,8 +156,8 @@ def _rule(text: str) -> tuple[str, Scheme | None]:
 
 
 _PATHS = {
-    "path": "a safetensors file, a folder of them, or an index",
-    "source": "a safetensors file, a folder of them, or an index",
+    "path": "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub",
+    "source": "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub",
     "target": "a folder that is new or empty, or a new .safetensors file",
 }
 

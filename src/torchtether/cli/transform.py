@@ -19,7 +19,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import ShardGroup, check_target, write_groups
 from ..errors import CheckpointError, SchemeError
-from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, new_folder
+from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
 from ..formats import Contained, Entry, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
@@ -157,13 +157,14 @@ def _transform(
     progress: Progress,
     verb: str,
 ) -> TransformReport:
-    source, target = Path(source), Path(target)
+    target = Path(target)
     check_target(target, format, max_shard_size=max_shard_size)
     is_file = target.suffix == SUFFIX or isinstance(format, Contained)
     if is_file and target.exists():
         raise CheckpointError("it is there already", name=str(target), fix="Remove it, or give another name.")
     if is_file and max_shard_size is not None:
         raise CheckpointError("one file has no shards", name=str(target), fix="Give a folder, or no max_shard_size.")
+    source = local_path(source, is_whole=not is_file)
     with Checkpoint(source) as checkpoint:
         for name, what in checkpoint.faults.items():
             raise CheckpointError(what, name=f"{source}: {name}")

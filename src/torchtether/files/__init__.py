@@ -10,6 +10,7 @@ from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Header, Stored
+from .hub import local_path
 from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
 from .memory import allocate, scratch
 from .names import INDEX_SUFFIX, SUFFIX
@@ -57,6 +58,7 @@ __all__ = [
     "folder_for",
     "format_index",
     "allocate",
+    "local_path",
     "new_folder",
     "part_key",
     "put_in_place",

@@ -21,6 +21,8 @@ _EXPORTS = (".onnx", ".onnx_data", ".h5", ".msgpack", ".tflite", ".ot", ".gguf",
 _FOLDERS = re.compile(r"onnx|openvino|coreml|original|checkpoint-\d+", re.IGNORECASE)
 """Folders in which the weights of the source are there again, for other programs or from earlier in training."""
 
+_HIDDEN = "hidden"
+
 
 @dataclass
 class CarriedOver:
@@ -78,18 +80,21 @@ def _walk(root: Path, done: CarriedOver, read: frozenset[str]) -> Iterator[tuple
 
 def _reason(root: Path, folder: str, entry: os.DirEntry[str], place: Path) -> str:
     """Return why ``entry`` of ``folder`` is left out; empty if it is not."""
-    name = entry.name.lower()
-    if name.startswith("."):
-        return "hidden"
-    if entry.is_symlink():
+    is_folder = entry.is_dir(follow_symlinks=False)
+    why = why_left_out(f"{folder}{entry.name}{'/x' if is_folder else ''}")
+    if entry.is_symlink() and why != _HIDDEN:
         is_blob = root.parent.name == "snapshots" and place.is_relative_to(root.parents[1] / "blobs")
         is_inside = place.is_relative_to(root) and "/." not in f"/{place.relative_to(root).as_posix()}"
         if not (is_blob or is_inside) or place.is_dir():
             return "links to folders, or out of the source"
-    if entry.is_dir(follow_symlinks=False):
-        return "the same weights in other forms" if _FOLDERS.fullmatch(name) else ""
-    if not place.is_file():
-        return "no regular files"
-    if name.endswith(_EXPORTS):
+    return why if why or is_folder or place.is_file() else "no regular files"
+
+
+def why_left_out(path: str) -> str:
+    """Return why the file at ``path`` below a checkpoint is not carried over, as far as its name tells; or nothing."""
+    *folders, name = path.lower().split("/")
+    if any(one.startswith(".") for one in (*folders, name)):
+        return _HIDDEN
+    if name.endswith(_EXPORTS) or any(_FOLDERS.fullmatch(one) for one in folders):
         return "the same weights in other forms"
-    return "other weights beside the tensors" if not folder and name.endswith(_WEIGHTS) else ""
+    return "other weights beside the tensors" if not folders and name.endswith(_WEIGHTS) else ""

@@ -49,7 +49,7 @@ def storage_map(model: Mapped) -> StorageMap:
     if isinstance(model, Checkpoint):
         return StorageMap(groups_of_checkpoint(model), str(model.path))
     if isinstance(model, (str, PathLike)):
-        with open_checkpoint(Path(model)) as checkpoint:
+        with open_checkpoint(model if isinstance(model, str) else Path(model)) as checkpoint:
             return storage_map(checkpoint)
     if isinstance(model, nn.Module):
         return StorageMap(groups_of(model), type(model).__name__)
