@@ -19,6 +19,7 @@ from tests.loading.models import MODELS, Slices, Storage, Tied, build
 from torchtether.cli import transform
 from torchtether.cli.main import main
 from torchtether.files import companions, write_tensors
+from torchtether.formats import bitsandbytes
 from torchtether.schemes import NAMED, scheme_from_text, scheme_to_text
 
 
@@ -561,3 +562,50 @@ def test_every_scheme_of_the_catalog_is_called_by_a_text_of_its_own():
     assert all(scheme_from_text(text) == one for one, text in texts.items() if text.partition("(")[0] in NAMED)
     named = [text for text in texts.values() if text.partition("(")[0] in NAMED]
     assert len(named) == len(set(named)) >= len(NAMED)
+
+
+# -- formats whose readers have no quantized embedding ----------------------------------------------------------------
+
+
+def tied(path, scheme=None):
+    emb = torch.randn(64, 64)
+    emb = emb if scheme is None else tt.Weight.encode(emb, scheme)
+    tt.save({"emb.weight": emb, "head.weight": emb, "fc.weight": torch.randn(64, 64)}, path)
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme", "stored"),
+    [
+        ("native", "nf4", {"emb.weight": tt.nf4(), "fc.weight": tt.nf4()}),
+        ("compressed-tensors", "int8", {"emb.weight": tt.int8(), "fc.weight": tt.int8()}),
+        ("bitsandbytes", "nf4", {"fc.weight": tt.nf4()}),
+        ("bitsandbytes", "int8", {"fc.weight": bitsandbytes.INT8}),
+        ("compressed-tensors", "nvfp4", dict.fromkeys(["emb.weight", "fc.weight"], tt.nvfp4(global_divides=True))),
+    ],
+)
+def test_quantize_chooses_what_the_format_holds(tmp_path, format, scheme, stored):
+    tied(tmp_path / "source")
+    options = ["--scheme", scheme, "--format", format]
+    assert main(["quantize", str(tmp_path / "source"), str(tmp_path / "made"), *options]) == 0
+    assert schemes_in(tmp_path / "made") == stored
+
+
+def test_an_embedding_that_the_format_does_not_hold_is_refused_or_decoded(tmp_path, capsys):
+    tied(tmp_path / "float")
+    tied(tmp_path / "q", tt.nf4())
+    options = ["--format", "bitsandbytes"]
+    quantize = ["quantize", str(tmp_path / "float"), str(tmp_path / "made"), "--scheme", "nf4", *options]
+    convert = ["convert", str(tmp_path / "q"), str(tmp_path / "made"), *options]
+    for command in ([*quantize, "--include", "*"], convert):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert "emb.weight: it is the weight of an embedding" in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "made").exists()
+    assert main([*convert, "--dequantize", "head.*"]) == 0
+    assert "  1 nf4 -> float32, decoded\n" in capsys.readouterr().out
+    with tt.open(tmp_path / "q") as source, tt.open(tmp_path / "made") as made:
+        assert torch.equal(made["head.weight"], source["emb.weight"].dequantize())
+        assert made["head.weight"].data_ptr() == made["emb.weight"].data_ptr()
+    assert main([*convert, "--dequantize", "fc.*"]) == 1
+    assert "fc.*: this glob matches no quantized tensor" in capsys.readouterr().err

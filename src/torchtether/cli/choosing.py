@@ -28,13 +28,16 @@ def choose(
     rules: Mapping[str, Scheme | None],
     include: Sequence[str],
     exclude: Sequence[str],
+    *,
+    holds_embeddings: bool = True,
 ) -> dict[str, Scheme]:
-    """Return the owners to quantize; raise RuleError or SchemeError for a request that cannot be met."""
+    """Return the owners to quantize; raise RuleError or SchemeError for a request that cannot be met.
+
+    Embeddings are chosen by default only where they are tied to a head, and the format holds them.
+    """
     names_of = {owner: ties[owner].names if owner in ties else (owner,) for owner in checkpoint.entries}
     every = [name for names in names_of.values() for name in names]
-    for glob in (*rules, *include, *exclude):
-        if not any(fnmatchcase(name, glob) for name in every):
-            raise RuleError("this glob matches no tensor", name=glob, fix="Correct or remove it.")
+    _check_matched((*rules, *include, *exclude), every)
     chosen: dict[str, Scheme] = {}
     for owner, names in names_of.items():
         if _first(names, exclude):
@@ -44,7 +47,8 @@ def choose(
         scheme = default if named is None else rules.get(named[1], default)
         if scheme is None:
             continue
-        if named is None and (include or obstacle or not _is_linear(names, checkpoint.entries[owner].shape)):
+        is_left = not holds_embeddings and any(map(is_embedding, names))
+        if named is None and (include or obstacle or is_left or not _is_linear(names, checkpoint.entries[owner].shape)):
             continue
         if named is not None and obstacle:
             raise RuleError(obstacle, name=named[0], fix="Leave it out with --exclude.")
@@ -56,6 +60,23 @@ def choose(
     if not chosen:
         raise RuleError("nothing in it is to be quantized", name=str(checkpoint.path), fix="Name it with --include.")
     return chosen
+
+
+def weights_matched(checkpoint: Checkpoint, ties: Mapping[str, Tie], globs: Sequence[str]) -> set[str]:
+    """Return the quantized owners of which ``globs`` match a name; raise RuleError for a glob that matches none."""
+    names_of = {
+        name: ties[name].names if name in ties else (name,)
+        for name, entry in checkpoint.entries.items()
+        if entry.spec is not None
+    }
+    _check_matched(globs, [name for names in names_of.values() for name in names], "quantized tensor")
+    return {owner for owner, names in names_of.items() if _first(names, globs)}
+
+
+def _check_matched(globs: Iterable[str], names: Sequence[str], what: str = "tensor") -> None:
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise RuleError(f"this glob matches no {what}", name=glob, fix="Correct or remove it.")
 
 
 def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None:
@@ -92,9 +113,15 @@ def _is_linear(names: Sequence[str], shape: Sequence[int]) -> bool:
     """
     if len(shape) != 2 or min(shape) < SMALLEST:
         return False
-    paths = [name.split(".") for name in names]
-    return any(path[-1] == "weight" and not _is_embedding(path[-2] if len(path) > 1 else "") for path in paths)
+    return any(name.rpartition(".")[2] == "weight" and not is_embedding(name) for name in names)
 
 
-def _is_embedding(module: str) -> bool:
-    return "emb" in module.lower() or module in _EMBEDDINGS
+def is_embedding(name: str) -> bool:
+    """Return whether ``name`` looks like the weight of an embedding.
+
+    >>> is_embedding("model.embed_tokens.weight"), is_embedding("transformer.wte.weight"), is_embedding("head.weight")
+    (True, True, False)
+    """
+    module, _, leaf = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    return leaf == "weight" and ("emb" in module.lower() or module in _EMBEDDINGS)

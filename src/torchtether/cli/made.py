@@ -35,6 +35,8 @@ def _became(old: Kind, new: Kind, formats: tuple[str, str]) -> str:
     (scheme, dtype), (now, computed) = old, new
     if not now and not scheme:
         return f"{dtype}, as before" if dtype == computed else f"{dtype} -> {computed}"
+    if not now:
+        return f"{scheme} -> {computed}, decoded"
     if now != scheme:
         return f"{scheme or dtype} -> {now}" + (", decoded and encoded again" if scheme else "")
     words = f"{now}, the same codes"

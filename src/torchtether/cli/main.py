@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SCHEME",
         help="how what --format has no words for is encoded again; without it that is an error",
     )
+    convert.add_argument(
+        "--dequantize", action="append", default=[], metavar="GLOB", help="what is decoded and stored as floats"
+    )
     for verb in (quantize, convert):
         verb.add_argument(
             "--format",
@@ -320,6 +323,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         dtype=None if arguments.dtype is None else dtype_from_name(arguments.dtype),
         format=arguments.format,
         requantize=arguments.requantize,
+        dequantize=arguments.dequantize,
         aliases=arguments.aliases,
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),

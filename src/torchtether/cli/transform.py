@@ -20,13 +20,13 @@ from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import ShardGroup, check_target, write_groups
 from ..errors import CheckpointError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
-from ..formats import Contained, Entry, Writable, writable
+from ..formats import AboutEmbeddings, Contained, Entry, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
-from ..schemes import Scheme, resolve, scheme_to_text
+from ..schemes import Plain, Scheme, resolve, scheme_to_text
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .choosing import choose
+from .choosing import choose, is_embedding, weights_matched
 
 Kind = tuple[str, str]
 """A scheme by its name, empty for a plain tensor, and the dtype of values."""
@@ -67,17 +67,23 @@ def quantize_checkpoint(
     dimension and are never among them. With ``include`` the globs say instead. Before that, ``rules`` give what a glob
     matches another scheme, or ``None``, the first match wins; with a ``scheme`` of ``None`` they say all. ``exclude``
     takes away from either. A glob that matches any name of a tied group speaks for the group, which is quantized once.
+    Where ``format`` has a spelling of its own of a scheme (int8 of bitsandbytes), values are encoded in that.
 
     See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing or what cannot be
     quantized, and SchemeError if the scheme does not fit a shape or met values that are not finite.
     """
-    default = None if scheme is None else resolve(scheme)
-    asked = {glob: None if one is None else resolve(one) for glob, one in (rules or {}).items()}
     written = writable(format)
+
+    def resolved(one: Scheme | str | None) -> Scheme | None:
+        made = None if one is None else resolve(one)
+        return made if made is None or not isinstance(written, Variant) else written.variant_of(made)
+
+    default, asked = resolved(scheme), {glob: resolved(one) for glob, one in (rules or {}).items()}
+    holds_embeddings = not isinstance(written, AboutEmbeddings) or written.holds_embeddings
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
-        chosen = choose(checkpoint, ties, default, asked, include, exclude)
+        chosen = choose(checkpoint, ties, default, asked, include, exclude, holds_embeddings=holds_embeddings)
         compiled.expect(sum(math.prod(checkpoint.entries[name].shape) for name in chosen))
         return [
             _Streamed.of(checkpoint, name, ties.get(name), written, scheme=chosen.get(name))
@@ -94,6 +100,7 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     format: str = "native",
     requantize: Scheme | str | None = None,
+    dequantize: Sequence[str] = (),
     aliases: Aliases = "drop",
     max_shard_size: int | str | None = None,
     progress: Progress = None,
@@ -102,7 +109,8 @@ def convert_checkpoint(
 
     Ties, strides and schemes are kept; of a quantized weight ``dtype`` is the compute dtype, and its codes stay. What
     ``format`` has no words for is an error, or, if a scheme is given as ``requantize``, is decoded and encoded in it:
-    then values change, and the report names the weights. Names that other writers only note as ``alias: owner`` become
+    then values change, and the report names the weights. What a glob of ``dequantize`` matches is decoded, exactly, and
+    stored plain. Names that other writers only note as ``alias: owner`` become
     ties. ``target`` is a ``.safetensors`` file that is not there yet, or a folder that is not there or empty; a folder
     comes into being whole, by one rename, and also gets what stands beside the tensors of a source folder, and in its
     folders (``files/companions.py`` says what is left out). Scratch is one tensor.
@@ -119,13 +127,14 @@ def convert_checkpoint(
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
+        decoded = weights_matched(checkpoint, ties, dequantize)
         return [
             _Streamed.of(
                 checkpoint,
                 name,
                 ties.get(name),
                 written,
-                scheme=_other_scheme(entry, name, written, fallback),
+                scheme=Plain() if name in decoded else _other_scheme(entry, name, written, fallback),
                 dtype=dtype,
                 copy=aliases == "copy",
             )
@@ -251,8 +260,11 @@ class _Streamed(ShardGroup):
         entry = checkpoint.entries[name]
         dtype = _dtype(entry, name, tie, dtype)
         group = _Streamed(format, name=name, is_changed=scheme is not None or dtype != entry.dtype)
-        given = WeightSpec.of(entry.shape, entry.dtype, scheme) if scheme else entry.spec
+        given = entry.spec
+        if scheme is not None:
+            given = None if scheme.transparent else WeightSpec.of(entry.shape, entry.dtype, scheme)
         spec = None if given is None else given.replace(dtype=dtype, tie=None)
+        group.is_embedding = any(map(is_embedding, tie.names if tie else (name,)))
         group.kinds = _kind(entry.spec, entry.dtype), _kind(spec, dtype)
         group._add(name, entry.shape, dtype, spec)
         if spec is None and entry.stride != contiguous_stride(entry.shape) and 0 not in entry.shape:
@@ -320,7 +332,8 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch
     if scheme is not None:
         try:
             values = checkpoint.read_briefly(name)
-            return Weight.encode(values.dequantize() if isinstance(values, Weight) else values, scheme).to(dtype)
+            values = values.dequantize() if isinstance(values, Weight) else values
+            return (values if scheme.transparent else Weight.encode(values, scheme)).to(dtype)
         except SchemeError as error:
             raise error.named(name) from None
     given = checkpoint.read(name)
