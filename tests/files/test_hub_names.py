@@ -8,7 +8,7 @@ import torch
 
 import torchtether as tt
 from torchtether.cli.main import main
-from torchtether.files import local_path
+from torchtether.files import hub, local_path
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +47,16 @@ def test_without_the_library_one_line_says_so(capsys):
         assert main([*command, "org/name", "made"]) == 1
         assert capsys.readouterr().err == f"torchtether: {words}\n"
     assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["model.safetensors", "consolidated.safetensors", "x.gguf", "pytorch_model.bin"], ["model.safetensors"]),
+        (["b.safetensors", "a.safetensors", "x.gguf", "a.pt"], ["a.safetensors", "b.safetensors"]),
+        (["x.gguf", "pytorch_model.bin"], ["x.gguf"]),
+    ],
+)
+def test_of_several_copies_of_the_weights_one_is_wanted(names, wanted, tmp_path):
+    """The one that is read in such a folder."""
+    assert hub.wanted_weights("org/name", tmp_path, names) == wanted

@@ -70,7 +70,11 @@ def test_linear_layers_alone(tmp_path, format, name, tied):
 @pytest.mark.parametrize(
     ("format", "rules", "words"),
     [
-        ("bitsandbytes", {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"}, "transformers does not read quantized from bitsandbytes"),
+        (
+            "bitsandbytes",
+            {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"},
+            "transformers does not read quantized from bitsandbytes",
+        ),
         (
             "compressed-tensors",
             {"*embed_tokens*": "int8", "*_proj.weight": "fp8"},

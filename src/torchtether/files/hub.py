@@ -80,7 +80,7 @@ def _fetched(hub: Any, name: str, revision: str | None, fetch: Callable[..., Pat
         names = list(hub.HfApi().list_repo_files(name, revision=commit))
     except Exception:  # offline: what the cache has of it
         names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()]
-    wanted = _weights(name, folder, [one for one in names if "/" not in one])
+    wanted = wanted_weights(name, folder, [one for one in names if "/" not in one])
     wanted += [one for one in names if one in BESIDE or (is_whole and not why_left_out(one))]
     folder = fetch(commit, [glob.escape(one) for one in dict.fromkeys(wanted)])
     home = Path(os.path.realpath(folder.parents[1]))
@@ -90,7 +90,7 @@ def _fetched(hub: Any, name: str, revision: str | None, fetch: Callable[..., Pat
     return folder
 
 
-def _weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
+def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
     """Return the files of the checkpoint among ``names``, chosen as ``find_files`` chooses in a folder."""
     files = sorted(one for one in names if one.endswith((SUFFIX, GGUF_SUFFIX, INDEX_SUFFIX)))
     indexes = [one for one in files if one.endswith(INDEX_SUFFIX)]

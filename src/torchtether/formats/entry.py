@@ -208,11 +208,11 @@ class Writable(Format, Protocol):
 
 @runtime_checkable
 class AboutEmbeddings(Protocol):
-    """Is a writable format whose readers build modules for linear layers, and may not for quantized embeddings."""
+    """Describe a writable format whose readers build modules for linear layers, not always for embeddings."""
 
     @property
     def holds_embeddings(self) -> bool:
-        """Whether they read those at all."""
+        """Return whether they read quantized embeddings at all."""
 
     def announce_embeddings(
         self, said: Mapping[str, Mapping[str, Any]], names: Sequence[str]
@@ -226,7 +226,7 @@ class AboutEmbeddings(Protocol):
 
 @runtime_checkable
 class Variant(Protocol):
-    """Is a writable format that holds some schemes in a spelling of its own."""
+    """Describe a writable format that holds some schemes in a spelling of its own."""
 
     def variant_of(self, scheme: Scheme) -> Scheme:
         """Return ``scheme`` as values are encoded for this format: it, or the one of the same kind that it holds."""
