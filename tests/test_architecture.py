@@ -37,6 +37,7 @@ THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 # Modules that nothing in the package imports before its user has imported those libraries.
 NEEDED_ELSEWHERE = {
     "testing/strategies.py": {"hypothesis"},
+    "files/hub.py": {"huggingface_hub"},
     "integrations/accelerate.py": {"accelerate"},
     "integrations/bitsandbytes.py": {"bitsandbytes"},
     "integrations/peft.py": {"peft"},

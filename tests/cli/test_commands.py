@@ -2,9 +2,12 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 import torchtether as tt
+import torchtether_cli
 from tests.loading.models import MODELS, Tied, Turned, build
 from torchtether.cli import demonstration
 from torchtether.cli.main import main
@@ -33,13 +37,13 @@ def test_inspect_shows_tensors_ties_and_schemes(tmp_path, capsys):
     assert "12 x 8" in lines["emb.weight"]
     assert "= emb.weight" in lines["head.weight"]
     assert "= emb.weight (view, stride [1, 8], offset 0)" in lines["turned"]
-    assert "Affine" in lines["mid.weight"]
+    assert lines["mid.weight"].endswith("int8")
     assert tree.splitlines()[:-1] == [
         "emb.weight",
         "├── head.weight",
         "└── turned (view [8, 12], stride [1, 8], offset 0)",
         "float32: 4 tensors, 480 B",
-        "Affine(bits=8): 1 tensors, 96 B",
+        "int8: 1 tensors, 96 B",
         "int64: 1 tensors, 8 B",
     ]
 
@@ -134,7 +138,7 @@ def test_verify_against_shows_the_worst_first(tmp_path, capsys):
         ({"a": torch.zeros(3)}, "a: it has shape (3,), in "),
         ({"extra": torch.zeros(3)}, "extra: "),
         ({"a": None}, "a: it is in "),
-        ({"w": tt.Weight.encode(torch.full((4, 4), 2.0), tt.int8())}, "more than Affine(bits=8) allows"),
+        ({"w": tt.Weight.encode(torch.full((4, 4), 2.0), tt.int8())}, "more than int8 allows"),
         ({"a": torch.ones(2), "w": torch.zeros(4, 4)}, "| and 1 more"),
     ],
 )
@@ -248,6 +252,35 @@ def test_ctrl_c_exits_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "torchtether: interrupted\n"
 
 
+_INTERRUPTED = """
+import importlib.abc, os, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+from torchtether_cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["torchtether", "torch", "torch.nn", "torchtether.weights", "torchtether.cli.main"])
+def test_ctrl_c_while_it_is_imported_is_one_line_too(module):
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED, module], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "torchtether: interrupted\n")
+
+
+def test_the_command_begins_outside_of_the_package(tmp_path, monkeypatch, capsys):
+    project = tomllib.loads((Path(torchtether_cli.__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"torchtether": "torchtether_cli:main"}
+    tt.save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(sys, "argv", ["torchtether", "ties", str(tmp_path / "x.safetensors")])
+    assert torchtether_cli.main() == 0
+    assert capsys.readouterr().out == "0 ties\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_the_module_can_be_run(tmp_path):
     tt.save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     done = subprocess.run(
@@ -278,16 +311,19 @@ def test_the_demo_shows_what_differs(tmp_path, monkeypatch):
     assert ours["read without the model"] == "head.weight is emb.weight"
 
 
-def test_a_table_loses_its_end_on_a_terminal_and_nothing_in_a_pipe(monkeypatch, capsys):
-    rows = [("name", "kind"), ("model.layers.0.weight", "int8 " * 30)]
+def test_a_table_keeps_names_whole_on_a_terminal_and_everything_in_a_pipe(monkeypatch, capsys):
+    names = [f"model.layers.{i}.post_attention_layernorm.weight" for i in range(2)]
+    rows = [("name", "bytes", "kind"), *((name, "1 kB", "int8 " * 30) for name in names), ("b", "2 kB", "")]
     print_table(rows)
-    assert rows[1][1].rstrip() in capsys.readouterr().out
+    assert rows[1][2].rstrip() in capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     print_table(rows)
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) == 60
-    assert lines[1].startswith("model.layers.0.weight  int8")
+    assert max(map(len, lines)) <= 60
+    assert [line for line in lines if "weight" in line] == names
+    assert sum(line.count("int8") for line in lines) == 60
+    assert lines[-1].split() == ["b", "2", "kB"]
 
 
 def test_the_demo_prints_a_table_of_80_columns_and_no_bars_into_a_pipe(monkeypatch, capsys):
@@ -302,14 +338,23 @@ def test_the_demo_prints_a_table_of_80_columns_and_no_bars_into_a_pipe(monkeypat
     assert all(word in words for word in ("stock torch", "training step runs runs", "save_model:", "code only)"))
 
 
-def test_the_command_line_stays_within_80_columns(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    names = [f"model.layers.{i}.self_attn.{one}_proj.weight" for i in range(2) for one in "qk"]
-    tt.save({name: torch.randn(64, 64) for name in names}, tmp_path / "x.safetensors")
-    assert main(["map", str(tmp_path / "x.safetensors")]) == 0
-    assert main(["verify", str(tmp_path / "x.safetensors")]) == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    assert max(map(len, shown.out.splitlines()[1:])) <= 80
-    assert "q_proj.weight" in shown.out
-    assert "k_proj.weight" in shown.out
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_command_line_stays_within_80_columns(tmp_path, monkeypatch, capsys, columns):
+    """And no two of its rows look alike, because names are whole."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parts = ["self_attn.q_proj", "self_attn.k_proj", "post_attention_layernorm_of_the_block", "post_attention_norm"]
+    names = [f"model.layers.{i}.{part}.weight" for i in range(2) for part in parts]
+    source = {name: torch.randn(64, 64) for name in names}
+    tt.save(source, tmp_path / "x.safetensors")
+    made = {name: tt.Weight.encode(tensor, tt.int4(32, True)) for name, tensor in source.items()}
+    tt.save(made, tmp_path / "q.safetensors")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for words in (["map"], ["inspect"], ["verify", "--against", str(tmp_path / "x.safetensors")]):
+        assert main([words[0], str(tmp_path / "q.safetensors"), *words[1:]]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        assert max(map(len, shown.out.splitlines()[1:-1])) <= columns
+        wanted = names if words[0] != "map" else [f"model.layers.*.{part}.weight" for part in parts]
+        for name in wanted:
+            assert "".join(shown.out.split()).count(name) == 1  # in the map a very long one may take two lines
+        assert "int4(group_size=32, symmetric=True)" in " ".join(shown.out.split())

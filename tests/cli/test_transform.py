@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import torchtether as tt
+from tests.catalog import SCHEMES
 from tests.loading.models import MODELS, Slices, Storage, Tied, build
 from torchtether.cli import transform
 from torchtether.cli.main import main
-from torchtether.files import write_tensors
-from torchtether.schemes import NAMED, scheme_from_text
+from torchtether.files import companions, write_tensors
+from torchtether.formats import bitsandbytes
+from torchtether.schemes import NAMED, scheme_from_text, scheme_to_text
 
 
 class Net(Tied):
@@ -124,7 +127,7 @@ def test_what_is_quantized_stays_as_it_is(source, tmp_path, capsys):
         assert isinstance(two["emb.weight"], tt.Weight)
     arguments = ["quantize", str(tmp_path / "one"), str(tmp_path / "x"), "--scheme", "int8", "--include", "mid.*"]
     assert main(arguments) == 1
-    assert "mid.weight: is quantized already, as Affine" in capsys.readouterr().err
+    assert "mid.weight: is quantized already, as int4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -409,3 +412,200 @@ def test_a_killed_process_leaves_nothing_at_the_target(source, tmp_path):
     assert not (tmp_path / "made").exists()
     assert main(["verify", str(tmp_path / "made")]) == 1
     assert main(arguments[1:]) == 0
+
+
+# -- what comes along -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def modules(source):
+    """A folder as people have them: modules of their own, other copies of the weights, hidden things, links."""
+    for path in (
+        "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/deep/er/vocab.txt",
+        "modeling_net.py", "README.md", "LICENSE", "model.onnx", "onnx/model.onnx", "onnx/config.json",
+        "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "2_Dense/model.onnx", "optimizer.pt",
+        "checkpoint-500/config.json", ".git/config", ".hidden", "quantize_config.json",
+    ):  # fmt: skip
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_text("{}" if path == "quantize_config.json" else f"in {path}")
+    os.mkfifo(source / "pipe")
+    outside = source.parent / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    links = {"in.txt": "README.md", "out.txt": "../outside/secret", "folder": "../outside", "git.txt": ".git/config"}
+    for name, to in (links | {"broken.txt": "nowhere", "inside": "1_Pooling", "self": "self"}).items():
+        (source / name).symlink_to(to)
+    return source
+
+
+CARRIED = {
+    "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/deep/er/vocab.txt",
+    "modeling_net.py", "README.md", "LICENSE", "in.txt", "config.json", "tokenizer.model",
+}  # fmt: skip
+LEFT_OUT = """
+  left out, hidden: .git/, .hidden
+  left out, links to folders, or out of the source: folder, git.txt, inside, out.txt
+  left out, no regular files: broken.txt, pipe, self
+  left out, other weights beside the tensors: notes.bin, optimizer.pt, pytorch_model.bin, pytorch_model.bin.index.json
+  left out, the same weights in other forms: checkpoint-500/, model.onnx, onnx/, tf_model.h5, 2_Dense/model.onnx
+"""
+
+
+@pytest.mark.parametrize("command", [["quantize", "--scheme", "int8"], ["convert"]])
+@pytest.mark.parametrize("is_index", [False, True])
+def test_every_other_file_comes_along_and_the_rest_is_named(modules, tmp_path, capsys, command, is_index):
+    given = modules / "model.safetensors.index.json" if is_index else modules
+    assert main([command[0], str(given), str(tmp_path / "made"), *command[1:]]) == 0
+    made = {path.relative_to(tmp_path / "made").as_posix() for path in (tmp_path / "made").rglob("*") if path.is_file()}
+    assert made == {*CARRIED, "model.safetensors"}
+    assert all((tmp_path / "made" / name).read_bytes() == (modules / name).read_bytes() for name in CARRIED)
+    said = capsys.readouterr().out
+    assert "\n  carried along: 10 other files\n" in said
+    assert "\n  among them weights, as they are: 2_Dense/model.safetensors\n" in said
+    assert said.partition("2_Dense/model.safetensors")[2] == LEFT_OUT
+
+
+def test_of_a_single_file_nothing_comes_along(modules, tmp_path, capsys):
+    tt.save({"w": torch.ones(2)}, modules / "alone.safetensors")
+    torch.save({"w": torch.ones(2)}, modules / "alone.pt")
+    for name in ("alone.safetensors", "alone.pt"):
+        assert main(["convert", str(modules / name), str(tmp_path / name.partition(".")[2])]) == 0
+        assert sorted(files_of(tmp_path / name.partition(".")[2])) == ["model.safetensors"]
+    assert "along" not in capsys.readouterr().out
+
+
+def test_blobs_of_the_cache_of_a_snapshot_come_along(tmp_path):
+    repository = tmp_path / "models--o--n"
+    snapshot = repository / "snapshots" / "a1"
+    tt.save({"w": torch.ones(2)}, snapshot)
+    (repository / "blobs").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "blobs" / "b1").write_text("{}")
+    (repository / "refs" / "main").write_text("a1")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/b1")
+    (snapshot / "odd.json").symlink_to("../../refs/main")
+    report = transform.convert_checkpoint(snapshot, tmp_path / "made")
+    assert report.carried.files == ["tokenizer.json"]
+    assert list(report.carried.left_out) == ["odd.json"]
+    assert not (tmp_path / "made" / "tokenizer.json").is_symlink()
+
+
+def test_a_file_that_cannot_be_read_is_named_and_nothing_is_left(modules, tmp_path, monkeypatch, capsys):
+    stock = companions.open_file
+
+    def refused(path):
+        if str(path).endswith("vocab.txt"):
+            raise PermissionError(13, "Permission denied")
+        return stock(path)
+
+    monkeypatch.setattr(companions, "open_file", refused)
+    assert main(["convert", str(modules), str(tmp_path / "made")]) == 1
+    error = capsys.readouterr().err
+    assert "2_Dense/deep/er/vocab.txt: cannot be copied: Permission denied" in error
+    assert error.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["outside", "source"]
+
+
+@pytest.mark.parametrize("count", range(len(CARRIED) + 1))
+def test_an_interrupt_between_any_two_files_leaves_nothing(modules, tmp_path, monkeypatch, capsys, count):
+    stock, opened = companions.open_file, []
+
+    def interrupted(path):
+        if len(opened) == count:
+            raise KeyboardInterrupt
+        opened.append(path)
+        return stock(path)
+
+    monkeypatch.setattr(companions, "open_file", interrupted)
+    is_done = count == len(CARRIED)
+    assert main(["convert", str(modules), str(tmp_path / "made")]) == (0 if is_done else 130)
+    assert sorted(os.listdir(tmp_path)) == [*["made"] * is_done, "outside", "source"]
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_convert_says_what_became_of_what(source, tmp_path, capsys):
+    tt.save({"a.weight": tt.Weight.encode(torch.randn(64, 64), tt.int4(32, True)), "b": torch.ones(3)}, tmp_path / "q")
+    arguments = ["convert", str(tmp_path / "q"), str(tmp_path / "ct"), "--format", "compressed-tensors"]
+    assert main([*arguments, "--dtype", "bfloat16"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r".*/ct: 2 tensors, 2.57 kB -> [\d.]+ kB, format compressed-tensors", first)
+    assert lines == [
+        "  1 float32 -> bfloat16",
+        "  1 int4(group_size=32, symmetric=True), the same codes, native -> compressed-tensors, "
+        "to compute in bfloat16 instead of float32",
+    ]
+    assert main(["convert", str(tmp_path / "q"), str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  1 float32, as before",
+        "  1 int4(group_size=32, symmetric=True), the same codes",
+    ]
+    arguments = ["convert", str(tmp_path / "q"), str(tmp_path / "bnb"), "--format", "bitsandbytes"]
+    assert main([*arguments, "--requantize", "nf4"]) == 0
+    assert "  1 int4(group_size=32, symmetric=True) -> nf4, decoded and encoded again\n" in capsys.readouterr().out
+    assert main(["quantize", str(source), str(tmp_path / "made"), "--scheme", "fp8(block)"]) == 0
+    assert "  2 float32 -> fp8(granularity=block)\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", SPELLED)
+def test_a_scheme_is_called_as_it_is_spelled(text):
+    scheme = scheme_from_text(text)
+    assert scheme_from_text(scheme_to_text(scheme)) == scheme
+    assert scheme_to_text(scheme).partition("(")[0] == text.strip().partition("(")[0]
+    assert scheme_to_text(tt.int4(fit="mse")) == scheme_to_text(tt.int4()) == "int4"
+    assert scheme_to_text(tt.Affine(bits=3)) == "Affine(bits=3)"
+
+
+def test_every_scheme_of_the_catalog_is_called_by_a_text_of_its_own():
+    texts = {row.scheme: scheme_to_text(row.scheme) for row in SCHEMES}
+    assert all(scheme_from_text(text) == one for one, text in texts.items() if text.partition("(")[0] in NAMED)
+    named = [text for text in texts.values() if text.partition("(")[0] in NAMED]
+    assert len(named) == len(set(named)) >= len(NAMED)
+
+
+# -- formats whose readers have no quantized embedding ----------------------------------------------------------------
+
+
+def tied(path, scheme=None):
+    emb = torch.randn(64, 64)
+    emb = emb if scheme is None else tt.Weight.encode(emb, scheme)
+    tt.save({"emb.weight": emb, "head.weight": emb, "fc.weight": torch.randn(64, 64)}, path)
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme", "stored"),
+    [
+        ("native", "nf4", {"emb.weight": tt.nf4(), "fc.weight": tt.nf4()}),
+        ("compressed-tensors", "int8", {"emb.weight": tt.int8(), "fc.weight": tt.int8()}),
+        ("bitsandbytes", "nf4", {"fc.weight": tt.nf4()}),
+        ("bitsandbytes", "int8", {"fc.weight": bitsandbytes.INT8}),
+        ("compressed-tensors", "nvfp4", dict.fromkeys(["emb.weight", "fc.weight"], tt.nvfp4(global_divides=True))),
+    ],
+)
+def test_quantize_chooses_what_the_format_holds(tmp_path, format, scheme, stored):
+    tied(tmp_path / "source")
+    options = ["--scheme", scheme, "--format", format]
+    assert main(["quantize", str(tmp_path / "source"), str(tmp_path / "made"), *options]) == 0
+    assert schemes_in(tmp_path / "made") == stored
+
+
+def test_an_embedding_that_the_format_does_not_hold_is_refused_or_decoded(tmp_path, capsys):
+    tied(tmp_path / "float")
+    tied(tmp_path / "q", tt.nf4())
+    options = ["--format", "bitsandbytes"]
+    quantize = ["quantize", str(tmp_path / "float"), str(tmp_path / "made"), "--scheme", "nf4", *options]
+    convert = ["convert", str(tmp_path / "q"), str(tmp_path / "made"), *options]
+    for command in ([*quantize, "--include", "*"], convert):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert "emb.weight: it is the weight of an embedding" in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "made").exists()
+    assert main([*convert, "--dequantize", "head.*"]) == 0
+    assert "  1 nf4 -> float32, decoded\n" in capsys.readouterr().out
+    with tt.open(tmp_path / "q") as source, tt.open(tmp_path / "made") as made:
+        assert torch.equal(made["head.weight"], source["emb.weight"].dequantize())
+        assert made["head.weight"].data_ptr() == made["emb.weight"].data_ptr()
+    assert main([*convert, "--dequantize", "fc.*"]) == 1
+    assert "fc.*: this glob matches no quantized tensor" in capsys.readouterr().err

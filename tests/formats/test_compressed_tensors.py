@@ -267,7 +267,7 @@ def test_a_global_scale_that_multiplies_is_turned_around_exactly_or_not_at_all()
         (ScaledFloat("e5m2"), (4, 16), "e5m2"),
         (ScaledFloat("e2m1", (1, 16)), (4, 16), "no words for ScaledFloat"),
         (ScaledFloat("e4m3", (1, 16), E4M3, global_scale=True), (4, 16), "no words for ScaledFloat"),
-        (tt.nf4(), (4, 16), "no words for Codebook"),
+        (tt.nf4(), (4, 16), "no words for nf4"),
         (tt.int8(), (4, 4, 4), r"shape \(4, 4, 4\)"),
     ],
     ids=str,

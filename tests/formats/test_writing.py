@@ -12,7 +12,7 @@ import torchtether as tt
 from tests.formats.files import random, write
 from torchtether.cli.main import main
 from torchtether.files import KEY
-from torchtether.formats import WRITABLE, bitsandbytes, native
+from torchtether.formats import WRITABLE, bitsandbytes, native, writable
 
 FOREIGN = [format.name for format in WRITABLE if format is not native]
 
@@ -45,7 +45,7 @@ def test_bitsandbytes_by_save(tmp_path):
     model = _model()
     tt.quantize(model, {"head.weight": tt.nf4(), "mid.weight": tt.nf4()})
     write(tmp_path, {}, {"quant_method": "gptq", "bits": 4}, config={"model_type": "mine"})
-    tt.save(model, tmp_path, format="bitsandbytes")
+    tt.save(model.state_dict(keep_vars=True), tmp_path, format="bitsandbytes")  # in which nothing is an embedding
     config = _config(tmp_path)
     assert config["model_type"] == "mine"
     assert config["quantization_config"]["quant_method"] == "bitsandbytes"
@@ -79,7 +79,7 @@ def test_bitsandbytes_by_save(tmp_path):
 def test_a_tied_head_stays_tied_whatever_its_keys_are_called(tmp_path, format, scheme, shards, aliases):
     model = _model()
     tt.quantize(model, {"head.weight": scheme})
-    tt.save(model, tmp_path, format=format, max_shard_size=shards, aliases=aliases)
+    tt.save(model.state_dict(keep_vars=True), tmp_path, format=format, max_shard_size=shards, aliases=aliases)
     with tt.open(tmp_path) as checkpoint:
         assert [tie.names for tie in checkpoint.ties] == [("emb.weight", "head.weight")]
         assert checkpoint["head.weight"].parts["qdata"].data_ptr() == checkpoint["emb.weight"].parts["qdata"].data_ptr()
@@ -103,7 +103,7 @@ def test_a_fault_of_an_owner_is_one_of_its_aliases(tmp_path, capsys, format, sch
     """Also where another writer noted the tie as ``alias: owner`` alone."""
     model = _model()
     tt.quantize(model, {"head.weight": scheme})
-    tt.save(model, tmp_path, format=format)
+    tt.save(model.state_dict(keep_vars=True), tmp_path, format=format)
     path = tmp_path / "model.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -198,7 +198,7 @@ def test_no_folder_is_made_of_the_name_of_a_pickle(tmp_path, capsys, suffix):
 def test_convert_between_formats(tmp_path, capsys):
     """From bitsandbytes to our own and back: the same codes; what is beside is carried over and restated."""
     model = _model()
-    tt.quantize(model, {"head.weight": tt.nf4(double_quant=True), "mid.weight": tt.nf4(double_quant=True)})
+    tt.quantize(model, {"mid.weight": tt.nf4(double_quant=True)})
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
     tt.save(model, one, format="bitsandbytes")
     (one / "config.json").write_text(json.dumps({**_config(one), "model_type": "mine"}))
@@ -278,3 +278,83 @@ def test_faults_of_a_source(tmp_path, capsys):
     assert main(["verify", str(folder)]) == 1
     assert main(["inspect", str(folder)]) == 0
     assert "fault: m.weight" in capsys.readouterr().out
+
+
+# -- what readers build modules for -----------------------------------------------------------------------------------
+
+
+def tied_model():
+    torch.manual_seed(0)
+    made = torch.nn.ModuleDict({"emb": torch.nn.Embedding(64, 64), "fc": torch.nn.Linear(64, 64, bias=False)})
+    made["head"] = torch.nn.Linear(64, 64, bias=False)
+    made["head"].weight = made["emb"].weight
+    return made
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "is_decoded"),
+    [
+        (tt.int8(), torch.float32, False),
+        (tt.int4(32, True), torch.float32, False),
+        (tt.int4(32), torch.float32, True),
+        (tt.int4(32), torch.bfloat16, True),
+        (tt.mxfp4(), torch.float32, True),
+        (tt.mxfp4(), torch.bfloat16, False),
+    ],
+)
+def test_transformers_is_told_to_decode_what_it_cannot_keep(tmp_path, scheme, dtype, is_decoded):
+    model = tt.quantize(tied_model().to(dtype), {"fc.weight": scheme})
+    tt.save(model, tmp_path / "linear", format="compressed-tensors")
+    assert config_of(tmp_path / "linear").get("dequantize", False) == is_decoded
+    tt.quantize(model, {"emb.weight": scheme})
+    tt.save(model, tmp_path / "both", format="compressed-tensors")
+    assert config_of(tmp_path / "both")["dequantize"] is True
+    again = tied_model()
+    tt.load(again, tmp_path / "both", dtype=dtype)
+    assert again["head"].weight is again["emb"].weight
+    assert torch.equal(again["emb"].weight.detach().dequantize(), model["emb"].weight.detach().dequantize())
+
+
+@pytest.mark.parametrize(
+    ("format", "rules"),
+    [
+        ("bitsandbytes", {"*": "nf4"}),
+        ("bitsandbytes", {"emb.weight": "nf4"}),
+        ("compressed-tensors", {"emb.weight": "int8", "fc.weight": "fp8"}),
+    ],
+)
+@pytest.mark.parametrize("aliases", ["drop", "copy"])
+def test_an_embedding_that_nobody_could_read_is_refused_before_a_file(tmp_path, format, rules, aliases):
+    model = tt.quantize(tied_model(), rules)
+    with pytest.raises(tt.SchemeError, match=r"^emb\.weight: .* Decode it with tt\.quantize\(model, {'emb\.weight': "):
+        tt.save(model, tmp_path / "made", format=format, aliases=aliases)
+    assert not (tmp_path / "made").exists()
+    tt.save(model, tmp_path / "native", aliases=aliases)
+    tt.quantize(model, {"emb.weight": tt.Plain()})
+    tt.save(model, tmp_path / "made", format=format, aliases=aliases)
+    with tt.open(tmp_path / "made") as checkpoint:
+        assert checkpoint["head.weight"].data_ptr() == checkpoint["emb.weight"].data_ptr()
+
+
+def test_a_head_that_is_stored_nowhere_is_left_alone_by_its_readers(tmp_path):
+    tt.save({"fc.weight": tt.Weight.encode(torch.randn(64, 64), tt.nf4())}, tmp_path, format="bitsandbytes")
+    assert config_of(tmp_path)["llm_int8_skip_modules"] == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme", "held"),
+    [
+        ("bitsandbytes", tt.int8(), bitsandbytes.INT8),
+        ("bitsandbytes", tt.nf4(), tt.nf4()),
+        ("bitsandbytes", tt.int8(32), tt.int8(32)),
+        ("compressed-tensors", tt.nvfp4(), tt.nvfp4(global_divides=True)),
+        ("compressed-tensors", tt.int8(), tt.int8()),
+        ("compressed-tensors", tt.mxfp4(), tt.mxfp4()),
+    ],
+)
+def test_a_format_has_its_own_variant_of_some_schemes(format, scheme, held):
+    assert writable(format).variant_of(scheme) == held

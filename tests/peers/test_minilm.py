@@ -160,3 +160,15 @@ def test_save_and_load_again(minilm, tmp_path):
     report = tt.load(again, tmp_path)
     assert len(report.quantized) == 37
     assert torch.equal(embedded(again, tokens), embedded(model, tokens))
+
+
+def test_the_command_line_makes_folders_that_sentence_transformers_loads(minilm, tmp_path):
+    """The modules of the folder come along: here the pooling, and the normalisation that needs no file."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from torchtether.cli.main import main
+
+    folder, *_ = minilm
+    wanted = sentence_transformers.SentenceTransformer(str(folder)).encode(SENTENCES)
+    assert main(["convert", str(folder), str(tmp_path / "bf16"), "--dtype", "bfloat16"]) == 0
+    found = sentence_transformers.SentenceTransformer(str(tmp_path / "bf16")).encode(SENTENCES)
+    assert (found * wanted).sum(1).min() >= 0.995

@@ -183,7 +183,7 @@ def test_a_quantization_is_told_by_name():
     tt.quantize(model, {"layers.*.weight": "int8"})
     diff = tt.storage_map(model).diff(before)
     assert {name for name, _ in diff.changes} == {f"layers.{i}.weight" for i in range(6)}
-    assert "layers.*.weight x6: plain -> Affine(bits=8); 256 B -> 96 B" in str(diff)
+    assert "layers.*.weight x6: plain -> int8; 256 B -> 96 B" in str(diff)
 
 
 def test_a_stock_load_is_seen_to_break_ties_and_objects():
@@ -249,8 +249,8 @@ def test_the_command_maps_and_compares(tmp_path, capsys, monkeypatch, columns):
     ElementTree.parse(tmp_path / "a.svg")
     against = ["map", str(tmp_path / "b"), "--against", str(tmp_path / "a"), "--html", str(tmp_path / "d.html")]
     assert main(against) == 0
-    assert "plain -> Affine(bits=8)" in capsys.readouterr().out
-    assert "plain -&gt; Affine(bits=8)" in (tmp_path / "d.html").read_text()
+    assert "plain -> int8" in capsys.readouterr().out
+    assert "plain -&gt; int8" in (tmp_path / "d.html").read_text()
     assert main(["map", str(tmp_path / "none")]) == 1
     assert main(["map", str(tmp_path / "a"), "--all"]) == 0
 

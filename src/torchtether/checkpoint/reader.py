@@ -14,7 +14,7 @@ from torch import Tensor
 from .._checks import check_path
 from .._gc import uncollected
 from ..errors import CheckpointError, TetherError
-from ..files import HIDDEN, Store, allocate, scratch
+from ..files import HIDDEN, Store, allocate, local_path, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Tick, no_tick
@@ -48,12 +48,12 @@ class Checkpoint(Mapping[str, Tensor]):
     ['w'] (2, 3) tensor(6.)
     """
 
-    def __init__(self, path: Path | str) -> None:
-        with uncollected():
-            self._open(path)
-
-    def _open(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, revision: str | None = None) -> None:
         check_path(path)
+        with uncollected():
+            self._open(local_path(path, revision))
+
+    def _open(self, path: Path) -> None:
         self.store: Store = Store(path)
         try:
             store = self.store
@@ -372,8 +372,11 @@ class Checkpoint(Mapping[str, Tensor]):
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors, {len(self.ties)} ties)"
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:
     """Open the checkpoint at ``path``: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
+
+    Text like ``"org/name"``, where nothing is at that path, is a repository of the Hugging Face Hub, at ``revision`` (a
+    branch, a tag or a commit): huggingface_hub fetches what is needed, and is not in its cache; no pickles.
 
     Of a ``.pt``, ``.pth`` or ``.bin`` file only a state dict is read, with ``weights_only=True``; tensors that shared
     storage when it was saved are tied.
@@ -387,7 +390,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     ...         print(list(checkpoint), checkpoint["weight"].shape)
     ['bias', 'weight'] torch.Size([3, 2])
     """
-    return Checkpoint(path)
+    return Checkpoint(path, revision=revision)
 
 
 def _check_owners(ties: tuple[Tie, ...], names: AbstractSet[str], path: str) -> None:

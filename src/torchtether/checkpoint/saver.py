@@ -65,7 +65,7 @@ def save(
         CheckpointError: a tensor has no values or no dtype in the format, two keys collide, the disk refuses, or
             another save does not end.
         TieError: Weights of a state dict say that they are tied, and differ; or ``format`` has no words for a view.
-        SchemeError: ``format`` has no words for the scheme of a Weight.
+        SchemeError: ``format`` has no words for the scheme of a Weight, or its readers none for a quantized embedding.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,13 @@ def plan_groups(model: nn.Module | Mapping[str, Tensor], format: Writable, alias
     """Plan what ``save`` stores, in groups that stay in one shard; raise what ``save`` does."""
     if aliases not in ("drop", "copy"):
         raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
-    return _groups(_named(model), format, copy=aliases == "copy")
+    groups = _groups(_named(model), format, copy=aliases == "copy")
+    found = model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ()
+    embeddings = {f"{path}.weight" if path else "weight" for path, one in found if isinstance(one, nn.Embedding)}
+    for group in groups:
+        names = {*group.weights, *(name for tie in group.ties for name in tie.names)}
+        group.is_embedding = not embeddings.isdisjoint(names)
+    return groups
 
 
 @dataclass

@@ -7,10 +7,11 @@ the table says was measured there.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,26 @@ def run_demo() -> None:
 
 
 def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
-    """Run one column in a new process."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(side, folder).result()
+    """Run one column in a new process, which hears no Ctrl-C: this one does, and ends it."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_and_send, args=(side, folder, sender))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a process has from the one that starts it
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    sender.close()
+    try:
+        column: Column = receiver.recv()
+        return column
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _run_and_send(side: Callable[[Path], Column], folder: Path, sender: Connection) -> None:
+    sender.send(side(folder))
 
 
 # -- the two columns --------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from ..formats import WRITABLE
 from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, describe_bytes
-from ..schemes import NAMED, Plain, Scheme, scheme_from_text
+from ..schemes import NAMED, Plain, Scheme, scheme_from_text, scheme_to_text
+from .made import print_made
 from .tables import print_table
-from .transform import TransformReport, convert_checkpoint, quantize_checkpoint, ties_of
+from .transform import convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
 
 Verb = Callable[[argparse.Namespace], None]
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help, description=help, epilog=_CODES)
         made.set_defaults(verb=verb)
         for path in paths:
-            made.add_argument(path, type=Path, help=_PATHS[path])
+            made.add_argument(path, type=Path if path == "target" else str, help=_PATHS[path])
         return made
 
     inspect = add("inspect", _inspect, "what a checkpoint holds, without reading the tensors", "path")
@@ -73,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     mapped = add("map", _map, "which storages a checkpoint has, and who lies on them, as text or as a page", "path")
     mapped.add_argument("--html", type=Path, metavar="OUT", help="write one HTML page that needs nothing else")
     mapped.add_argument("--svg", type=Path, metavar="OUT", help="write the picture alone")
-    mapped.add_argument("--against", type=Path, metavar="SRC", help="say and draw what differs from this checkpoint")
+    mapped.add_argument("--against", metavar="SRC", help="say and draw what differs from this checkpoint")
     mapped.add_argument("--all", action="store_true", help="every tensor, however many there are")
     verify = add("verify", _verify, "read every byte of a checkpoint and check every record", "path")
-    verify.add_argument("--against", type=Path, metavar="SRC", help="compare every tensor with this checkpoint's")
+    verify.add_argument("--against", metavar="SRC", help="compare every tensor with this checkpoint's")
     quantize = add("quantize", _quantize, "a float checkpoint as a quantized one", "source", "target")
     quantize.epilog = f"{_SCHEMES}\n\n{_CODES}"
     quantize.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -109,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_scheme,
         metavar="SCHEME",
         help="how what --format has no words for is encoded again; without it that is an error",
+    )
+    convert.add_argument(
+        "--dequantize", action="append", default=[], metavar="GLOB", help="what is decoded and stored as floats"
     )
     for verb in (quantize, convert):
         verb.add_argument(
@@ -155,8 +159,8 @@ def _rule(text: str) -> tuple[str, Scheme | None]:
 
 
 _PATHS = {
-    "path": "a safetensors file, a folder of them, or an index",
-    "source": "a safetensors file, a folder of them, or an index",
+    "path": "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub",
+    "source": "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub",
     "target": "a folder that is new or empty, or a new .safetensors file",
 }
 
@@ -232,7 +236,7 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
     owner, view = checkpoint.find(name)
     if owner == name:
         scheme = checkpoint.spec(name).scheme
-        return "" if isinstance(scheme, Plain) else str(scheme)
+        return "" if isinstance(scheme, Plain) else scheme_to_text(scheme)
     return f"= {owner}" if view is None else f"= {owner} (view, stride {list(view.stride)}, offset {view.offset})"
 
 
@@ -241,7 +245,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for name in checkpoint.entries:
         spec = checkpoint.spec(name)
-        scheme = dtype_name(spec.dtype) if isinstance(spec.scheme, Plain) else str(spec.scheme)
+        scheme = dtype_name(spec.dtype) if isinstance(spec.scheme, Plain) else scheme_to_text(spec.scheme)
         count, nbytes = found.get(scheme, (0, 0))
         found[scheme] = (count + 1, nbytes + checkpoint.nbytes(name))
     return dict(sorted(found.items(), key=lambda item: (-item[1][1], item[0])))
@@ -309,7 +313,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
     )
-    _print_made(arguments.target, report, "quantized")
+    print_made(arguments.target, report, is_quantized=True)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -319,16 +323,12 @@ def _convert(arguments: argparse.Namespace) -> None:
         dtype=None if arguments.dtype is None else dtype_from_name(arguments.dtype),
         format=arguments.format,
         requantize=arguments.requantize,
+        dequantize=arguments.dequantize,
         aliases=arguments.aliases,
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
     )
-    _print_made(arguments.target, report, "converted")
-
-
-def _print_made(target: Path, report: TransformReport, done: str) -> None:
-    before, after = describe_bytes(report.bytes_before), describe_bytes(report.bytes_after)
-    print(f"{target}: {len(report.changed)} of {report.tensors} tensors {done}, {before} -> {after}")
+    print_made(arguments.target, report)
 
 
 def _demo(arguments: argparse.Namespace) -> None:

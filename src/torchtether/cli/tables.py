@@ -1,4 +1,4 @@
-"""Tables as text: whole in a pipe, no wider than the terminal on one."""
+"""Tables as text: one line a row in a pipe, no wider than the terminal on one, names always whole."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from ..pictures.drawing import clean, cut_end
+from ..pictures.drawing import clean, padded, width_of, wrapped
+
+_LAST = 20
+"""Columns that the last cells have on a terminal at least."""
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print columns side by side.
+    """Print columns side by side; names, in the first one, are never cut, because they go into other programs.
 
-    Into a pipe or a file nothing is cut, because names go into other programs. On a terminal long lines lose their end.
-    No cell moves the cursor.
+    Into a pipe or a file nothing is. On a terminal that is too narrow a long name has a line of its own, above the
+    other cells, of which the last one wraps. No cell moves the cursor.
     """
     rows = [tuple(map(clean, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        print(line if limit is None else cut_end(line, limit))
+    names, *middle, last = (max(map(width_of, column)) for column in zip(*rows, strict=True))
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    between = sum(width + 2 for width in middle) + 2
+    names = min(names, max(limit - between - min(last, _LAST), 8))
+    for name, *cells, words in rows:
+        if width_of(name) > names:
+            print(name)
+            name = ""
+        before = "  ".join(map(padded, (name, *cells), (names, *middle))) + "  "
+        for i, line in enumerate(wrapped(words, max(limit - names - between, _LAST))):
+            print(f"{before if i == 0 else ' ' * (names + between)}{line}".rstrip())
 
 
 def print_wrapped(rows: Sequence[tuple[str, ...]], width: int = 80) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -18,19 +18,18 @@ from ..checkpoint.aliases import view_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import ShardGroup, check_target, write_groups
-from ..errors import CheckpointError, RuleError, SchemeError
-from ..files import HIDDEN, PAIRS, SUFFIX, Pairs, carry_over, new_folder
-from ..formats import Contained, Entry, Writable, writable
+from ..errors import CheckpointError, SchemeError
+from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
+from ..formats import AboutEmbeddings, Contained, Entry, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
-from ..schemes import Scheme, resolve
-from ..weights.spec import Tie, WeightSpec, order_of
+from ..schemes import Plain, Scheme, resolve, scheme_to_text
+from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
+from .choosing import choose, is_embedding, weights_matched
 
-SMALLEST = 32
-"""A matrix with a side below this is left alone by default: a gate or a position bias, nothing that saves memory."""
-
-_EMBEDDINGS = {"wte", "wpe", "shared"}
+Kind = tuple[str, str]
+"""A scheme by its name, empty for a plain tensor, and the dtype of values."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,11 @@ class TransformReport:
     changed: tuple[str, ...]
     bytes_before: int
     bytes_after: int
+    kinds: Mapping[tuple[Kind, Kind], int]
+    """How many stored tensors were of the first kind and are of the second now."""
+    formats: tuple[str, str]
+    """How quantized weights were spelled, and are now."""
+    carried: CarriedOver
 
 
 def quantize_checkpoint(
@@ -63,17 +67,23 @@ def quantize_checkpoint(
     dimension and are never among them. With ``include`` the globs say instead. Before that, ``rules`` give what a glob
     matches another scheme, or ``None``, the first match wins; with a ``scheme`` of ``None`` they say all. ``exclude``
     takes away from either. A glob that matches any name of a tied group speaks for the group, which is quantized once.
+    Where ``format`` has a spelling of its own of a scheme (int8 of bitsandbytes), values are encoded in that.
 
     See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing or what cannot be
     quantized, and SchemeError if the scheme does not fit a shape or met values that are not finite.
     """
-    default = None if scheme is None else resolve(scheme)
-    asked = {glob: None if one is None else resolve(one) for glob, one in (rules or {}).items()}
     written = writable(format)
+
+    def resolved(one: Scheme | str | None) -> Scheme | None:
+        made = None if one is None else resolve(one)
+        return made if made is None or not isinstance(written, Variant) else written.variant_of(made)
+
+    default, asked = resolved(scheme), {glob: resolved(one) for glob, one in (rules or {}).items()}
+    holds_embeddings = not isinstance(written, AboutEmbeddings) or written.holds_embeddings
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
-        chosen = _chosen(checkpoint, ties, default, asked, include, exclude)
+        chosen = choose(checkpoint, ties, default, asked, include, exclude, holds_embeddings=holds_embeddings)
         compiled.expect(sum(math.prod(checkpoint.entries[name].shape) for name in chosen))
         return [
             _Streamed.of(checkpoint, name, ties.get(name), written, scheme=chosen.get(name))
@@ -90,6 +100,7 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     format: str = "native",
     requantize: Scheme | str | None = None,
+    dequantize: Sequence[str] = (),
     aliases: Aliases = "drop",
     max_shard_size: int | str | None = None,
     progress: Progress = None,
@@ -98,10 +109,11 @@ def convert_checkpoint(
 
     Ties, strides and schemes are kept; of a quantized weight ``dtype`` is the compute dtype, and its codes stay. What
     ``format`` has no words for is an error, or, if a scheme is given as ``requantize``, is decoded and encoded in it:
-    then values change, and the report names the weights. Names that other writers only note as ``alias: owner`` become
+    then values change, and the report names the weights. What a glob of ``dequantize`` matches is decoded, exactly, and
+    stored plain. Names that other writers only note as ``alias: owner`` become
     ties. ``target`` is a ``.safetensors`` file that is not there yet, or a folder that is not there or empty; a folder
-    comes into being whole, by one rename, and also gets what stands beside the tensors of a source folder
-    (``config.json``, the tokenizer). Scratch is one tensor.
+    comes into being whole, by one rename, and also gets what stands beside the tensors of a source folder, and in its
+    folders (``files/companions.py`` says what is left out). Scratch is one tensor.
 
     Raises CheckpointError if ``source`` is damaged, ``target`` is taken, the disk refuses, or ``dtype`` would change
     what is not only values: 8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
@@ -115,13 +127,14 @@ def convert_checkpoint(
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
+        decoded = weights_matched(checkpoint, ties, dequantize)
         return [
             _Streamed.of(
                 checkpoint,
                 name,
                 ties.get(name),
                 written,
-                scheme=_other_scheme(entry, name, written, fallback),
+                scheme=Plain() if name in decoded else _other_scheme(entry, name, written, fallback),
                 dtype=dtype,
                 copy=aliases == "copy",
             )
@@ -153,17 +166,19 @@ def _transform(
     progress: Progress,
     verb: str,
 ) -> TransformReport:
-    source, target = Path(source), Path(target)
+    target = Path(target)
     check_target(target, format, max_shard_size=max_shard_size)
     is_file = target.suffix == SUFFIX or isinstance(format, Contained)
     if is_file and target.exists():
         raise CheckpointError("it is there already", name=str(target), fix="Remove it, or give another name.")
     if is_file and max_shard_size is not None:
         raise CheckpointError("one file has no shards", name=str(target), fix="Give a folder, or no max_shard_size.")
+    source = local_path(source, is_whole=not is_file)
     with Checkpoint(source) as checkpoint:
         for name, what in checkpoint.faults.items():
             raise CheckpointError(what, name=f"{source}: {name}")
         groups = groups_of(checkpoint)
+        carried = CarriedOver()
         for alias in checkpoint.copies:
             checkpoint.check_copy(alias)
         if is_file:
@@ -171,15 +186,26 @@ def _transform(
             write_groups(groups, target, format=format, progress=progress, verb=verb, metadata=pairs)
         else:
             with new_folder(target) as folder:
-                if source.suffix != SUFFIX:
-                    carry_over(checkpoint.store.folder, folder)
+                if is_folder(source) or source.suffix == ".json":
+                    carried = carry_over(
+                        source if is_folder(source) else source.parent, folder, _read_files(checkpoint)
+                    )
                 write_groups(groups, folder, format=format, max_shard_size=max_shard_size, progress=progress, verb=verb)
         return TransformReport(
             len(checkpoint),
             tuple(group.name for group in groups if group.is_changed),
             sum(checkpoint.nbytes(name) for name in checkpoint.entries),
             sum(group.nbytes for group in groups),
+            Counter(group.kinds for group in groups),
+            (checkpoint.format, format.name),
+            carried,
         )
+
+
+def _read_files(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the names of the files of ``checkpoint``, its index among them."""
+    index = checkpoint.store.index
+    return frozenset(file.path.name for file in checkpoint.store.files) | ({index.path.name} if index else set())
 
 
 def _pairs(checkpoint: Checkpoint, format: Contained) -> Pairs:
@@ -212,6 +238,7 @@ class _Streamed(ShardGroup):
     """Describe one stored tensor with its ties: it is read, changed and written when its turn comes."""
 
     name: str = ""
+    kinds: tuple[Kind, Kind] = (("", ""), ("", ""))
     is_changed: bool = False
     made: Callable[[], Iterator[tuple[str, Tensor]]] = field(default=lambda: iter(()))
 
@@ -233,8 +260,12 @@ class _Streamed(ShardGroup):
         entry = checkpoint.entries[name]
         dtype = _dtype(entry, name, tie, dtype)
         group = _Streamed(format, name=name, is_changed=scheme is not None or dtype != entry.dtype)
-        given = WeightSpec.of(entry.shape, entry.dtype, scheme) if scheme else entry.spec
+        given = entry.spec
+        if scheme is not None:
+            given = None if scheme.transparent else WeightSpec.of(entry.shape, entry.dtype, scheme)
         spec = None if given is None else given.replace(dtype=dtype, tie=None)
+        group.is_embedding = any(map(is_embedding, tie.names if tie else (name,)))
+        group.kinds = _kind(entry.spec, entry.dtype), _kind(spec, dtype)
         group._add(name, entry.shape, dtype, spec)
         if spec is None and entry.stride != contiguous_stride(entry.shape) and 0 not in entry.shape:
             group.strides[name] = entry.stride
@@ -264,6 +295,10 @@ class _Streamed(ShardGroup):
             self.layout[name] = (dtype, tuple(shape))
         else:
             self.put_weight(name, spec)
+
+
+def _kind(spec: WeightSpec | None, dtype: torch.dtype) -> Kind:
+    return "" if spec is None else scheme_to_text(spec.scheme), dtype_name(dtype)
 
 
 def _dtype(entry: Entry, name: str, tie: Tie | None, dtype: torch.dtype | None) -> torch.dtype:
@@ -297,7 +332,8 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch
     if scheme is not None:
         try:
             values = checkpoint.read_briefly(name)
-            return Weight.encode(values.dequantize() if isinstance(values, Weight) else values, scheme).to(dtype)
+            values = values.dequantize() if isinstance(values, Weight) else values
+            return (values if scheme.transparent else Weight.encode(values, scheme)).to(dtype)
         except SchemeError as error:
             raise error.named(name) from None
     given = checkpoint.read(name)
@@ -312,85 +348,3 @@ def _overflows(given: Tensor, made: Tensor) -> bool:
     if not made.numel() or all(bool(end.isfinite()) for end in made.aminmax()):
         return False
     return bool((made.isinf() & ~given.isinf()).any())
-
-
-# -- what is quantized ------------------------------------------------------------------------------------------------
-
-
-def _chosen(
-    checkpoint: Checkpoint,
-    ties: Mapping[str, Tie],
-    default: Scheme | None,
-    rules: Mapping[str, Scheme | None],
-    include: Sequence[str],
-    exclude: Sequence[str],
-) -> dict[str, Scheme]:
-    """Return the owners to quantize; raise RuleError or SchemeError for a request that cannot be met."""
-    names_of = {owner: ties[owner].names if owner in ties else (owner,) for owner in checkpoint.entries}
-    every = [name for names in names_of.values() for name in names]
-    for glob in (*rules, *include, *exclude):
-        if not any(fnmatchcase(name, glob) for name in every):
-            raise RuleError("this glob matches no tensor", name=glob, fix="Correct or remove it.")
-    chosen: dict[str, Scheme] = {}
-    for owner, names in names_of.items():
-        if _first(names, exclude):
-            continue
-        obstacle = _obstacle(checkpoint.entries[owner], owner, ties.get(owner))
-        named = _first(names, rules) or _first(names, include)
-        scheme = default if named is None else rules.get(named[1], default)
-        if scheme is None:
-            continue
-        if named is None and (include or obstacle or not _is_linear(names, checkpoint.entries[owner].shape)):
-            continue
-        if named is not None and obstacle:
-            raise RuleError(obstacle, name=named[0], fix="Leave it out with --exclude.")
-        try:
-            scheme.check(checkpoint.entries[owner].shape)
-        except SchemeError as error:
-            raise SchemeError(error.what, name=owner, fix="Leave it out with --exclude.") from None
-        chosen[owner] = scheme
-    if not chosen:
-        raise RuleError("nothing in it is to be quantized", name=str(checkpoint.path), fix="Name it with --include.")
-    return chosen
-
-
-def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first of ``globs`` that matches one of ``names``, after the name that it matches.
-
-    >>> _first(["emb.weight", "head.weight"], ["norm.*", "head.*"])
-    ('head.weight', 'head.*')
-    """
-    return next(((name, glob) for glob in globs for name in names if fnmatchcase(name, glob)), None)
-
-
-def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
-    """Return the reason why ``entry`` cannot be quantized; empty if it can."""
-    if entry.spec is not None:
-        return f"is quantized already, as {entry.spec.scheme}"
-    if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
-        return f"is {dtype_name(entry.dtype)}, which is not quantized"
-    if owner.startswith(HIDDEN):
-        return "is a slice of memory that other names share"
-    held = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="meta")
-    for alias, view in zip(tie.names, tie.views, strict=True) if tie else ():
-        if view is not None and order_of(view, held) is None:
-            return f"is stored once for {alias} too, which is a view of it that a quantized weight cannot keep"
-    return ""
-
-
-def _is_linear(names: Sequence[str], shape: Sequence[int]) -> bool:
-    """Return whether it looks like the weight of a linear layer, by one of its names at least.
-
-    >>> _is_linear(["model.embed_tokens.weight"], (64, 32))
-    False
-    >>> _is_linear(["model.embed_tokens.weight", "lm_head.weight"], (64, 32))
-    True
-    """
-    if len(shape) != 2 or min(shape) < SMALLEST:
-        return False
-    paths = [name.split(".") for name in names]
-    return any(path[-1] == "weight" and not _is_embedding(path[-2] if len(path) > 1 else "") for path in paths)
-
-
-def _is_embedding(module: str) -> bool:
-    return "emb" in module.lower() or module in _EMBEDDINGS

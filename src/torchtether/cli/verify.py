@@ -16,7 +16,7 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Progress, Tick, ticking
-from ..schemes import Parts, Scheme, same_bits
+from ..schemes import Parts, Scheme, same_bits, scheme_to_text
 from ..schemes.blocks import flat
 from ..weights.ops.rows import part_rows, view_parts
 from ..weights.weight import Weight
@@ -154,7 +154,7 @@ def _is_done(checkpoint: Checkpoint, source: Checkpoint, name: str) -> bool:
 def _difference(name: str, checkpoint: Checkpoint, source: Checkpoint) -> Difference:
     mine, theirs = checkpoint.spec(name), source.spec(name)
     if not mine.scheme.transparent:
-        order, dtype, scheme = mine.order, torch.float32, str(mine.scheme)
+        order, dtype, scheme = mine.order, torch.float32, scheme_to_text(mine.scheme)
     else:
         order = tuple(range(len(mine.shape))) if theirs.scheme.transparent else theirs.order
         dtype, scheme = mine.dtype if mine.dtype.is_floating_point else torch.float32, ""

@@ -2,13 +2,15 @@
 
 from .batch import Batch
 from .beside import read_beside
+from .companions import CarriedOver, carry_over
 from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
-from .folder import carry_over, folder_for, is_folder, new_folder
+from .folder import folder_for, is_folder, new_folder
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Header, Stored
+from .hub import local_path
 from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
 from .memory import allocate, scratch
 from .names import INDEX_SUFFIX, SUFFIX
@@ -41,6 +43,7 @@ __all__ = [
     "write_gguf",
     "SUFFIX",
     "Batch",
+    "CarriedOver",
     "FolderChange",
     "beside",
     "Header",
@@ -55,6 +58,7 @@ __all__ = [
     "folder_for",
     "format_index",
     "allocate",
+    "local_path",
     "new_folder",
     "part_key",
     "put_in_place",

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: made when needed or all at once, and what is carried over from one to another."""
+"""Folders of checkpoints: made when needed, or all at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .beside import BESIDE
 from .leftovers import remove_leftovers
 from .locks import held
-from .names import SUFFIX, name_beside, short
+from .names import name_beside, short
 from .replacing import sync_folder
-
-_COMPANIONS = {".json", ".txt", ".model", ".tiktoken", ".jinja"}
 
 
 @contextlib.contextmanager
@@ -62,19 +59,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def carry_over(source: Path, target: Path) -> None:
-    """Copy what stands beside the tensors in ``source`` (config, tokenizer, license) to ``target``, byte for byte.
-
-    Code is not among it, nor is anything that is hidden, in a folder of its own, or speaks only of how the tensors of
-    ``source`` are quantized.
-    """
-    for file in sorted(source.iterdir()):
-        is_ours = file.name.endswith((SUFFIX, ".index.json")) or file.name.startswith(".") or file.name in BESIDE[1:]
-        is_companion = file.suffix in _COMPANIONS or file.name.upper().startswith("LICENSE")
-        if file.is_file() and is_companion and not is_ours:
-            shutil.copyfile(file, target / file.name)
 
 
 def is_folder(path: Path) -> bool:

@@ -122,6 +122,17 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
 
 def read_index(path: Path) -> Index:
     """Return the index at ``path``; raise CheckpointError unless it names files beside it, all of them there."""
+    index = parse_index(path)
+    for file in index.files:
+        if not file.is_file():
+            raise CheckpointError(
+                f"the index names {file.name}, which is not there", name=str(path), fix="Fetch every shard."
+            )
+    return index
+
+
+def parse_index(path: Path) -> Index:
+    """Return the index at ``path``; raise CheckpointError unless it names files beside it, there or not."""
     name = str(path)
     try:
         text = read_file(path, HEADER_LIMIT)
@@ -144,11 +155,6 @@ def read_index(path: Path) -> Index:
     index = Index(path, weight_map, metadata)
     if index.headers is not None and not isinstance(index.headers, dict):
         raise CheckpointError(f"{HEADERS} in its metadata is {short_repr(index.headers)}, not an object", name=name)
-    for file in index.files:
-        if not file.is_file():
-            raise CheckpointError(
-                f"the index names {file.name}, which is not there", name=name, fix="Fetch every shard."
-            )
     return index
 
 

@@ -23,7 +23,19 @@ from . import (
     quanto,
     torchao,
 )
-from .entry import NOTHING, Contained, Contents, Entry, Fitting, Format, Found, Writable, is_in_parts
+from .entry import (
+    NOTHING,
+    AboutEmbeddings,
+    Contained,
+    Contents,
+    Entry,
+    Fitting,
+    Format,
+    Found,
+    Variant,
+    Writable,
+    is_in_parts,
+)
 from .evidence import may_recognise
 from .refused import check_refused
 from .rows import ByRows, Cut, cut_rows
@@ -142,6 +154,7 @@ __all__ = [
     "FORMATS",
     "PLAIN",
     "WRITABLE",
+    "AboutEmbeddings",
     "ByRows",
     "Contained",
     "Contents",
@@ -150,6 +163,7 @@ __all__ = [
     "Fitting",
     "Format",
     "Found",
+    "Variant",
     "Writable",
     "cut_rows",
     "is_in_parts",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..errors import SchemeError
 from ..files import Stored
 from ..files.strict_json import parse_object
 from ..geometry.views import Shape
-from ..schemes import Affine, Codebook
+from ..schemes import Affine, Codebook, Scheme, scheme_to_text
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
@@ -42,6 +42,7 @@ evidence = Evidence(methods=(name,), keys=(".quant_state.bitsandbytes__", ".SCB\
 
 STATE = ".quant_state.bitsandbytes__"
 INT8 = Affine(narrow_range=True, unit=7.874015718698502e-3)
+_INT8_CALL = "tt.Affine(narrow_range=True, unit=7.874015718698502e-3)"
 """Rows of int8 under the largest magnitude of the row; the unit is what bitsandbytes multiplies by for 1 / 127."""
 
 _KINDS = {"nf4": NF4, "fp4": FP4}
@@ -303,6 +304,9 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         layout(name, spec)  # raises where there are no words for it
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
+    quantized = {name.removesuffix(".weight") for name in specs}
+    if not any(module.rpartition(".")[2] == "lm_head" for module in modules | quantized):
+        modules.add("lm_head")  # which may be tied and stored nowhere
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bool(books),
@@ -321,12 +325,31 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     return {"config.json": {"quantization_config": config}}
 
 
+holds_embeddings = False
+
+
+def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Raise SchemeError: transformers builds modules of bitsandbytes for linear layers alone."""
+    raise SchemeError(
+        "it is the weight of an embedding, which transformers does not read quantized from bitsandbytes",
+        name=names[0],
+        fix=f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
+    )
+
+
+def variant_of(scheme: Scheme) -> Scheme:
+    """Return ``scheme``, or for ``tt.int8()`` the rows of bitsandbytes, which keep their largest value exactly."""
+    return INT8 if scheme == Affine() else scheme
+
+
 def _kind(name: str, spec: WeightSpec) -> str:
     scheme = spec.scheme
     kinds = {table: kind for kind, table in _KINDS.items()}
     if not (isinstance(scheme, Codebook) and scheme.flat and scheme.table in kinds):
         raise SchemeError(
-            f"bitsandbytes has no words for {scheme}", name=name, fix="It has tt.nf4(), tt.schemes.fp4() and int8 rows."
+            f"bitsandbytes has no words for {scheme_to_text(scheme)}",
+            name=name,
+            fix=f"Quantize with tt.nf4(), 'fp4', or for int8 with {_INT8_CALL}.",
         )
     if spec.dtype not in _DTYPES.values() or not name.endswith("weight"):
         raise SchemeError(f"bitsandbytes has no words for {spec.dtype} {name.rpartition('.')[2]!r}", name=name)
@@ -336,7 +359,7 @@ def _kind(name: str, spec: WeightSpec) -> str:
 def _check_int8(name: str, spec: WeightSpec) -> None:
     if spec.scheme != INT8 or len(spec.base) != 2 or not name.endswith(".weight"):
         raise SchemeError(
-            f"bitsandbytes has no words for {spec.scheme} over {spec.base}",
+            f"bitsandbytes has no words for {scheme_to_text(spec.scheme)} over {tuple(spec.base)}",
             name=name,
-            fix=f"For int8 it has rows of {INT8}.",
+            fix=f"Quantize with {_INT8_CALL}, which is its int8, or with tt.nf4().",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -204,6 +204,33 @@ class Writable(Format, Protocol):
         ``plain`` names the tensors that are stored as they are; formats that list what they leave out list them.
         An object is merged into the file of that name, key by key.
         """
+
+
+@runtime_checkable
+class AboutEmbeddings(Protocol):
+    """Describe a writable format whose readers build modules for linear layers, not always for embeddings."""
+
+    @property
+    def holds_embeddings(self) -> bool:
+        """Return whether they read quantized embeddings at all."""
+
+    def announce_embeddings(
+        self, said: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+    ) -> dict[str, Mapping[str, Any]]:
+        """Return what ``announce`` said so that the readers take the weights ``names``, which are embeddings'.
+
+        Raise SchemeError, which says what to do, if they cannot.
+        """
+        ...
+
+
+@runtime_checkable
+class Variant(Protocol):
+    """Describe a writable format that holds some schemes in a spelling of its own."""
+
+    def variant_of(self, scheme: Scheme) -> Scheme:
+        """Return ``scheme`` as values are encoded for this format: it, or the one of the same kind that it holds."""
+        ...
 
 
 @runtime_checkable

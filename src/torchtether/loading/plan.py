@@ -241,11 +241,13 @@ def plan_load(
     rename: Rename = None,
     optimizer: Any = None,
     mmap: bool = False,
+    revision: str | None = None,
 ) -> LoadPlan:
     """Return the plan of a load of ``path`` into ``model``, which stays untouched.
 
-    ``load`` explains the arguments ``quantize``, ``dtype``, ``device``, ``strict``, ``ties``, ``rename``, ``optimizer``
-    and ``mmap``. Only headers are read, and the values of names that must agree because they are tied.
+    ``load`` explains the arguments ``quantize``, ``dtype``, ``device``, ``strict``, ``ties``, ``rename``,
+    ``optimizer``, ``mmap`` and ``revision``. Only headers are read, and the values of names that must agree because
+    they are tied.
     Raises CheckpointError if the files cannot be read; everything else is in ``faults``.
 
     >>> import torch, torchtether as tt, tempfile
@@ -255,11 +257,16 @@ def plan_load(
     'weight: the checkpoint has shape (3, 2), the model has (4, 2)'
     """
     options = LoadOptions(quantize, dtype, device, strict, ties, rename)
-    return make_plan(model, path, options, optimizer, mmap)
+    return make_plan(model, path, options, optimizer, mmap, revision)
 
 
 def make_plan(
-    model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any = None, mmap: bool = False
+    model: nn.Module,
+    path: Path | str,
+    options: LoadOptions,
+    optimizer: Any = None,
+    mmap: bool = False,
+    revision: str | None = None,
 ) -> LoadPlan:
     """Return the plan of ``plan_load``, which describes the arguments and the errors."""
     check_module(model)
@@ -267,7 +274,7 @@ def make_plan(
     check_flag(mmap, "mmap")
     optimizer = optimizers_of(optimizer)
     with uncollected():
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(path, revision=revision)
         try:
             return LoadPlan(model, checkpoint, match(model, checkpoint, options), options, optimizer, mmap)
         except BaseException:
@@ -288,10 +295,12 @@ def load(
     progress: Progress = None,
     optimizer: Any = None,
     mmap: bool = False,
+    revision: str | None = None,
 ) -> LoadReport:
     """Load the values of the checkpoint at ``path`` into ``model``, in the Parameter objects that it has.
 
-    ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin)
+    ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin);
+                  text like ``"org/name"``, where nothing is at that path: a repository of the Hub, as of ``tt.open``
     ``quantize``  rules as of ``tt.quantize``; a Weight that the model holds stays one without them
     ``dtype``     float tensors get this (compute) dtype. By default a tensor on ``meta`` takes that of the file, as
                   ``load_state_dict(assign=True)`` does, and a real one keeps its own, as ``assign=False`` does
@@ -313,6 +322,7 @@ def load(
                   not read: their memory is private pages of the file, which the system reads when they are first used,
                   and may drop again. Writing to them, as training does, copies the pages concerned and never reaches
                   the file. What must be converted, encoded, composed or laid out anew is read as without it
+    ``revision``  the branch, tag or commit of a repository of the Hub
 
     A mapped file may be deleted or replaced (``tt.save`` replaces): the model keeps the old one. Nobody may write into
     it or cut it short meanwhile: the model would see the new bytes, or the process end with SIGBUS at the next use.
@@ -349,7 +359,7 @@ def load(
     """
     options = LoadOptions(quantize, dtype, device, strict, ties, rename)
     with uncollected():  # until the plan is gone too: of small tensors, looking through it takes a tenth of the time
-        plan = make_plan(model, path, options, optimizer, mmap)
+        plan = make_plan(model, path, options, optimizer, mmap, revision)
         try:
             return plan.apply(progress=progress)
         finally:

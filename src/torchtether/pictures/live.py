@@ -13,6 +13,7 @@ from .._dtypes import dtype_name
 from ..errors import TieError
 from ..geometry.blocks import is_strided
 from ..geometry.views import Shape, extent
+from ..schemes import scheme_to_text
 from ..ties.components import find_components
 from ..ties.names import Tensors, named_tensors
 from ..ties.records import tie_of
@@ -166,7 +167,7 @@ def _own_bytes(tensor: Tensor, shape: Shape) -> int:
 
 def _scheme(tensor: Tensor, is_plain: bool) -> str:
     if isinstance(tensor, Weight):
-        return str(tensor.scheme)
+        return scheme_to_text(tensor.scheme)
     return "" if is_plain or is_lazy(tensor) else type(tensor).__name__ if _is_wrapper(tensor) else ""
 
 

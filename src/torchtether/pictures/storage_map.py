@@ -49,7 +49,7 @@ def storage_map(model: Mapped) -> StorageMap:
     if isinstance(model, Checkpoint):
         return StorageMap(groups_of_checkpoint(model), str(model.path))
     if isinstance(model, (str, PathLike)):
-        with open_checkpoint(Path(model)) as checkpoint:
+        with open_checkpoint(model if isinstance(model, str) else Path(model)) as checkpoint:
             return storage_map(checkpoint)
     if isinstance(model, nn.Module):
         return StorageMap(groups_of(model), type(model).__name__)
@@ -173,7 +173,7 @@ class StorageDiff:
     >>> _ = tt.quantize(model, "int8")
     >>> print(tt.storage_map(model).diff(before))
     512 B in 2 storages -> 192 B in 4 storages, 0 ties -> 0 ties
-    *.weight x2: plain -> Affine(bits=8); 256 B -> 96 B
+    *.weight x2: plain -> int8; 256 B -> 96 B
     """
 
     before: StorageMap

@@ -8,7 +8,7 @@ from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
 from ..formats import Entry
 from ..geometry.views import View, contiguous_stride, extent
-from ..schemes import Plain
+from ..schemes import Plain, scheme_to_text
 from ..weights.spec import Tie
 from .facts import Held, Lane, Storage, StorageGroup, layout_of
 
@@ -27,7 +27,7 @@ def _group(checkpoint: Checkpoint, name: str, entry: Entry, tie: Tie | None) -> 
         (same if view is None else views.setdefault(view, [])).append(alias)
     spec = entry.kind
     nbytes = checkpoint.nbytes(name)
-    scheme = "" if isinstance(spec.scheme, Plain) else str(spec.scheme)
+    scheme = "" if isinstance(spec.scheme, Plain) else scheme_to_text(spec.scheme)
     tensors = [_held(tuple(same), spec.dtype, spec.shape, spec.stride, nbytes, scheme)]
     for view, names in views.items():
         share = nbytes * math.prod(view.size) // max(math.prod(spec.shape), 1)

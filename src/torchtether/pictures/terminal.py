@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from .drawing import Scale, clean, cut_end, describe_bytes, padded, width_of
+from .drawing import Scale, clean, describe_bytes, padded, width_of, wrapped
 from .facts import StorageGroup
 from .rows import MapRow, rows_of
 
@@ -14,23 +14,30 @@ _NARROW = 100
 
 
 def lines_of(groups: Sequence[StorageGroup], limit: int | None = 40, width: int = _WIDTH) -> list[str]:
-    """Return one line for each row: bytes, device, bar, name and facts; none is longer than ``width`` columns."""
+    """Return each row as a line of bytes, device, bar, name and facts, within ``width`` columns.
+
+    Nothing is cut: where name and facts have no room beside each other, the facts follow on a line of their own, and
+    where in its file something lies is left out.
+    """
     rows = rows_of(groups, limit)
     scale = Scale.of(row.total for row in rows)
     devices = max((len(row.device) for row in rows), default=0)
     bar = _BAR if width >= _NARROW else _BAR // 2
-    before = 10 + devices + 2 + bar + 2
-    label = max((width_of(_label(row)) for row in rows), default=0)
-    label = min(label, max(20, (width - before) * (2 if width >= _NARROW else 3) // 5))
-    return [_line(row, scale, bar, devices, label, width) for row in rows]
+    room = width - (10 + devices + 2 + bar + 2)
+    label = max((width_of(_label(row)) for row in rows if width_of(_label(row)) <= room * 3 // 5), default=0)
+    return [line for row in rows for line in _lines(row, scale, bar, devices, label, room)]
 
 
-def _line(row: MapRow, scale: Scale, bar: int, devices: int, label: int, width: int) -> str:
+def _lines(row: MapRow, scale: Scale, bar: int, devices: int, label: int, room: int) -> Iterator[str]:
     size = "" if row.nbytes is None else describe_bytes(row.nbytes)
-    facts = row.facts + (f", {row.note}" if row.note else "")
-    line = "  ".join((padded(size, 8, right=True), padded(row.device, devices), _bar(row, scale, bar),
-                      padded(_label(row), label), clean(facts)))  # fmt: skip
-    return cut_end(line.rstrip(), width)
+    before = f"{padded(size, 8, right=True)}  {padded(row.device, devices)}  {_bar(row, scale, bar)}  "
+    facts, indent = clean(row.facts), "  " * (row.depth + 2)
+    name = _label(row) + " " * (label - width_of(_label(row)))
+    whole = [f"{name}  {facts}{clean(f', {row.note}' if row.note else '')}", f"{name}  {facts}"]
+    lines = [line for line in whole if width_of(line) <= room][:1]
+    if not lines:
+        lines = [*wrapped(_label(row), room), *(f"{indent}{line}" for line in wrapped(facts, room - len(indent)))]
+    yield from (f"{before if i == 0 else ' ' * len(before)}{line}".rstrip() for i, line in enumerate(lines))
 
 
 def _label(row: MapRow) -> str:

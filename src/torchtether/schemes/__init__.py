@@ -10,7 +10,7 @@ from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolv
 from .plain import Plain
 from .scaled_float import ScaledFloat
 from .scheme import SCHEMES, Part, Parts, Scheme, scheme_from_json
-from .spelled import scheme_from_text
+from .spelled import scheme_from_text, scheme_to_text
 from .super_blocks import SuperBlocks
 
 __all__ = [
@@ -39,4 +39,5 @@ __all__ = [
     "same_bits",
     "scheme_from_json",
     "scheme_from_text",
+    "scheme_to_text",
 ]

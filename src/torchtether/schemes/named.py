@@ -55,11 +55,12 @@ def int4(
     return Affine(bits=4, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit)
 
 
-_FP8_BLOCKS: dict[str, tuple[int | None, int | None]] = {
+FP8_BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "row": (1, None),
     "tensor": (None, None),
     "block": (128, 128),
 }
+"""The block of each granularity."""
 
 
 def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -> ScaledFloat:
@@ -70,9 +71,9 @@ def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -
     >>> fp8("block").nbytes((256, 128), torch.bfloat16)
     32776
     """
-    if not isinstance(granularity, str) or granularity not in _FP8_BLOCKS:
-        raise SchemeError(f"granularity must be one of {', '.join(_FP8_BLOCKS)}, got {granularity!r}", name="fp8")
-    return ScaledFloat("e4m3", block=_FP8_BLOCKS[granularity], scale_dtype=scale_dtype)
+    if not isinstance(granularity, str) or granularity not in FP8_BLOCKS:
+        raise SchemeError(f"granularity must be one of {', '.join(FP8_BLOCKS)}, got {granularity!r}", name="fp8")
+    return ScaledFloat("e4m3", block=FP8_BLOCKS[granularity], scale_dtype=scale_dtype)
 
 
 def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range") -> Codebook:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .._dtypes import dtype_from_name
+from .._dtypes import dtype_from_name, dtype_name
 from ..errors import RuleError, SchemeError
-from .named import NAMED, resolve
+from .named import FP8_BLOCKS, NAMED, resolve
 from .scheme import Scheme
 
 _LONGEST = 500
@@ -52,6 +54,36 @@ def scheme_from_text(text: str) -> Scheme:
         return make(**options)
     except SchemeError as error:
         raise error.named(name) from None
+
+
+_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "group_size": lambda scheme: scheme.block[-1],
+    "granularity": lambda scheme: {block: name for name, block in FP8_BLOCKS.items()}[scheme.block],
+    "double_quant": lambda scheme: scheme.nested,
+}
+"""How an option is read from a scheme whose field has another name."""
+
+
+@functools.lru_cache(256)
+def scheme_to_text(scheme: Scheme) -> str:
+    """Return the shortest text that ``scheme_from_text`` reads as ``scheme``; ``str(scheme)`` if it has no name.
+
+    >>> scheme_to_text(NAMED["int4"]()), scheme_to_text(NAMED["int4"](group_size=64, scale_dtype=torch.bfloat16))
+    ('int4', 'int4(group_size=64, scale_dtype=bfloat16)')
+    """
+    for name, make in NAMED.items():
+        parameters = inspect.signature(make).parameters
+        keys = [key for key in parameters if key != "fit"]  # which says how to encode, not what is held
+        try:
+            options = {key: _OPTIONS[key](scheme) if key in _OPTIONS else getattr(scheme, key) for key in keys}
+            if make(**options) != scheme:
+                continue
+        except (AttributeError, KeyError, TypeError, IndexError, SchemeError):  # a scheme of another family
+            continue
+        changed = [(key, value) for key, value in options.items() if value != parameters[key].default]
+        words = (f"{key}={dtype_name(one) if isinstance(one, torch.dtype) else one}" for key, one in changed)
+        return f"{name}({', '.join(words)})" if changed else name
+    return str(scheme)
 
 
 def _parsed(text: str, name: str, known: tuple[str, ...]) -> ast.Call:

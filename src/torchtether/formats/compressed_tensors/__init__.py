@@ -21,9 +21,13 @@ Source: https://github.com/vllm-project/compressed-tensors, checked against 0.20
 from ..evidence import Evidence
 from .reading import METHODS, recognise
 from .unpacking import rows, unpack
-from .writing import announce, layout, pack
+from .writing import announce, announce_embeddings, layout, pack, variant_of
 
 name = "compressed-tensors"
+holds_embeddings = True
 evidence = Evidence(methods=METHODS, config=("compression_config",), keys=("weight_packed\n",))
 
-__all__ = ["announce", "evidence", "layout", "name", "pack", "recognise", "rows", "unpack"]
+__all__ = [
+    "announce", "announce_embeddings", "evidence", "holds_embeddings", "layout", "name", "pack", "recognise", "rows",
+    "unpack", "variant_of",
+]  # fmt: skip

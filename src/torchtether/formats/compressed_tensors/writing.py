@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._dtypes import dtype_name
 from ...errors import SchemeError
 from ...geometry.views import Shape
-from ...schemes import Affine, ScaledFloat, bits
+from ...schemes import Affine, ScaledFloat, Scheme, bits, scheme_to_text
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
 from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK
@@ -108,6 +108,8 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     Weights that are all stored in one way are one group, and target ``Linear``; otherwise each group names its
     modules. ``ignore`` names every other module with a ``weight``, because names do not tell which of them are linear,
     and a head of the usual name, which may be tied and stored nowhere. Names in ``plain`` may be aliases.
+
+    ``dequantize`` has transformers decode weights while it loads them, where it cannot keep them (``_is_decoded``).
     """
     groups: dict[str, tuple[Way, list[str]]] = {}
     for name, spec in sorted(specs.items()):
@@ -140,7 +142,50 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+    said: dict[str, Mapping[str, Any]] = {"config.json": {"quantization_config": config}}
+    is_decoded = len(groups) == 1 and any(_is_decoded(_way(name, spec), spec) for name, spec in specs.items())
+    return _decoded(said) if is_decoded else said
+
+
+def _is_decoded(way: Way, spec: WeightSpec) -> bool:
+    """Return whether transformers reads it only if it decodes it while it loads, which it does for one group.
+
+    Version 5.23 gives packed zero points another shape than compressed-tensors does, and decodes microscaled floats to
+    bfloat16 whatever the dtype of the model is.
+    """
+    if way.format == PACK:
+        return not way.weights["symmetric"]
+    return way.format in (NVFP4, MXFP4, MXFP6, MXFP8) and spec.dtype != torch.bfloat16
+
+
+def _decoded(said: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    config = {**said["config.json"]["quantization_config"], "dequantize": True}
     return {"config.json": {"quantization_config": config}}
+
+
+def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return ``said`` so that transformers decodes weights while it loads: it builds no quantized embedding.
+
+    Raise SchemeError where weights are quantized in several ways: of those it decodes one.
+    """
+    if len(said["config.json"]["quantization_config"]["config_groups"]) > 1:
+        _refuse(
+            names[0],
+            "is read with a quantized embedding by transformers only where all weights are quantized alike",
+            f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
+        )
+    return _decoded(said)
+
+
+def variant_of(scheme: Scheme) -> Scheme:
+    """Return ``scheme``, or the nvfp4 whose global scale divides for the one whose multiplies.
+
+    >>> import torchtether as tt
+    >>> variant_of(tt.nvfp4()) == tt.nvfp4(global_divides=True)
+    True
+    """
+    is_nv = isinstance(scheme, ScaledFloat) and scheme.global_scale
+    return replace(scheme, global_divides=True) if is_nv else scheme  # type: ignore[call-arg,type-var]
 
 
 def _is_single(module: str) -> bool:
@@ -165,7 +210,9 @@ def _way(name: str, spec: WeightSpec) -> Way:
     if isinstance(scheme, ScaledFloat):
         return _floats(name, scheme, spec.shape)
     _refuse(
-        name, f"has no words for {scheme}", "Use tt.int8(), tt.int4(), tt.fp8(), tt.mxfp4(), tt.nvfp4() or 'mxfp8'."
+        name,
+        f"has no words for {scheme_to_text(scheme)}",
+        "Use tt.int8(), tt.int4(), tt.fp8(), tt.mxfp4(), tt.nvfp4() or 'mxfp8'.",
     )
 
 
@@ -188,11 +235,11 @@ def _floats(name: str, scheme: ScaledFloat, shape: Shape) -> Way:
     is_micro = scheme.scale_dtype == torch.float8_e8m0fnu and scheme.block == (1, 32)
     if bits_ == 8 and not is_micro:
         if scheme.scale_dtype == torch.float8_e4m3fn:
-            _refuse(name, f"has no words for {scheme}", "Use tt.fp8().")
+            _refuse(name, f"has no words for {scheme_to_text(scheme)}", "Use tt.fp8().")
         return Way(FLOAT, _weights("float", 8, _strategy(name, scheme.block, shape)))
     is_nv = bits_ == 4 and scheme.scale_dtype == torch.float8_e4m3fn and scheme.block == (1, 16)
     if not is_micro and not is_nv:
-        _refuse(name, f"has no words for {scheme}", "Use tt.mxfp4() or tt.nvfp4().")
+        _refuse(name, f"has no words for {scheme_to_text(scheme)}", "Use tt.mxfp4() or tt.nvfp4().")
     strategy = _strategy(name, scheme.block, shape, always=True)
     if is_nv:
         strategy["strategy"] = "tensor_group"
@@ -302,5 +349,5 @@ def _divisor(name: str, spec: WeightSpec, parts: Mapping[str, Tensor]) -> Tensor
     _refuse(
         name,
         f"divides by the global scale, and {float(unit)!r}, which multiplies, has no exact reciprocal for these scales",
-        "Quantize with dataclasses.replace(tt.nvfp4(), global_divides=True).",
+        "Quantize with tt.nvfp4(global_divides=True).",
     )

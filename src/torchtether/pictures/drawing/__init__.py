@@ -1,7 +1,7 @@
 """Drawing in text and in SVG: nothing here knows what a tensor is, opens a file, or needs a network or a script."""
 
 from .scale import Scale
-from .text import clean, cut, cut_end, describe_bytes, padded, width_of
+from .text import clean, cut, cut_end, describe_bytes, padded, width_of, wrapped
 from .timeline import draw_timeline
 
-__all__ = ["Scale", "clean", "cut", "cut_end", "draw_timeline", "padded", "describe_bytes", "width_of"]
+__all__ = ["Scale", "clean", "cut", "cut_end", "draw_timeline", "padded", "describe_bytes", "width_of", "wrapped"]

@@ -43,6 +43,21 @@ def cut_end(line: str, width: int) -> str:
     return line + "…"
 
 
+def wrapped(text: str, width: int) -> list[str]:
+    """Return ``text`` in lines of at most ``width`` columns, broken after spaces where there are some; one at least.
+
+    >>> wrapped("bfloat16 [64, 64], frozen", 12)
+    ['bfloat16', '[64, 64],', 'frozen']
+    """
+    lines = []
+    while width_of(text) > width:
+        taken = max(len(_first(text, width)), 1)
+        space = text.rfind(" ", 0, taken + 1)
+        lines.append(text[: space if space > 0 else taken].rstrip())
+        text = text[space if space > 0 else taken :].lstrip()
+    return [*lines, text]
+
+
 def _first(text: str, width: int) -> str:
     used, taken = 0, 0
     for c in text:

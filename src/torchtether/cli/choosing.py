@@ -1,0 +1,127 @@
+"""Which tensors of a checkpoint are quantized, and how, where only names and shapes can tell what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from .._dtypes import dtype_name
+from ..checkpoint.reader import Checkpoint
+from ..errors import RuleError, SchemeError
+from ..files import HIDDEN
+from ..formats import Entry
+from ..schemes import Scheme, scheme_to_text
+from ..weights.spec import Tie, order_of
+
+SMALLEST = 32
+"""A matrix with a side below this is left alone by default: a gate or a position bias, nothing that saves memory."""
+
+_EMBEDDINGS = {"wte", "wpe", "shared"}
+
+
+def choose(
+    checkpoint: Checkpoint,
+    ties: Mapping[str, Tie],
+    default: Scheme | None,
+    rules: Mapping[str, Scheme | None],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    holds_embeddings: bool = True,
+) -> dict[str, Scheme]:
+    """Return the owners to quantize; raise RuleError or SchemeError for a request that cannot be met.
+
+    Embeddings are chosen by default only where they are tied to a head, and the format holds them.
+    """
+    names_of = {owner: ties[owner].names if owner in ties else (owner,) for owner in checkpoint.entries}
+    every = [name for names in names_of.values() for name in names]
+    _check_matched((*rules, *include, *exclude), every)
+    chosen: dict[str, Scheme] = {}
+    for owner, names in names_of.items():
+        if _first(names, exclude):
+            continue
+        obstacle = _obstacle(checkpoint.entries[owner], owner, ties.get(owner))
+        named = _first(names, rules) or _first(names, include)
+        scheme = default if named is None else rules.get(named[1], default)
+        if scheme is None:
+            continue
+        is_left = not holds_embeddings and any(map(is_embedding, names))
+        if named is None and (include or obstacle or is_left or not _is_linear(names, checkpoint.entries[owner].shape)):
+            continue
+        if named is not None and obstacle:
+            raise RuleError(obstacle, name=named[0], fix="Leave it out with --exclude.")
+        try:
+            scheme.check(checkpoint.entries[owner].shape)
+        except SchemeError as error:
+            raise SchemeError(error.what, name=owner, fix="Leave it out with --exclude.") from None
+        chosen[owner] = scheme
+    if not chosen:
+        raise RuleError("nothing in it is to be quantized", name=str(checkpoint.path), fix="Name it with --include.")
+    return chosen
+
+
+def weights_matched(checkpoint: Checkpoint, ties: Mapping[str, Tie], globs: Sequence[str]) -> set[str]:
+    """Return the quantized owners of which ``globs`` match a name; raise RuleError for a glob that matches none."""
+    names_of = {
+        name: ties[name].names if name in ties else (name,)
+        for name, entry in checkpoint.entries.items()
+        if entry.spec is not None
+    }
+    _check_matched(globs, [name for names in names_of.values() for name in names], "quantized tensor")
+    return {owner for owner, names in names_of.items() if _first(names, globs)}
+
+
+def _check_matched(globs: Iterable[str], names: Sequence[str], what: str = "tensor") -> None:
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise RuleError(f"this glob matches no {what}", name=glob, fix="Correct or remove it.")
+
+
+def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first of ``globs`` that matches one of ``names``, after the name that it matches.
+
+    >>> _first(["emb.weight", "head.weight"], ["norm.*", "head.*"])
+    ('head.weight', 'head.*')
+    """
+    return next(((name, glob) for glob in globs for name in names if fnmatchcase(name, glob)), None)
+
+
+def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
+    """Return the reason why ``entry`` cannot be quantized; empty if it can."""
+    if entry.spec is not None:
+        return f"is quantized already, as {scheme_to_text(entry.spec.scheme)}"
+    if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+        return f"is {dtype_name(entry.dtype)}, which is not quantized"
+    if owner.startswith(HIDDEN):
+        return "is a slice of memory that other names share"
+    held = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="meta")
+    for alias, view in zip(tie.names, tie.views, strict=True) if tie else ():
+        if view is not None and order_of(view, held) is None:
+            return f"is stored once for {alias} too, which is a view of it that a quantized weight cannot keep"
+    return ""
+
+
+def _is_linear(names: Sequence[str], shape: Sequence[int]) -> bool:
+    """Return whether it looks like the weight of a linear layer, by one of its names at least.
+
+    >>> _is_linear(["model.embed_tokens.weight"], (64, 32))
+    False
+    >>> _is_linear(["model.embed_tokens.weight", "lm_head.weight"], (64, 32))
+    True
+    """
+    if len(shape) != 2 or min(shape) < SMALLEST:
+        return False
+    return any(name.rpartition(".")[2] == "weight" and not is_embedding(name) for name in names)
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether ``name`` looks like the weight of an embedding.
+
+    >>> is_embedding("model.embed_tokens.weight"), is_embedding("transformer.wte.weight"), is_embedding("head.weight")
+    (True, True, False)
+    """
+    module, _, leaf = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    return leaf == "weight" and ("emb" in module.lower() or module in _EMBEDDINGS)

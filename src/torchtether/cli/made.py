@@ -1,0 +1,49 @@
+"""What quantize and convert have made, in a few lines: which tensors became what, and which files came along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..pictures.drawing import clean, describe_bytes
+from .transform import Kind, TransformReport
+
+_SHOWN = 8
+"""Files of one sort that are named."""
+
+
+def print_made(target: Path, report: TransformReport, *, is_quantized: bool = False) -> None:
+    """Print what was written at ``target``: a line of totals, then one for each kind of tensors and of files."""
+    before, after = describe_bytes(report.bytes_before), describe_bytes(report.bytes_after)
+    count = (
+        f"{len(report.changed)} of {report.tensors} tensors quantized" if is_quantized else f"{report.tensors} tensors"
+    )
+    print(f"{target}: {count}, {before} -> {after}, format {report.formats[1]}")
+    for (old, new), many in sorted(report.kinds.items(), key=lambda one: (-one[1], one[0])):
+        print(f"  {many} {_became(old, new, report.formats)}")
+    carried = report.carried
+    if carried.files:
+        print(f"  carried along: {len(carried.files)} other files")
+    if carried.weights:
+        print(f"  among them weights, as they are: {_names(carried.weights)}")
+    for why in sorted(set(carried.left_out.values())):
+        print(f"  left out, {why}: {_names(path for path, one in carried.left_out.items() if one == why)}")
+
+
+def _became(old: Kind, new: Kind, formats: tuple[str, str]) -> str:
+    """Return what became of tensors of one kind, such as ``float32 -> int8``."""
+    (scheme, dtype), (now, computed) = old, new
+    if not now and not scheme:
+        return f"{dtype}, as before" if dtype == computed else f"{dtype} -> {computed}"
+    if not now:
+        return f"{scheme} -> {computed}, decoded"
+    if now != scheme:
+        return f"{scheme or dtype} -> {now}" + (", decoded and encoded again" if scheme else "")
+    words = f"{now}, the same codes"
+    words += f", {formats[0]} -> {formats[1]}" if formats[0] != formats[1] else ""
+    return words + (f", to compute in {computed} instead of {dtype}" if dtype != computed else "")
+
+
+def _names(paths: Iterable[str]) -> str:
+    names = [clean(path) for path in paths]
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,129 @@
+"""Checkpoints of the Hugging Face Hub by their names: fetched by huggingface_hub into its cache, which is read here.
+
+Nothing of what comes from there is run: of the tensors only safetensors and GGUF files are fetched and read, and no
+link out of the cache of the repository is followed.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .beside import BESIDE
+from .companions import why_left_out
+from .index import GGUF_SUFFIX, PICKLED, parse_index
+from .names import INDEX_SUFFIX, SUFFIX
+
+_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(@(?P<revision>[^@\s]{1,200}))?", re.ASCII)
+_FILES = (SUFFIX, GGUF_SUFFIX, ".json", *PICKLED)
+
+
+def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool = False) -> Path:
+    """Return ``path``, or, if nothing is there and it is text like ``org/name``, a folder with that repository's files.
+
+    These are the files of the checkpoint; with ``is_whole`` also those that ``carry_over`` takes along. ``revision`` is
+    a branch, a tag or a commit, and may stand in the text: ``org/name@revision``. What the cache of huggingface_hub has
+    is not fetched again; offline (``HF_HUB_OFFLINE=1``) nothing is. Raises CheckpointError if there are none.
+    """
+    found = _NAME.fullmatch(path) if isinstance(path, str) else None
+    if found is None or found["name"].endswith(_FILES) or os.path.lexists(path):
+        if revision is not None:
+            fix = "Leave it out, or give the name of a repository, such as 'org/name', as text."
+            raise CheckpointError(f"{path} is a local path, and has no revision {revision!r}", name="revision", fix=fix)
+        return Path(path)
+    if revision is not None and found["revision"] not in (None, revision):
+        raise CheckpointError(f"is {revision!r}, and the name says {found['revision']!r}", name="revision")
+    revision = revision or found["revision"]
+    try:
+        import huggingface_hub as hub
+        import huggingface_hub.constants
+    except ImportError:
+        what = "there is no such file or folder, and huggingface_hub, which could fetch it, is not installed"
+        fix = "Correct the path, or run pip install huggingface_hub."
+        raise CheckpointError(what, name=str(path), fix=fix) from None
+    options: dict[str, Any] = {} if sys.stderr.isatty() else {"tqdm_class": _silent_bar()}
+
+    def fetch(revision: str | None, patterns: Sequence[str], ignored: str | None = None) -> Path:
+        try:
+            made = hub.snapshot_download(
+                found["name"], revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored, **options
+            )
+        except Exception as error:  # of huggingface_hub, or of the library of its version that speaks HTTP
+            raise _explained(hub, error, str(path)) from None
+        return Path(made)
+
+    return _fetched(hub, found["name"], revision, fetch, is_whole)
+
+
+def _silent_bar() -> type:
+    """Return the class of a progress bar that is not drawn: nobody watches one in a pipe."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class Silent(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{key: options[key] for key in options if key != "name"} | {"disable": True})
+
+    return Silent
+
+
+def _fetched(hub: Any, name: str, revision: str | None, fetch: Callable[..., Path], is_whole: bool) -> Path:
+    """Return the folder of the snapshot, once it has all that is wanted of it."""
+    folder = fetch(revision, [f"*{INDEX_SUFFIX}", *BESIDE], "*/*")
+    commit = folder.name  # from now on, lest the branch moves in between
+    try:
+        names = list(hub.HfApi().list_repo_files(name, revision=commit))
+    except Exception:  # offline: what the cache has of it
+        names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()]
+    wanted = wanted_weights(name, folder, [one for one in names if "/" not in one])
+    wanted += [one for one in names if one in BESIDE or (is_whole and not why_left_out(one))]
+    folder = fetch(commit, [glob.escape(one) for one in dict.fromkeys(wanted)])
+    home = Path(os.path.realpath(folder.parents[1]))
+    for one in wanted:
+        if not Path(os.path.realpath(folder / one)).is_relative_to(home):
+            raise CheckpointError(f"{one} is a link out of the cache of {name}", name=str(folder), fix="Remove it.")
+    return folder
+
+
+def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the files of the checkpoint among ``names``, chosen as ``find_files`` chooses in a folder."""
+    files = sorted(one for one in names if one.endswith((SUFFIX, GGUF_SUFFIX, INDEX_SUFFIX)))
+    indexes = [one for one in files if one.endswith(INDEX_SUFFIX)]
+    tensors = [one for one in files if one.endswith(SUFFIX)]
+    if len(indexes) == 1 and f"model{SUFFIX}" not in tensors:
+        return [*indexes, *(file.name for file in parse_index(folder / indexes[0]).files)]
+    if indexes or f"model{SUFFIX}" in tensors:
+        return [*indexes, *(one for one in tensors if one == f"model{SUFFIX}")]
+    files = tensors or files
+    if len(files) > 1 and not tensors:
+        fix = "Fetch one with huggingface_hub.hf_hub_download, and give its path."
+        raise CheckpointError(f"the repository holds several GGUF files: {', '.join(files)}", name=name, fix=fix)
+    if not files:
+        fix = "Others are not fetched: they may hold code. Download it, and give its path."
+        raise CheckpointError("the repository has no safetensors or GGUF file of its own", name=name, fix=fix)
+    return files
+
+
+def _explained(hub: Any, error: Exception, path: str) -> CheckpointError:
+    """Return ``error`` in one line."""
+    kinds = {one.__name__ for one in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return CheckpointError("the repository is gated", name=path, fix="Ask for access on its page, and log in.")
+    if "RevisionNotFoundError" in kinds:
+        return CheckpointError("the repository has no such revision", name=path, fix="Correct revision=.")
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
+        what = "there is no such file or folder, and no such repository on the Hub that you may read"
+        return CheckpointError(what, name=path, fix="Correct the path, or log in: hf auth login.")
+    if "LocalEntryNotFoundError" in kinds:
+        why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+        what = (
+            f"there is no such file or folder, {why}, and the cache in {hub.constants.HF_HUB_CACHE} has not all of it"
+        )
+        return CheckpointError(what, name=path, fix="Correct the path, or fetch it once while online.")
+    text = " ".join(str(error).split()) or type(error).__name__
+    return CheckpointError(f"it cannot be fetched: {text[:300]}", name=path, fix="Try again, or give a local path.")

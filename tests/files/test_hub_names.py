@@ -1,0 +1,62 @@
+"""Names of the Hub: a local path always wins, and without huggingface_hub one line says what to do."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchtether as tt
+from torchtether.cli.main import main
+from torchtether.files import hub, local_path
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_local_path_of_the_name_wins():
+    tt.save({"w": torch.ones(2)}, "org/name")
+    assert local_path("org/name") == Path("org/name")
+    with tt.open("org/name") as checkpoint:
+        assert checkpoint["w"].tolist() == [1, 1]
+    with pytest.raises(tt.CheckpointError, match="org/name is a local path, and has no revision 'main'"):
+        tt.open("org/name", revision="main")
+
+
+@pytest.mark.parametrize("path", [Path("org/name"), "org", "./org/name", "a/b/c", "org/name.safetensors", "org/x.json"])
+def test_what_can_only_be_a_path_is_one(path):
+    assert local_path(path) == Path(path)
+    with pytest.raises(tt.CheckpointError, match="there is no such file or folder$"):
+        tt.open(path)
+
+
+def test_without_the_library_one_line_says_so(capsys):
+    words = "org/name: there is no such file or folder, and huggingface_hub, which could fetch it, is not installed. "
+    words += "Correct the path, or run pip install huggingface_hub."
+    for call in (tt.open, tt.storage_map, lambda path: tt.load(torch.nn.Linear(2, 2), path)):
+        with pytest.raises(tt.CheckpointError) as caught:
+            call("org/name")
+        assert str(caught.value) == words
+    for command in (["inspect"], ["ties"], ["map"], ["verify"]):
+        assert main([*command, "org/name"]) == 1
+        assert capsys.readouterr().err == f"torchtether: {words}\n"
+    for command in (["quantize", "--scheme", "int8"], ["convert"]):
+        assert main([*command, "org/name", "made"]) == 1
+        assert capsys.readouterr().err == f"torchtether: {words}\n"
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["model.safetensors", "consolidated.safetensors", "x.gguf", "pytorch_model.bin"], ["model.safetensors"]),
+        (["b.safetensors", "a.safetensors", "x.gguf", "a.pt"], ["a.safetensors", "b.safetensors"]),
+        (["x.gguf", "pytorch_model.bin"], ["x.gguf"]),
+    ],
+)
+def test_of_several_copies_of_the_weights_one_is_wanted(names, wanted, tmp_path):
+    """The one that is read in such a folder."""
+    assert hub.wanted_weights("org/name", tmp_path, names) == wanted
