@@ -22,7 +22,7 @@ from ..torch_private.dispatching import (
 from ..torch_private.tensors import as_plain, make_wrapper
 from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec
-from .wrapping import Wrapping
+from .wrapping import REQUIRES_GRAD, Wrapping
 
 aten = torch.ops.aten
 
@@ -210,6 +210,8 @@ class WrapperTensor(Wrapping):
             return _module_load(*args, **(kwargs or {}))
         if func in (Tensor.untyped_storage, Tensor.storage):
             return empty_storage(args[0], func)
+        if func == REQUIRES_GRAD:
+            return args[0]._asked_requires_grad(2)
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]
             raise UnsupportedOpError(
                 f".data of a {cls.__name__} cannot be set: torch would ignore it silently", fix="Use copy_()."
