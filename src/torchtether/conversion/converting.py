@@ -17,11 +17,13 @@ from ..exchange.refusals import format_names
 from ..geometry.blocks import STOCK
 from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, span_tensor
+from ..torch_private.observers import not_followed
 from ..weights.weight import Weight
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@not_followed
 def convert(
     model: Model,
     *,
