@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -63,7 +64,10 @@ class WrapperTensor(Wrapping):
     metadata_names: ClassVar[tuple[str, ...]] = ()
     """The attributes that are constants."""
 
-    _geometry: WeightSpec
+    @cached_property
+    def _geometry(self) -> WeightSpec:
+        """Return the facts that torch has, where a ``__new__`` of its own made the tensor."""
+        return WeightSpec(tuple(self.shape), tuple(self.stride()), self.dtype, _GEOMETRY)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
