@@ -390,6 +390,7 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.Tensor._typed_storage: _call(W),
     torch.Tensor.share_memory_: _call(W),
     torch.Tensor.is_shared: _call(W),
+    torch.Tensor.requires_grad.__get__: _call(W),
 }
 
 COLLECTIVES = sorted((op for op in KINDS if str(op).startswith(("c10d.", "_c10d_functional."))), key=str)

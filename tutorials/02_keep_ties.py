@@ -6,6 +6,7 @@ and to fail early when a tie breaks. Needs: torch. Takes: seconds.
 
 # %% Three kinds of ties: one object under two names, two Parameters over one storage, and a view.
 import tempfile
+import textwrap
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ assert stock.q.data_ptr() != stock.qkv.data_ptr()  # the slice is a copy now, an
 try:
     tt.check_ties(stock, ties)
 except tt.TieError as error:
-    print(error)
+    print(textwrap.fill(str(error), 120))
 else:
     raise AssertionError("the ties were kept")
 
@@ -59,7 +60,7 @@ tt.check_ties(model, ties)
 folder = Path(tempfile.mkdtemp())
 tt.save(model, folder / "tied.safetensors")
 with tt.open(folder / "tied.safetensors") as checkpoint:
-    print(checkpoint.ties)
+    print(*checkpoint.ties, sep="\n")
     assert checkpoint["q"].data_ptr() == checkpoint["qkv"].data_ptr()  # the same memory, in any order of requests
 with tt.on_meta():
     again = Model()
@@ -75,7 +76,7 @@ assert isinstance(again.emb.weight, tt.Weight)
 try:
     tt.quantize(again, {"qkv": "int8"})  # a slice has no parts of its own
 except tt.RuleError as error:
-    print(error)
+    print(textwrap.fill(str(error), 120))
 else:
     raise AssertionError("a slice was quantized")
 

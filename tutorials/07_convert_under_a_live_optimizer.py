@@ -6,6 +6,7 @@ out which of them breaks your training without a word. Needs: torch. Takes: seco
 
 # %% A model in the middle of training: a tied head, a slice of a matrix, a hook, gradients, momentum.
 import contextlib
+import textwrap
 
 import torch
 from torch import nn
@@ -97,7 +98,7 @@ adam.model.to(torch.bfloat16)
 try:
     adam.step()
 except RuntimeError as error:
-    print(error)
+    print(textwrap.fill(str(error), 120))
 else:
     raise AssertionError("AdamW took a step with state of another dtype")
 
@@ -115,7 +116,7 @@ assert "another object" in changes["emb.weight"]
 try:
     tt.check_optimizer(two.model, two.optimizer)
 except tt.OptimizerError as error:
-    print(error)
+    print(textwrap.fill(str(error), 120))
 else:
     raise AssertionError("an orphaned optimizer was not noticed")
 
@@ -163,7 +164,7 @@ loss = seven.model(tokens).sum()  # a graph that is alive holds the parameters
 try:
     tt.convert(seven.model, dtype=torch.bfloat16, optimizer=seven.optimizer)
 except tt.ConversionError as error:
-    print(error)
+    print(textwrap.fill(str(error), 120))
 else:
     raise AssertionError("a model was converted between forward and backward")
 assert {p.dtype for p in seven.model.parameters()} == {torch.float32}

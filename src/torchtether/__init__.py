@@ -45,10 +45,12 @@ from .schemes import (
     ScaledFloat,
     Scheme,
     SuperBlocks,
+    fp4,
     fp8,
     int4,
     int8,
     mxfp4,
+    mxfp8,
     nf4,
     nvfp4,
 )
@@ -86,7 +88,7 @@ __all__ = [
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
     "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
-    "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4",
+    "int8", "int4", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",
     "SchemeError", "TieError", "UnsupportedOpError", "LawError",

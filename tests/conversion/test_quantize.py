@@ -387,3 +387,15 @@ def test_quantizing_again_keeps_what_shares_memory_together(share, first, second
     with torch.no_grad():
         model.weight.zero_()
     assert not model.alias.dequantize().any()
+
+
+def test_progress_is_told_of_what_is_encoded(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(64, 8))
+    model[2].weight, seen = model[0].weight, []
+    tt.quantize(model, "int8", progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(64 * 64 * 4, 96 * 64 * 4), (96 * 64 * 4, 96 * 64 * 4)]
+    tt.quantize(model, "int4", progress=True)
+    assert "quantize: 100%" in capsys.readouterr().err
+    with pytest.raises(tt.ArgumentError, match="progress"):
+        tt.quantize(model, "int8", progress=7)
+    assert model[1].weight.scheme == tt.int4()

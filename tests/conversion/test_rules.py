@@ -78,6 +78,14 @@ def test_rules_that_cannot_be_followed(rules, text):
     assert "\n" not in str(caught.value)
 
 
+def test_linears_whose_weights_are_computed():
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(64, 64))
+    with pytest.raises(tt.RuleError, match=r"^0: the weight of every nn\.Linear is computed .*remove_parametrizations"):
+        tt.quantize(torch.nn.Sequential(layer), "int8")
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert isinstance(tt.quantize(torch.nn.Sequential(layer), "int8")[0].weight, tt.Weight)
+
+
 def test_a_model_without_linears():
     with pytest.raises(tt.RuleError, match=r"^the model has no nn\.Linear"):
         _schemes("int8", nn.Sequential(nn.Embedding(4, 4)))

@@ -284,3 +284,21 @@ def test_it_says_what_it_cannot_check():
         check_scheme("int8")
     with pytest.raises(tt.LawError, match="no law 'bounds'"):
         check_scheme(tt.int8(), laws=["bounds"])
+
+
+@dataclass(frozen=True)
+class Forgotten(tt.BlockScheme):
+    """Two numbers a block, and no ``numbers`` that say so."""
+
+    kind: ClassVar[str] = "test-forgotten"
+    bits: int = 5
+
+    def fit(self, x):
+        return {"scale": (x.amax(-1) - x.amin(-1)) / 31, "low": x.amin(-1)}
+
+
+def test_a_long_error_keeps_what_to_do():
+    failed = check_scheme(Forgotten()).failed
+    assert failed
+    assert all("say in `numbers` what there is." in str(result) for result in failed if "fit gives" in str(result))
+    assert any("fit gives" in str(result) for result in failed)

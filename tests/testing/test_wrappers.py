@@ -99,3 +99,28 @@ def test_what_is_not_written_yet_is_said():
     made = type("Bare", (tt.WrapperTensor,), {"inner_names": ("codes",)})(codes=torch.ones(2), dtype=torch.float32)
     with pytest.raises(NotImplementedError, match=r"^Bare: it has no decode\(\)"):
         made + 1
+
+
+class ByHand(tt.WrapperTensor):
+    """Written as the tutorials of torch write such classes."""
+
+    inner_names = ("codes",)
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def decode(self):
+        return self.codes.to(self.dtype) / 16
+
+    def encode(self, values):
+        return {"codes": (values * 16).round().clamp(-128, 127).to(torch.int8)}
+
+
+def test_a_class_may_make_its_tensors_as_torch_does():
+    made = ByHand(torch.arange(6, dtype=torch.int8).view(2, 3))
+    assert torch.equal(made.t().bfloat16() + 1, (made.codes.t() / 16 + 1).bfloat16())
+    check_tensor_subclass(lambda: ByHand(torch.randint(-128, 128, (8, 16), dtype=torch.int8))).check()

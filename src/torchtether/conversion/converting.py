@@ -17,11 +17,13 @@ from ..exchange.refusals import format_names
 from ..geometry.blocks import STOCK
 from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, span_tensor
+from ..torch_private.observers import not_followed
 from ..weights.weight import Weight
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@not_followed
 def convert(
     model: Model,
     *,
@@ -36,7 +38,8 @@ def convert(
 
     Parameters and buffers are the objects that they were, with grads, hooks, ``requires_grad`` and attributes; what
     shared memory still does, and was converted once.  Tensors that are right already are not touched.  A Weight takes
-    ``dtype`` as its compute dtype; its codes and scales stay.  ``optimizer`` (one or several): state follows.
+    ``dtype`` as its compute dtype; its codes and scales stay.  ``optimizer`` (one or several): state follows.  Without
+    it the state of an optimizer that has stepped stays in the old dtype, and its next step fails in torch.
 
     ``atomic="checked"``: every refusal comes before the first change, and memory peaks one tensor above the model.
     ``atomic="full"``: even an error in the middle, out of memory included, changes nothing; old and new fit at once.

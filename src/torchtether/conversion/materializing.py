@@ -23,6 +23,7 @@ from ..ties.names import named_tensors
 from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values, span_tensor
 from ..torch_private.modules import buffers_of, parameters_of
+from ..torch_private.observers import not_followed
 from ..torch_private.tensors import base_of
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
@@ -101,6 +102,7 @@ def _remember(modules: dict[int, nn.Module], recorder: Recorder) -> None:
     recorder.close(kept)
 
 
+@not_followed
 def materialize(
     model: Model,
     device: torch.device | str | int = "cpu",

@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import compiled
-from .._checks import check_module
+from .._checks import check_callable, check_module
 from ..errors import ConversionError, SchemeError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
+from ..progress import Progress, ticking
 from ..schemes import Scheme
 from ..ties.components import Component, Member, find_components
 from ..ties.names import is_sharded
 from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values, span_tensor
 from ..torch_private.modules import buffers_of, load_hooks_of, parameters_of, transient_of
+from ..torch_private.observers import not_followed
 from ..torch_private.tensors import local_or_itself
 from ..weights.module_load import module_load
 from ..weights.spec import Tie, order_of
@@ -33,12 +35,14 @@ _LARGE = 200.0
 """No scale of smaller values is too large for a dtype of scales, the least of which ends at 448; others are tried."""
 
 
+@not_followed
 def quantize(
     model: nn.Module,
     rules: Rules,
     *,
     optimizer: Optimizers = None,
     atomic: Atomic = "checked",
+    progress: Progress = None,
 ) -> nn.Module:
     """Make the parameters that ``rules`` choose Weights; each stays the same Parameter object.
 
@@ -48,6 +52,10 @@ def quantize(
     the wanted scheme is left alone, one of another scheme is encoded again, a tensor on ``meta`` becomes a Weight on
     ``meta``.  Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without
     ``assign=True``.  State of ``optimizer`` (one or several) follows its parameters; ``atomic`` as in ``tt.convert``.
+    ``progress`` is ``True`` for a bar, or a function of (bytes done, bytes in all) of what is encoded.
+
+    Weights that required grad still do.  An optimizer's steps that are smaller than half a step of the codes change
+    nothing: freeze them and train adapters, or leave floating what is to learn.
 
     Raises:
         RuleError, SchemeError: the rules or the values do not fit; nothing has changed.
@@ -60,6 +68,7 @@ def quantize(
     (True, True)
     """
     check_module(model)
+    check_callable(progress, "progress", or_flag=True)
     components = find_components(model)
     ties = {id(component): tie_of(component) for component in components}
     schemes = schemes_for(model, rules, [tie for tie in ties.values() if tie is not None])
@@ -71,15 +80,21 @@ def quantize(
             _check_values(component, tie, scheme)
             plan.append((component, tie, scheme))
     compiled.expect(sum(c.members[0].tensor.numel() for c, _, scheme in plan if not scheme.transparent))
-    with Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange:
+    sizes = [_owner(component, tie).tensor.nbytes for component, tie, _ in plan]
+    with (
+        ticking(progress, sum(sizes), "quantize") as tick,
+        Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange,
+    ):
         exchange.check([m.tensor for component, _, _ in plan for m in component.members], stay_weights=True)
-        for component, tie, scheme in plan:
+        for (component, tie, scheme), size in zip(plan, sizes, strict=True):
             exchange.safe_point()
             _put(exchange, component.members, _encoded(component, tie, scheme))
             know_weights(model, exchange, component.names)
+            tick(size)
     return model
 
 
+@not_followed
 def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
     """Make every Weight of the model a plain tensor of its values; each stays the same Parameter object.
 

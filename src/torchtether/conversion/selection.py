@@ -66,6 +66,13 @@ def _of_products(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
         for name in _weights_of(module):
             asked[f"{path}.{name}" if path else name] = scheme
     if not asked:
+        computed = next((path for path, module in model.named_modules() if isinstance(module, nn.Linear)), None)
+        if computed is not None:
+            raise RuleError(
+                "the weight of every nn.Linear is computed from other parameters (parametrize, weight_norm)",
+                name=computed,
+                fix="Call remove_parametrizations (or remove_weight_norm) first, or give a mapping of parameter names.",
+            )
         raise RuleError(
             "the model has no nn.Linear with a weight and no experts, to which a bare scheme applies",
             fix="Give a mapping of parameter names: {'*.weight': 'int8'}.",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .._dtypes import dtype_from_name, dtype_name
 from ..errors import TieError
+from ..torch_private.observers import cached
 
 Shape = tuple[int, ...]
 
@@ -39,7 +39,7 @@ def overlaps_itself(size: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
-@lru_cache(maxsize=4096)
+@cached
 def contiguous_stride(shape: Shape) -> Shape:
     """Return the strides, in elements, of a contiguous tensor of ``shape``.
 

@@ -91,12 +91,26 @@ def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range")
 
 
 def fp4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:
-    """Return the 4-bit float of bitsandbytes (not E2M1: see ``mxfp4`` and ``nvfp4``)."""
+    """Return the 4-bit float of bitsandbytes (not E2M1: see ``mxfp4`` and ``nvfp4``), with scales as in ``nf4``.
+
+    Raises SchemeError for a ``block_size`` that there is not.
+
+    >>> fp4().nbytes((64, 64), torch.bfloat16)
+    2304
+    """
+    check_flag(double_quant, "double_quant")
     return Codebook(FP4, block_size=block_size, nested=double_quant)
 
 
 def mxfp8(element: str = "e4m3", *, scale_rounding: str = "rceil") -> ScaledFloat:
-    """Return OCP microscaling fp8: a power of two per 32 columns, by default one that clips nothing."""
+    """Return OCP microscaling fp8: ``"e4m3"`` or ``"e5m2"`` with a power of two per 32 columns.
+
+    ``scale_rounding`` says how that power is chosen: by default one that clips nothing.  Raises SchemeError for an
+    ``element`` or ``scale_rounding`` that there is not.
+
+    >>> mxfp8().nbytes((64, 64), torch.bfloat16)
+    4224
+    """
     return ScaledFloat(element, block=(1, 32), scale_dtype=torch.float8_e8m0fnu, scale_rounding=scale_rounding)
 
 

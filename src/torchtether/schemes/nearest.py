@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..torch_private.observers import is_direct
+from ..torch_private.observers import cached, is_direct
 
 
 def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
@@ -104,7 +105,7 @@ def _cell(x: Tensor, reach: float) -> Tensor:
     return x.clamp(-reach, reach).mul_(_CELLS / reach).add_(_CELLS + 1).to(torch.int32)
 
 
-@lru_cache(maxsize=64)
+@cached
 def nearest_codes(table: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Return the thresholds between the values of ``table``, ascending, and the code of each value between them.
 
@@ -117,6 +118,12 @@ def nearest_codes(table: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[in
     for code, value in enumerate(table):
         first.setdefault(value, code)
     ascending = sorted(first)
-    values = np.array(ascending, dtype=np.float32)  # numpy, because a compiler may be tracing torch just now
-    middles = (values[1:] + values[:-1]) / np.float32(2)
-    return tuple(middles.tolist()), tuple(first[value] for value in ascending)
+    values = [_float32(value) for value in ascending]
+    middles = tuple(_float32(low + high) / 2 for low, high in pairwise(values))
+    return middles, tuple(first[value] for value in ascending)
+
+
+def _float32(number: float) -> float:
+    """Return the float32 nearest to ``number``, in Python, because a compiler may be tracing torch just now."""
+    step = 2.0 ** max(math.frexp(number)[1] - 24, -149)
+    return round(number / step) * step

@@ -99,7 +99,7 @@ def _line(error: BaseException, longest: int = 160) -> str:
     if type(error) is RuntimeError and isinstance(error.__cause__, Exception) and "Couldn't swap" in str(error):
         error = error.__cause__
     text = " ".join(_COLOURS.sub("", str(error)).split())
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 + 5 :]}"  # a fix is last
 
 
 @contextmanager

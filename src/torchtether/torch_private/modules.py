@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -105,3 +106,17 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_p
 
 pruned_name_of: Callable[[Any], str] = attrgetter("_tensor_name")
 """The name of the tensor that a pruning method masks."""
+
+
+_PARAMETRIZE = parametrize.ParametrizationList.__init__.__code__
+
+
+def is_unwrapping(caller: FrameType) -> bool:
+    """Return whether ``caller`` makes Parameters of the inner tensors of a subclass, as ``torch.export`` does.
+
+    It asks the subclass for ``requires_grad`` and gives it to each of them, also to whole numbers, which refuse it.
+    Nothing else tells who asks: torch has no public way to say it for each inner tensor.
+    """
+    if caller.f_code is not _PARAMETRIZE:
+        return False
+    return any(type(one).__name__ == "UnwrapTensorSubclass" for one in caller.f_locals["self"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import overrides
@@ -73,6 +74,30 @@ def never_compiled(function: Function) -> Function:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def not_followed(function: Function) -> Function:
+    """Return ``function``, which compiled code calls as it is: its graph ends before, and begins anew after it.
+
+    As ``torch.compiler.disable``, but without importing the compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it changes the parameters of a model"  # type: ignore[attr-defined]
+    return never_compiled(function)
+
+
+def cached(function: Function) -> Function:
+    """Return ``function``, which remembers results as ``lru_cache`` does, and which the compiler follows.
+
+    It would follow a function under ``lru_cache``, too, and warn of it.
+    """
+    remembered = lru_cache(maxsize=4096)(function)
+
+    @wraps(function)
+    def answer(*args: Any) -> Any:
+        return function(*args) if torch.compiler.is_dynamo_compiling() else remembered(*args)
+
+    return cast(Function, answer)
 
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing

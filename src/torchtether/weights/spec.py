@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from .._dtypes import dtype_from_name, dtype_name
 from ..errors import SchemeError, TieError
 from ..geometry.views import Shape, View, contiguous_stride
 from ..schemes import Plain, Scheme, scheme_from_json
+from ..torch_private.observers import cached
 
 ACTIVATIONS = ("int8", "float8")
 """What a Weight can have the inputs of its products rounded to."""
@@ -190,7 +190,7 @@ def _numbers(value: Any, what: str) -> Shape:
     return tuple(value)
 
 
-@lru_cache(maxsize=4096)
+@cached
 def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
     """Return the order of dimensions: of equal strides at most one size exceeds 1, and that one is outermost."""
     base = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] <= 1, d))

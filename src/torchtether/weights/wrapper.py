@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from ..torch_private.dispatching import (
 from ..torch_private.tensors import as_plain, make_wrapper
 from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec
-from .wrapping import Wrapping
+from .wrapping import REQUIRES_GRAD, Wrapping
 
 aten = torch.ops.aten
 
@@ -63,7 +64,10 @@ class WrapperTensor(Wrapping):
     metadata_names: ClassVar[tuple[str, ...]] = ()
     """The attributes that are constants."""
 
-    _geometry: WeightSpec
+    @cached_property
+    def _geometry(self) -> WeightSpec:
+        """Return the facts that torch has, where a ``__new__`` of its own made the tensor."""
+        return WeightSpec(tuple(self.shape), tuple(self.stride()), self.dtype, _GEOMETRY)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -210,6 +214,8 @@ class WrapperTensor(Wrapping):
             return _module_load(*args, **(kwargs or {}))
         if func in (Tensor.untyped_storage, Tensor.storage):
             return empty_storage(args[0], func)
+        if func == REQUIRES_GRAD:
+            return args[0]._asked_requires_grad(2)
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]
             raise UnsupportedOpError(
                 f".data of a {cls.__name__} cannot be set: torch would ignore it silently", fix="Use copy_()."

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from ..torch_private.modules import is_unwrapping
+from ..torch_private.tensors import as_plain
+
+REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class Wrapping(Tensor):
@@ -57,6 +63,17 @@ class Wrapping(Tensor):
             self._is_param = True
         self.requires_grad_(requires_grad)
         return self
+
+    def _asked_requires_grad(self, depth: int) -> bool:
+        """Return whether this tensor requires grad, to the caller whose frame is ``depth`` above.
+
+        To torch, where it gives the answer to each inner tensor, it is no if one holds codes, which cannot.
+        """
+        with as_plain():
+            answer = self.requires_grad
+        if not answer or torch.compiler.is_dynamo_compiling() or not is_unwrapping(sys._getframe(depth)):
+            return answer
+        return all(inner.is_floating_point() and inner.itemsize > 1 for inner in self._inner().values())
 
     def share_memory_(self) -> Self:  # torch's own walks the wrapper's null storage and crashes the process
         """Move every inner tensor to shared memory, in place."""

@@ -1,4 +1,4 @@
-"""Where a Weight lies: the storage that torch gives it claims the bytes of the values and has no memory."""
+"""What torch asks a Weight of the memory behind it: the storage, which claims its bytes and has none; its parts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ...torch_private.tensors import typed_storage
-from ..dispatch import rule
+from ..dispatch import FOLDS, rule
 from ..inner import empty_storage
 from ..weight import Weight
+from ..wrapping import REQUIRES_GRAD
 
 
 @rule(Tensor.untyped_storage)
@@ -44,3 +45,12 @@ def data_ptr(op: Any, weight: Weight) -> int:
 def shared(op: Any, weight: Weight) -> Any:
     """Call the Weight's own method, also for a caller of ``Tensor``'s."""
     return getattr(weight, op.__name__)()
+
+
+@rule(REQUIRES_GRAD)
+def requires_grad(op: Any, weight: Weight) -> bool:
+    """Return whether the Weight requires grad; no to ``torch.export`` where it asks for its codes."""
+    return weight._asked_requires_grad(3)
+
+
+FOLDS[REQUIRES_GRAD] = requires_grad  # AOTInductor asks while it compiles
