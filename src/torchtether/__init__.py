@@ -1,6 +1,5 @@
 """Keeps a PyTorch model's parameters attached: to each other, to their optimizer and to their checkpoint."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import testing
@@ -30,6 +29,7 @@ from .exchange.optimizer_state import check_optimizer
 from .exchange.scope import swapping
 from .geometry.views import View
 from .integrations import tell_libraries as _tell_libraries
+from .integrations.adopting import adopt
 from .loading.plan import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap, storage_map
@@ -65,9 +65,6 @@ from .weights.weight import rebuild_weight as rebuild_weight
 from .weights.wrapper import WrapperTensor
 from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
-if _TYPE_CHECKING:
-    from .integrations.adopting import adopt
-
 __version__ = "0.1.0"
 _warn_if_untested()
 _LISTENERS.append(_tell_libraries)
@@ -98,14 +95,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """Import ``distributed`` when it is first used: torch's DTensor takes as long to import as all the rest.
-
-    ``adopt``, too, which speaks of other libraries.
-    """
-    from importlib import import_module
-
+    """Import ``distributed`` when it is first used: torch's DTensor takes as long to import as all the rest."""
     if name == "distributed":
+        from importlib import import_module
+
         return import_module(f"{__name__}.distributed")
-    if name == "adopt":
-        return import_module(f"{__name__}.integrations.adopting").adopt
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
