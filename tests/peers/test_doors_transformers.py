@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -318,3 +320,10 @@ def test_experts_quantized_one_by_one_are_refused_and_never_random(tmp_path):
     folder = quantized_by_command(tmp_path, EXPERTS["mixtral"](), transformers.AutoModelForCausalLM)
     with pytest.raises(tt.CheckpointError, match=r"experts.0.w1.weight: it is quantized alone.* tt.load"):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_guide_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "tutorials" / "guides" / "integrations.md").read_text()
+    (code,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "integrations.md", "exec"), {})
