@@ -11,6 +11,7 @@ import torch
 import torchtether as tt
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("torchtether.integrations.transformers")  # from_pretrained knows what we quantized from here on
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what transformers warns about
 
 IDS = torch.arange(12).view(2, 6)
@@ -320,6 +321,14 @@ def test_experts_quantized_one_by_one_are_refused_and_never_random(tmp_path):
     folder = quantized_by_command(tmp_path, EXPERTS["mixtral"](), transformers.AutoModelForCausalLM)
     with pytest.raises(tt.CheckpointError, match=r"experts.0.w1.weight: it is quantized alone.* tt.load"):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(EXPERTS["mixtral"]()).eval()
+    tt.load(model, folder)
+    reference = tt.quantize(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), {
+        name: "int8" for name in weights_of(model)
+    })  # fmt: skip
+    assert any(weight.dim() == 3 for weight in weights_of(model).values())
+    assert torch.equal(logits_of(model), logits_of(reference))
 
 
 def test_the_guide_runs(tmp_path, monkeypatch):
