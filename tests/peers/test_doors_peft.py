@@ -1,6 +1,8 @@
 """PEFT's own code over Weights: adapters of many kinds, merged, unmerged, saved; ties; longer embeddings."""
 
 import copy
+import subprocess
+import sys
 import warnings
 from importlib import import_module
 
@@ -348,3 +350,31 @@ def test_layers_without_weights_merge_as_peft_alone_does():
     assert torch.equal(adapter.get_base_model()[0].base_layer.weight, before + delta)
     adapter.unmerge_adapter()
     assert torch.equal(adapter.get_base_model()[0].base_layer.weight, before + delta - delta)
+
+
+@pytest.mark.parametrize("how", ["quantize", "from_pretrained"])
+def test_peft_that_is_imported_first_knows_weights_by_itself(tmp_path, how):
+    """In a process of its own, which never imports ``torchtether.integrations.peft``."""
+    code = f"""
+import peft, transformers
+import torchtether as tt
+config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                  num_attention_heads=4, tie_word_embeddings=True)
+model = transformers.AutoModelForCausalLM.from_config(config)
+if {how!r} == "quantize":
+    tt.quantize(model, "int8")
+else:
+    from torchtether.integrations.transformers import TetherConfig
+    model.save_pretrained({str(tmp_path)!r})
+    asked = TetherConfig("int8")
+    model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, quantization_config=asked)
+adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+before = model.model.embed_tokens.weight.dequantize()
+try:
+    adapted.merge_adapter()
+except tt.TieError:
+    assert (model.model.embed_tokens.weight.dequantize() == before).all()
+else:
+    raise AssertionError("merged")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
+
+from .imported import tell_peft
 
 
 def tell_libraries(model: nn.Module, path: str) -> Callable[[], None] | None:
@@ -15,9 +16,7 @@ def tell_libraries(model: nn.Module, path: str) -> Callable[[], None] | None:
 
     Returns what takes it back; ``None`` where nothing was done.
     """
-    if "peft" in sys.modules:
-        with suppress(ImportError):  # one of another version
-            from . import peft  # noqa: F401 - lets its layers merge
+    tell_peft()
     return _tell_transformers(model, path)
 
 

@@ -34,6 +34,7 @@ from ..schemes import Scheme, resolve, scheme_from_json
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
+from .imported import tell_peft
 
 METHOD = native.METHOD
 
@@ -174,6 +175,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         model.is_quantized = False  # transformers forbids such models ``.half()`` and training, which are right here
+        tell_peft()
         for module in model.modules():
             if module is not model and isinstance(module, PreTrainedModel):
                 attach(module)
