@@ -292,6 +292,18 @@ def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path):
     assert not torch.equal(first.model.norm.weight, start.model.norm.weight)
 
 
+def test_parameters_on_disk_are_refused_and_not_read_as_floats(tmp_path):
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto, places = transformers.AutoModelForCausalLM, {"": "cpu", "model.layers.1": "disk"}
+    built(CONFIGS["tied"]()).save_pretrained(tmp_path / "plain")
+    config = TetherConfig("int8")
+    auto.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path / "saved")
+    for folder, options in (("plain", {"quantization_config": config}), ("saved", {})):
+        with pytest.raises(tt.CheckpointError, match=r"device_map: 'disk' cannot be .* state_dict=tt.open"):
+            auto.from_pretrained(tmp_path / folder, device_map=places, offload_folder=tmp_path / "off", **options)
+
+
 def quantized_by_command(folder, config, auto):
     from torchtether.cli.main import main
 

@@ -163,6 +163,12 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         self.specs: dict[str, WeightSpec] = {}
         self._conversions: tuple[Any, ...] = ()
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raise CheckpointError for parameters on disk, which accelerate would read as the floats of the source."""
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            fix = "Load without it, then tt.save(model, dir) and accelerate.cpu_offload(..., state_dict=tt.open(dir))."
+            raise CheckpointError("'disk' cannot be the place of a Weight", name="device_map", fix=fix)
+
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
@@ -175,6 +181,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         model.is_quantized = False  # transformers forbids such models ``.half()`` and training, which are right here
+        self.validate_environment(device_map=getattr(model, "hf_device_map", None))  # "auto" is known by now
         tell_peft()
         for module in model.modules():
             if module is not model and isinstance(module, PreTrainedModel):
