@@ -71,10 +71,12 @@ assert names == ["a", "b"]
 print(tt.storage_map({"two": two}))
 assert tt.storage_map({"two": two}).nbytes == 2 * 48
 
-# %% So wrappers by address all look tied, too; and their `nbytes` says what the values would take.
+# %% So wrappers by address all look tied, too. A Weight answers with a number that tells memory apart.
+pair = nn.ParameterDict({name: TwoTensor(torch.zeros(3, 4), torch.ones(3, 4)) for name in ("one", "other")})
+assert tied_by_address(pair) == [["one", "other"]]
 wrapped = nn.ModuleDict({"one": nn.Linear(64, 4, bias=False), "other": nn.Linear(64, 4, bias=False)})
 tt.quantize(wrapped, "int8")
-assert tied_by_address(wrapped) == [["one.weight", "other.weight"]]
+assert tied_by_address(wrapped) == []
 assert tt.find_ties(wrapped) == ()
 weight = wrapped.one.weight
 assert weight.untyped_storage().nbytes() == 4 * 64 * 4  # claimed by a storage that has no memory at all

@@ -141,6 +141,7 @@ def resume(folder):
         return found, str(error)
 
 
+@pytest.mark.slow
 def test_training_resumes_on_another_number_of_ranks(source, tmp_path):
     wanted = spawn(begin, 2, source, tmp_path)[0]
     for found, refusal in spawn(resume, 2, tmp_path):

@@ -69,7 +69,7 @@ def test_mutated_bytes(valid, tmp_path_factory, edits, cut):
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000)
+@settings(max_examples=5_000)
 @given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
 def test_many_mutated_bytes(valid, tmp_path_factory, edits, cut):
     open_and_read(tmp_path_factory.getbasetemp() / "fuzz.safetensors", mutated(valid, edits, cut))
@@ -214,7 +214,7 @@ def test_mutated_structure(request, tmp_path_factory, kind, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKS)
-@settings(max_examples=7_000)
+@settings(max_examples=2_000)
 @given(data=st.data())
 def test_much_mutated_structure(request, tmp_path_factory, kind, data):
     folder = tmp_path_factory.getbasetemp() / "fuzz"
@@ -266,7 +266,7 @@ def test_mutated_gguf(valid_gguf, tmp_path_factory, edits, cut):
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000)
+@settings(max_examples=5_000)
 @given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
 def test_many_mutated_gguf(valid_gguf, tmp_path_factory, edits, cut):
     one_gguf(valid_gguf, tmp_path_factory, edits, cut)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 MINE = """
@@ -65,6 +67,7 @@ def test_laws_are_tests_with_clear_ids(tmp_path):
         assert line in out, out
 
 
+@pytest.mark.slow
 def test_a_mark_that_is_wrong_is_said(tmp_path):
     bad = "import pytest\ndef test_mine(torchtether_law):\n    pass\n"
     code, out = _pytest(tmp_path, bad)
