@@ -36,6 +36,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 # Modules that nothing in the package imports before its user has imported those libraries.
 NEEDED_ELSEWHERE = {
+    "compiled/setup_build.py": {"setuptools"},
     "testing/strategies.py": {"hypothesis"},
     "files/hub.py": {"huggingface_hub"},
     "integrations/accelerate.py": {"accelerate"},
@@ -178,8 +179,7 @@ DISK = {
 }  # fmt: skip
 DOORS = {
     "cli": "prints, and makes the folders of the demo",
-    "compiled": "builds its library",
-    "weights/products/build.py": "builds its library",
+    "compiled/setup_build.py": "builds the extension module, when the package is installed",
     "weights/graph_cache_key.py": "digests the sources of this package",
     "progress.py": "reads the memory of the process",
     "testing": "makes folders and pipes for what it tests",
@@ -252,9 +252,9 @@ def test_import_is_lean():
 
 
 def test_every_file_of_the_package_is_installed():
-    """``pip install -e`` finds files that a wheel has not: kernels are compiled from sources that lie beside them."""
+    """``pip install -e`` finds files that a wheel has not; a source distribution is built from the same list."""
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["torchtether"]
     installed = {path for pattern in patterns for path in SOURCE.glob(pattern)}
-    others = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
+    others = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc", ".so"}}
     assert others <= installed, f"not in package-data: {sorted(path.name for path in others - installed)}"

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from torchtether import compiled
+from torchtether.compiled import room
 from torchtether.schemes import resolve
 
 SIZES = {"full": (4096, 4096), "small": (512, 512)}
@@ -48,11 +49,11 @@ def torch_ops(scheme, w):
     encode, decode = ours(scheme, w)
 
     def without(work):
-        kept, compiled.BUILD._library = compiled.BUILD._library, None
+        kept, room._module = room._module, None
         try:
             return work()
         finally:
-            compiled.BUILD._library = kept
+            room._module = kept
 
     return partial(without, encode), partial(without, decode)
 
@@ -115,8 +116,8 @@ def contenders(scheme, w):
     """Those that know the scheme and are installed; why the others are not there is printed."""
     found = {}
     for name, make in CONTENDERS.items():
-        if name == COMPILED and not compiled.BUILD.wait():
-            print(f"{scheme:6} {name}: {compiled.BUILD.state}")
+        if name == COMPILED and compiled.native() is None:
+            print(f"{scheme:6} {name}: {compiled.state()}")
             continue
         try:
             with warnings.catch_warnings():

@@ -46,7 +46,6 @@ from safetensors import safe_open
 from torch import nn
 
 import torchtether as tt
-from torchtether import compiled
 from torchtether.progress import Meter
 from torchtether.schemes import resolve
 
@@ -267,7 +266,6 @@ def _two_threads(jobs, work):
 
 def encode_alone(folder, options):
     """What two threads of our own encoder take for the quantized bytes, from a piece that is in the cache."""
-    compiled.BUILD.wait()
     scheme, model = resolve(options["quantize"]), on_meta(options["size"])
     linears = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear)}.values()
     jobs = []
@@ -288,7 +286,6 @@ def encode_alone(folder, options):
 
 def torchtether_compiled(folder, options):
     """As on any load but the first one on a machine: the loops have been compiled before, if they can be."""
-    compiled.BUILD.wait()
     return torchtether(folder, options)
 
 

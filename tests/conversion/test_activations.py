@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torchtether as tt
 from tests.catalog import each_quantized
 from tests.weights.kernel_cases import rounded as rounded_as_here
+from torchtether import compiled
 from torchtether.weights import weight as weight_module
 from torchtether.weights.ops import linear as linear_module
 from torchtether.weights.ops import product
-from torchtether.weights.products import build, rounding
+from torchtether.weights.products import rounding
 
 EPS = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 both = pytest.mark.parametrize("to", ["int8", "float8"])
@@ -88,7 +89,7 @@ def test_every_dtype_and_shape(scheme, dtype, shape, to):
     assert (got - turned).norm() <= EPS[dtype] * got.norm()
 
 
-@pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
+@pytest.mark.skipif(compiled.native() is None, reason="nothing compiled is there")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scheme", [tt.int4(), tt.int4(32), tt.int4(64, symmetric=True), tt.int8(), tt.fp8()], ids=str)
 def test_compiled_kernels_round_as_torch_does(scheme, dtype, monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 
 import torchtether as tt
 from torchtether import compiled
-from torchtether.compiled.build import Build
+from torchtether.compiled import room
 from torchtether.schemes import same_bits
 
 load_room = importlib.import_module("torchtether.loading.encoding")
@@ -29,23 +29,20 @@ def loaded(path, scheme):
 
 
 @pytest.fixture
-def away(monkeypatch, tmp_path):
-    """The loops are not at hand, and nobody has asked for them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    build = Build()
-    monkeypatch.setattr("torchtether.compiled.loops.BUILD", build)
-    monkeypatch.setattr(compiled, "BUILD", build)
-    return build
+def away(monkeypatch):
+    """Nothing compiled is there."""
+    monkeypatch.setattr(room, "_module", None)
+    monkeypatch.setattr(room, "_state", "torchtether was installed without a compiler")
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
 def test_both_encoders_give_the_same_model(checkpoint, scheme, monkeypatch):
-    if not compiled.BUILD.wait():
-        pytest.skip(compiled.BUILD.state)
+    if compiled.native() is None:
+        pytest.skip(compiled.state())
     one, report = loaded(checkpoint, scheme)
     assert report.encoder == "compiled"
     assert "quantized by compiled" in str(report)
-    monkeypatch.setattr(compiled.BUILD, "_library", None)
+    monkeypatch.setattr(room, "_module", None)
     monkeypatch.setattr(load_room, "_ROWS", 96)  # row by row
     two, report = loaded(checkpoint, scheme)
     assert report.encoder.startswith("torch ops")
@@ -55,59 +52,15 @@ def test_both_encoders_give_the_same_model(checkpoint, scheme, monkeypatch):
     assert sum(isinstance(p, tt.Weight) for p in one.parameters()) == 2
 
 
-def test_little_work_is_not_worth_a_compiler(checkpoint, away):
+def test_a_load_without_the_compiled_room_says_why(checkpoint, away):
     _, report = loaded(checkpoint, "int8")
-    assert report.encoder == "torch ops (too little to compile for)"
-    assert away.state == ""
-
-
-def test_much_work_asks_for_the_loops_and_does_not_wait(checkpoint, away, monkeypatch):
-    monkeypatch.setattr("torchtether.compiled.loops._WORTHWHILE", 1)
-    asked = []
-    monkeypatch.setattr(away, "warm", lambda: asked.append(True))
-    away.state = "being compiled"
-    _, report = loaded(checkpoint, "int8")
-    assert asked
-    assert report.encoder == "torch ops (being compiled)"
-
-
-def test_switched_off(checkpoint, away, monkeypatch):
-    monkeypatch.setenv("TORCHTETHER_COMPILE", "0")
-    _, report = loaded(checkpoint, "int8")
-    assert report.encoder == "torch ops (off by TORCHTETHER_COMPILE)"
+    assert report.encoder == "torch ops (torchtether was installed without a compiler)"
 
 
 def test_a_load_that_encodes_nothing_says_nothing(checkpoint):
     _, report = loaded(checkpoint, None)
     assert report.encoder == ""
     assert " by " not in str(report)
-
-
-def test_quantizing_a_model_asks_too(away, monkeypatch):
-    asked = []
-    monkeypatch.setattr(away, "warm", lambda: asked.append(True))
-    model = torch.nn.Linear(64, 64)
-    tt.quantize(model, "int8")
-    assert not asked
-    monkeypatch.setattr("torchtether.compiled.loops._WORTHWHILE", 64 * 64)
-    tt.quantize(tt.dequantize(model), "int4")
-    assert asked == [True]
-
-
-@pytest.mark.parametrize(("more_cores", "long", "at_once"), [(0, False, False), (1, False, True), (0, True, True)])
-def test_a_compiler_has_a_core_of_its_own_or_waits_for_the_end(
-    checkpoint, away, monkeypatch, more_cores, long, at_once
-):
-    """On the cores of a load that it shares it would make it longer than torch ops alone."""
-    monkeypatch.setattr("torchtether.compiled.loops._WORTHWHILE", 1)
-    monkeypatch.setattr("torchtether.compiled.loops._LONG", 1 if long else 2**32)
-    monkeypatch.setattr("torchtether.compiled.loops._cores", lambda: load_room.THREADS + more_cores)
-    happened, run = [], load_room.Batch.run
-    monkeypatch.setattr(away, "warm", lambda: happened.append("compiler"))
-    monkeypatch.setattr(load_room.Batch, "run", lambda *given: happened.append("encoded") or run(*given))
-    loaded(checkpoint, "int8")
-    assert happened[0] == ("compiler" if at_once else "encoded")
-    assert happened[-1] == "compiler"
 
 
 AWKWARD = {
@@ -123,8 +76,8 @@ AWKWARD = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", AWKWARD)
 def test_rows_are_encoded_straight_from_the_file(tmp_path, name, dtype, monkeypatch):
-    if not compiled.BUILD.wait():
-        pytest.skip(compiled.BUILD.state)
+    if compiled.native() is None:
+        pytest.skip(compiled.state())
     monkeypatch.setattr(load_room, "_ROWS", 700)  # several jobs for each
     monkeypatch.setattr(load_room, "_READ", 512)  # and several reads for each job
     model = nn.Linear(AWKWARD[name][1], AWKWARD[name][0], dtype=dtype)
@@ -138,7 +91,7 @@ def test_rows_are_encoded_straight_from_the_file(tmp_path, name, dtype, monkeypa
     assert calls
     assert all(calls)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled.BUILD, "_library", None)
+        patch.setattr(room, "_module", None)
         wanted = tt.Weight.encode(model.weight.detach(), made.weight.scheme)
     for part, one in wanted.parts.items():
         assert torch.equal(made.weight.parts[part].view(torch.uint8), one.view(torch.uint8)), part

@@ -15,8 +15,9 @@ import torch
 
 import torchtether as tt
 from tests.catalog import SCHEMES
+from torchtether import compiled
 from torchtether.weights.ops import graph_ops
-from torchtether.weights.products import build, layout, table
+from torchtether.weights.products import layout, table
 
 F = torch.nn.functional
 ROWS = [row for row in SCHEMES if 2 in row.ranks and not row.scheme.transparent]
@@ -26,13 +27,12 @@ EPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20
 
 
 @contextmanager
-def as_on(fast, compiled=True):
-    """The table answers as on a machine with fast products of 16 bits or without, with a compiler or without."""
+def as_on(fast, is_compiled=True):
+    """The table answers as on a machine with fast products of 16 bits or without, with the compiled room or without."""
     layout._found.cache_clear()  # which keep what it has answered
     graph_ops._known.cache_clear()
-    is_there = compiled and build.is_possible()
-    says = {"has_fast_halves": mock.Mock(return_value=fast), "build": mock.Mock(wraps=build)}
-    says["build"].is_possible = lambda: is_there
+    says = {"has_fast_halves": mock.Mock(return_value=fast), "compiled": mock.Mock(wraps=compiled)}
+    says["compiled"].native = compiled.native if is_compiled else lambda: None
     try:
         with mock.patch.multiple(table, **says):
             yield

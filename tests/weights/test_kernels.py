@@ -21,11 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
 from tests.weights.kernel_cases import EPS, as_on
+from torchtether import compiled
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.ops import product as product_module
-from torchtether.weights.products import TABLE, build, choose, chunks, cpu, int8pack, kernels_for, layout_of, table
+from torchtether.weights.products import TABLE, choose, chunks, cpu, int8pack, kernels_for, layout_of, table
+from torchtether.weights.products.layout import KINDS
 
-needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(compiled.native() is None, reason="nothing compiled is there")
 LAID_OUT = [row for row in SCHEMES if layout_of(row.scheme, (8, 256)) is not None]
 each_laid_out = pytest.mark.parametrize("row", LAID_OUT, ids=lambda row: row.id)
 
@@ -162,7 +164,7 @@ def test_decoded_rows_have_the_bits_of_the_scheme(row, shape):
     layout = layout_of(row.scheme, shape)
     if layout is None:
         return  # blocks across rows
-    assert build.load(layout.kind) is not None
+    assert compiled.native() is not None
     weight = weight_of(row.scheme, *shape, dtype=torch.float32)
     wild = weight.map(lambda part: part.clone())
     codes = wild.parts["qdata"].view(torch.uint8)
@@ -229,7 +231,7 @@ def test_wide_rows_have_the_bits_of_the_scheme_under_any_scale(scheme):
     if scheme == tt.fp8():
         weight.parts["qdata"].view(torch.uint8)[::2].clamp_(max=0x7E)  # rows without a code that is no number
     layout = weight.kernel_layout
-    assert build.load(layout.kind) is not None
+    assert compiled.native() is not None
     index = torch.cat([torch.arange(rows - 1, -1, -1), torch.arange(rows)])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         expected = scheme.decode(weight.parts, (rows, columns), dtype)[index]
@@ -243,7 +245,6 @@ def test_wide_rows_have_the_bits_of_the_scheme_under_any_scale(scheme):
 @pytest.mark.parametrize("index", [[24], [-1], [0, 2**40]])
 def test_rows_that_do_not_exist_are_refused_before_one_is_written(index):
     weight = weight_of(tt.int8())
-    build.load("INT8")
     with pytest.raises(IndexError):
         F.embedding(torch.tensor(index), weight)
 
@@ -265,14 +266,14 @@ def test_every_row_of_the_table_has_its_measurement():
     for row in TABLE:
         assert row.kernel in product_module.KERNELS
         assert row.measured
-        assert set(row.kinds) <= set(build.KINDS)
+        assert set(row.kinds) <= set(KINDS)
 
 
 def test_the_table_falls_back_to_chunks():
     layout = layout_of(tt.int8(), (64, 256))
     assert choose(layout, torch.float64, 1) == "chunks"
     assert choose(layout, torch.float32, 1) == "chunks"  # small: the very numbers of the decoded values
-    assert choose(layout, torch.bfloat16, 1) == ("compiled" if build.is_possible() else "int8pack")
+    assert choose(layout, torch.bfloat16, 1) == ("compiled" if compiled.native() is not None else "int8pack")
     assert choose(layout_of(tt.nf4(), (64, 256)), torch.float32, 10**6) == "chunks"
     for scheme in (tt.Affine(bits=3, block=(1, 8)), tt.Affine(block=(1, 16), act_order=True), tt.Plain()):
         assert layout_of(scheme, (64, 256)) is None
@@ -743,11 +744,10 @@ def test_chunks_never_decode_the_whole(monkeypatch):
     monkeypatch.setattr(product_module, "CACHED", 256)
     monkeypatch.setattr(tt.Affine, "decode", lambda *args: pytest.fail("decoded") if args[2][0] > 256 else None)
     weight = torch.nn.Parameter(weight_of(tt.int8(), 600), requires_grad=False)
-    build.load("INT8")
     sizes, decode = [], cpu.decode
     monkeypatch.setattr(cpu, "decode", lambda *a, **k: sizes.append(k["stop"] - k["start"]) or decode(*a, **k))
     monkeypatch.setattr(product_module, "KERNELS", dict.fromkeys(product_module.KERNELS, lambda *args: None))
-    if build.load("INT8") is not None:
+    if compiled.native() is not None:
         F.linear(rand(3, 256).bfloat16().requires_grad_(), weight).sum().backward()
         assert sizes == [256, 256, 88] * 2
 
@@ -859,7 +859,7 @@ def test_the_kernel_stands_in_the_compiled_graph_but_not_in_an_exported_one():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="nothing compiled is there")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32), tt.nf4()], ids=["int8", "int4", "nf4"])
 def test_a_tied_transformer_runs_in_inductor_and_aot_inductor(scheme, tmp_path):
@@ -885,7 +885,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="nothing compiled is there")
 def test_a_graph_that_torch_keeps_on_disk_serves_until_the_code_changes(tmp_path):
     shutil.copytree(Path(tt.__file__).parent, tmp_path / "torchtether")
     environment = {"PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -1024,56 +1024,3 @@ def test_threads_run_graphs_at_once():
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(run, range(4)):
             assert all(map(torch.equal, found, expected))
-
-
-# -- building ---------------------------------------------------------------------------------------------------------
-
-
-def _child(code, **environment):
-    paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-
-
-PRODUCT = """
-import torch, torchtether as tt
-weight = tt.Weight.encode(torch.eye(4, 64), tt.int8()).to(torch.bfloat16)
-with torch.no_grad():
-    out = torch.nn.functional.linear(torch.ones(1, 64, dtype=torch.bfloat16), weight)
-assert torch.allclose(out.float(), torch.ones(1, 4), atol=0.02), out
-"""
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_build_is_kept_where_only_its_owner_writes(tmp_path):
-    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
-    (built,) = (tmp_path / "torchtether").glob("int8-*.so")
-    assert not (tmp_path / "torchtether").stat().st_mode & 0o022
-    assert not built.stat().st_mode & 0o022
-    assert [path.name for path in (tmp_path / "torchtether").iterdir()] == [built.name]
-    before = built.stat().st_mtime_ns
-    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
-    assert built.stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_file_that_others_may_write_is_not_loaded(tmp_path):
-    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
-    (built,) = (tmp_path / "torchtether").glob("int8-*.so")
-    built.write_bytes(b"not a library")
-    built.chmod(0o666)
-    assert _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path)).returncode == 0
-    assert not built.stat().st_mode & 0o022  # built again
-
-
-@needs_compiler
-def test_without_a_compiler_that_works_torch_computes_and_it_is_said_once(tmp_path):
-    broken = tmp_path / "broken-g++"
-    broken.write_text("#!/bin/sh\necho this compiler is broken >&2; exit 1\n")
-    broken.chmod(0o755)
-    found = _child(PRODUCT, XDG_CACHE_HOME=str(tmp_path), CXX=str(broken))
-    assert found.returncode == 0, found.stderr
-    assert found.stderr.count("this compiler is broken") == 1
-    assert _child(PRODUCT, TORCHTETHER_COMPILE="0").stderr == ""

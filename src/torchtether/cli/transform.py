@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import compiled
 from .._dtypes import dtype_name
 from ..checkpoint.aliases import view_of
 from ..checkpoint.reader import Checkpoint
@@ -84,7 +82,6 @@ def quantize_checkpoint(
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
         chosen = choose(checkpoint, ties, default, asked, include, exclude, holds_embeddings=holds_embeddings)
-        compiled.expect(sum(math.prod(checkpoint.entries[name].shape) for name in chosen))
         return [
             _Streamed.of(checkpoint, name, ties.get(name), written, scheme=chosen.get(name))
             for name in checkpoint.entries

@@ -1,30 +1,30 @@
-"""The loops over every element of a weight, compiled: what ``schemes`` computes with torch ops, with the same bits.
+"""All that is compiled: an extension module that is built when the package is installed, and the calls of its loops.
 
-Every function says whether it did the work; where it did not (no compiler, another device or dtype, a tracer that must
-see the ops) nothing is written, and the caller goes on with torch ops.
+``sources/`` holds the C and C++, ``setup_build.py`` the command that builds it, and ``room.py`` binds it to torch. The
+loops compute what ``schemes`` computes with torch ops, with the same bits; each function says whether it did the work.
+Where it did not (no module, another device or dtype, a tracer that must see the ops) nothing is written, and the caller
+goes on with torch ops. The products of Weights are called from ``weights/products``.
 """
 
 from .loops import (
-    BUILD,
     can_read,
     decode_affine,
     decode_table,
     encode_affine,
     encode_float8,
     encode_nearest,
-    expect,
     extremes,
     is_at_hand,
     magnitudes,
 )
 from .recipe import AFFINE, FLOAT8, NEAREST, Recipe, encode_file, encode_rows, recipe
+from .room import native, state
 
 __all__ = [
     "AFFINE",
     "FLOAT8",
     "NEAREST",
     "Recipe",
-    "BUILD",
     "can_read",
     "decode_affine",
     "decode_table",
@@ -33,9 +33,10 @@ __all__ = [
     "encode_float8",
     "encode_nearest",
     "encode_rows",
-    "expect",
     "extremes",
     "is_at_hand",
     "magnitudes",
+    "native",
     "recipe",
+    "state",
 ]

@@ -6,42 +6,16 @@ have one entry per ``width`` columns; ``codes`` (R, bytes) may be the first colu
 
 from __future__ import annotations
 
-import ctypes
-import os
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..torch_private.observers import is_direct
-from .build import Build
+from .room import native
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the loops call them."""
-
-BUILD = Build()
-"""The one of this process."""
-
-
-_WORTHWHILE = 2**24
-"""Elements to encode from which on a compiler is asked for help; torch ops encode fewer in about the time it takes."""
-
-
-_LONG = 2**32
-"""Elements that take so long to encode that the loops gain more than their compiler takes away meanwhile."""
-
-
-def expect(count: int, *, threads: int = 0) -> None:
-    """Ask for the loops if ``count`` elements, which will be encoded, are many. Nobody waits for them.
-
-    ``threads`` are about to work on it. Unless a core is left for the compiler, they would share theirs with it and end
-    later than without; then only very much work asks. Ask again without ``threads`` when they are done.
-    """
-    if count >= _WORTHWHILE and (count >= _LONG or _cores() > threads):
-        BUILD.warm()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def can_read(values: Tensor) -> bool:
@@ -56,11 +30,11 @@ def is_at_hand(*tensors: Tensor) -> bool:
     return library_for(*tensors) is not None
 
 
-def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
+def library_for(*tensors: Tensor) -> ModuleType | None:
     """Return the loops, if they are at hand and may walk these tensors."""
     if not is_direct():
         return None
-    library = BUILD.library()
+    library = native()
     if library is None or not all(type(t) is Tensor and t.device.type == "cpu" for t in tensors):
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -75,7 +49,7 @@ def magnitudes(x: Tensor, width: int) -> Tensor | None:
         return None
     rows, columns = x.shape
     out = torch.empty((rows, -(-columns // width)), dtype=torch.float32)
-    library.tt_magnitudes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, out.data_ptr())
+    library.magnitudes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, out.data_ptr())
     return out
 
 
@@ -89,7 +63,7 @@ def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
         return None
     rows, columns = x.shape
     low, high = (torch.empty((rows, -(-columns // width)), dtype=torch.float32) for _ in range(2))
-    library.tt_extremes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, low.data_ptr(), high.data_ptr())
+    library.extremes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, low.data_ptr(), high.data_ptr())
     return low, high
 
 
@@ -110,7 +84,7 @@ def encode_affine(
     if library is None or bits not in (4, 8) or not can_read(x) or codes.stride(-1) != 1:
         return False
     (scale, stride), zero = _one_per_run(scale), None if zero is None else _one_per_run(zero)[0]
-    library.tt_encode_affine(
+    library.encode_affine(
         *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), None if zero is None else zero.data_ptr()),
         *(stride, divides, *limits, offset, bits, codes.data_ptr(), codes.stride(0)),
     )
@@ -123,7 +97,7 @@ def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divide
     if library is None or codes.dtype not in _FLOAT8 or not can_read(x) or not codes.is_contiguous():
         return False
     scale, stride = _one_per_run(scale)
-    library.tt_encode_float8(
+    library.encode_float8(
         *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, largest),
         *(*_FLOAT8[codes.dtype], codes.data_ptr()),
     )
@@ -151,11 +125,11 @@ def encode_nearest(
     if library is None or not can_read(x) or codes.stride(-1) != 1 or len(thresholds) > (7 if order is None else 15):
         return False
     scale, stride = _one_per_run(scale)
-    edges = (ctypes.c_float * 15)(*thresholds)
-    names = bytes(order or range(16)).ljust(16, b"\0")
-    library.tt_encode_nearest(
+    edges = torch.tensor(thresholds, dtype=torch.float32)
+    names = torch.tensor([*(order or range(16)), *[0] * 16][:16], dtype=torch.uint8)
+    library.encode_nearest(
         *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, order is None),
-        *(edges, len(thresholds), names, codes.data_ptr(), codes.stride(0)),
+        *(edges.data_ptr(), len(thresholds), names.data_ptr(), codes.data_ptr(), codes.stride(0)),
     )
     return True
 
@@ -175,7 +149,7 @@ def decode_affine(
     if library is None or bits not in (4, 8) or not _can_write(out) or codes.stride(-1) != 1:
         return False
     (scale, stride), lows = _one_per_run(scale), _one_per_run(zero)[0] if isinstance(zero, Tensor) else None
-    library.tt_decode_affine(
+    library.decode_affine(
         *(codes.data_ptr(), -8 if codes.dtype == torch.int8 else bits, *out.shape, width, codes.stride(0)),
         *(scale.data_ptr(), None if lows is None else lows.data_ptr(), stride, 0.0 if lows is not None else zero),
         *(unit, out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
@@ -191,7 +165,7 @@ def decode_table(codes: Tensor, width: int, scale: Tensor, table: Tensor, out: T
         return False
     assert table.shape == (1 << bits,)
     scale, stride = _one_per_run(scale)
-    library.tt_decode_table(
+    library.decode_table(
         *(codes.data_ptr(), bits, *out.shape, width, codes.stride(0), scale.data_ptr(), stride, table.data_ptr()),
         *(out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
     )

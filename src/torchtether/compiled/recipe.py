@@ -5,38 +5,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .loops import DTYPES, can_read, library_for, note_written
+from .room import native
 
 
-class Recipe(ctypes.Structure):
+class Recipe(NamedTuple):
     """How the rows of a tensor are encoded; ``parts`` are the names of the codes, the scales and the zero points."""
 
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("columns", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("span", ctypes.c_float),
-        ("unit", ctypes.c_float),
-        ("lowest", ctypes.c_float),
-        ("highest", ctypes.c_float),
-        ("is_symmetric", ctypes.c_int32),
-        ("offset", ctypes.c_int32),
-        ("zero_offset", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
-        ("mantissa", ctypes.c_int32),
-        ("bias", ctypes.c_int32),
-        ("edges", ctypes.c_float * 15),
-        ("order", ctypes.c_uint8 * 16),
-        ("is_ordered", ctypes.c_int32),
-    )
+    native: Any  # ``recipe`` of encoders.h
     parts: tuple[str, ...]
     row: int
     """Bytes of one row, as it is read."""
@@ -59,24 +41,32 @@ def recipe(
 ) -> Recipe | None:
     """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``.
 
-    ``None`` if the loops know no such.
+    ``None`` if the loops know no such, or are not there.
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
     NEAREST ``thresholds`` and ``order``, as ``encode_nearest`` has them.
     """
-    if dtype not in DTYPES or columns < 1 or bits not in (4, 8) or (bits == 4 and width % 2 and width < columns):
+    module = native()
+    if module is None or dtype not in DTYPES or columns < 1 or bits not in (4, 8):
         return None
-    made = Recipe(kind=kind, dtype=DTYPES[dtype], columns=columns, width=width, bits=bits, unit=1.0)
-    made.stride = -(-columns * bits // 8)
-    made.is_symmetric = len(parts) == 2
-    for name, value in more.items():
-        setattr(made, name, value)
-    made.edges[:] = (*thresholds, *[float("inf")] * (15 - len(thresholds)))
-    made.order[:] = (*order, *[0] * (16 - len(order)))
-    made.is_ordered = tuple(order) == tuple(range(len(order)))
-    made.parts, made.row = parts, columns * dtype.itemsize
-    return made
+    if bits == 4 and width % 2 and width < columns:
+        return None
+    fields = {
+        **dict.fromkeys(("span", "lowest", "highest", "offset", "zero_offset", "mantissa", "bias"), 0),
+        "kind": kind,
+        "dtype": DTYPES[dtype],
+        "columns": columns,
+        "width": width,
+        "stride": -(-columns * bits // 8),
+        "unit": 1.0,
+        "is_symmetric": len(parts) == 2,
+        "bits": bits,
+        "edges": (*thresholds, *[float("inf")] * (15 - len(thresholds))),
+        "order": order,
+        "is_ordered": tuple(order) == tuple(range(len(order))),
+    }
+    return Recipe(module.Recipe(**(fields | more)), parts, columns * dtype.itemsize)
 
 
 def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:
@@ -91,7 +81,7 @@ def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tenso
     if library is None or not all(map(Tensor.is_contiguous, places)):
         return False
     rows = values.nbytes // recipe.row
-    made: int = library.tt_encode(ctypes.addressof(recipe), values.data_ptr(), rows, *_addresses(recipe, places))
+    made: int = library.encode(recipe.native, values.data_ptr(), rows, *_addresses(recipe, places))
     for place in places:
         note_written(place)
     return bool(made)
@@ -110,8 +100,8 @@ def encode_file(
     library = library_for(space, *places)
     if library is None or not all(map(Tensor.is_contiguous, places)):
         return False
-    made: int = library.tt_encode_file(
-        *(ctypes.addressof(recipe), descriptor, at, rows, space.data_ptr(), space.nbytes, *_addresses(recipe, places))
+    made: int = library.encode_file(
+        *(recipe.native, descriptor, at, rows, space.data_ptr(), space.nbytes, *_addresses(recipe, places))
     )
     return bool(made)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import compiled
 from .._checks import check_callable, check_module
 from ..errors import ConversionError, SchemeError
 from ..exchange.exchange import Atomic, Exchange
@@ -79,7 +78,6 @@ def quantize(
         if scheme is not None and not _is_held_in(component, scheme):
             _check_values(component, tie, scheme)
             plan.append((component, tie, scheme))
-    compiled.expect(sum(c.members[0].tensor.numel() for c, _, scheme in plan if not scheme.transparent))
     sizes = [_owner(component, tie).tensor.nbytes for component, tie, _ in plan]
     with (
         ticking(progress, sum(sizes), "quantize") as tick,

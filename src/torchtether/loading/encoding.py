@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import compiled
 from ..errors import SchemeError
-from ..files import THREADS, Batch, Scratch, allocate
+from ..files import Batch, Scratch, allocate
 from ..geometry.views import Shape
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..schemes import Part, Scheme
@@ -123,18 +123,6 @@ class _RowEncoder:
         return compiled.encode_file(recipe, descriptor, at, rows, buffer, outs)
 
 
-def start_encoder(count: int) -> str:
-    """Return the name of the encoder of ``count`` elements, empty if there are none; it is not waited for."""
-    if not count:
-        return ""
-    compiled.expect(count, threads=THREADS)
-    return "compiled" if compiled.BUILD.library() is not None else "torch ops"
-
-
-def describe_encoder(before: str) -> str:
-    """Return ``LoadReport.encoder`` after a load that began with the encoder ``before``."""
-    if before != "torch ops":
-        return before
-    if compiled.BUILD.library() is not None:
-        return "torch ops, then compiled"
-    return f"torch ops ({compiled.BUILD.state or 'too little to compile for'})"
+def encoder_name() -> str:
+    """Return ``LoadReport.encoder`` of a load that encodes: ``compiled`` loops, or ``torch ops`` and why."""
+    return "compiled" if compiled.native() is not None else f"torch ops ({compiled.state()})"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compiled
 from .._checks import check_callable, check_flag, check_module
 from .._gc import uncollected
 from ..checkpoint.reader import Checkpoint
@@ -26,7 +25,7 @@ from ..ties.edit import tie, untie
 from ..ties.names import named_tensors
 from ..weights.weight import Weight
 from .contents import is_mappable
-from .encoding import describe_encoder, start_encoder
+from .encoding import encoder_name
 from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
 from .report import LoadReport
@@ -138,8 +137,6 @@ class LoadPlan:
         steps = list(self.steps) if only is None and not self._done else self._left_of(wanted)
         _check_unchanged(tensors, steps)
         nbytes = sum(step.nbytes_read for step in steps)
-        encoded = sum(step.held.numel() for step in steps if step.is_encoded)
-        encoder = start_encoder(encoded)
         with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
             given, is_mapped = self._draft.given, {id(step) for step in steps if self._is_mapped(step)}
             computed = self._computed(tensors, wanted)
@@ -147,7 +144,6 @@ class LoadPlan:
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
         mapped = sum(step.nbytes for step in steps if id(step) in is_mapped)
-        compiled.expect(encoded)  # for the next load, where this one left no core for a compiler
         return LoadReport(
             self.missing_keys,
             self.unexpected_keys,
@@ -160,7 +156,7 @@ class LoadPlan:
             meter.seconds,
             meter.peak,
             meter.mapped_peak,
-            describe_encoder(encoder),
+            encoder_name() if any(step.is_encoded for step in steps) else "",
             meter.timeline,
             {} if self._options.quantize is None else floats_left(steps),
         )

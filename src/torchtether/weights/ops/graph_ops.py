@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..products import Layout, binding, kernels_for, layout_of
+from ..products import Layout, cpu, kernels_for, layout_of
 from ..spec import WeightSpec
 from ..weight import Weight
 from .product import by_kernel, decoded_linear, gradient
@@ -19,7 +19,7 @@ LIBRARY = torch.library.Library("torchtether", "DEF")
 """The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
 
 ``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` says what it is (``text_of``).
-Once kernels are built, ``linear`` runs on the CPU without Python (``binding.remember``); what does not suit goes to
+Once a kernel has run, ``linear`` runs on the CPU without Python (``cpu.remember``); what does not suit goes to
 ``any_linear``.
 A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
 """
@@ -83,7 +83,7 @@ def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight:
     if known.layout is not None:
         made = by_kernel(known.layout, [parts[i] for i in known.order], x, bias, x.dtype)
         if made is not None:
-            binding.remember(weight, known.layout, len(parts), known.order)
+            cpu.remember(weight, known.layout, len(parts), known.order)
             return made
     return decoded_linear(torch.nn.functional.linear, x, _weight_of(known, parts), bias)
 

@@ -7,13 +7,13 @@ A microsecond here is a fifth of a product with a small weight: hence nothing is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .binding import Kernels
-from .build import FOUND, load
+from ... import compiled
 from .layout import DTYPES, Layout
 
 
@@ -33,12 +33,12 @@ shortcut_gather: Shortcut = _nothing
 """Of the arguments ``(index, weight)`` what ``gather`` gives, likewise."""
 
 
-def _found(kind: str, *, build: bool = True) -> Kernels | None:
+def _found() -> ModuleType | None:
     global shortcut_linear, shortcut_gather
-    kernels = FOUND.get(kind) or load(kind, build=build)
-    if kernels is not None and shortcut_linear is _nothing:  # those of any kind serve all
-        shortcut_linear, shortcut_gather = kernels.shortcut_linear, kernels.shortcut_gather
-    return kernels
+    module = compiled.native()
+    if module is not None and shortcut_linear is _nothing:
+        shortcut_linear, shortcut_gather = module.shortcut_linear, module.shortcut_gather
+    return module
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -52,12 +52,12 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     """
     if not layout.can_multiply:
         return None
-    kernels = _found(layout.kind)
-    if kernels is None:
+    module = _found()
+    if module is None:
         return None
-    made = kernels.linear(layout.address, x, bias, *parts)
+    made = module.linear(layout.bound(), x, bias, *parts)
     if made is NotImplemented:
-        made = kernels.linear(layout.address, x.contiguous(), bias, *parts)
+        made = module.linear(layout.bound(), x.contiguous(), bias, *parts)
     return made  # type: ignore[no-any-return]
 
 
@@ -76,11 +76,11 @@ def decode(
 
     Written into the beginning of ``out`` where that is given.
     """
-    kernels, stop = _found(layout.kind, build=False), layout.rows if stop is None else stop
-    if kernels is None or dtype not in DTYPES:
+    module, stop = _found(), layout.rows if stop is None else stop
+    if module is None or dtype not in DTYPES:
         return None
     some = None if out is None else out[: stop - start]
-    return kernels.decode(layout.address, DTYPES[dtype], None, start, stop, some, *parts)  # type: ignore[no-any-return]
+    return module.decode(layout.bound(), DTYPES[dtype], None, start, stop, some, *parts)  # type: ignore[no-any-return]
 
 
 def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
@@ -90,10 +90,19 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
     Raises IndexError where an index names no row.
     """
-    kernels, number = _found(layout.kind, build=False), DTYPES.get(dtype)
-    if kernels is None or number is None:
+    module, number = _found(), DTYPES.get(dtype)
+    if module is None or number is None:
         return None
-    made = kernels.decode(layout.address, number, index, 0, 0, None, *parts)
+    made = module.decode(layout.bound(), number, index, 0, 0, None, *parts)
     if made is NotImplemented:
-        made = kernels.decode(layout.address, number, index.contiguous(), 0, 0, None, *parts)
+        made = module.decode(layout.bound(), number, index.contiguous(), 0, 0, None, *parts)
     return made  # type: ignore[no-any-return]
+
+
+def remember(weight: str, layout: Layout, parts: int, order: Sequence[int]) -> None:
+    """Let the op ``torchtether::linear`` multiply ``weight`` without Python from now on.
+
+    It is given that many ``parts``; ``order`` says which of them the kernels take, in the order in which they do.
+    """
+    if (module := _found()) is not None:
+        module.remember(weight, layout.bound(), parts, tuple(order))

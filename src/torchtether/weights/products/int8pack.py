@@ -1,4 +1,4 @@
-"""torch's own product with 8-bit integers, for machines without a compiler."""
+"""torch's own product with 8-bit integers, for machines without the compiled room."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     float32; so the result is rounded twice.
     """
     codes, scale = parts[0], parts[1]
-    struct = layout.struct
-    is_plain = struct.groups == 1 and struct.height == 1 and struct.zero < 0 and struct.unit == 1
+    is_plain = all(layout.fields[name] == 1 for name in ("groups", "height", "unit")) and layout.fields["zero"] < 0
     if not is_plain or codes.shape != (layout.rows, layout.columns) or x.shape[-1:] != (layout.columns,):
         return None
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,) or not bias.is_cpu):

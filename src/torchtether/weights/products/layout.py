@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import compiled
 from ...geometry.views import Shape
 from ...schemes import Affine, Codebook, ScaledFloat, Scheme
 from ...schemes.scaled_float import ELEMENTS
 from ...schemes.tables import DYNAMIC
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the kernels take as inputs and give as outputs, by their number in ``cpu.cpp``."""
+"""What the kernels take as inputs and give as outputs, by their number in ``layout.h``."""
 
 _NUMBERS = {
     torch.uint8: 0,
@@ -40,52 +41,58 @@ _SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _ZEROS = {torch.int8: 5, torch.uint8: 6}
 _NESTED = 7
 _TYPES = {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "TABLE4"}
-_DYNAMIC = (ctypes.c_float * 256)(*DYNAMIC)
-
 
 SLOTS = 5
 """How many parts the kernels take at most: codes, scale, zero points, and two more."""
 
 
-class Struct(ctypes.Structure):
-    """``Layout`` of ``cpu.cpp``."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "row_bytes", "group", "groups", "height", "nested")),
-        *((name, ctypes.c_int32) for name in ("scale", "zero", "global_", "activations")),
-        ("offset", ctypes.c_float),
-        ("unit", ctypes.c_float),
-        ("table", ctypes.c_float * 16),
-        ("dynamic", ctypes.POINTER(ctypes.c_float)),
-        ("counts", ctypes.c_int64 * SLOTS),
-        ("types", ctypes.c_int32 * SLOTS),
-        ("most", ctypes.c_int64 * len(DTYPES)),
-        ("entries", ctypes.c_void_p),
-    )
+KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
+"""Kinds of codes, in the order of ``Codes`` in ``layout.h``."""
 
 
-class Layout(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Layout:
     """How the kernels see the parts of a two-dimensional Weight.
 
     ``parts`` names the parts in the order in which the kernels take them; which dtype and how many elements each must
-    have stands in ``struct``. ``can_multiply`` is false where only decoding is possible. ``choices`` is what
-    ``table.py`` has answered about it, by dtype.
+    have stands in ``fields``, which are those of ``Layout`` in ``layout.h``. ``can_multiply`` is false where only
+    decoding is possible. ``native`` is the same for the compiled room, made when it is first asked for (``bound``).
     """
 
-    address: int  # of ``struct``; the kernels know that this comes first, and the attributes of the parts second
-    attributes: tuple[str, ...]
     kind: str
-    rows: int
-    columns: int
     parts: tuple[str, ...]
     can_multiply: bool
-    values_of: Callable[[Any], tuple[Tensor, ...]]
-    choices: dict[torch.dtype, tuple[tuple[str, int], ...]]
-    struct: Struct
+    fields: dict[str, Any]
+    native: Any = None
+    choices: dict[torch.dtype, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    """What ``table.py`` has answered about it."""
+    values_of: Callable[[Any], tuple[Tensor, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values_of = itemgetter(*self.attributes)
+
+    @property
+    def rows(self) -> int:
+        return self.fields["rows"]  # type: ignore[no-any-return]
+
+    @property
+    def columns(self) -> int:
+        return self.fields["columns"]  # type: ignore[no-any-return]
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Return the names under which a Weight holds the parts."""
+        return tuple(sys.intern(PREFIX + name) for name in self.parts)
 
     def pick_from(self, weight: Any) -> tuple[Tensor, ...]:
         """Return the parts of a Weight, in the order in which the kernels take them."""
         return self.values_of(weight.__dict__)
+
+    def bound(self) -> Any:
+        """Return ``native``, or ``None`` where nothing compiled is there."""
+        if self.native is None and (module := compiled.native()) is not None:
+            self.native = module.Layout(self.attributes, **self.fields)
+        return self.native
 
 
 def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> Layout | None:
@@ -109,7 +116,7 @@ def _found(scheme: Scheme, shape: Shape, activations: str | None) -> Layout | No
     describe = {Affine: _affine, ScaledFloat: _scaled_float, Codebook: _codebook}.get(type(scheme))
     made: Layout | None = describe(scheme, shape) if describe is not None else None  # type: ignore[operator]
     if made is not None and activations is not None:
-        made.struct.activations = 1 if activations == "int8" else 2
+        made.fields["activations"] = 1 if activations == "int8" else 2
     return made
 
 
@@ -135,7 +142,7 @@ def _scaled_float(scheme: ScaledFloat, shape: Shape) -> Layout | None:
         return None
     fields: dict[str, float] = {"scale": _SCALES[scheme.scale_dtype], "zero": -1}
     if scheme.global_scale:
-        fields["global_"] = 2 if scheme.global_divides else 1
+        fields["global_scale"] = 2 if scheme.global_divides else 1
     names = ("qdata", "scale", None, "global_scale")
     return _made(_TYPES[scheme.element], scheme, shape, scheme.block, names, fields, ELEMENTS[scheme.element].table)
 
@@ -164,31 +171,32 @@ def _made(
     nibbled = kind in ("INT4", "TABLE4")
     if nibbled and group % 2 and group < columns:
         return None  # a group that begins within a byte
-    struct = Struct(rows=rows, columns=columns, row_bytes=-(-columns // 2) if nibbled else columns, group=group)
-    struct.groups, struct.height, struct.unit = -(-columns // group), height, 1.0
-    for field, value in fields.items():
-        setattr(struct, field, value)
-    struct.table[: len(table)] = table
-    struct.dynamic = _DYNAMIC
+    counts, types, parts = [0] * SLOTS, [-1] * SLOTS, []
     layout = scheme.layout(shape)
-    parts: list[str] = []
-    for i, name in enumerate((*names, *(None,) * (SLOTS - len(names)))):
+    for i, name in enumerate(names):
         part = layout.get(name or "")
-        if name is None or part is None or part.dtype is None:
-            struct.types[i] = -1
-        else:
-            struct.types[i], struct.counts[i] = _NUMBERS[part.dtype], math.prod(part.shape)
+        if name is not None and part is not None and part.dtype is not None:
+            types[i], counts[i] = _NUMBERS[part.dtype], math.prod(part.shape)
             parts.append(name)
-    attributes = tuple(sys.intern(PREFIX + name) for name in parts)
-    return Layout(
-        ctypes.addressof(struct),
-        attributes,
-        kind,
-        rows,
-        columns,
-        tuple(parts),
-        group >= columns or group % 128 == 0 or group in ((8, 16, 32, 64) if nibbled else (32, 64)),
-        itemgetter(*attributes),
-        {},
-        struct,
-    )
+    described = {
+        "kind": KINDS.index(kind),
+        "rows": rows,
+        "columns": columns,
+        "row_bytes": -(-columns // 2) if nibbled else columns,
+        "group": group,
+        "groups": -(-columns // group),
+        "height": height,
+        "nested": 0,
+        "global_scale": 0,
+        "activations": 0,
+        "offset": 0.0,
+        "unit": 1.0,
+        "table": table,
+        "dynamic": DYNAMIC if fields["scale"] == _NESTED else (),
+        "counts": counts,
+        "types": types,
+        "most": (),
+        **fields,
+    }
+    can_multiply = group >= columns or group % 128 == 0 or group in ((8, 16, 32, 64) if nibbled else (32, 64))
+    return Layout(kind, tuple(parts), can_multiply, described)

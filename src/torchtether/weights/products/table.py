@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from ... import compiled
 from ...torch_private.processors import has_fast_float16
-from . import build
-from .layout import DTYPES, Layout
+from .layout import DTYPES, KINDS, Layout
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -38,7 +38,7 @@ INTEGERS = ("INT8", "UINT8", "INT4")
 TABLE = (
     KernelChoice(
         "compiled",
-        build.KINDS,
+        KINDS,
         HALVES,
         False,
         ANY,
@@ -57,7 +57,7 @@ TABLE = (
     ),
     KernelChoice(
         "compiled",
-        tuple(kind for kind in build.KINDS if kind not in INTEGERS),
+        tuple(kind for kind in KINDS if kind not in INTEGERS),
         HALVES,
         True,
         4,
@@ -67,14 +67,14 @@ TABLE = (
     # below, float32 stays what F.linear of the decoded values is, bit for bit
     KernelChoice(
         "compiled",
-        build.KINDS,
+        KINDS,
         (torch.float32,),
         None,
         8,
         1 << 20,
         "AVX2, 2048 x 2048 int8, batch 1: .6, 8: 1.8; decoding first: 15, 1.9",
     ),
-    # without a compiler
+    # without the compiled room
     KernelChoice(
         "int8pack",
         ("INT8",),
@@ -104,15 +104,17 @@ def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ..
     if found is None:
         found = layout.choices[dtype] = tuple(_kernels_for(layout, dtype))
         if found and found[0][0] == "compiled":
-            layout.struct.most[DTYPES[dtype]] = found[0][1]
+            module = compiled.native()
+            assert module is not None
+            module.set_most(layout.bound(), DTYPES[dtype], found[0][1])
     return found
 
 
 def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]]:
     for row in TABLE:
-        is_there = not layout.struct.activations
+        is_there = not layout.fields["activations"]
         if row.kernel == "compiled":
-            is_there = layout.can_multiply and build.is_possible()
+            is_there = layout.can_multiply and compiled.native() is not None
         is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         if is_there and is_processor and fits:

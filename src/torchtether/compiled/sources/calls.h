@@ -1,6 +1,6 @@
 // Products and rows of a Weight whose parts, inputs and outputs are Python objects, or handles of torch: all is checked.
 //
-// cpu.cpp includes this in its own namespace.
+// module.cpp includes this in its own namespace.
 
 // Each answers None, with nothing computed, where the call does not suit, and NotImplemented where it would if the input
 // were contiguous.
@@ -19,7 +19,7 @@ struct Product {
     Fit fit(const Layout& L) {
         dtype = dtype_of(x.dtype);
         if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return NOT;
-        if (L.activations > 1 || (L.activations && !is_fast<CODES>(L, dtype))) return NOT;
+        if (L.activations > 1 || (L.activations && !kernels_of(L)->rounds_inputs(L, dtype))) return NOT;
         if (bias.at && (bias.dtype != x.dtype || bias.dim != 1 || bias.count != L.rows || !bias.is_contiguous)) return NOT;
         const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
         if (!in_rows && !x.is_contiguous) return IF_CONTIGUOUS;
@@ -33,82 +33,82 @@ struct Product {
     }
 
     void into(const Layout& L, void* out) const {
-        linear_of<CODES>(L, parts, x.at, rows, stride, dtype, bias.at, out);
+        kernels_of(L)->linear(L, parts, x.at, rows, stride, dtype, bias.at, out);
     }
 };
 
 // work(), a new reference; where there is no memory for it null, with Python's error set.
-template <class Work> Object* or_memory_error(Work work) {
+template <class Work> PyObject* or_memory_error(Work work) {
     try {
         return work();
     } catch (const std::exception&) {
-        python.raise(python.memory_error, "out of memory: a product or decoding found no room for what it works with");
+        PyErr_SetString(PyExc_MemoryError, "out of memory: a product or decoding found no room for what it works with");
         return nullptr;
     }
 }
 
 // A product as a new tensor (..., L.rows); `given_bias` may be None.
-Object* try_product(const Layout& L, Object* given_x, Object* given_bias, Object* const* given, intptr_t count) {
+PyObject* try_product(const Layout& L, PyObject* given_x, PyObject* given_bias, PyObject* const* given, Py_ssize_t count) {
     Product made;
     Seen seen, &bias = made.bias;
     int64_t cdata;
-    const auto look = [&](intptr_t i, Seen& part) { return part.look(cdata_of(given[i])); };
+    const auto look = [&](Py_ssize_t i, Seen& part) { return part.look(cdata_of(given[i])); };
     if (!is_as_it_lies(given_x, &cdata) || !made.x.look(cdata) || !look_at_parts(L, count, made.parts, look))
-        return again(python.none);
-    if (given_bias != python.none && (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata))) return again(python.none);
+        return none();
+    if (given_bias != Py_None && (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata))) return none();
     const auto fit = made.fit(L);
-    if (fit != Product::FITS) return again(fit == Product::NOT ? python.none : python.not_implemented);
+    if (fit != Product::FITS) return again(fit == Product::NOT ? Py_None : Py_NotImplemented);
     Held out(new_tensor(made.x.sizes, made.x.dim - 1, L.rows, made.dtype));
     if (!out.object) return nullptr;
-    if (!seen.look(cdata_of(out.object))) return again(python.none);
+    if (!seen.look(cdata_of(out.object))) return none();
     aside(made.is_much, [&] { made.into(L, seen.at); });
     return out.release();
 }
 
 // The rows from `start` to `stop`, or those that `given_index` (int64 or int32, of any rank) names if that is not None.
 // `given_out`, if that is not None, holds them, and may be larger.
-Object* try_some_rows(const Layout& L, int64_t dtype, Object* given_index, int64_t start, int64_t stop, Object* given_out,
-                      Object* const* given, intptr_t count) {
+PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, int64_t start, int64_t stop, PyObject* given_out,
+                      PyObject* const* given, Py_ssize_t count) {
     Rows rows = {nullptr, false, start, stop - start};
     Parts parts;
     Seen index, seen;
     int64_t cdata;
-    const auto look = [&](intptr_t i, Seen& part) { return part.look(cdata_of(given[i])); };
-    if (dtype < 0 || dtype > 2 || !look_at_parts(L, count, parts, look)) return again(python.none);
-    if (given_index != python.none) {
-        if (!is_as_it_lies(given_index, &cdata) || !index.look(cdata)) return again(python.none);
-        if (index.dtype != 4 && index.dtype != 3) return again(python.none);
-        if (!index.is_contiguous) return again(python.not_implemented);
+    const auto look = [&](Py_ssize_t i, Seen& part) { return part.look(cdata_of(given[i])); };
+    if (dtype < 0 || dtype > 2 || !look_at_parts(L, count, parts, look)) return none();
+    if (given_index != Py_None) {
+        if (!is_as_it_lies(given_index, &cdata) || !index.look(cdata)) return none();
+        if (index.dtype != 4 && index.dtype != 3) return none();
+        if (!index.is_contiguous) return again(Py_NotImplemented);
         rows = {index.at, index.dtype == 3, 0, index.count};
         for (int64_t i = 0; i < rows.count; i++)
             if (rows[i] < 0 || rows[i] >= L.rows) {
-                python.raise(python.index_error, "index out of range in self");
+                PyErr_SetString(PyExc_IndexError, "index out of range in self");
                 return nullptr;
             }
-    } else if (rows.start < 0 || rows.count < 1 || rows.count > L.rows - rows.start) return again(python.none);
-    Held out(given_out != python.none ? again(given_out)
+    } else if (rows.start < 0 || rows.count < 1 || rows.count > L.rows - rows.start) return none();
+    Held out(given_out != Py_None ? again(given_out)
              : rows.index ? new_tensor(index.sizes, index.dim, L.columns, dtype)
                           : new_tensor(&rows.count, 1, L.columns, dtype));
     if (!out.object) return nullptr;
-    if (!seen.look(cdata_of(out.object)) || !seen.is_contiguous) return again(python.none);
-    if (dtype_of(seen.dtype) != dtype || seen.count < rows.count * L.columns) return again(python.none);
-    aside(rows.count * L.columns > 65536, [&] { decode_as<CODES>(L, parts, rows, dtype, seen.at); });
+    if (!seen.look(cdata_of(out.object)) || !seen.is_contiguous) return none();
+    if (dtype_of(seen.dtype) != dtype || seen.count < rows.count * L.columns) return none();
+    aside(rows.count * L.columns > 65536, [&] { kernels_of(L)->decode(L, parts, rows, dtype, seen.at); });
     return out.release();
 }
 
-Object* product(const Layout& L, Object* x, Object* bias, Object* const* given, intptr_t count) {
+PyObject* product(const Layout& L, PyObject* x, PyObject* bias, PyObject* const* given, Py_ssize_t count) {
     return or_memory_error([&] { return try_product(L, x, bias, given, count); });
 }
 
-Object* some_rows(const Layout& L, int64_t dtype, Object* index, int64_t start, int64_t stop, Object* out,
-                  Object* const* given, intptr_t count) {
+PyObject* some_rows(const Layout& L, int64_t dtype, PyObject* index, int64_t start, int64_t stop, PyObject* out,
+                  PyObject* const* given, Py_ssize_t count) {
     return or_memory_error([&] { return try_some_rows(L, dtype, index, start, stop, out, given, count); });
 }
 
 // The same from and to handles; 0 where the call does not suit, or there is no memory. Python need not be held.
-uint64_t product_of_handles(const Layout& L, const void* x, const void* bias, const uint64_t* given, intptr_t count) {
+uint64_t product_of_handles(const Layout& L, const void* x, const void* bias, const uint64_t* given, Py_ssize_t count) {
     Product made;
-    const auto look = [&](intptr_t i, Seen& part) { return part.look_at((const void*)given[i]); };
+    const auto look = [&](Py_ssize_t i, Seen& part) { return part.look_at((const void*)given[i]); };
     if (!made.x.look_at(x) || (bias && !made.bias.look_at(bias))) return 0;
     if (!look_at_parts(L, count, made.parts, look)) return 0;
     uint64_t out = 0;
@@ -122,6 +122,6 @@ uint64_t product_of_handles(const Layout& L, const void* x, const void* bias, co
         }
     } catch (const std::exception&) {
     }
-    if (out) dispatcher.drop_tensor((void*)out);
+    if (out) torch.drop_tensor((void*)out);
     return 0;
 }

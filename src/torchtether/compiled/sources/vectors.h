@@ -1,13 +1,28 @@
 // Vectors: loading, widening, narrowing and converting them; what the extension cannot say, per instruction set.
 //
-// cpu.cpp includes this in its own namespace.
+// kernels.cpp includes this in its own namespace.
+
+#define WIDTH 32  // bytes of a vector, at every level: wider ones have gained nothing where they were measured
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FAST_ROWS 1
+#define FIXED_POINT 1
+#else
+#define FAST_ROWS 0
+#define FIXED_POINT 0
+#endif
+
+typedef float F __attribute__((vector_size(WIDTH)));
+typedef int32_t I __attribute__((vector_size(WIDTH)));
+typedef int16_t W __attribute__((vector_size(WIDTH)));
+typedef uint16_t H __attribute__((vector_size(WIDTH / 2)));
+
+// A block of columns is 8 vectors of float32, in 4-bit codes one vector of bytes.
+constexpr int64_t LANES = WIDTH / 4, PLANES = 8, BLOCK = LANES * PLANES;
 
 template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 
 inline F all(float x) {  // F{} + x would add: -0.0 + 0.0 is not -0.0
-#if WIDTH == 64
-    return (F)_mm512_set1_ps(x);
-#elif defined(__AVX__)
+#if defined(__AVX__)
     return (F)_mm256_set1_ps(x);
 #else
     F v;
@@ -18,9 +33,7 @@ inline F all(float x) {  // F{} + x would add: -0.0 + 0.0 is not -0.0
 
 // Widening and narrowing are spelled out, because the compilers take the extension's apart, element by element.
 inline I bytes(const uint8_t* p) {  // LANES of them
-#if WIDTH == 64
-    return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
     I v;
@@ -30,9 +43,7 @@ inline I bytes(const uint8_t* p) {  // LANES of them
 }
 
 inline I signed_bytes(const uint8_t* p) {
-#if WIDTH == 64
-    return (I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
     I v;
@@ -42,9 +53,7 @@ inline I signed_bytes(const uint8_t* p) {
 }
 
 inline H halves(const uint8_t* p) {  // LANES bytes
-#if WIDTH == 64
-    return (H)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     return (H)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
 #else
     H v;
@@ -54,9 +63,7 @@ inline H halves(const uint8_t* p) {  // LANES bytes
 }
 
 inline I widen(H h) {
-#if WIDTH == 64
-    return (I)_mm512_cvtepu16_epi32((__m256i)h);
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     return (I)_mm256_cvtepu16_epi32((__m128i)h);
 #else
     I v;
@@ -66,9 +73,7 @@ inline I widen(H h) {
 }
 
 inline H narrow(I v) {  // of 0 to 65535
-#if WIDTH == 64
-    return (H)_mm512_cvtepi32_epi16((__m512i)v);
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     return (H)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
 #else
     H h;
@@ -79,28 +84,17 @@ inline H narrow(I v) {  // of 0 to 65535
 
 #if FIXED_POINT
 template <bool SIGN> inline W words(const uint8_t* p) {  // 2 * LANES bytes
-#if WIDTH == 64
-    const __m256i b = _mm256_loadu_si256((const __m256i*)p);
-    return (W)(SIGN ? _mm512_cvtepi8_epi16(b) : _mm512_cvtepu8_epi16(b));
-#else
     const __m128i b = _mm_loadu_si128((const __m128i*)p);
     return (W)(SIGN ? _mm256_cvtepi8_epi16(b) : _mm256_cvtepu8_epi16(b));
-#endif
 }
 
 inline I multiply_pairs(W a, W b) {
-#if WIDTH == 64
-    return (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#else
     return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
 }
 #endif
 
 inline F fma(F a, F b, F c) {
-#if WIDTH == 64
-    return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
+#if defined(__FMA__)
     return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
@@ -108,7 +102,7 @@ inline F fma(F a, F b, F c) {
 }
 
 inline float sum(F v) {
-#if WIDTH == 32 && defined(__AVX__)
+#if defined(__AVX__)
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
@@ -133,11 +127,7 @@ inline float largest_of(F v) {  // nan if one is
 }
 
 struct Table {  // values[index & 15], lane by lane
-#if WIDTH == 64
-    __m512 t;
-    explicit Table(const float* p) : t(_mm512_loadu_ps(p)) {}
-    F operator()(I index) const { return (F)_mm512_permutexvar_ps((__m512i)index, t); }
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     __m256 low, high;
     explicit Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
     F operator()(I index) const {
@@ -157,9 +147,7 @@ struct Table {  // values[index & 15], lane by lane
 };
 
 inline F from_half(H h) {
-#if WIDTH == 64
-    return (F)_mm512_cvtph_ps((__m256i)h);
-#elif defined(__F16C__)
+#if defined(__F16C__)
     return (F)_mm256_cvtph_ps((__m128i)h);
 #else  // subnormals by a subtraction: those of float32 may be flushed
     I u = widen(h), low = u & 0x7fff;
@@ -199,9 +187,7 @@ inline H to_bfloat16(F x) {  // to the nearest, halves to even
 }
 
 inline H to_half(F x) {
-#if WIDTH == 64
-    return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__)
+#if defined(__F16C__)
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     typedef _Float16 G __attribute__((vector_size(WIDTH / 2)));
@@ -225,7 +211,7 @@ template <int D> inline void put_two(F x, F y, void* out, int64_t at) {
     H h[2];
     if (D == FLOAT16) h[0] = to_half(x), h[1] = to_half(y);
     else {
-#if WIDTH == 32 && defined(__AVX2__)
+#if defined(__AVX2__)
         const __m256i both = _mm256_packus_epi32((__m256i)bfloat16_bits(x), (__m256i)bfloat16_bits(y));
         _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(both, 0xd8));
         return;

@@ -1,6 +1,6 @@
 // The scales and zero points of a row of codes, as float32.
 //
-// cpu.cpp includes this in its own namespace.
+// kernels.cpp includes this in its own namespace.
 
 template <int D> void copy_scales(const void* from, int64_t at, int64_t count, float* to) {
     int64_t g = 0;
@@ -25,7 +25,7 @@ template <bool SIGN> void negated_zeros(const void* from, int64_t at, int64_t co
 }
 
 // The scales of row n, and its zero points negated, as float32.
-void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
+inline void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
     const int64_t G = L.groups, at = (L.height == 1 ? n : n / L.height) * G;
     const uint8_t* codes = (const uint8_t*)P.scale + at;
     switch (L.scale) {
@@ -56,9 +56,9 @@ void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) 
                 }
         }
     }
-    if (L.global) {
+    if (L.global_scale) {
         const float global = *(const float*)P.extra;
-        for (int64_t g = 0; g < G; g++) s[g] = L.global == 1 ? s[g] * global : s[g] / global;
+        for (int64_t g = 0; g < G; g++) s[g] = L.global_scale == 1 ? s[g] * global : s[g] / global;
     }
     for (int64_t g = 0; g < G; g++) s[g] = s[g] == s[g] ? s[g] : NAN;  // without payload, which rounding could overflow
     if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, G, L.offset, z);
@@ -68,6 +68,4 @@ void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) 
 }
 
 // Elements of a buffer for the scales of a row: Table reads 16 of them from any of its first entries.
-int64_t buffer_size(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }
-
-typedef std::vector<float> Buffer;
+inline int64_t buffer_size(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }

@@ -1,9 +1,9 @@
-// The same by the rows of avx2.h, in threads; nothing of it where AVX2 is not there, or AVX-512 is.
+// The same by the rows of rows_avx2.h, in threads; nothing of it at other levels.
 //
-// cpu.cpp includes this in its own namespace.
+// kernels.cpp includes this in its own namespace.
 
 #if FAST_ROWS
-#include "avx2.h"
+#include "rows_avx2.h"
 
 template <int C, int S, int M, bool E> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
                                              const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
@@ -30,19 +30,13 @@ template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P
     const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : buffer_size(L);
     const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
     const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
-    Failed failed;
-    const auto work = [&] {
-        std::vector<float> s, z, scratch, scales, zeros;
-        failed.within([&] {
-            s.resize(buffer_size(L)), z.resize(buffer_size(L)), scratch.resize(4 * in.stride + LANES);
-            scales.resize(tile * each + LANES), zeros.resize(tile * each + LANES, -L.offset);
-        });
+    in_threads(L.rows, tile, is_much, [&](Shares& shares) {
+        Buffer s(buffer_size(L)), z(buffer_size(L)), scratch(4 * in.stride + LANES);
+        Buffer scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
         Decoder<C> decoder(L);
         alignas(64) float y[4][TILE];
-#pragma omp for schedule(guided, 2)  // a core that has other work, too, takes fewer rows
-        for (int64_t first = 0; first < L.rows; first += tile) {
-            if (failed) continue;
-            const int64_t end = first + tile < L.rows ? first + tile : L.rows;
+        for (int64_t start, stop; shares.take(&start, &stop);) for (int64_t first = start; first < stop; first += tile) {
+            const int64_t end = first + tile < stop ? first + tile : stop;
             if constexpr (is_integer(C))
                 scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(), zeros.data());
             else
@@ -66,12 +60,7 @@ template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P
                 }
             }
         }
-    };
-    if (is_much) {
-#pragma omp parallel
-        work();
-    } else work();  // OpenMP would take a tenth of what a small product does
-    failed.rethrow();
+    });
 }
 
 template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,

@@ -1,26 +1,10 @@
 /* Rows of numbers to codes in one go, scales and all: each run is read for its extremes while it comes into the
- * first-level cache, and encoded from there.  Part of loops.c; what it computes, and how it rounds, is what the torch ops
+ * first-level cache, and encoded from there.  Part of encoders.c; what it computes, and how it rounds, is what the torch ops
  * in schemes/ do.
  */
 
-enum { AFFINE, FLOAT8, NEAREST };
-
 #define LIMIT float_of(254u << 23)  /* 2**127: beyond it a number that is rounded up may leave float32 */
 #define TINY float_of(1u << 23)     /* the smallest normal number */
-
-typedef struct {
-    int32_t kind, dtype;
-    count columns, width; /* of a row; of a run, the last of a row may be shorter */
-    count stride;         /* bytes of codes per row */
-    float span;           /* what the extreme of a run is divided by to give the scale; 0: it is the scale */
-    float unit;           /* a step is scale * unit */
-    float lowest, highest;
-    int32_t is_symmetric, offset, zero_offset, bits;
-    int32_t mantissa, bias; /* of a float8 */
-    float edges[15];        /* ascending thresholds between the codes, infinite where there are fewer */
-    uint8_t order[16];      /* what each number of thresholds is called */
-    int32_t is_ordered;
-} recipe;
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -235,7 +219,7 @@ static void encode_band(const recipe *r, const void *x, count n, count width, co
 }
 
 /* Rows to codes, scales and zero points; 0 where a number is not finite or too large, and nothing is to be believed. */
-int tt_encode(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes) {
+static int encode(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes) {
     count width = r->width, columns = r->columns, most = width * RUNS;
     if (most > BAND) most = width > BAND ? width : BAND / width * width;
     if (columns % width == 0 && r->stride * 8 == columns * r->bits) { /* row follows row without a gap: one long row */
@@ -273,7 +257,7 @@ int tt_encode(const recipe *r, const void *x, count rows, float *scale, uint8_t 
 
 /* The same with rows of a file, from the byte `at` on: a piece of at most `nbytes` is read into `room`, and encoded while
  * it is in the cache.  0 also where the file cannot be read or ends: whoever reads it again will say so. */
-int tt_encode_file(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale, uint8_t *zero,
+static int encode_file(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale, uint8_t *zero,
                    uint8_t *codes) {
     count row = r->columns * (r->dtype == FLOAT32 ? 4 : 2), groups = (r->columns + r->width - 1) / r->width;
     count most = nbytes / row;
@@ -285,7 +269,7 @@ int tt_encode_file(const recipe *r, int file, count at, count rows, void *room, 
             if (got <= 0) return 0;
             filled += got;
         }
-        if (!tt_encode(r, room, some, scale, zero, codes)) return 0;
+        if (!encode(r, room, some, scale, zero, codes)) return 0;
         at += size;
         done += some;
         scale += some * groups;

@@ -14,12 +14,12 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "encoders.h"
+
 #define STRETCH 1024 /* elements; even, so that a stretch of 4-bit codes begins with a byte */
 #define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, halves to even, which is then the low bits */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
-
-typedef int64_t count;
 
 static inline uint32_t bits_of(float x) {
     uint32_t bits;
@@ -89,7 +89,7 @@ static inline void pack4(const uint8_t *restrict codes, count n, uint8_t *restri
     for (count i = 0; i < n / 2; i++) {
         uint16_t pair;
         memcpy(&pair, codes + 2 * i, 2);
-        out[i] = (uint8_t)(pair | pair >> 4); /* the machine is little-endian: see build.py */
+        out[i] = (uint8_t)(pair | pair >> 4); /* the machine is little-endian: see setup_build.py */
     }
     if (n & 1) out[n / 2] = codes[n - 1];
 }
@@ -151,13 +151,13 @@ static inline void extremes(const void *x, int dtype, count at, count n, float *
     *high = dtype == BFLOAT16 ? float_of((uint32_t)last << 16) : from_half(last);
 }
 
-void tt_magnitudes(const void *x, int dtype, count rows, count columns, count width, float *out) {
+static void all_magnitudes(const void *x, int dtype, count rows, count columns, count width, float *out) {
     for (count row = 0; row < rows; row++)
         for (count start = 0; start < columns; start += width)
             *out++ = magnitude(x, dtype, row * columns + start, least(width, columns - start));
 }
 
-void tt_extremes(const void *x, int dtype, count rows, count columns, count width, float *low, float *high) {
+static void all_extremes(const void *x, int dtype, count rows, count columns, count width, float *low, float *high) {
     for (count row = 0; row < rows; row++)
         for (count start = 0; start < columns; start += width)
             extremes(x, dtype, row * columns + start, least(width, columns - start), low++, high++);
@@ -180,7 +180,7 @@ static inline void scaled(float *x, count start, count n, count width, const flo
 }
 
 /* Integers of 4 or 8 bits: round(x / scale + zero), within lowest and highest, and offset above that. */
-void tt_encode_affine(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+static void all_encode_affine(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                       const float *zero, count scale_stride, int divides, int lowest, int highest, int offset, int bits, uint8_t *out,
                       count out_stride) {
     float numbers[STRETCH], least_code = (float)lowest, most_code = (float)highest;
@@ -211,7 +211,7 @@ void tt_encode_affine(const void *x, int dtype, count rows, count columns, count
 }
 
 /* float8 with a bias and a mantissa of so many bits, rounded to nearest, halves to even; beyond `largest` it clips. */
-void tt_encode_float8(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+static void all_encode_float8(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                       count scale_stride, int divides, float largest, int mantissa, int bias, uint8_t *out) {
     float numbers[STRETCH];
     int cut = 23 - mantissa;
@@ -239,7 +239,7 @@ void tt_encode_float8(const void *x, int dtype, count rows, count columns, count
 
 /* 4-bit codes: how many of the ascending thresholds lie below; of the magnitude, and 8 for the sign, if `is_signed`.
  * `order` (16) is what each number of thresholds is called. */
-void tt_encode_nearest(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+static void all_encode_nearest(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                        count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
                        const uint8_t *order, uint8_t *out, count out_stride) {
     float numbers[STRETCH];
@@ -279,7 +279,7 @@ void tt_encode_nearest(const void *x, int dtype, count rows, count columns, coun
 /* ---- codes to numbers ------------------------------------------------------------------------------------------ */
 
 /* ((q - zero) * scale) * unit; codes are unsigned, or signed where bits is -8 */
-void tt_decode_affine(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
+static void all_decode_affine(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
                       const float *scale, const float *zero, count scale_stride, float offset, float unit, void *out, int dtype,
                       count out_stride) {
     float numbers[STRETCH];
@@ -312,7 +312,7 @@ void tt_decode_affine(const uint8_t *codes, int bits, count rows, count columns,
 }
 
 /* table[q] * scale, with codes of 4 bits or of 8 */
-void tt_decode_table(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
+static void all_decode_table(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
                      const float *scale, count scale_stride, const float *table, void *out, int dtype, count out_stride) {
     float numbers[STRETCH];
     uint8_t some[STRETCH];
@@ -330,3 +330,17 @@ void tt_decode_table(const uint8_t *codes, int bits, count rows, count columns, 
         }
     }
 }
+
+#define JOIN(LEVEL) encoders_##LEVEL
+#define NAME(LEVEL) JOIN(LEVEL)
+const encoders NAME(LEVEL) = {
+    .magnitudes = all_magnitudes,
+    .extremes = all_extremes,
+    .encode_affine = all_encode_affine,
+    .encode_float8 = all_encode_float8,
+    .encode_nearest = all_encode_nearest,
+    .encode = encode,
+    .encode_file = encode_file,
+    .decode_affine = all_decode_affine,
+    .decode_table = all_decode_table,
+};

@@ -1,6 +1,6 @@
-// Columns decoded to 16 bits with the instructions of AVX2: what cpu.cpp does, with the same bits, in fewer steps.
+// Columns decoded to 16 bits with the instructions of AVX2: what kernels.cpp does, with the same bits, in fewer steps.
 //
-// cpu.cpp includes this in its own namespace, where AVX2 is there and AVX-512 is not. Each function decodes from column k
+// kernels.cpp includes this in its own namespace, at the level of AVX2. Each function decodes from column k
 // of a row as many columns as it can of those before `end`, which share a scale, and returns where it stopped.
 //     4-bit codes: the 16 values that a group can have are computed once, and looked up by their bytes.
 //     float8 e4m3: bfloat16 has its exponents, so that only the 8 fractions are computed, once a group, and looked up;

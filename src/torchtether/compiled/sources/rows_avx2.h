@@ -1,8 +1,8 @@
 // Rows of codes times rows of inputs, with the instructions of AVX2: what a decoder's step runs on most machines.
 //
-// cpu.cpp includes this in its own namespace, where AVX2 is there and AVX-512 is not. It takes 128 columns at a time, a
-// *span*, and scales over whole rows, over a multiple of 128 columns, or over 64 or 32; all else is left to cpu.cpp.
-// The numbers are those that cpu.cpp describes:
+// kernels.cpp includes this in its own namespace, at the level of AVX2. It takes 128 columns at a time, a
+// *span*, and scales over whole rows, over a multiple of 128 columns, or over 64 or 32; all else is left to kernels.cpp.
+// The numbers are those that kernels.cpp describes:
 //     4-bit integers: 16-bit inputs as a high byte and a low one, both signed, each multiplied with 32 codes at once.
 //         Sums of 16 bits hold 128 columns: 4 * 2 * 15 * 128 < 2**15.
 //     8-bit integers: 16-bit inputs, 16 products at once; sums of 32 bits.
@@ -42,10 +42,10 @@ inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); 
 //     TABLE4: float32; lane 4 * half + i of vector 4 * odd + v holds column 2 * (16 * half + 4 * v + i) + odd of its 64
 struct Spans {
     int64_t spans, lines;      // lines of a span
-    std::vector<Line> data;
+    Array<Line> data;
     int64_t stride;            // of a row of units
-    std::vector<float> units;  // what int16 are in units of, for each scale
-    std::vector<float> steps;  // of each row, where inputs are rounded: floats are then whole numbers of it
+    Array<float> units;  // what int16 are in units of, for each scale
+    Array<float> steps;  // of each row, where inputs are rounded: floats are then whole numbers of it
 
     const uint8_t* at(int64_t m) const { return data[m * spans * lines].bytes; }
     const float* units_at(int64_t m) const { return units.data() + m * stride; }
@@ -356,7 +356,7 @@ template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inli
 template <int S> void scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t count,
                                      int64_t stride, float* s, float* z, float* scale, float* zero) {
     const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
-    if (each == 1 && L.height == 1 && L.groups == stride && !L.global && L.scale <= FLOAT16) {  // as they lie
+    if (each == 1 && L.height == 1 && L.groups == stride && !L.global_scale && L.scale <= FLOAT16) {  // as they lie
         const int64_t at = n * stride;
         if (L.scale == FLOAT32) copy_scales<FLOAT32>(P.scale, at, rows * stride, scale);
         else if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * stride, scale);

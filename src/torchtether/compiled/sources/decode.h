@@ -1,15 +1,11 @@
 // Rows of codes to rows of values.
 //
-// cpu.cpp includes this in its own namespace.
+// kernels.cpp includes this in its own namespace.
 
 // The codes in LANES / 2 bytes, low nibbles first.
 inline I nibbles(const uint8_t* p) {
     I codes;
-#if WIDTH == 64
-    const __m128i b = _mm_loadl_epi64((const __m128i*)p), mask = _mm_set1_epi8(15);
-    const __m128i low = _mm_and_si128(b, mask), high = _mm_and_si128(_mm_srli_epi16(b, 4), mask);
-    codes = (I)_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(low, high));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
     uint32_t word;
     memcpy(&word, p, 4);
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
@@ -81,16 +77,6 @@ template <int C, int D, bool Z, bool U> bool decode_row(const Layout& L, const u
 #endif
     return true;
 }
-
-struct Rows {  // `count` rows, from `start`, or those that `index` names
-    const void* index;
-    bool is_short;  // int32
-    int64_t start, count;
-
-    int64_t operator[](int64_t i) const {
-        return !index ? start + i : is_short ? ((const int32_t*)index)[i] : ((const int64_t*)index)[i];
-    }
-};
 
 template <int C, int D, bool Z, bool U> void decode_one(const Layout& L, const uint8_t* row, const float* s,
                                                         const float* z, void* out, int64_t at) {

@@ -1,6 +1,6 @@
 // Rows of codes times rows of inputs, with the vectors of any processor.
 //
-// cpu.cpp includes this in its own namespace.
+// kernels.cpp includes this in its own namespace.
 
 // What a row of codes is multiplied with, a block of columns after the other. `stride` floats per row of x and block:
 //     float32: PLANES vectors; fixed point: half as many of int16, then one float, what they are in units of
@@ -10,7 +10,7 @@
 struct Inputs {
     int64_t blocks, sums, stride;
     bool fixed;
-    std::vector<float> data;
+    Array<float> data;
 
     const float* at(int64_t m, int64_t b) const { return data.data() + (m * blocks + b) * stride; }
     int64_t sums_at() const { return fixed ? BLOCK / 2 + LANES : BLOCK; }

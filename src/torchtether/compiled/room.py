@@ -1,0 +1,91 @@
+"""The extension module, imported and bound to the torch of this process at its first use; or why it is not there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from .._signals import renewed_after_fork
+from ..torch_private.observers import WATCHED
+from ..torch_private.tensors import any_requires_grad, empty_on_cpu, impl_id
+
+_LOCK = renewed_after_fork(threading.Lock())
+_LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+_module: ModuleType | None = None
+_state = ""  # empty until it is asked for
+
+
+def native() -> ModuleType | None:
+    """Return the bound module; ``None`` where torch computes everything, and then ``state`` says why."""
+    if not _state:
+        with _LOCK:
+            if not _state:
+                _find()
+    return _module
+
+
+def state() -> str:
+    """Return what computes: ``compiled (avx2)``, ``compiled (portable)``, or why nothing compiled does.
+
+    ``TORCHTETHER_COMPILE=0`` in the environment of the process keeps everything compiled away.
+    """
+    native()
+    return _state
+
+
+def _find() -> None:
+    global _module, _state
+    if os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no"):
+        _state = "off by TORCHTETHER_COMPILE"
+        return
+    try:
+        module = import_module("torchtether.compiled._native")
+    except ModuleNotFoundError:
+        _state = "torchtether was installed without a compiler"
+        return
+    except ImportError as error:
+        _state = f"the compiled module cannot be loaded: {error}"
+        warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
+        return
+    try:
+        level = _bind(module)
+    except (ImportError, KeyError, TypeError) as error:
+        _state = f"the compiled module does not fit: {error}"
+        warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
+        return
+    _module, _state = module, f"compiled ({level})"
+
+
+def _bind(module: ModuleType) -> str:
+    """Return the level after the module has learnt how to ask torch about tensors."""
+    given = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
+    modes, level, casts, traces = WATCHED
+    objects = {
+        "tensor": torch.Tensor,
+        "parameter": torch.nn.Parameter,
+        "empty": empty_on_cpu,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "modes": modes,
+        "level": level,
+        "casts": casts,
+        "traces": traces,
+        "forward_ad": torch.autograd.forward_ad,
+        "any_requires_grad": any_requires_grad,
+    }
+    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # ATEN_CPU_CAPABILITY says less
+    error: ImportError | None = None
+    for library in _LIBRARIES:
+        try:
+            found: str = module.bind(library, objects, impl_id(given), given.data_ptr(), has_avx2)
+            return found
+        except ImportError as failed:
+            error = error or failed
+    assert error is not None
+    raise error

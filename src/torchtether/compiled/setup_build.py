@@ -1,0 +1,71 @@
+"""The command of setuptools that builds the extension module from ``sources/``: once, when the package is installed.
+
+``pyproject.toml`` names it; nothing else imports it. Kernels are compiled once for each level and kind of codes, and
+the module asks the processor which level it takes. Where something fails, one line of the log says what, and the
+package is installed without the module: torch computes then.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
+
+SOURCES = Path("src/torchtether/compiled/sources")
+KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
+LEVELS = {"portable": [], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
+# No multiplication is fused with an addition unless the source says so: the bits are those of torch's ops.
+FLAGS = ["-O3", "-g0", "-fPIC", "-w", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off"]
+
+_Task = tuple[str, str, list[tuple[str, str]], list[str]]  # its folder, the source, macros, flags
+
+
+class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
+    """Build ``torchtether.compiled._native``, or say in one line why it is not built."""
+
+    def build_extension(self, ext: Any) -> None:
+        begun, target = time.monotonic(), Path(self.get_ext_fullpath(ext.name))
+        levels = {name: LEVELS[name] for name in LEVELS if name == "portable" or self.plat_name.endswith("x86_64")}
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._compile_and_link(target, levels)
+        except Exception as error:  # whatever a compiler, a linker or a platform raises
+            target.unlink(missing_ok=True)
+            self._inplace(ext).unlink(missing_ok=True)  # of an earlier build, from other sources
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            print(f"torchtether: built without its compiled kernels, so torch computes: {first}")
+            return
+        seconds = time.monotonic() - begun
+        print(f"torchtether: built its kernels ({', '.join(levels)}) in {seconds:.0f} s")
+
+    def _inplace(self, ext: Any) -> Path:
+        return Path("src", *ext.name.split(".")[:-1], Path(self.get_ext_filename(ext.name)).name)
+
+    def _compile_and_link(self, target: Path, levels: dict[str, list[str]]) -> None:
+        with_avx2 = [("WITH_AVX2", "1" if "avx2" in levels else "0")]
+        tasks: list[_Task] = [("module", "module.cpp", with_avx2, [])]
+        for level, flags in levels.items():
+            tasks += [(f"{level}-{kind}", "kernels.cpp", [("LEVEL", level), ("CODES", kind)], flags) for kind in KINDS]
+            tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], ["-fno-trapping-math", *flags]))
+
+        def compiled(task: _Task) -> list[str]:
+            name, source, macros, flags = task
+            standard = "-std=c11" if source.endswith(".c") else "-std=c++17"
+            made: list[str] = self.compiler.compile(
+                [str(SOURCES / source)],
+                output_dir=str(Path(self.build_temp, name)),
+                macros=macros,
+                include_dirs=self.include_dirs,
+                extra_postargs=[standard, *FLAGS, *flags],
+                depends=[str(path) for path in SOURCES.iterdir()],
+            )
+            return made
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with ThreadPoolExecutor(cores) as threads:
+            objects = [made for some in threads.map(compiled, tasks) for made in some]
+        self.compiler.link_shared_object(objects, str(target), target_lang="c++", extra_postargs=["-s"])

@@ -1,0 +1,48 @@
+/* The loops of the encoders and decoders, of one level: encoders.c defines them, and module.cpp calls them. */
+#ifndef ENCODERS_H
+#define ENCODERS_H
+
+#include <stdint.h>
+
+typedef int64_t count;
+
+enum { AFFINE, FLOAT8, NEAREST };
+
+/* How the rows of one tensor are encoded: Recipe of recipe.py, field by field. */
+typedef struct {
+    int32_t kind, dtype;
+    count columns, width; /* of a row; of a run, the last of a row may be shorter */
+    count stride;         /* bytes of codes per row */
+    float span;           /* what the extreme of a run is divided by to give the scale; 0: it is the scale */
+    float unit;           /* a step is scale * unit */
+    float lowest, highest;
+    int32_t is_symmetric, offset, zero_offset, bits;
+    int32_t mantissa, bias; /* of a float8 */
+    float edges[15];        /* ascending thresholds between the codes, infinite where there are fewer */
+    uint8_t order[16];      /* what each number of thresholds is called */
+    int32_t is_ordered;
+} recipe;
+
+typedef struct {
+    void (*magnitudes)(const void *x, int dtype, count rows, count columns, count width, float *out);
+    void (*extremes)(const void *x, int dtype, count rows, count columns, count width, float *low, float *high);
+    void (*encode_affine)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+                          const float *zero, count scale_stride, int divides, int lowest, int highest, int offset, int bits,
+                          uint8_t *out, count out_stride);
+    void (*encode_float8)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+                          count scale_stride, int divides, float largest, int mantissa, int bias, uint8_t *out);
+    void (*encode_nearest)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+                           count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
+                           const uint8_t *order, uint8_t *out, count out_stride);
+    int (*encode)(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes);
+    int (*encode_file)(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale,
+                       uint8_t *zero, uint8_t *codes);
+    void (*decode_affine)(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
+                          const float *scale, const float *zero, count scale_stride, float offset, float unit, void *out,
+                          int dtype, count out_stride);
+    void (*decode_table)(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
+                         const float *scale, count scale_stride, const float *table, void *out, int dtype,
+                         count out_stride);
+} encoders;
+
+#endif

@@ -1,0 +1,53 @@
+// The kinds of codes, and how the parts of a weight lie: what layout.py describes, field by field.
+//
+// No Python and no torch here: the kernels of every level include it, and so does the module.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4, KINDS };
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16, E8M0, FP8, SIGNED, UNSIGNED, NESTED };
+constexpr int SLOTS = 5;  // parts that the kernels take at most: codes, scale, zero points, and two more
+
+struct Layout {
+    int64_t kind;                      // Codes
+    int64_t rows, columns, row_bytes;  // of the codes
+    int64_t group, groups, height;     // columns under one scale, scales in a row, rows under one scale
+    int64_t nested;                    // blocks under one nested absmax
+    int32_t scale, zero;               // Dtype; Dtype, or -1 for none
+    int32_t global_scale;              // 0: none, 1: it multiplies, 2: it divides
+    int32_t activations;               // what rows of x are rounded to: 0 nothing, 1 int8, 2 what no kernel knows
+    float offset, unit;                // added to zero points; multiplies last
+    float table[16];                   // of 4-bit codes
+    float dynamic[256];                // values of nested absmax
+    int64_t counts[SLOTS];             // elements of each part: codes, scale, zero, extra, offset
+    int32_t types[SLOTS];              // their ScalarType, -1 where there is no such part
+    int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: unknown yet
+};
+
+struct Parts {
+    const void *codes, *scale, *zero, *extra, *offset;
+};
+
+struct Rows {  // `count` rows, from `start`, or those that `index` names
+    const void* index;
+    bool is_short;  // int32
+    int64_t start, count;
+
+    int64_t operator[](int64_t i) const {
+        return !index ? start + i : is_short ? ((const int32_t*)index)[i] : ((const int64_t*)index)[i];
+    }
+};
+
+// What the kernels of one level do with one kind of codes. They throw std::bad_alloc where there is no memory.
+struct Kernels {
+    void (*linear)(const Layout&, const Parts&, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
+                   void* out);
+    void (*decode)(const Layout&, const Parts&, const Rows&, int dtype, void* out);
+    bool (*rounds_inputs)(const Layout&, int dtype);  // whether `linear` rounds them as `activations` says
+};
+
+// torch_parallel_for; null until the module is bound, and then all is done by one thread.
+extern int32_t (*parallel_for)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*), void* with);
+extern int32_t (*count_threads)(uint32_t*);

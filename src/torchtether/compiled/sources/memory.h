@@ -1,0 +1,34 @@
+// Memory of elements. A function of the standard library that is compiled with the instructions of a level could be the
+// one that the linker keeps for all levels: hence nothing of it that is not inlined is used in the kernels.
+//
+// kernels.cpp includes this in its own namespace.
+
+template <class T> class Array {
+    T* start = nullptr;
+
+  public:
+    Array() = default;
+    explicit Array(int64_t count, const T& value = T{}) { resize(count, value); }
+    Array(const Array&) = delete;
+    Array(Array&& other) : start(other.start) { other.start = nullptr; }
+    Array& operator=(Array&& other) {
+        T* mine = start;
+        start = other.start, other.start = mine;
+        return *this;
+    }
+    ~Array() { free(start); }
+
+    void resize(int64_t count, const T& value = T{}) {  // of one that is empty
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+        start = (T*)aligned_alloc(64, bytes ? bytes : 64);
+        if (!start) throw std::bad_alloc();
+        for (int64_t i = 0; i < count; i++) start[i] = value;
+    }
+
+    T* data() { return start; }
+    const T* data() const { return start; }
+    T& operator[](int64_t i) { return start[i]; }
+    const T& operator[](int64_t i) const { return start[i]; }
+};
+
+typedef Array<float> Buffer;

@@ -1,0 +1,237 @@
+// The extension module torchtether.compiled._native: all that is compiled, behind functions of Python.
+//
+// room.py imports it, and binds it to the torch of the process. Products and rows of Weights check every size, stride,
+// dtype and address of what they are given (tensors.h, calls.h); the loops of the encoders trust loops.py, which checks.
+
+#include <dlfcn.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "described.h"
+#include "layout.h"
+extern "C" {
+#include "encoders.h"
+}
+
+decltype(parallel_for) parallel_for;
+decltype(count_threads) count_threads;
+
+// -- levels: what the compiler may use of the processor -----------------------------------------------------------------
+
+#define KINDS_OF(X, level) X(level, INT8) X(level, UINT8) X(level, E4M3) X(level, E5M2) X(level, TABLE4) X(level, INT4)
+#define DECLARE(level, kind) extern const Kernels kernels_##level##_##kind;
+#define POINT(level, kind) &kernels_##level##_##kind,
+
+KINDS_OF(DECLARE, portable)
+extern "C" const encoders encoders_portable;
+#if WITH_AVX2
+KINDS_OF(DECLARE, avx2)
+extern "C" const encoders encoders_avx2;
+#endif
+
+namespace {
+
+struct Level {
+    const char* name;
+    const encoders* loops;
+    const Kernels* kernels[KINDS];
+};
+const Level LEVELS[] = {
+#if WITH_AVX2
+    {"avx2", &encoders_avx2, {KINDS_OF(POINT, avx2)}},
+#endif
+    {"portable", &encoders_portable, {KINDS_OF(POINT, portable)}},
+};
+const Level* level = nullptr;
+
+inline const Kernels* kernels_of(const Layout& L) { return level->kernels[L.kind]; }
+
+PyObject* refuse(const char* what) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, what);
+    return nullptr;
+}
+
+// -- classes of the module ------------------------------------------------------------------------------------------------
+
+const Described LAYOUT[] = {
+    DESCRIBED(Layout, kind), DESCRIBED(Layout, rows), DESCRIBED(Layout, columns), DESCRIBED(Layout, row_bytes),
+    DESCRIBED(Layout, group), DESCRIBED(Layout, groups), DESCRIBED(Layout, height), DESCRIBED(Layout, nested),
+    DESCRIBED(Layout, scale), DESCRIBED(Layout, zero), DESCRIBED(Layout, global_scale), DESCRIBED(Layout, activations),
+    DESCRIBED(Layout, offset), DESCRIBED(Layout, unit), DESCRIBED(Layout, table), DESCRIBED(Layout, dynamic),
+    DESCRIBED(Layout, counts), DESCRIBED(Layout, types), DESCRIBED(Layout, most),
+};
+const Described RECIPE[] = {
+    DESCRIBED(recipe, kind), DESCRIBED(recipe, dtype), DESCRIBED(recipe, columns), DESCRIBED(recipe, width),
+    DESCRIBED(recipe, stride), DESCRIBED(recipe, span), DESCRIBED(recipe, unit), DESCRIBED(recipe, lowest),
+    DESCRIBED(recipe, highest), DESCRIBED(recipe, is_symmetric), DESCRIBED(recipe, offset), DESCRIBED(recipe, zero_offset),
+    DESCRIBED(recipe, bits), DESCRIBED(recipe, mantissa), DESCRIBED(recipe, bias), DESCRIBED(recipe, edges),
+    DESCRIBED(recipe, order), DESCRIBED(recipe, is_ordered),
+};
+
+struct LayoutObject {
+    PyObject_HEAD
+    Layout layout;
+    PyObject* names;  // of the attributes of a Weight that are the parts, in the order of their slots
+};
+struct RecipeObject {
+    PyObject_HEAD
+    recipe made;
+};
+PyTypeObject *layout_type, *recipe_type;
+
+// Layout(names, **fields)
+PyObject* new_layout(PyTypeObject* type, PyObject* args, PyObject* fields) {
+    PyObject* names = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : nullptr;
+    if (!names || !PyTuple_Check(names)) return refuse("Layout(names, **fields)");
+    Held made(PyType_GenericAlloc(type, 0));
+    if (!made.object) return nullptr;
+    LayoutObject* object = (LayoutObject*)made.object;
+    object->names = again(names);
+    if (!fill(LAYOUT, &object->layout, fields)) return nullptr;
+    if (object->layout.kind < 0 || object->layout.kind >= KINDS) return refuse("Layout: a kind of codes that is not known");
+    return made.release();
+}
+
+// Recipe(**fields)
+PyObject* new_recipe(PyTypeObject* type, PyObject*, PyObject* fields) {
+    Held made(PyType_GenericAlloc(type, 0));
+    if (!made.object || !fill(RECIPE, &((RecipeObject*)made.object)->made, fields)) return nullptr;
+    return made.release();
+}
+
+void drop_object(PyObject* object) {
+    PyTypeObject* type = Py_TYPE(object);
+    if (type == layout_type) Py_XDECREF(((LayoutObject*)object)->names);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+template <class T> PyTypeObject* add_class(PyObject* module, const char* name, newfunc make) {
+    PyType_Slot slots[] = {{Py_tp_new, (void*)make}, {Py_tp_dealloc, (void*)drop_object}, {0, nullptr}};
+    PyType_Spec spec = {name, sizeof(T), 0, Py_TPFLAGS_DEFAULT, slots};
+    PyObject* type = PyType_FromSpec(&spec);
+    if (!type || PyModule_AddObjectRef(module, strrchr(name, '.') + 1, type)) return nullptr;
+    return (PyTypeObject*)type;
+}
+
+// The Layout in such an object; null for all others, with no error set.
+Layout* layout_in(PyObject* object) { return Py_TYPE(object) == layout_type ? &((LayoutObject*)object)->layout : nullptr; }
+
+#include "tensors.h"
+#include "dispatcher.h"
+#include "calls.h"
+#include "entries.h"
+#include "graph_op.h"
+
+// -- loops over rows ------------------------------------------------------------------------------------------------------
+
+inline void from(PyObject* given, int64_t* to) { *to = PyLong_AsLongLong(given); }
+inline void from(PyObject* given, int* to) { *to = (int)PyLong_AsLong(given); }
+inline void from(PyObject* given, float* to) { *to = (float)PyFloat_AsDouble(given); }
+template <class T> void from(PyObject* given, T** to) { *to = given == Py_None ? nullptr : (T*)PyLong_AsVoidPtr(given); }
+inline void from(PyObject* given, const recipe** to) {
+    *to = Py_TYPE(given) == recipe_type ? &((RecipeObject*)given)->made : nullptr;
+    if (!*to) PyErr_SetString(PyExc_TypeError, "the first argument is no Recipe");
+}
+
+// function(*given), while other threads run: integers, floats, addresses (None for null), a Recipe.
+template <class R, class... A, size_t... I>
+PyObject* call_loop(R (*function)(A...), PyObject* const* given, std::index_sequence<I...>) {
+    std::tuple<A...> arguments;
+    (from(given[I], &std::get<I>(arguments)), ...);
+    if (PyErr_Occurred()) return nullptr;
+    const auto run = [&] { return function(std::get<I>(arguments)...); };
+    if constexpr (std::is_void_v<R>) {
+        aside(true, run);
+        return none();
+    } else return PyLong_FromLong(aside(true, run));
+}
+
+template <class R, class... A> PyObject* check_count(R (*function)(A...), PyObject* const* given, Py_ssize_t count) {
+    if (count != sizeof...(A)) return refuse("a loop over rows is given another number of arguments than it takes");
+    return call_loop(function, given, std::index_sequence_for<A...>());
+}
+
+template <auto member> PyObject* loop(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    return check_count(level->loops->*member, given, count);
+}
+
+// -- the module -------------------------------------------------------------------------------------------------------------
+
+// (names of libraries, one of which is torch's and loaded; a dict of OBJECTS; the `_cdata` and the address of a tensor (2, 3)
+// float32, 4 bytes into its storage; whether the processor has AVX2): the name of the level. ImportError if torch is another
+// one than this room knows. Until this is done nothing else may be called.
+PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    if (count != 5) return refuse("bind(library, objects, cdata, address, has_avx2)");
+    const Held library(PyUnicode_AsUTF8String(given[0]));
+    char* name = nullptr;
+    if (!library.object || PyBytes_AsStringAndSize(library.object, &name, nullptr)) return nullptr;
+    const char* missing = find_torch(name);
+    if (*missing) return PyErr_Format(PyExc_ImportError, "torch does not have %s", missing);
+    if (!PyDict_Check(given[1]) || !keep_objects(given[1])) return refuse("bind: objects are no dict");
+    const int64_t cdata = (int64_t)address_of(given[2]);
+    const void* at = address_of(given[3]);
+    const int has_avx2 = PyObject_IsTrue(given[4]);
+    if (PyErr_Occurred()) return nullptr;
+    Seen seen;
+    int64_t offset = 0, bytes = 0;
+    bool is_so = seen.look(cdata) && !torch.offset(&cdata, &offset) && !torch.bytes(&cdata, &bytes);
+    is_so = is_so && seen.dim == 2 && seen.sizes[0] == 2 && seen.sizes[1] == 3 && seen.strides[0] == 3;
+    is_so = is_so && seen.strides[1] == 1 && seen.dtype == 6 && seen.at == at && offset == 1 && bytes == 28;
+    if (!is_so) return PyErr_Format(PyExc_ImportError, "torch says of a tensor what it is not");
+    for (const Level& one : LEVELS) {
+        level = &one;
+        if (has_avx2 || !strcmp(one.name, "portable")) break;
+    }
+    static bool is_served = false;
+    if (!is_served && !implement("linear", linear_in_graph))
+        return PyErr_Format(PyExc_ImportError, "torch takes no kernel for torchtether::linear");
+    is_served = true;
+    parallel_for = torch.parallel_for, count_threads = torch.count_threads;
+    return PyUnicode_FromString(level->name);
+}
+
+#define METHOD(name, function) {name, (PyCFunction)(void*)(function), METH_FASTCALL, nullptr}
+#define LOOP(name) METHOD(#name, loop<&encoders::name>)
+PyMethodDef METHODS[] = {
+    METHOD("bind", bind),
+    METHOD("linear", enter_linear),
+    METHOD("decode", enter_decode),
+    METHOD("set_most", set_most),
+    METHOD("shortcut_linear", shortcut_linear),
+    METHOD("shortcut_gather", shortcut_gather),
+    METHOD("remember", remember),
+    LOOP(magnitudes),
+    LOOP(extremes),
+    LOOP(encode_affine),
+    LOOP(encode_float8),
+    LOOP(encode_nearest),
+    LOOP(encode),
+    LOOP(encode_file),
+    LOOP(decode_affine),
+    LOOP(decode_table),
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+    Held module(PyModule_Create(&MODULE));
+    if (!module.object) return nullptr;
+    layout_type = add_class<LayoutObject>(module.object, "torchtether.compiled._native.Layout", new_layout);
+    recipe_type = add_class<RecipeObject>(module.object, "torchtether.compiled._native.Recipe", new_recipe);
+    return layout_type && recipe_type ? module.release() : nullptr;
+}
