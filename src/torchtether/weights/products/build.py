@@ -31,7 +31,7 @@ from .binding import Kernels, bind
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 INCLUDED = tuple(sorted(SOURCE.parent.glob("*.h")))
-KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
+KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", "STREAM")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w", "-fno-math-errno")
 EXACT = "-ffp-contract=off"
 """No multiplication is fused with an addition unless the source says so: decoded values have the bits of ``decode``."""

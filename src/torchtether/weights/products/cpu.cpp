@@ -36,15 +36,22 @@ namespace {
 #include "decode.h"
 #include "linear.h"
 #include "linear_avx2.h"
+#include "unpack.h"
+#include "row_parts.h"
+#include "stream.h"
 
 template <int C> void decode_as(const Layout& L, const Parts& P, const Rows& rows, int dtype, void* out) {
-    if (dtype == FLOAT32) decode<C, FLOAT32>(L, P, rows, out);
+    if constexpr (C == STREAM) {
+        if (dtype == FLOAT32) decode_stream<FLOAT32>(L, P, rows, out);
+        else if (dtype == BFLOAT16) decode_stream<BFLOAT16>(L, P, rows, out);
+        else decode_stream<FLOAT16>(L, P, rows, out);
+    } else if (dtype == FLOAT32) decode<C, FLOAT32>(L, P, rows, out);
     else if (dtype == BFLOAT16) decode<C, BFLOAT16>(L, P, rows, out);
     else decode<C, FLOAT16>(L, P, rows, out);
 }
 
-template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
-                                const void* bias, void* out) {
+template <int C> void aligned_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                                     const void* bias, void* out) {
 #if FAST_ROWS
     if (is_fast<C>(L, dtype)) return fast_linear<C>(L, P, x, rows, stride, dtype, bias, out);
 #endif
@@ -60,6 +67,12 @@ template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, 
         if (zero) linear<C, false, true>(L, P, x, rows, stride, dtype, bias, out);
         else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
     } else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
+}
+
+template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                                const void* bias, void* out) {
+    if constexpr (C == STREAM) stream_linear(L, P, x, rows, stride, dtype, bias, out);
+    else aligned_linear<C>(L, P, x, rows, stride, dtype, bias, out);
 }
 
 #include "python.h"

@@ -27,7 +27,7 @@ typedef uint16_t H __attribute__((vector_size(WIDTH / 2)));
 // A block of columns is 8 vectors of float32, in 4-bit codes one vector of bytes.
 constexpr int64_t LANES = WIDTH / 4, PLANES = 8, BLOCK = LANES * PLANES;
 
-enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4 };
+enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4, STREAM, TABLE8 };
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16, E8M0, FP8, SIGNED, UNSIGNED, NESTED };
 
 }  // namespace
@@ -35,7 +35,7 @@ enum Dtype { FLOAT32, BFLOAT16, FLOAT16, E8M0, FP8, SIGNED, UNSIGNED, NESTED };
 extern "C" struct Layout {
     int64_t rows, columns, row_bytes;  // of the codes
     int64_t group, groups, height;     // columns under one scale, scales in a row, rows under one scale
-    int64_t nested;                    // blocks under one nested absmax
+    int64_t nested;                    // blocks under one nested absmax, or super scale
     int32_t scale, zero;               // Dtype; Dtype, or -1 for none
     int32_t global;                    // 0: no global scale, 1: it multiplies, 2: it divides
     int32_t activations;               // what rows of x are rounded to: 0 nothing, 1 int8, 2 what no kernel knows
@@ -46,6 +46,13 @@ extern "C" struct Layout {
     int32_t types[5];                  // their ScalarType, -1 where there is no such part
     int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: unknown yet
     struct Entries* entries;           // of the library for these codes; null until it has been called
+    // of a STREAM, stream.h
+    int32_t bits, source;              // of a code; Codes: what it means
+    int32_t family, arithmetic;        // Family of row_parts.h; Dtype that its steps are rounded to
+    int32_t is_flat;                   // whether groups and bytes lie across rows
+    float step;                        // of whole levels
+    const float* levels;               // 256, by code, of TABLE8
+    const uint8_t* whole;              // 64, by code: levels as signed bytes, in units of step; null where they are not
 };
 
 namespace {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...geometry.views import Shape
-from ...schemes import Affine, Codebook, ScaledFloat, Scheme
+from ...schemes import Affine, Biased, Codebook, ScaledFloat, Scheme, SuperBlocks
 from ...schemes.scaled_float import ELEMENTS
 from ...schemes.tables import DYNAMIC
 
@@ -40,6 +40,11 @@ _SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _ZEROS = {torch.int8: 5, torch.uint8: 6}
 _NESTED = 7
 _TYPES = {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "TABLE4"}
+_CODES = {"INT8": 0, "UINT8": 1, "E4M3": 2, "E5M2": 3, "TABLE4": 4, "TABLE8": 7}
+_FAMILY = {"BIASED": 1, "BIASED_FIRST": 2, "SUPER_BLOCKS": 3}
+STREAM = "STREAM"
+"""The kind of all codes of 1 to 8 bits that no other kind suits; the others take the groups of ``avx2.h``."""
+
 _DYNAMIC = (ctypes.c_float * 256)(*DYNAMIC)
 
 
@@ -61,6 +66,10 @@ class Struct(ctypes.Structure):
         ("types", ctypes.c_int32 * SLOTS),
         ("most", ctypes.c_int64 * len(DTYPES)),
         ("entries", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("bits", "source", "family", "arithmetic", "is_flat")),
+        ("step", ctypes.c_float),
+        ("levels", ctypes.POINTER(ctypes.c_float)),
+        ("whole", ctypes.POINTER(ctypes.c_int8)),
     )
 
 
@@ -78,7 +87,6 @@ class Layout(NamedTuple):
     rows: int
     columns: int
     parts: tuple[str, ...]
-    can_multiply: bool
     values_of: Callable[[Any], tuple[Tensor, ...]]
     choices: dict[torch.dtype, tuple[tuple[str, int], ...]]
     struct: Struct
@@ -94,8 +102,8 @@ def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> L
     ``activations`` are what products round their inputs to; of those that no kernel knows, all refuse to multiply.
 
     >>> from torchtether.schemes import int4
-    >>> found = layout_of(int4(), (8, 256)); found.kind, found.can_multiply
-    ('INT4', True)
+    >>> layout_of(int4(), (8, 256)).kind, layout_of(int4(16), (8, 256)).kind
+    ('INT4', 'STREAM')
     >>> layout_of(int4(), (8, 3, 256)) is None
     True
     """
@@ -106,48 +114,79 @@ def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> L
 def _found(scheme: Scheme, shape: Shape, activations: str | None) -> Layout | None:
     if len(shape) != 2 or 0 in shape:
         return None
-    describe = {Affine: _affine, ScaledFloat: _scaled_float, Codebook: _codebook}.get(type(scheme))
-    made: Layout | None = describe(scheme, shape) if describe is not None else None  # type: ignore[operator]
+    describe = _FAMILIES.get(type(scheme))
+    made: Layout | None = describe(scheme, shape) if describe is not None else None
     if made is not None and activations is not None:
         made.struct.activations = 1 if activations == "int8" else 2
     return made
 
 
 def _affine(scheme: Affine, shape: Shape) -> Layout | None:
-    if scheme.act_order or scheme.bits not in (4, 8):
+    if scheme.act_order:
         return None
-    above = 0 if scheme.signed and scheme.bits == 8 else 1 << (scheme.bits - 1)  # stored codes over signed ones
-    kind = "INT4" if scheme.bits == 4 else "INT8" if scheme.signed else "UINT8"
-    fields: dict[str, float] = {
+    is_signed = scheme.signed and scheme.bits == 8
+    above = 0 if is_signed else 1 << (scheme.bits - 1)  # stored codes over signed ones
+    source = "INT8" if is_signed else "UINT8"
+    fields: dict[str, Any] = {
         "scale": _SCALES[scheme.scale_dtype],
         "unit": scheme.unit,
         "offset": float(above),
-        "zero": -1,
     }
     if not scheme.symmetric:
-        held = torch.int8 if scheme.signed else torch.uint8
-        fields |= {"zero": _ZEROS[held], "offset": float(above - (0 if scheme.signed else above))}
-    return _made(kind, scheme, shape, scheme.block, ("qdata", "scale", "zero_point"), fields)
+        zero_above = 0 if scheme.signed else 1 << (scheme.bits - 1)
+        fields |= {"zero": _ZEROS[torch.int8 if scheme.signed else torch.uint8], "offset": float(above - zero_above)}
+    kind = {4: "INT4", 8: source}.get(scheme.bits, STREAM)
+    return _made(kind, scheme, shape, scheme.block, ("qdata", "scale", "zero_point"), fields, scheme.bits, source)
+
+
+def _biased(scheme: Biased, shape: Shape) -> Layout | None:
+    fields = {
+        "scale": _SCALES[scheme.scale_dtype],
+        "family": _FAMILY["BIASED_FIRST" if scheme.bias_first else "BIASED"],
+        "arithmetic": DTYPES[scheme.arithmetic],
+    }
+    return _made(STREAM, scheme, shape, scheme.block, ("qdata", "scale", "bias"), fields, scheme.bits, "UINT8")
+
+
+def _super_blocks(scheme: SuperBlocks, shape: Shape) -> Layout | None:
+    fields = {
+        "family": _FAMILY["SUPER_BLOCKS"],
+        "offset": float(scheme.offset),
+        "nested": scheme.super_block_size // scheme.block_size,
+    }
+    names = ("qdata", "scale", "min", "super_scale", "super_min")
+    block, source = (1, scheme.block_size), "UINT8" if scheme.table is None else "TABLE"
+    return _made(STREAM, scheme, shape, block, names, fields, scheme.bits, source, scheme.table or ())
 
 
 def _scaled_float(scheme: ScaledFloat, shape: Shape) -> Layout | None:
-    if scheme.element not in _TYPES:
-        return None
-    fields: dict[str, float] = {"scale": _SCALES[scheme.scale_dtype], "zero": -1}
-    if scheme.global_scale:
-        fields["global_"] = 2 if scheme.global_divides else 1
-    names = ("qdata", "scale", None, "global_scale")
-    return _made(_TYPES[scheme.element], scheme, shape, scheme.block, names, fields, ELEMENTS[scheme.element].table)
+    fields = {"scale": _SCALES[scheme.scale_dtype], "global_": int(scheme.global_scale) + int(scheme.global_divides)}
+    names, element = ("qdata", "scale", None, "global_scale"), ELEMENTS[scheme.element]
+    kind = _TYPES.get(scheme.element, STREAM)
+    source = "TABLE" if element.table else kind
+    return _made(kind, scheme, shape, scheme.block, names, fields, element.bits, source, element.table)
 
 
 def _codebook(scheme: Codebook, shape: Shape) -> Layout | None:
-    if scheme.bits != 4 or (scheme.flat and (shape[1] % scheme.block_size or shape[1] % 2)):
-        return None  # blocks, or bytes, that lie across rows
-    fields: dict[str, float] = {"scale": 0, "zero": -1}
+    fields: dict[str, Any] = {"scale": 0}
     if scheme.nested:
         fields |= {"scale": _NESTED, "nested": scheme.nested_block_size}
     names = ("qdata", "absmax", None, "nested_absmax", "nested_offset")
-    return _made("TABLE4", scheme, shape, (1, scheme.block_size), names, fields, scheme.table)
+    columns, size = shape[1], scheme.block_size
+    kind = "TABLE4" if scheme.bits == 4 else STREAM
+    if scheme.flat and (columns % size or columns * scheme.bits % 8):  # blocks, or bytes, that lie across rows
+        kind = STREAM
+        fields |= {"is_flat": 1, "row_bytes": 0, "group": size, "groups": (columns - 1) // size + 2}
+    return _made(kind, scheme, shape, (1, size), names, fields, scheme.bits, "TABLE", scheme.table)
+
+
+_FAMILIES: dict[type, Callable[[Any, Shape], Layout | None]] = {
+    Affine: _affine,
+    Biased: _biased,
+    SuperBlocks: _super_blocks,
+    ScaledFloat: _scaled_float,
+    Codebook: _codebook,
+}
 
 
 def _made(
@@ -156,19 +195,26 @@ def _made(
     shape: Shape,
     block: tuple[int | None, int | None],
     names: tuple[str | None, ...],
-    fields: dict[str, float],
+    fields: dict[str, Any],
+    bits: int,
+    source: str,
     table: tuple[float, ...] = (),
-) -> Layout | None:
+) -> Layout:
+    """Describe codes of ``bits`` bits, each of which means itself (``UINT8``, say) or what ``table`` has for it."""
     rows, columns = shape
     height, group = block[0] or rows, min(block[1] or columns, columns)
-    nibbled = kind in ("INT4", "TABLE4")
-    if nibbled and group % 2 and group < columns:
-        return None  # a group that begins within a byte
-    struct = Struct(rows=rows, columns=columns, row_bytes=-(-columns // 2) if nibbled else columns, group=group)
-    struct.groups, struct.height, struct.unit = -(-columns // group), height, 1.0
+    if not (group >= columns or group % 128 == 0 or group in (32, 64)):
+        kind = STREAM
+    struct = Struct(rows=rows, columns=columns, row_bytes=-(-columns * bits // 8), group=group, zero=-1, unit=1.0)
+    struct.groups, struct.height, struct.bits, struct.step = -(-columns // group), height, bits, 1.0
+    if source == "TABLE":
+        source = "TABLE4" if len(table) <= 16 else "TABLE8"
+        _describe_levels(struct, table)
+    else:
+        struct.table[:] = range(16)
+    struct.source = _CODES[source]
     for field, value in fields.items():
         setattr(struct, field, value)
-    struct.table[: len(table)] = table
     struct.dynamic = _DYNAMIC
     layout = scheme.layout(shape)
     parts: list[str] = []
@@ -180,15 +226,17 @@ def _made(
             struct.types[i], struct.counts[i] = _NUMBERS[part.dtype], math.prod(part.shape)
             parts.append(name)
     attributes = tuple(sys.intern(PREFIX + name) for name in parts)
-    return Layout(
-        ctypes.addressof(struct),
-        attributes,
-        kind,
-        rows,
-        columns,
-        tuple(parts),
-        group >= columns or group % 128 == 0 or group in ((8, 16, 32, 64) if nibbled else (32, 64)),
-        itemgetter(*attributes),
-        {},
-        struct,
-    )
+    address = ctypes.addressof(struct)
+    return Layout(address, attributes, kind, rows, columns, tuple(parts), itemgetter(*attributes), {}, struct)
+
+
+def _describe_levels(struct: Struct, table: tuple[float, ...]) -> None:
+    """Write what codes stand for: as floats, and where all are small multiples of a power of two as those."""
+    if len(table) <= 16:
+        struct.table[: len(table)] = table
+    else:
+        struct.levels = (ctypes.c_float * 256)(*table)
+    parts = max(value.as_integer_ratio()[1] for value in table)
+    if len(table) <= 64 and max(map(abs, table)) * parts <= 127:
+        struct.step = 1 / parts
+        struct.whole = (ctypes.c_int8 * 64)(*(int(value * parts) for value in table))

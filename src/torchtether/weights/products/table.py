@@ -112,7 +112,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
     for row in TABLE:
         is_there = not layout.struct.activations
         if row.kernel == "compiled":
-            is_there = layout.can_multiply and build.is_possible()
+            is_there = build.is_possible()
         is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         if is_there and is_processor and fits:
