@@ -78,7 +78,7 @@ def test_a_layout_is_filled_by_name_and_a_wrong_one_is_an_error():
     assert module.Layout(layout.attributes, **layout.fields) is not None
     for change, word in (
         ({"rows": None}, "rows"),
-        ({"more": 1}, "20 fields are given, of 19"),
+        ({"more": 1}, "fields are given"),
         ({"table": [0.0] * 17}, "table: 17 values, of 16"),
         ({"kind": 99}, "kind"),
         ({"rows": "many"}, "int"),
@@ -135,13 +135,3 @@ def test_a_compiler_that_fails_is_said_in_one_line_and_the_package_is_installed(
     assert log.count("torchtether: built without its compiled kernels, so torch computes: ") == 1
     assert "torchtether/__init__.py" in names
     assert not [name for name in names if name.endswith(".so")]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_one_wheel_is_for_all_versions_of_python(tmp_path):
-    pytest.importorskip("setuptools", minversion="77")
-    log, name, names = wheel(tmp_path)
-    assert "-cp311-abi3-" in name
-    assert "torchtether/compiled/_native.abi3.so" in names
-    assert log.count("torchtether: built its kernels (") == 1

@@ -16,8 +16,8 @@ from typing import Any
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
 
 SOURCES = Path("src/torchtether/compiled/sources")
-KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
-LEVELS = {"portable": [], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
+KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", "STREAM")
+LEVELS = {"portable": ["-O2"], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
 # No multiplication is fused with an addition unless the source says so: the bits are those of torch's ops.
 FLAGS = ["-O3", "-g0", "-fPIC", "-w", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off"]
 
@@ -49,7 +49,9 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
         with_avx2 = [("WITH_AVX2", "1" if "avx2" in levels else "0")]
         tasks: list[_Task] = [("module", "module.cpp", with_avx2, [])]
         for level, flags in levels.items():
-            tasks += [(f"{level}-{kind}", "kernels.cpp", [("LEVEL", level), ("CODES", kind)], flags) for kind in KINDS]
+            for kind in KINDS:
+                source = "stream.cpp" if kind == "STREAM" else "kernels.cpp"
+                tasks.append((f"{level}-{kind}", source, [("LEVEL", level), ("CODES", kind)], flags))
             tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], ["-fno-trapping-math", *flags]))
 
         def compiled(task: _Task) -> list[str]:

@@ -3,7 +3,7 @@
 // It is compiled once for each level and kind of codes (-DLEVEL=avx2 -DCODES=INT8); module.cpp asks the processor which
 // level it takes, and checks every size, stride, dtype and address before. Vectors are the extension of GCC and clang, so
 // that it compiles for any processor; where the compiler may use AVX2, vectors.h says what the extension cannot, and
-// rows_avx2.h multiplies whole rows. The headers are the chapters of one translation unit, in the order of what they use.
+// rows_avx2.h multiplies whole rows.
 //
 // decode: value = (code + zero) * scale * unit, each step rounded to float32 as schemes/ does it: the same bits.
 // linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.
@@ -11,27 +11,9 @@
 //     integers: x becomes 16-bit fixed point, with a scale per block of columns, so it moves by at most 2**-15 of the
 //     largest of its block, where its own dtype rounds each to 2**-9 (bfloat16) or 2**-12 (float16).
 
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <new>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "layout.h"
+#include "kernels.h"
 
 namespace {
-
-#include "vectors.h"
-#include "memory.h"
-#include "scales.h"
-#include "threads.h"
-#include "decode.h"
-#include "linear.h"
-#include "linear_avx2.h"
 
 template <int C> void decode_as(const Layout& L, const Parts& P, const Rows& rows, int dtype, void* out) {
     if (dtype == FLOAT32) decode<C, FLOAT32>(L, P, rows, out);
@@ -60,7 +42,4 @@ template <int C> void linear_of(const Layout& L, const Parts& P, const void* x, 
 
 }  // namespace
 
-#define JOIN(LEVEL, CODES) kernels_##LEVEL##_##CODES
-#define NAME(LEVEL, CODES) JOIN(LEVEL, CODES)
-extern const Kernels NAME(LEVEL, CODES);
 const Kernels NAME(LEVEL, CODES) = {linear_of<CODES>, decode_as<CODES>, is_fast<CODES>};

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4, KINDS };
+enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4, STREAM, KINDS, TABLE8 = KINDS };
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16, E8M0, FP8, SIGNED, UNSIGNED, NESTED };
 constexpr int SLOTS = 5;  // parts that the kernels take at most: codes, scale, zero points, and two more
 
@@ -14,7 +14,7 @@ struct Layout {
     int64_t kind;                      // Codes
     int64_t rows, columns, row_bytes;  // of the codes
     int64_t group, groups, height;     // columns under one scale, scales in a row, rows under one scale
-    int64_t nested;                    // blocks under one nested absmax
+    int64_t nested;                    // blocks under one nested absmax, or super scale
     int32_t scale, zero;               // Dtype; Dtype, or -1 for none
     int32_t global_scale;              // 0: none, 1: it multiplies, 2: it divides
     int32_t activations;               // what rows of x are rounded to: 0 nothing, 1 int8, 2 what no kernel knows
@@ -24,6 +24,14 @@ struct Layout {
     int64_t counts[SLOTS];             // elements of each part: codes, scale, zero, extra, offset
     int32_t types[SLOTS];              // their ScalarType, -1 where there is no such part
     int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: unknown yet
+    // of a STREAM, stream.h
+    int32_t bits, source;              // of a code; Codes: what it means
+    int32_t family, arithmetic;        // Family of row_parts.h; Dtype that its steps are rounded to
+    int32_t is_flat;                   // whether groups and bytes lie across rows
+    int32_t is_whole;                  // whether all levels are small multiples of `step`, a power of two
+    float step;
+    float levels[256];                 // by code, of TABLE8
+    uint8_t whole[64];                 // by code: levels as signed bytes, in units of `step`
 };
 
 struct Parts {

@@ -30,7 +30,8 @@ decltype(count_threads) count_threads;
 
 // -- levels: what the compiler may use of the processor -----------------------------------------------------------------
 
-#define KINDS_OF(X, level) X(level, INT8) X(level, UINT8) X(level, E4M3) X(level, E5M2) X(level, TABLE4) X(level, INT4)
+#define KINDS_OF(X, level) X(level, INT8) X(level, UINT8) X(level, E4M3) X(level, E5M2) X(level, TABLE4) X(level, INT4) \
+    X(level, STREAM)
 #define DECLARE(level, kind) extern const Kernels kernels_##level##_##kind;
 #define POINT(level, kind) &kernels_##level##_##kind,
 
@@ -71,6 +72,9 @@ const Described LAYOUT[] = {
     DESCRIBED(Layout, scale), DESCRIBED(Layout, zero), DESCRIBED(Layout, global_scale), DESCRIBED(Layout, activations),
     DESCRIBED(Layout, offset), DESCRIBED(Layout, unit), DESCRIBED(Layout, table), DESCRIBED(Layout, dynamic),
     DESCRIBED(Layout, counts), DESCRIBED(Layout, types), DESCRIBED(Layout, most),
+    DESCRIBED(Layout, bits), DESCRIBED(Layout, source), DESCRIBED(Layout, family), DESCRIBED(Layout, arithmetic),
+    DESCRIBED(Layout, is_flat), DESCRIBED(Layout, is_whole), DESCRIBED(Layout, step), DESCRIBED(Layout, levels),
+    DESCRIBED(Layout, whole),
 };
 const Described RECIPE[] = {
     DESCRIBED(recipe, kind), DESCRIBED(recipe, dtype), DESCRIBED(recipe, columns), DESCRIBED(recipe, width),

@@ -13,17 +13,17 @@ constexpr int64_t SPAN = 128;
 // Bytes of codes asked for before they are read, for the second-level cache: the first has too few open requests for
 // memory at that distance. int8 then reads 30 GB/s with two threads, and 23 with 2048 bytes for the first.
 constexpr int64_t AHEAD = 4096;
-enum Scales { WHOLE, WIDE, G64, G32 };  // columns under one scale: all, a multiple of SPAN, 64, 32
+enum Scales { WHOLE, WIDE, G64, G32, G16 };  // columns under one scale: all, a multiple of SPAN, 64, 32, 16
 
 constexpr bool is_integer(int codes) { return codes == INT8 || codes == UINT8 || codes == INT4; }
 constexpr bool is_nibbled(int codes) { return codes == INT4 || codes == TABLE4; }
 
 // How many columns are summed before a scale is applied.
 template <int C, int S>
-constexpr int64_t piece_of = S == WHOLE || S == WIDE ? SPAN : S == G32 && !is_nibbled(C) ? 32 : 64;
+constexpr int64_t piece_of = S == WHOLE || S == WIDE ? SPAN : S == G16 ? 16 : S == G32 && !is_nibbled(C) ? 32 : 64;
 
 // How many scales a span has.
-template <int S> constexpr int64_t scales_of = S == G64 ? 2 : S == G32 ? 4 : 1;
+template <int S> constexpr int64_t scales_of = S == G64 ? 2 : S == G32 ? 4 : S == G16 ? 8 : 1;
 
 // How many bytes the inputs of a span of integers have.
 template <bool E> constexpr int64_t bytes_of = E ? SPAN : 2 * SPAN;

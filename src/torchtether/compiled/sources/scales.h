@@ -24,9 +24,8 @@ template <bool SIGN> void negated_zeros(const void* from, int64_t at, int64_t co
     for (; g < count; g++) to[g] = -((SIGN ? (float)(int8_t)p[g] : (float)p[g]) + offset);
 }
 
-// The scales of row n, and its zero points negated, as float32.
-inline void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
-    const int64_t G = L.groups, at = (L.height == 1 ? n : n / L.height) * G;
+// G scales from `at`, and their zero points negated, as float32.
+inline void scales_at(const Layout& L, const Parts& P, int64_t at, int64_t G, float* s, float* z) {
     const uint8_t* codes = (const uint8_t*)P.scale + at;
     switch (L.scale) {
         case FLOAT32: copy_scales<FLOAT32>(P.scale, at, G, s); break;
@@ -65,6 +64,11 @@ inline void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, flo
     else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, G, L.offset, z);
     else
         for (int64_t g = 0; g < G; g++) z[g] = -L.offset;
+}
+
+// Those of row n.
+inline void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
+    scales_at(L, P, (L.height == 1 ? n : n / L.height) * L.groups, L.groups, s, z);
 }
 
 // Elements of a buffer for the scales of a row: Table reads 16 of them from any of its first entries.

@@ -50,8 +50,6 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     ``x``; where codes are integers and inputs have 16 bits, these move by at most 2**-15 of the largest of their block
     of columns. Inputs that are not finite give nan.
     """
-    if not layout.can_multiply:
-        return None
     module = _found()
     if module is None:
         return None

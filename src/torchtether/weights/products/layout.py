@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import compiled
 from ...geometry.views import Shape
-from ...schemes import Affine, Codebook, ScaledFloat, Scheme
+from ...schemes import Affine, Biased, Codebook, ScaledFloat, Scheme, SuperBlocks
 from ...schemes.scaled_float import ELEMENTS
 from ...schemes.tables import DYNAMIC
 
@@ -40,13 +40,18 @@ PREFIX = "_part_"
 _SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _ZEROS = {torch.int8: 5, torch.uint8: 6}
 _NESTED = 7
+_CODES = {"INT8": 0, "UINT8": 1, "E4M3": 2, "E5M2": 3, "TABLE4": 4, "TABLE8": 7}
+_FAMILY = {"BIASED": 1, "BIASED_FIRST": 2, "SUPER_BLOCKS": 3}
 _TYPES = {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "TABLE4"}
 
 SLOTS = 5
 """How many parts the kernels take at most: codes, scale, zero points, and two more."""
 
 
-KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4")
+STREAM = "STREAM"
+"""The kind of all codes of 1 to 8 bits that no other kind suits; the others take the groups of ``rows_avx2.h``."""
+
+KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", STREAM)
 """Kinds of codes, in the order of ``Codes`` in ``layout.h``."""
 
 
@@ -55,13 +60,12 @@ class Layout:
     """How the kernels see the parts of a two-dimensional Weight.
 
     ``parts`` names the parts in the order in which the kernels take them; which dtype and how many elements each must
-    have stands in ``fields``, which are those of ``Layout`` in ``layout.h``. ``can_multiply`` is false where only
-    decoding is possible. ``native`` is the same for the compiled room, made when it is first asked for (``bound``).
+    have stands in ``fields``, which are those of ``Layout`` in ``layout.h``. ``native`` is the same for the compiled
+    room, made when it is first asked for (``bound``).
     """
 
     kind: str
     parts: tuple[str, ...]
-    can_multiply: bool
     fields: dict[str, Any]
     native: Any = None
     choices: dict[torch.dtype, tuple[tuple[str, int], ...]] = field(default_factory=dict)
@@ -101,8 +105,8 @@ def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> L
     ``activations`` are what products round their inputs to; of those that no kernel knows, all refuse to multiply.
 
     >>> from torchtether.schemes import int4
-    >>> found = layout_of(int4(), (8, 256)); found.kind, found.can_multiply
-    ('INT4', True)
+    >>> layout_of(int4(), (8, 256)).kind, layout_of(int4(16), (8, 256)).kind
+    ('INT4', 'STREAM')
     >>> layout_of(int4(), (8, 3, 256)) is None
     True
     """
@@ -113,48 +117,82 @@ def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> L
 def _found(scheme: Scheme, shape: Shape, activations: str | None) -> Layout | None:
     if len(shape) != 2 or 0 in shape:
         return None
-    describe = {Affine: _affine, ScaledFloat: _scaled_float, Codebook: _codebook}.get(type(scheme))
-    made: Layout | None = describe(scheme, shape) if describe is not None else None  # type: ignore[operator]
+    describe = _FAMILIES.get(type(scheme))
+    made: Layout | None = describe(scheme, shape) if describe is not None else None
     if made is not None and activations is not None:
         made.fields["activations"] = 1 if activations == "int8" else 2
     return made
 
 
 def _affine(scheme: Affine, shape: Shape) -> Layout | None:
-    if scheme.act_order or scheme.bits not in (4, 8):
+    if scheme.act_order:
         return None
-    above = 0 if scheme.signed and scheme.bits == 8 else 1 << (scheme.bits - 1)  # stored codes over signed ones
-    kind = "INT4" if scheme.bits == 4 else "INT8" if scheme.signed else "UINT8"
-    fields: dict[str, float] = {
+    is_signed = scheme.signed and scheme.bits == 8
+    above = 0 if is_signed else 1 << (scheme.bits - 1)  # stored codes over signed ones
+    source = "INT8" if is_signed else "UINT8"
+    fields: dict[str, Any] = {
         "scale": _SCALES[scheme.scale_dtype],
         "unit": scheme.unit,
         "offset": float(above),
-        "zero": -1,
     }
     if not scheme.symmetric:
-        held = torch.int8 if scheme.signed else torch.uint8
-        fields |= {"zero": _ZEROS[held], "offset": float(above - (0 if scheme.signed else above))}
-    return _made(kind, scheme, shape, scheme.block, ("qdata", "scale", "zero_point"), fields)
+        zero_above = 0 if scheme.signed else 1 << (scheme.bits - 1)
+        fields |= {"zero": _ZEROS[torch.int8 if scheme.signed else torch.uint8], "offset": float(above - zero_above)}
+    kind = {4: "INT4", 8: source}.get(scheme.bits, STREAM)
+    return _made(kind, scheme, shape, scheme.block, ("qdata", "scale", "zero_point"), fields, scheme.bits, source)
+
+
+def _biased(scheme: Biased, shape: Shape) -> Layout | None:
+    fields = {
+        "scale": _SCALES[scheme.scale_dtype],
+        "family": _FAMILY["BIASED_FIRST" if scheme.bias_first else "BIASED"],
+        "arithmetic": DTYPES[scheme.arithmetic],
+    }
+    return _made(STREAM, scheme, shape, scheme.block, ("qdata", "scale", "bias"), fields, scheme.bits, "UINT8")
+
+
+def _super_blocks(scheme: SuperBlocks, shape: Shape) -> Layout | None:
+    fields = {
+        "family": _FAMILY["SUPER_BLOCKS"],
+        "offset": float(scheme.offset),
+        "nested": scheme.super_block_size // scheme.block_size,
+    }
+    names = ("qdata", "scale", "min", "super_scale", "super_min")
+    block, source = (1, scheme.block_size), "UINT8" if scheme.table is None else "TABLE"
+    return _made(STREAM, scheme, shape, block, names, fields, scheme.bits, source, scheme.table or ())
 
 
 def _scaled_float(scheme: ScaledFloat, shape: Shape) -> Layout | None:
-    if scheme.element not in _TYPES:
-        return None
-    fields: dict[str, float] = {"scale": _SCALES[scheme.scale_dtype], "zero": -1}
-    if scheme.global_scale:
-        fields["global_scale"] = 2 if scheme.global_divides else 1
-    names = ("qdata", "scale", None, "global_scale")
-    return _made(_TYPES[scheme.element], scheme, shape, scheme.block, names, fields, ELEMENTS[scheme.element].table)
+    fields = {
+        "scale": _SCALES[scheme.scale_dtype],
+        "global_scale": int(scheme.global_scale) + int(scheme.global_divides),
+    }
+    names, element = ("qdata", "scale", None, "global_scale"), ELEMENTS[scheme.element]
+    kind = _TYPES.get(scheme.element, STREAM)
+    source = "TABLE" if element.table else kind
+    return _made(kind, scheme, shape, scheme.block, names, fields, element.bits, source, element.table)
 
 
 def _codebook(scheme: Codebook, shape: Shape) -> Layout | None:
-    if scheme.bits != 4 or (scheme.flat and (shape[1] % scheme.block_size or shape[1] % 2)):
-        return None  # blocks, or bytes, that lie across rows
-    fields: dict[str, float] = {"scale": 0, "zero": -1}
+    fields: dict[str, Any] = {"scale": 0}
     if scheme.nested:
         fields |= {"scale": _NESTED, "nested": scheme.nested_block_size}
     names = ("qdata", "absmax", None, "nested_absmax", "nested_offset")
-    return _made("TABLE4", scheme, shape, (1, scheme.block_size), names, fields, scheme.table)
+    columns, size = shape[1], scheme.block_size
+    kind = "TABLE4" if scheme.bits == 4 else STREAM
+    if scheme.flat and (columns % size or columns * scheme.bits % 8):  # blocks, or bytes, that lie across rows
+        kind = STREAM
+        fields |= {"is_flat": 1, "row_bytes": 0, "group": size, "groups": (columns - 1) // size + 2}
+    return _made(kind, scheme, shape, (1, size), names, fields, scheme.bits, "TABLE", scheme.table)
+
+
+_FAMILIES: dict[type, Callable[[Any, Shape], Layout | None]] = {
+    Affine: _affine,
+    Biased: _biased,
+    SuperBlocks: _super_blocks,
+    ScaledFloat: _scaled_float,
+    Codebook: _codebook,
+}
 
 
 def _made(
@@ -163,14 +201,16 @@ def _made(
     shape: Shape,
     block: tuple[int | None, int | None],
     names: tuple[str | None, ...],
-    fields: dict[str, float],
+    fields: dict[str, Any],
+    bits: int,
+    source: str,
     table: tuple[float, ...] = (),
-) -> Layout | None:
+) -> Layout:
+    """Describe codes of ``bits`` bits, each of which means itself (``UINT8``, say) or what ``table`` has for it."""
     rows, columns = shape
     height, group = block[0] or rows, min(block[1] or columns, columns)
-    nibbled = kind in ("INT4", "TABLE4")
-    if nibbled and group % 2 and group < columns:
-        return None  # a group that begins within a byte
+    if not (group >= columns or group % 128 == 0 or group in (32, 64)):
+        kind = STREAM
     counts, types, parts = [0] * SLOTS, [-1] * SLOTS, []
     layout = scheme.layout(shape)
     for i, name in enumerate(names):
@@ -178,25 +218,45 @@ def _made(
         if name is not None and part is not None and part.dtype is not None:
             types[i], counts[i] = _NUMBERS[part.dtype], math.prod(part.shape)
             parts.append(name)
-    described = {
+    if source == "TABLE":
+        source = "TABLE4" if len(table) <= 16 else "TABLE8"
+    described: dict[str, Any] = {
         "kind": KINDS.index(kind),
         "rows": rows,
         "columns": columns,
-        "row_bytes": -(-columns // 2) if nibbled else columns,
+        "row_bytes": -(-columns * bits // 8),
         "group": group,
         "groups": -(-columns // group),
         "height": height,
         "nested": 0,
+        "zero": -1,
+        "scale": 0,
         "global_scale": 0,
         "activations": 0,
         "offset": 0.0,
         "unit": 1.0,
-        "table": table,
-        "dynamic": DYNAMIC if fields["scale"] == _NESTED else (),
+        "dynamic": DYNAMIC if fields.get("scale") == _NESTED else (),
         "counts": counts,
         "types": types,
         "most": (),
+        "bits": bits,
+        "source": _CODES[source],
+        **dict.fromkeys(("family", "arithmetic", "is_flat"), 0),
+        **_levels(table),
         **fields,
     }
-    can_multiply = group >= columns or group % 128 == 0 or group in ((8, 16, 32, 64) if nibbled else (32, 64))
-    return Layout(kind, tuple(parts), can_multiply, described)
+    return Layout(kind, tuple(parts), described)
+
+
+def _levels(table: tuple[float, ...]) -> dict[str, Any]:
+    """Return what codes stand for: as floats, and where all are small multiples of a power of two as those."""
+    is_short = len(table) <= 16
+    parts = max((value.as_integer_ratio()[1] for value in table), default=1)
+    is_whole = 0 < len(table) <= 64 and max(map(abs, table)) * parts <= 127
+    return {
+        "table": (table or tuple(range(16))) if is_short else (),
+        "levels": () if is_short else table,
+        "is_whole": is_whole,
+        "step": 1 / parts if is_whole else 1.0,
+        "whole": [int(value * parts) & 255 for value in table] if is_whole else (),
+    }

@@ -114,7 +114,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
     for row in TABLE:
         is_there = not layout.fields["activations"]
         if row.kernel == "compiled":
-            is_there = layout.can_multiply and compiled.native() is not None
+            is_there = compiled.native() is not None
         is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         if is_there and is_processor and fits:

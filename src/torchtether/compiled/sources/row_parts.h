@@ -1,0 +1,93 @@
+// The numbers of a row of a stream of codes, by group, as float32:
+//     value = ((level + before) * scale) * unit + after
+// with a level for each code. A number that a scheme lacks is one that changes nothing: -0.0 is added, also to -0.0.
+//
+// stream.cpp includes this in its own namespace.
+
+enum Family { SIMPLE, BIASED, BIASED_FIRST, SUPER_BLOCKS };
+
+template <int A> inline F rounded_to(F x) {  // of numbers and of nan without payload
+    if (A == BFLOAT16) return (F)(bfloat16_bits(x) << 16);
+    return A == FLOAT16 ? from_half(to_half(x)) : x;
+}
+
+template <int A, int D> void copy_rounded(const void* from, int64_t at, int64_t count, float* to) {
+    for (int64_t g = 0; g < count; g += LANES) {
+        const F v = g + LANES <= count ? get<D>(from, at + g) : get<D>(from, at + g, count - g);
+        const F r = rounded_to<A>(v == v ? v : all(NAN));
+        memcpy(to + g, &r, sizeof r);
+    }
+}
+
+template <int A> void copy_rounded(int dtype, const void* from, int64_t at, int64_t count, float* to) {
+    if (dtype == FLOAT32) copy_rounded<A, FLOAT32>(from, at, count, to);
+    else if (dtype == BFLOAT16) copy_rounded<A, BFLOAT16>(from, at, count, to);
+    else copy_rounded<A, FLOAT16>(from, at, count, to);
+}
+
+// to[g] = sign * wide[g / ratio] * narrow[g]; writes whole vectors
+template <bool SIGN> void nested_scales(const void* wide, const uint8_t* narrow, int64_t ratio, int64_t count, float sign,
+                                        float* to) {
+    for (int64_t g = 0, i = 0; g < count; i++) {
+        const int64_t end = g + ratio < count ? g + ratio : count;
+        const F by = all(sign * get<FLOAT16>(wide, i, 1)[0]);
+        for (; g < end; g += LANES) {
+            uint8_t rest[LANES] = {};
+            const uint8_t* p = narrow + g;
+            if (g + LANES > count) p = (const uint8_t*)memcpy(rest, p, count - g);
+            const F v = by * __builtin_convertvector(SIGN ? signed_bytes(p) : bytes(p), F);
+            memcpy(to + g, &v, sizeof v);
+        }
+        g = end;
+    }
+}
+
+// Where the codes and the groups of row n begin.
+struct RowAt {
+    int64_t octet, skip;          // 8 codes; codes of it that are not of the row
+    int64_t group, groups, lead;  // of all; how many; columns of the first
+
+    RowAt(const Layout& L, int64_t n) {
+        if (!L.is_flat) {
+            octet = skip = 0, group = (L.height == 1 ? n : n / L.height) * L.groups, groups = L.groups, lead = L.group;
+            return;
+        }
+        const int64_t first = n * L.columns, last = first + L.columns - 1;
+        octet = first / 8, skip = first % 8, group = first / L.group, groups = last / L.group - group + 1;
+        lead = L.group - first % L.group;
+    }
+};
+
+struct RowParts {
+    float *scale, *before, *after;
+
+    static int64_t stride(const Layout& L) { return L.groups + 1 + 2 * LANES; }
+    static int64_t size(const Layout& L) { return 3 * stride(L); }
+
+    RowParts(const Layout& L, float* buffer) : scale(buffer), before(scale + stride(L)), after(before + stride(L)) {
+        for (int64_t g = 0; g < stride(L); g++) before[g] = -L.offset, after[g] = -0.0f;
+    }
+
+    template <int A> void fill_biased(const Layout& L, const Parts& P, const RowAt& at) {
+        copy_rounded<A>(L.scale, P.scale, at.group, at.groups, scale);
+        copy_rounded<A>(L.scale, P.zero, at.group, at.groups, L.family == BIASED ? after : before);
+    }
+
+    void fill(const Layout& L, const Parts& P, int64_t n, const RowAt& at) {
+        if (L.family == BIASED || L.family == BIASED_FIRST) {
+            if (L.arithmetic == FLOAT32) fill_biased<FLOAT32>(L, P, at);
+            else if (L.arithmetic == BFLOAT16) fill_biased<BFLOAT16>(L, P, at);
+            else fill_biased<FLOAT16>(L, P, at);
+        } else if (L.family == SUPER_BLOCKS) {
+            const int64_t supers = n * ((L.groups + L.nested - 1) / L.nested);
+            const uint16_t *wide = (const uint16_t*)P.extra + supers, *lowest = (const uint16_t*)P.offset + supers;
+            const uint8_t *narrow = (const uint8_t*)P.scale + at.group, *low = (const uint8_t*)P.zero + at.group;
+            if (!P.scale) copy_rounded<FLOAT32, FLOAT16>(wide, 0, L.groups, scale);
+            else if (!P.zero) nested_scales<true>(wide, narrow, L.nested, L.groups, 1, scale);
+            else {
+                nested_scales<false>(wide, narrow, L.nested, L.groups, 1, scale);
+                nested_scales<false>(lowest, low, L.nested, L.groups, -1, after);
+            }
+        } else scales_at(L, P, at.group, at.groups, scale, before);
+    }
+};

@@ -1,0 +1,264 @@
+// Codes of 1 to 8 bits in a dense stream, with the numbers of row_parts.h: all that the kernels of one layout do not know.
+//
+// stream.cpp includes this in its own namespace.
+//
+// A row of codes is unpacked to bytes, which stay in the cache. Where the levels are whole multiples of a power of two, the
+// groups are 16, 32, 64 or a multiple of 128 columns, and inputs are taken as fixed point, the rows of rows_avx2.h multiply the bytes:
+//     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
+// In all other cases a row is decoded to float32, and its dot products with rows of float32 are taken.
+
+template <int A, bool FIRST> inline F value_of(F level, F before, F scale, F unit, F after) {
+    if (A == FLOAT32) return (level + before) * scale * unit + after;
+    return FIRST ? rounded_to<A>(rounded_to<A>(level + before) * scale)
+                 : rounded_to<A>(rounded_to<A>(level * scale) + after);
+}
+
+template <int C> inline F level_of(const Layout& L, const uint8_t* p, const Table& table) {
+    if constexpr (C == TABLE4) return table(bytes(p));
+    else if constexpr (C == TABLE8) {
+        F v;
+        for (int i = 0; i < LANES; i++) v[i] = L.levels[p[i]];
+        return v;
+    } else return values<C>(p);
+}
+
+// Writes up to LANES - 1 values too many. Where codes have 4 bits and groups are wide, all values of a group are computed once.
+template <int C, int A, bool FIRST> void decode_codes(const Layout& L, const uint8_t* codes, const RowAt& at,
+                                                      const RowParts& parts, float* to) {
+    const Table table(L.table);
+    const F unit = all(L.unit), step = all(L.step);
+    const bool is_few = L.bits <= 4 && L.group >= 32;
+    int64_t k = 0;
+    for (int64_t g = 0, end = at.lead; g < at.groups; g++, k = end, end += L.group) {
+        end = end < L.columns ? end : L.columns;
+        const F scale = all(parts.scale[g]), before = all(parts.before[g]), after = all(parts.after[g]);
+        if (is_few) {
+            F meant[16 / LANES];
+            for (int i = 0; i < 16 / LANES; i++)
+                meant[i] = value_of<A, FIRST>(load<F>(L.table + LANES * i), before, scale, unit, after);
+            const Table values((const float*)meant);
+            for (; k < end; k += LANES) {
+                const F v = values(bytes(codes + k));
+                memcpy(to + k, &v, sizeof v);
+            }
+        } else
+            for (; k < end; k += LANES) {
+                const F level = level_of<C>(L, codes + k, table);
+                const F v = value_of<A, FIRST>(C == INT8 ? level * step : level, before, scale, unit, after);
+                memcpy(to + k, &v, sizeof v);
+            }
+    }
+}
+
+// A row of codes, its numbers and its values, in a buffer of `size` floats.
+struct StreamRow {
+    RowParts parts;
+    uint8_t* codes;
+    float* values;  // from the last column on 0, up to `padded` of them
+
+    static int64_t padded(const Layout& L) { return (L.columns + 31) / 32 * 32; }
+    static int64_t bytes(const Layout& L) { return (L.columns + 71) / 64 * 64 + 64; }  // of unpacked codes
+    static int64_t size(const Layout& L) { return RowParts::size(L) + bytes(L) / 4 + padded(L) + LANES; }
+
+    StreamRow(const Layout& L, float* buffer)
+        : parts(L, buffer), codes((uint8_t*)(buffer + RowParts::size(L))), values((float*)(codes + bytes(L))) {}
+
+    // The codes of row n to `to`, where the first of them is then.
+    static uint8_t* unpack(const Layout& L, const Parts& P, int64_t n, const RowAt& at, const Unpack& unpack, uint8_t* to) {
+        const uint8_t *first = (const uint8_t*)P.codes, *end = first + L.counts[0];
+        unpack(first + n * L.row_bytes + at.octet * L.bits, end, at.skip + L.columns, to);
+        return to + at.skip;
+    }
+
+    template <int C, int A = FLOAT32, bool FIRST = false> void decode(const Layout& L, const uint8_t* own, const RowAt& at) {
+        decode_codes<C, A, FIRST>(L, own, at, parts, values);
+    }
+
+    template <int A> void decode_biased(const Layout& L, const uint8_t* own, const RowAt& at) {
+        if (L.family == BIASED) decode<UINT8, A, false>(L, own, at);
+        else decode<UINT8, A, true>(L, own, at);
+    }
+
+    void decode(const Layout& L, const Parts& P, int64_t n, const Unpack& unpacked) {
+        const RowAt at(L, n);
+        parts.fill(L, P, n, at);
+        const uint8_t* own = unpack(L, P, n, at, unpacked, codes);
+        if (unpacked.meant) decode<INT8>(L, own, at);
+        else if (L.arithmetic == BFLOAT16) decode_biased<BFLOAT16>(L, own, at);
+        else if (L.arithmetic == FLOAT16) decode_biased<FLOAT16>(L, own, at);
+        else if (L.source == INT8) decode<INT8>(L, own, at);
+        else if (L.source == UINT8) decode<UINT8>(L, own, at);
+        else if (L.source == E4M3) decode<E4M3>(L, own, at);
+        else if (L.source == E5M2) decode<E5M2>(L, own, at);
+        else if (L.source == TABLE4) decode<TABLE4>(L, own, at);
+        else decode<TABLE8>(L, own, at);
+        memset(values + L.columns, 0, (padded(L) - L.columns) * 4);
+    }
+};
+
+template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows& rows, void* out) {
+    const Unpack unpacked(L);
+    const auto make = [&] { return Buffer(StreamRow::size(L)); };
+    over(rows.count, rows.count * L.columns > 32768, make, [&](Buffer& buffer, int64_t i) {
+        StreamRow row(L, buffer.data());
+        row.decode(L, P, rows[i], unpacked);
+        char* to = (char*)out + i * L.columns * (D == FLOAT32 ? 4 : 2);
+        int64_t k = 0;
+        for (; k + 2 * LANES <= L.columns; k += 2 * LANES)
+            put_two<D>(load<F>(row.values + k), load<F>(row.values + k + LANES), to, k);
+        for (; k < L.columns; k += LANES)
+            put<D>(load<F>(row.values + k), to, k, L.columns - k < LANES ? L.columns - k : LANES);
+    });
+}
+
+template <int D> void put_sum(float y, const Layout& L, const void* bias, int64_t n, void* out, int64_t m) {
+    put_one<D>(y, bias, n, out, m * L.rows + n);
+}
+
+void put_sums(const float* y, int64_t count, const Layout& L, int dtype, const void* bias, int64_t n, void* out, int64_t m) {
+    for (int64_t i = 0; i < count; i++)
+        if (dtype == FLOAT32) put_sum<FLOAT32>(y[i], L, bias, n, out, m + i);
+        else if (dtype == BFLOAT16) put_sum<BFLOAT16>(y[i], L, bias, n, out, m + i);
+        else put_sum<FLOAT16>(y[i], L, bias, n, out, m + i);
+}
+
+// -- by way of float32 ----------------------------------------------------------------------------------------------------
+
+template <int D> void to_floats(const void* x, int64_t rows, int64_t stride, int64_t columns, int64_t padded, float* to) {
+    for (int64_t m = 0; m < rows; m++, to += padded)
+        for (int64_t k = 0; k < columns; k += LANES) {
+            const F v = k + LANES <= columns ? get<D>(x, m * stride + k) : get<D>(x, m * stride + k, columns - k);
+            memcpy(to + k, &v, sizeof v);
+        }
+}
+
+// y[m] = w times row m of x; `count` is a multiple of 32.
+template <int M> void float_dots(const float* w, const float* x, int64_t count, float* y) {
+    constexpr int A = M == 4 ? 2 : 4;
+    F sums[M][A];
+    for (int m = 0; m < M; m++)
+        for (int a = 0; a < A; a++) sums[m][a] = F{};
+    for (int64_t k = 0; k < count; k += A * LANES)
+        for (int a = 0; a < A; a++) {
+            const F v = load<F>(w + k + a * LANES);
+            for (int m = 0; m < M; m++) sums[m][a] = fma(v, load<F>(x + m * count + k + a * LANES), sums[m][a]);
+        }
+    for (int m = 0; m < M; m++) {
+        for (int a = 1; a < A; a++) sums[m][0] += sums[m][a];
+        y[m] = sum(sums[m][0]);
+    }
+}
+
+void decoded_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                    const void* bias, void* out) {
+    const int64_t padded = StreamRow::padded(L);
+    Buffer floats(rows * padded);
+    if (dtype == FLOAT32) to_floats<FLOAT32>(x, rows, stride, L.columns, padded, floats.data());
+    else if (dtype == BFLOAT16) to_floats<BFLOAT16>(x, rows, stride, L.columns, padded, floats.data());
+    else to_floats<FLOAT16>(x, rows, stride, L.columns, padded, floats.data());
+    const Unpack unpacked(L, L.bits > 4 && L.is_whole ? L.whole : nullptr);
+    const auto make = [&] { return Buffer(StreamRow::size(L)); };
+    over(L.rows, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t n) {
+        StreamRow row(L, buffer.data());
+        row.decode(L, P, n, unpacked);
+        float y[4];
+        for (int64_t m = 0, some; m < rows; m += some) {
+            some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+            const float* from = floats.data() + m * padded;
+            if (some == 4) float_dots<4>(row.values, from, padded, y);
+            else if (some == 2) float_dots<2>(row.values, from, padded, y);
+            else float_dots<1>(row.values, from, padded, y);
+            put_sums(y, some, L, dtype, bias, n, out, m);
+        }
+    });
+}
+
+// -- by way of fixed point ------------------------------------------------------------------------------------------------
+
+#if FAST_ROWS
+bool is_fixed(const Layout& L, int dtype) {
+    if ((dtype == FLOAT32 && !L.activations) || L.is_flat || L.arithmetic != FLOAT32) return false;
+    if (!(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
+    return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32 || L.group == 16;
+}
+
+// The sum of the inputs under each scale of the spans, of each row.
+template <int S> Buffer sums_of_inputs(const Spans& in, int64_t rows) {
+    Buffer made(rows * in.stride);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < in.spans * scales_of<S>; i++) {
+            const int64_t span = i / scales_of<S>, piece = i % scales_of<S>;
+            const F v = load<F>(in.at(m) + span * in.lines * 64 + bytes_of<false> + piece * WIDTH);
+            made[m * in.stride + i] = sum(v) * in.units_at(m)[i];
+        }
+    return made;
+}
+
+template <int S> void fixed_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                                   const void* bias, void* out) {
+    Layout L = given;  // for the rows of rows_avx2.h
+    L.row_bytes = L.columns;
+    const Spans in = Spans::of<INT8, S, false>(L, x, dtype, rows, stride);
+    const Buffer sums = sums_of_inputs<S>(in, rows);
+    const Unpack unpacked(L, L.is_whole ? L.whole : nullptr);
+    const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
+    const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
+    const bool is_shifted = flips || L.family != SIMPLE || L.zero >= 0 || L.offset != 0;
+    const int64_t tile = rows > 4 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes that stay in the cache
+    const int64_t count = in.spans * scales_of<S>, wide = in.stride + LANES, bytes = StreamRow::bytes(L);
+    const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
+    const auto make = [&] { return Buffer(RowParts::size(L) + 4 * wide + tile * (2 * wide + bytes / 4)); };
+    over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
+        float *scratch = buffer.data() + RowParts::size(L), *scales = scratch + 4 * wide, *shifts = scales + tile * wide;
+        uint8_t *codes = (uint8_t*)(shifts + tile * wide), *own[16];
+        RowParts parts(L, buffer.data());
+        const int64_t first = t * tile, end = first + tile < L.rows ? first + tile : L.rows;
+        for (int64_t n = first, i = 0; n < end; n++, i++) {
+            const RowAt at(L, n);
+            parts.fill(given, P, n, at);
+            for (int64_t g = 0; g < at.groups; g++) {
+                scratch[g] = parts.scale[g] * step;
+                scratch[wide + g] = (parts.before[g] + lift) * parts.scale[g] * L.unit + parts.after[g];
+            }
+            spread(scratch, each, count, scales + i * wide);
+            spread(scratch + wide, each, count, shifts + i * wide);
+            own[i] = StreamRow::unpack(given, P, n, at, unpacked, codes + i * bytes);
+            for (int64_t k = 0; flips && k < L.columns; k++) own[i][k] ^= 0x80;
+        }
+        float y[4];
+        for (int64_t m = 0, some; m < rows; m += some) {
+            some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+            for (int64_t n = first, i = 0; n < end; n++, i++) {
+                const float *scale = scales + i * wide, *shift = shifts + i * wide;
+                if (some == 4) integer_row<INT8, S, 4, false, false>(L, own[i], scale, scale, in, m, scratch, y);
+                else if (some == 2) integer_row<INT8, S, 2, false, false>(L, own[i], scale, scale, in, m, scratch, y);
+                else integer_row<INT8, S, 1, false, false>(L, own[i], scale, scale, in, m, scratch, y);
+                for (int64_t j = 0; is_shifted && j < some; j++) {
+                    F total{};
+                    for (int64_t k = 0; k < in.stride; k += LANES)
+                        total = fma(load<F>(shift + k), load<F>(sums.data() + (m + j) * in.stride + k), total);
+                    y[j] += sum(total);
+                }
+                put_sums(y, some, L, dtype, bias, n, out, m);
+            }
+        }
+    });
+}
+#else
+bool is_fixed(const Layout&, int) { return false; }
+#endif
+
+void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
+                   void* out) {
+#if FAST_ROWS
+    if (is_fixed(L, dtype)) {
+        if (L.group >= L.columns) fixed_linear<WHOLE>(L, P, x, rows, stride, dtype, bias, out);
+        else if (L.group % SPAN == 0) fixed_linear<WIDE>(L, P, x, rows, stride, dtype, bias, out);
+        else if (L.group == 64) fixed_linear<G64>(L, P, x, rows, stride, dtype, bias, out);
+        else if (L.group == 32) fixed_linear<G32>(L, P, x, rows, stride, dtype, bias, out);
+        else fixed_linear<G16>(L, P, x, rows, stride, dtype, bias, out);
+        return;
+    }
+#endif
+    decoded_linear(L, P, x, rows, stride, dtype, bias, out);
+}
