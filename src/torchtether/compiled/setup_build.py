@@ -52,7 +52,7 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
             for kind in KINDS:
                 source = "stream.cpp" if kind == "STREAM" else "kernels.cpp"
                 tasks.append((f"{level}-{kind}", source, [("LEVEL", level), ("CODES", kind)], flags))
-            tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], ["-fno-trapping-math", *flags]))
+            tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], [*flags, "-O3", "-fno-trapping-math"]))
 
         def compiled(task: _Task) -> list[str]:
             name, source, macros, flags = task

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import UnsupportedOpError
 from ...torch_private.observers import is_observed, untraced
 from ...torch_private.tensors import any_requires_grad, as_plain
-from ..products import ANY, Layout, chunks, cpu, int8pack, kernels_for, rounding
+from ..products import ANY, Layout, chunks, cpu, int8pack, int_mm, kernels_for, rounding
 from ..weight import Weight
 from .rows import cut_rows
 
@@ -24,6 +24,7 @@ CACHED = 8 * 2**20
 KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
     "compiled": cpu.linear,
     "int8pack": int8pack.linear,
+    "int_mm": int_mm.linear,
 }
 
 

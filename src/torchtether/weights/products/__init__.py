@@ -8,7 +8,7 @@ graph the compiler fuses the decoding. Where inputs are rounded, too (``rounding
 called on CUDA. No GPU has run any of that: fake tensors say that the calls fit.
 """
 
-from . import chunks, cpu, int8pack, rounding
+from . import chunks, cpu, int8pack, int_mm, rounding
 from .layout import PREFIX, Layout, layout_of
 from .table import ANY, TABLE, choose, kernels_for
 
@@ -20,6 +20,7 @@ __all__ = [
     "choose",
     "chunks",
     "int8pack",
+    "int_mm",
     "kernels_for",
     "layout_of",
     "cpu",

@@ -1,0 +1,38 @@
+"""torch's own product of 8-bit integers with 8-bit integers, for inputs that are rounded to int8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import rounding
+from .layout import Layout
+
+
+def takes(layout: Layout) -> bool:
+    """Return whether codes are int8 with one scale for each row, or for all, and inputs are rounded to int8."""
+    fields = layout.fields
+    is_plain = layout.kind == "INT8" and fields["groups"] == 1 and fields["zero"] < 0 and fields["offset"] == 0
+    return is_plain and fields["activations"] == 1 and fields["height"] in (1, layout.rows)
+
+
+def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return ``x @ weight.T + bias`` by ``torch._int_mm``; ``None`` where the call does not suit.
+
+    Sums are exact, then float32 with the scales and the bias, and rounded once to the dtype of ``x``.
+    """
+    codes, scale = parts[0], parts[1]
+    if codes.shape != (layout.rows, layout.columns) or x.shape[-1:] != (layout.columns,) or x.numel() == 0:
+        return None
+    if not (x.is_cpu and codes.is_cpu and scale.is_cpu) or (bias is not None and not bias.is_cpu):
+        return None
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,)):
+        return None
+    inputs, steps = rounding.codes_of(x.reshape(-1, layout.columns), "int8")
+    sums = torch._int_mm(inputs.nan_to_num(0.0).to(torch.int8), codes.t())
+    out: Tensor = sums.float() * steps * (scale.float().reshape(1, -1) * layout.fields["unit"])
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype).view(*x.shape[:-1], layout.rows)
