@@ -5,7 +5,19 @@ import json
 import pytest
 import torch
 
-from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench_encode, bench_load
+import torchtether as tt
+from tests.benchmarks import (
+    bench_compute,
+    bench_core,
+    bench_distributed,
+    bench_encode,
+    bench_generate,
+    bench_load,
+    measuring,
+    products,
+)
+from tests.benchmarks.contenders import random_values, repeated_weight
+from torchtether.formats.gguf_blocks import CODECS
 
 
 @pytest.mark.parametrize(
@@ -60,8 +72,13 @@ def test_the_distributed_benchmark_runs(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "groups",
-    [("prefill", "embedding", "backward"), pytest.param(("decode", "dispatch"), marks=pytest.mark.slow)],
-    ids=["torch-alone", "peers"],
+    [
+        ("prefill", "embedding", "backward"),
+        ("batches", "activations", "schemes", "float32"),
+        pytest.param(("first",), marks=pytest.mark.slow),
+        pytest.param(("decode", "dispatch"), marks=pytest.mark.slow),
+    ],
+    ids=["torch-alone", "issue", "processes", "peers"],
 )
 @pytest.mark.filterwarnings("ignore")  # of the peers
 def test_the_compute_benchmark_runs(tmp_path, capsys, groups):
@@ -70,7 +87,61 @@ def test_the_compute_benchmark_runs(tmp_path, capsys, groups):
     found = json.loads(file.read_text())
     assert {row["group"] for row in found["rows"]} == {bar["group"] for bar in found["bars"]} == set(groups)
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
-    assert "ours int8" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ours int8" in out or groups == ("first",)
+    assert torch.backends.cpu.get_cpu_capability() in out
+    assert all(f"{bar['bar']} " in out.rpartition(" us [")[2] for bar in found["bars"])  # in the table at the end
+
+
+def test_the_table_says_whether_every_case_holds():
+    bars = [
+        {"group": "decode", "case": case, "bar": "1 row", "limit": 0.5, "figure": figure, "state": state}
+        for case, figure, state in (("a", 0.4, "held"), ("b", 0.6, "missed"))
+    ]
+    (line,) = bench_compute.table(bars)
+    assert line.split() == "missed decode 1 row at most 0.50: 0.40 0.60".split()
+    assert [one.split()[0] for one in bench_compute.table([bars[0], bars[0] | {"group": "x"}])] == ["held", "held"]
+
+
+@pytest.mark.parametrize(("capability", "bar"), [("DEFAULT", 1), ("AVX2", 1), ("AVX512", 2), ("AVX512_BF16", 2)])
+def test_bars_are_those_of_the_processor(capability, bar, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert measuring.bar_here(1, 2) == bar
+    assert measuring.processor()["capability"] == capability
+
+
+def test_every_type_of_gguf_has_its_row():
+    assert {codec.scheme for codec in CODECS.values()} <= set(products.LOADED.values())
+
+
+@pytest.mark.parametrize("name", products.LOADED)
+def test_a_repeated_weight_has_the_values_of_its_rows(name):
+    scheme = products.LOADED[name]
+    found = repeated_weight(768, 512, scheme).dequantize()
+    wanted = tt.Weight.encode(random_values(256, 512), scheme).dequantize()
+    assert torch.equal(found, wanted.repeat(3, 1))
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_the_generate_benchmark_runs(tmp_path, capsys):
+    file, types = tmp_path / "figures.json", ("Q8_0", "Q4_K")
+    sizes = ["--size", "small", "--rounds", "1", "--models", "random", "--types", *types]
+    bench_generate.main([*sizes, "--folder", str(tmp_path), "--json", str(file)])
+    found = json.loads(file.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows.keys() >= {"dense bf16", *(f"torchtether {kind}" for kind in types)}
+    assert all(row["memory"] > 0 for row in rows.values())
+    assert rows["dense bf16"]["against dense"] == 1
+    assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    assert "not additive" in capsys.readouterr().out
+
+
+def test_generate_says_what_it_cannot_run(capsys, monkeypatch):
+    monkeypatch.setattr(bench_generate.importlib.util, "find_spec", lambda name: None)
+    bench_generate.main(["--size", "small"])
+    assert "Nothing is run: install transformers and gguf." in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,14 +1,15 @@
 """Every benchmark, one table a group, each bar held or missed:
 
-    python -m tests.benchmarks [--size small|full] [--rounds 5] [--only core load ...] [--folder DIR] [--json FILE]
+    python -m tests.benchmarks [--size small|quick|full | --quick] [--rounds 5] [--only core load ...] [--folder DIR]
+                               [--json FILE]
 
-``full`` takes about half an hour on two idle cores, 10 GB of memory and 8 GB of disk in DIR (else where TMPDIR says).
-``small`` shows that everything runs; its figures mean nothing. The modules say what is measured and how.
+``full`` takes about an hour on two idle cores, 10 GB of memory and 8 GB of disk in DIR (else where TMPDIR says).
+``--quick`` takes fewer shapes of ``compute`` and a 16 times smaller model for ``generate``, and the rest as ``small``,
+which shows that everything runs; its figures mean nothing. The modules say what is measured and how.
 """
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -16,13 +17,18 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench_encode, bench_load
+from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench_encode, bench_generate, bench_load
+from tests.benchmarks.measuring import processor
 
 PACKAGES = ("torch", "safetensors", "transformers", "accelerate", "torchao", "optimum-quanto", "bitsandbytes")
+QUICK = ("compute", "generate")
+"""What has a size between small and full."""
+
 BENCHMARKS = {
     "load": bench_load,
     "encode": bench_encode,
     "compute": bench_compute,
+    "generate": bench_generate,
     "core": bench_core,
     "distributed": bench_distributed,
 }
@@ -30,13 +36,7 @@ BENCHMARKS = {
 
 def machine():
     """What the figures were taken on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    found = {
-        "processor": model or platform.machine(),
-        "cores": torch.get_num_threads(),
-        "python": sys.version.split()[0],
-    }
+    found = processor() | {"cores": torch.get_num_threads(), "python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
             found[package] = version(package)
@@ -47,15 +47,17 @@ def machine():
 
 def arguments_for(name, options, file):
     """The arguments of one benchmark, each of which has a few of its own."""
-    size = ["--scale", "1.0" if options.size == "full" else "0.01"] if name == "core" else ["--size", options.size]
-    folder = ["--folder", options.folder] if options.folder and name in ("load", "distributed") else []
+    size = options.size if name in QUICK or options.size != "quick" else "small"
+    size = ["--scale", "1.0" if size == "full" else "0.01"] if name == "core" else ["--size", size]
+    folder = ["--folder", options.folder] if options.folder and name in ("load", "distributed", "generate") else []
     rounds = ["--rounds", str(options.rounds)]
     return [*size, *rounds, *folder, "--json", str(file)]
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("full", "small"), default="full")
+    parser.add_argument("--size", choices=("full", "quick", "small"), default="full")
+    parser.add_argument("--quick", dest="size", action="store_const", const="quick")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--folder")
