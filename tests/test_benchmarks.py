@@ -138,6 +138,25 @@ def test_the_generate_benchmark_runs(tmp_path, capsys):
     assert "not additive" in capsys.readouterr().out
 
 
+def test_generate_compares_products_with_tokens_of_llama_cpp():
+    dense = {"prefill": 2.0, "token": 0.2, "products": 0.15, "attention": 0.01, "python": 0.03, "bytes": 3e9}
+    ours = dense | {"token": 0.1, "products": 0.05, "load": 1.0, "memory": 2**21}
+    runs = {"dense bf16": [dense], "torchtether Q4_0": [ours], "llama.cpp Q4_0": [{"prefill": 4.0, "token": 0.08}]}
+    runs = {name: [run | {"others": 0.1} for run in some] for name, some in runs.items()}
+    bars = {bar["bar"]: (bar["figure"], bar["state"]) for bar in bench_generate.bars_of("random", runs)}
+    assert bars == {
+        "Q4_0: a token against dense": (0.5, "held"),
+        "Q4_0: products against llama.cpp's token": (0.05 / 0.08, "held"),
+        "Q4_0: prefill against llama.cpp": (0.5, "held"),
+    }
+    row = next(row for row in bench_generate.rows_of("random", runs, 512) if row["name"] == "torchtether Q4_0")
+    assert (row["prefill"], row["decode"], row["memory"], row["against dense"]) == (256, 10, 2, 2)
+    assert row["against llama.cpp"] == pytest.approx(0.8)
+    assert row["products against llama.cpp"] == pytest.approx(1.6)
+    assert row["parts"]["not additive"] == pytest.approx(10)
+    assert row["GB/s"] == pytest.approx(60)
+
+
 def test_generate_says_what_it_cannot_run(capsys, monkeypatch):
     monkeypatch.setattr(bench_generate.importlib.util, "find_spec", lambda name: None)
     bench_generate.main(["--size", "small"])

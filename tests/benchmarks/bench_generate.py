@@ -271,12 +271,12 @@ def bars_of(model, found):
 
 
 def show(row):
-    against = "".join(f" {key} {row[key]:.2f}" for key in ("against dense", "against llama.cpp") if key in row)
+    against = "".join(f", {key} {row[key]:.2f}" for key in ("against dense", "against llama.cpp") if key in row)
     if "products against llama.cpp" in row:
         against += f" (for the share of the products {row['products against llama.cpp']:.2f})"
     load = f", load {row['load']:.2f} s, peak {row['memory']:.0f} MiB" if "load" in row else ""
     print(
-        f"{row['case']:9} {row['name']:18} prefill {row['prefill']:7.1f} tok/s, decode {row['decode']:6.1f} tok/s,"
+        f"{row['case']:9} {row['name']:18} prefill {row['prefill']:7.1f} tok/s, decode {row['decode']:6.1f} tok/s"
         f"{against}{load}, others {row['others']:.2f} cores"
     )
     if "parts" in row:
