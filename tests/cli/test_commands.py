@@ -17,6 +17,7 @@ from torch import nn
 import torchtether as tt
 import torchtether_cli
 from tests.loading.models import MODELS, Tied, Turned, build
+from torchtether import compiled
 from torchtether.cli import demonstration
 from torchtether.cli.main import main
 from torchtether.cli.tables import print_table
@@ -309,6 +310,7 @@ def test_the_demo_shows_what_differs(tmp_path, monkeypatch):
     assert ours["optimizer state"] == "bfloat16"
     assert ours["reloaded"] == "values equal, tie kept"
     assert ours["read without the model"] == "head.weight is emb.weight"
+    assert ours["computed by"] == compiled.state()
 
 
 def test_a_table_keeps_names_whole_on_a_terminal_and_everything_in_a_pipe(monkeypatch, capsys):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import compiled
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import save
 from ..exchange.scope import swapping
@@ -180,6 +181,7 @@ def run_ours(folder: Path) -> Column:
     column["file"] = f"{describe_bytes(path.stat().st_size)} (ties and schemes in its record)"
     column["read without the model"] = _read_alone(path)
     column["reloaded"] = _compare(model, again)
+    column["computed by"] = compiled.state()
     return column
 
 
