@@ -21,14 +21,13 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class KernelChoice(NamedTuple):
-    """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits."""
+    """``kernel`` is for at most ``rows`` rows of input, where all else fits."""
 
     kernel: str
     kinds: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     fast_halves: bool | None
     rows: int
-    elements: int
     measured: str
 
 
@@ -42,7 +41,6 @@ TABLE = (
         HALVES,
         False,
         ANY,
-        0,
         "AVX2, three shapes, batch 1: int8 .32 to .43, int4 .28 to .31, nf4, fp8 .60 to .70; batch 512: .29 to .55",
     ),
     KernelChoice(
@@ -51,7 +49,6 @@ TABLE = (
         HALVES,
         True,
         16,
-        0,
         "AVX-512 Xeon, 2048 x 2048 bfloat16, 1 thread, int8, batch 5: .93, 8: 1.7, 16: 3.0, 32: 20, in chunks 4.1, 4.8,"
         " 4.2, 4.7; int4, batch 8: 1.7, 16: 4.1, in chunks 9.7, 6.3; float16: not measured",
     ),
@@ -61,17 +58,14 @@ TABLE = (
         HALVES,
         True,
         4,
-        0,
         "AVX-512: not measured; chunks in torch: 1.66 at batch 1",
     ),
-    # below, float32 stays what F.linear of the decoded values is, bit for bit
     KernelChoice(
         "compiled",
         build.KINDS,
         (torch.float32,),
         None,
         8,
-        1 << 20,
         "AVX2, 2048 x 2048 int8, batch 1: .6, 8: 1.8; decoding first: 15, 1.9",
     ),
     # without a compiler
@@ -81,7 +75,6 @@ TABLE = (
         (torch.bfloat16,),
         None,
         4,
-        0,
         "AVX-512, batch 1: .47, 8: .82, 32: 1.7; AVX2, batch 1: .7; float16, AVX2, 2048 x 2048: 1.6 to 3 of chunks",
     ),
 )
@@ -114,7 +107,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
         if row.kernel == "compiled":
             is_there = build.is_possible()
         is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
-        fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
+        fits = layout.kind in row.kinds and dtype in row.dtypes
         if is_there and is_processor and fits:
             yield row.kernel, row.rows
 
