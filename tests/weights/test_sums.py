@@ -6,13 +6,18 @@ import torch.nn.functional as F
 
 import torchtether as tt
 from tests.catalog import rand
-from tests.weights.kernel_cases import as_on, rounded
+from tests.weights.kernel_cases import as_on, rounded, unrounded
+from torchtether.formats.gguf_blocks import TABLE as IQ4
+from torchtether.schemes import Biased, SuperBlocks
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.products import choose
+from torchtether.weights.products.layout import STREAM
 from torchtether.weights.products.table import HALVES, INTEGERS
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What one rounding moves a number by, at most, in units of it."""
+FIXED = (*INTEGERS, STREAM)
+"""Kinds of codes that may be multiplied with inputs as fixed point."""
 SCHEMES = {
     "int8": tt.int8(),
     "int8, groups": tt.int8(64, symmetric=False),
@@ -21,6 +26,16 @@ SCHEMES = {
     "fp8": tt.fp8(),
     "nf4": tt.nf4(),
     "3 bits": tt.Affine(bits=3, block=(1, 32)),
+    "small groups": tt.Affine(bits=6, block=(1, 16), symmetric=False),
+    "Q4_K": SuperBlocks(4, 32, minimum=True),
+    "Q6_K": SuperBlocks(6, 16, scale_bits=8, offset=32),
+    "tables": SuperBlocks(4, 32, 32, 0, table=IQ4),
+    "biased": Biased(4, (1, 64), torch.bfloat16),
+    "biased, in 16 bits": Biased(4, (1, 64), torch.bfloat16, torch.bfloat16, bias_first=True),
+    "nvfp4": tt.nvfp4(),
+    "mxfp6": tt.ScaledFloat("e2m3", (1, 32), torch.float8_e8m0fnu),
+    "a table of 200": tt.Codebook(tuple(torch.linspace(-1, 1, 200).tolist()), block_size=64),
+    "act_order": tt.Affine(bits=4, block=(1, 32), act_order=True),
 }
 MACHINES = [(fast, compiled) for fast in (False, True) for compiled in (False, True)]
 
@@ -35,8 +50,14 @@ def allowed(weight, x, bias, fast):
     # float32 sums of 512 numbers, in any order
     most = unit * (product + bias.double()).abs() + 2.0**-19 * (sums + bias.double().abs())
     is_twice = fast and dtype in HALVES and activations is not None
-    if dtype in HALVES and kernel == "compiled" and layout.kind in INTEGERS and (activations is None or is_twice):
+    if (
+        dtype in HALVES
+        and kernel == "compiled"
+        and layout.kind in (*INTEGERS, STREAM)
+        and (activations is None or is_twice)
+    ):
         most += 2.0**-15 * F.linear(meant.amax(-1, keepdim=True).expand_as(meant), values)  # inputs as fixed point
+        most += F.linear(meant, (unrounded(weight) - weight.to(torch.float32).dequantize()).abs())
     if is_twice or kernel == "int8pack":
         most += unit * (1 + unit) * product.abs()
     if dtype in HALVES and ((activations is None and kernel == "chunks") or is_twice):

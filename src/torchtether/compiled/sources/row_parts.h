@@ -64,8 +64,14 @@ struct RowParts {
     static int64_t stride(const Layout& L) { return L.groups + 1 + 2 * LANES; }
     static int64_t size(const Layout& L) { return 3 * stride(L); }
 
-    RowParts(const Layout& L, float* buffer) : scale(buffer), before(scale + stride(L)), after(before + stride(L)) {
-        for (int64_t g = 0; g < stride(L); g++) before[g] = -L.offset, after[g] = -0.0f;
+    RowParts(const Layout& L, float* buffer) : scale(buffer), before(scale + stride(L)), after(before + stride(L)) {}
+
+    // A buffer of `count` floats that begins with those that the family of L lacks: `fill` writes the others.
+    static Buffer buffer(const Layout& L, int64_t count) {
+        Buffer made(count);
+        const RowParts parts(L, made.data());
+        for (int64_t g = 0; g < stride(L); g++) parts.before[g] = -L.offset, parts.after[g] = -0.0f;
+        return made;
     }
 
     template <int A> void fill_biased(const Layout& L, const Parts& P, const RowAt& at) {

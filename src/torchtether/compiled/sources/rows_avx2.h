@@ -270,16 +270,6 @@ template <int M, int A> inline void gather_sums(F (*sums)[A], F* out) {
     }
 }
 
-// to[b] = what span b has of values of which there is one for `each` spans. Writes whole vectors.
-inline void spread(const float* values, int64_t each, int64_t spans, float* to) {
-    if (each == 1) { memcpy(to, values, spans * 4); return; }
-    for (int64_t b = 0, end; b < spans; b = end, values++) {
-        end = b + each < spans ? b + each : spans;
-        const F v = all(*values);
-        for (; b < end; b += LANES) memcpy(to + b, &v, sizeof v);
-    }
-}
-
 // -- rows of integers -------------------------------------------------------------------------------------------------
 
 // In a register: else the compiler reads codes from memory twice, and reading is what takes the time.
@@ -303,7 +293,9 @@ template <int C, int S> inline F of_piece(const float* p, int64_t i) {
 template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inline)) void integer_span(
     const uint8_t* codes, const uint8_t* const* x, const float* scale, int64_t stride, const float* zero, F* total) {
     constexpr int64_t piece = piece_of<C, S>, pieces = SPAN / piece;
-#pragma GCC unroll 4
+    F apart[M];  // many pieces are a chain of additions, which is not to wait for that of the last span
+    for (int m = 0; m < M; m++) apart[m] = S == G16 ? F{} : total[m];
+#pragma GCC unroll 8
     for (int64_t i = 0; i < pieces; i++) {
         __m256i sums[M], low[M];
         if constexpr (C == INT4) {
@@ -346,9 +338,10 @@ template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inli
         for (int m = 0; m < M; m++) {
             F part = (F)_mm256_cvtepi32_ps(sums[m]);
             if (Z) part = fma(of_piece<C, S>(zero, i), load<F>(x[m] + bytes_of<E> + i * WIDTH), part);
-            total[m] = fma(of_piece<C, S>(scale + m * stride, i), part, total[m]);
+            apart[m] = fma(of_piece<C, S>(scale + m * stride, i), part, apart[m]);
         }
     }
+    for (int m = 0; m < M; m++) total[m] = S == G16 ? total[m] + apart[m] : apart[m];
 }
 
 // The scales of `rows` rows from n, and their zero points negated, for each scale of their spans: `count` of them, and

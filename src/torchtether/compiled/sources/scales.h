@@ -39,11 +39,15 @@ inline void scales_at(const Layout& L, const Parts& P, int64_t at, int64_t G, fl
             break;
         case FP8:
             for (int64_t g = 0; g < G; g += LANES) {
-                uint8_t some_bytes[LANES] = {};
-                const int64_t some = G - g < LANES ? G - g : LANES;
-                memcpy(some_bytes, codes + g, some);
-                F v = from_e4m3(some_bytes);
-                memcpy(s + g, &v, some * 4);
+                if (g + LANES <= G) {
+                    const F v = from_e4m3(codes + g);
+                    memcpy(s + g, &v, sizeof v);
+                    continue;
+                }
+                uint8_t rest[LANES] = {};
+                memcpy(rest, codes + g, G - g);
+                const F v = from_e4m3(rest);
+                memcpy(s + g, &v, (G - g) * 4);
             }
             break;
         default: {
@@ -69,6 +73,16 @@ inline void scales_at(const Layout& L, const Parts& P, int64_t at, int64_t G, fl
 // Those of row n.
 inline void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
     scales_at(L, P, (L.height == 1 ? n : n / L.height) * L.groups, L.groups, s, z);
+}
+
+// to[b] = what span b has of values of which there is one for `each` spans. Writes whole vectors.
+inline void spread(const float* values, int64_t each, int64_t spans, float* to) {
+    if (each == 1) { memcpy(to, values, spans * 4); return; }
+    for (int64_t b = 0, end; b < spans; b = end, values++) {
+        end = b + each < spans ? b + each : spans;
+        const F v = all(*values);
+        for (; b < end; b += LANES) memcpy(to + b, &v, sizeof v);
+    }
 }
 
 // Elements of a buffer for the scales of a row: Table reads 16 of them from any of its first entries.

@@ -2,10 +2,12 @@
 //
 // stream.cpp includes this in its own namespace.
 //
-// A row of codes is unpacked to bytes, which stay in the cache. Where the levels are whole multiples of a power of two, the
-// groups are 16, 32, 64 or a multiple of 128 columns, and inputs are taken as fixed point, the rows of rows_avx2.h multiply the bytes:
+// A row of codes is unpacked to bytes, which stay in the cache. Where levels are whole multiples of a power of two, the bytes
+// are multiplied, by the rows of rows_avx2.h where inputs are taken as fixed point:
 //     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
-// In all other cases a row is decoded to float32, and its dot products with rows of float32 are taken.
+// In all other cases a row is decoded to float32, and so are inputs.
+
+inline const uint8_t* levels_of(const Layout& L) { return L.is_whole ? L.whole : nullptr; }
 
 template <int A, bool FIRST> inline F value_of(F level, F before, F scale, F unit, F after) {
     if (A == FLOAT32) return (level + before) * scale * unit + after;
@@ -64,9 +66,9 @@ struct StreamRow {
         : parts(L, buffer), codes((uint8_t*)(buffer + RowParts::size(L))), values((float*)(codes + bytes(L))) {}
 
     // The codes of row n to `to`, where the first of them is then.
-    static uint8_t* unpack(const Layout& L, const Parts& P, int64_t n, const RowAt& at, const Unpack& unpack, uint8_t* to) {
+    static uint8_t* unpack(const Layout& L, const Parts& P, int64_t n, const RowAt& at, const uint8_t* meant, uint8_t* to) {
         const uint8_t *first = (const uint8_t*)P.codes, *end = first + L.counts[0];
-        unpack(first + n * L.row_bytes + at.octet * L.bits, end, at.skip + L.columns, to);
+        unpack_bits(L.bits, first + n * L.row_bytes + at.octet * L.bits, end, at.skip + L.columns, meant, to);
         return to + at.skip;
     }
 
@@ -79,11 +81,11 @@ struct StreamRow {
         else decode<UINT8, A, true>(L, own, at);
     }
 
-    void decode(const Layout& L, const Parts& P, int64_t n, const Unpack& unpacked) {
+    void decode(const Layout& L, const Parts& P, int64_t n, const uint8_t* meant) {
         const RowAt at(L, n);
         parts.fill(L, P, n, at);
-        const uint8_t* own = unpack(L, P, n, at, unpacked, codes);
-        if (unpacked.meant) decode<INT8>(L, own, at);
+        const uint8_t* own = unpack(L, P, n, at, meant, codes);
+        if (meant) decode<INT8>(L, own, at);
         else if (L.arithmetic == BFLOAT16) decode_biased<BFLOAT16>(L, own, at);
         else if (L.arithmetic == FLOAT16) decode_biased<FLOAT16>(L, own, at);
         else if (L.source == INT8) decode<INT8>(L, own, at);
@@ -97,11 +99,10 @@ struct StreamRow {
 };
 
 template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows& rows, void* out) {
-    const Unpack unpacked(L);
-    const auto make = [&] { return Buffer(StreamRow::size(L)); };
+    const auto make = [&] { return RowParts::buffer(L, StreamRow::size(L)); };
     over(rows.count, rows.count * L.columns > 32768, make, [&](Buffer& buffer, int64_t i) {
         StreamRow row(L, buffer.data());
-        row.decode(L, P, rows[i], unpacked);
+        row.decode(L, P, rows[i], nullptr);
         char* to = (char*)out + i * L.columns * (D == FLOAT32 ? 4 : 2);
         int64_t k = 0;
         for (; k + 2 * LANES <= L.columns; k += 2 * LANES)
@@ -111,15 +112,11 @@ template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows&
     });
 }
 
-template <int D> void put_sum(float y, const Layout& L, const void* bias, int64_t n, void* out, int64_t m) {
-    put_one<D>(y, bias, n, out, m * L.rows + n);
-}
-
 void put_sums(const float* y, int64_t count, const Layout& L, int dtype, const void* bias, int64_t n, void* out, int64_t m) {
     for (int64_t i = 0; i < count; i++)
-        if (dtype == FLOAT32) put_sum<FLOAT32>(y[i], L, bias, n, out, m + i);
-        else if (dtype == BFLOAT16) put_sum<BFLOAT16>(y[i], L, bias, n, out, m + i);
-        else put_sum<FLOAT16>(y[i], L, bias, n, out, m + i);
+        if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, (m + i) * L.rows + n);
+        else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, (m + i) * L.rows + n);
+        else put_one<FLOAT16>(y[i], bias, n, out, (m + i) * L.rows + n);
 }
 
 // -- by way of float32 ----------------------------------------------------------------------------------------------------
@@ -130,6 +127,16 @@ template <int D> void to_floats(const void* x, int64_t rows, int64_t stride, int
             const F v = k + LANES <= columns ? get<D>(x, m * stride + k) : get<D>(x, m * stride + k, columns - k);
             memcpy(to + k, &v, sizeof v);
         }
+}
+
+// Rows of inputs, `padded` with zeros.
+Buffer as_floats(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype) {
+    const int64_t padded = StreamRow::padded(L);
+    Buffer made(rows * padded);
+    if (dtype == FLOAT32) to_floats<FLOAT32>(x, rows, stride, L.columns, padded, made.data());
+    else if (dtype == BFLOAT16) to_floats<BFLOAT16>(x, rows, stride, L.columns, padded, made.data());
+    else to_floats<FLOAT16>(x, rows, stride, L.columns, padded, made.data());
+    return made;
 }
 
 // y[m] = w times row m of x; `count` is a multiple of 32.
@@ -152,15 +159,11 @@ template <int M> void float_dots(const float* w, const float* x, int64_t count, 
 void decoded_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
                     const void* bias, void* out) {
     const int64_t padded = StreamRow::padded(L);
-    Buffer floats(rows * padded);
-    if (dtype == FLOAT32) to_floats<FLOAT32>(x, rows, stride, L.columns, padded, floats.data());
-    else if (dtype == BFLOAT16) to_floats<BFLOAT16>(x, rows, stride, L.columns, padded, floats.data());
-    else to_floats<FLOAT16>(x, rows, stride, L.columns, padded, floats.data());
-    const Unpack unpacked(L, L.bits > 4 && L.is_whole ? L.whole : nullptr);
-    const auto make = [&] { return Buffer(StreamRow::size(L)); };
+    const Buffer floats = as_floats(L, x, rows, stride, dtype);
+    const auto make = [&] { return RowParts::buffer(L, StreamRow::size(L)); };
     over(L.rows, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t n) {
         StreamRow row(L, buffer.data());
-        row.decode(L, P, n, unpacked);
+        row.decode(L, P, n, L.bits > 4 ? levels_of(L) : nullptr);
         float y[4];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
@@ -173,70 +176,135 @@ void decoded_linear(const Layout& L, const Parts& P, const void* x, int64_t rows
     });
 }
 
-// -- by way of fixed point ------------------------------------------------------------------------------------------------
+// -- by way of levels -----------------------------------------------------------------------------------------------------
+
+bool has_levels(const Layout& L, int dtype) {
+    if (L.is_flat || !(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
+    if (L.arithmetic != FLOAT32 && L.arithmetic != dtype && dtype != BFLOAT16) return false;  // its roundings are not done
+    return L.group >= L.columns || L.group % LANES == 0;
+}
+
+// Rows of inputs as float32, and their sums under each scale.
+struct FloatInputs {
+    int64_t padded, count, wide, each = 1;
+    Buffer floats, sums;
+
+    FloatInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
+        : padded(StreamRow::padded(L)), count(L.groups), wide(L.groups + 2 * LANES),
+          floats(as_floats(L, x, rows, stride, dtype)), sums(rows * wide) {
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t g = 0; g < count; g++) {
+                F total{};
+                for (int64_t k = g * L.group; k < (g + 1) * L.group && k < L.columns; k += LANES)
+                    total += load<F>(floats.data() + m * padded + k);
+                sums[m * wide + g] = sum(total);
+            }
+    }
+
+    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, int64_t m, float*, float* y) const {
+        if (L.group < 32) row_by<M, 1>(L, codes, scale, m, y);
+        else row_by<M, M == 1 ? 4 : M == 2 ? 2 : 1>(L, codes, scale, m, y);
+    }
+
+    template <int M, int A> void row_by(const Layout& L, const uint8_t* codes, const float* scale, int64_t m, float* y) const {
+        const float* x = floats.data() + m * padded;
+        F total[M];
+        for (int i = 0; i < M; i++) total[i] = F{};
+        for (int64_t k = 0, end = L.group; k < L.columns; end += L.group, scale++) {
+            end = end < L.columns ? end : L.columns;
+            F part[M][A];
+            for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
+            for (; k + A * LANES <= end; k += A * LANES)
+                for (int a = 0; a < A; a++) add<M, A>(codes, x, k + a * LANES, a, part);
+            for (; k < end; k += LANES) add<M, A>(codes, x, k, 0, part);
+            for (int i = 0; i < M; i++) {
+                for (int a = 1; a < A; a++) part[i][0] += part[i][a];
+                total[i] = fma(all(*scale), part[i][0], total[i]);
+            }
+        }
+        for (int i = 0; i < M; i++) y[i] = sum(total[i]) * L.unit;
+    }
+
+    template <int M, int A> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F (*part)[A]) const {
+        const F level = values<INT8>(codes + k);
+        for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
+    }
+};
 
 #if FAST_ROWS
 bool is_fixed(const Layout& L, int dtype) {
-    if ((dtype == FLOAT32 && !L.activations) || L.is_flat || L.arithmetic != FLOAT32) return false;
-    if (!(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
+    if ((dtype == FLOAT32 && !L.activations) || !has_levels(L, dtype)) return false;
     return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32 || L.group == 16;
 }
 
-// The sum of the inputs under each scale of the spans, of each row.
-template <int S> Buffer sums_of_inputs(const Spans& in, int64_t rows) {
-    Buffer made(rows * in.stride);
-    for (int64_t m = 0; m < rows; m++)
-        for (int64_t i = 0; i < in.spans * scales_of<S>; i++) {
-            const int64_t span = i / scales_of<S>, piece = i % scales_of<S>;
-            const F v = load<F>(in.at(m) + span * in.lines * 64 + bytes_of<false> + piece * WIDTH);
-            made[m * in.stride + i] = sum(v) * in.units_at(m)[i];
-        }
-    return made;
-}
+// The same as fixed point, for the rows of rows_avx2.h.
+template <int S> struct FixedInputs {
+    Spans in;
+    int64_t count, wide, each;
+    Buffer sums;
 
-template <int S> void fixed_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
-                                   const void* bias, void* out) {
-    Layout L = given;  // for the rows of rows_avx2.h
+    FixedInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
+        : in(Spans::of<INT8, S, false>(L, x, dtype, rows, stride)), count(in.spans * scales_of<S>), wide(in.stride + LANES),
+          each(S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1), sums(rows * wide) {
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t span = i / scales_of<S>, piece = i % scales_of<S>;
+                const F v = load<F>(in.at(m) + span * in.lines * 64 + bytes_of<false> + piece * WIDTH);
+                sums[m * wide + i] = sum(v) * in.units_at(m)[i];
+            }
+    }
+
+    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, int64_t m, float* scratch,
+                              float* y) const {
+        integer_row<INT8, S, M, false, false>(L, codes, scale, scale, in, m, scratch, y);
+    }
+};
+#else
+bool is_fixed(const Layout&, int) { return false; }
+#endif
+
+template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                           int dtype, const void* bias, void* out) {
+    Layout L = given;  // of the levels, a byte each
     L.row_bytes = L.columns;
-    const Spans in = Spans::of<INT8, S, false>(L, x, dtype, rows, stride);
-    const Buffer sums = sums_of_inputs<S>(in, rows);
-    const Unpack unpacked(L, L.is_whole ? L.whole : nullptr);
+    const Inputs in(L, x, rows, stride, dtype);
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
     const bool is_shifted = flips || L.family != SIMPLE || L.zero >= 0 || L.offset != 0;
     const int64_t tile = rows > 4 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes that stay in the cache
-    const int64_t count = in.spans * scales_of<S>, wide = in.stride + LANES, bytes = StreamRow::bytes(L);
-    const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
-    const auto make = [&] { return Buffer(RowParts::size(L) + 4 * wide + tile * (2 * wide + bytes / 4)); };
+    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(L) + 4 * in.wide + tile * (2 * in.wide + bytes / 4);
+    const auto make = [&] { return RowParts::buffer(L, size); };
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
-        float *scratch = buffer.data() + RowParts::size(L), *scales = scratch + 4 * wide, *shifts = scales + tile * wide;
-        uint8_t *codes = (uint8_t*)(shifts + tile * wide), *own[16];
         RowParts parts(L, buffer.data());
+        float *scratch = buffer.data() + RowParts::size(L), *scales = scratch + 4 * in.wide, *shifts = scales + tile * in.wide;
+        uint8_t *codes = (uint8_t*)(shifts + tile * in.wide), *own[16];
         const int64_t first = t * tile, end = first + tile < L.rows ? first + tile : L.rows;
         for (int64_t n = first, i = 0; n < end; n++, i++) {
             const RowAt at(L, n);
             parts.fill(given, P, n, at);
-            for (int64_t g = 0; g < at.groups; g++) {
-                scratch[g] = parts.scale[g] * step;
-                scratch[wide + g] = (parts.before[g] + lift) * parts.scale[g] * L.unit + parts.after[g];
+            float *scale = scales + i * in.wide, *shift = shifts + i * in.wide;
+            float *by = in.each == 1 ? scale : scratch, *add = in.each == 1 ? shift : scratch + in.wide;
+            for (int64_t g = 0; g < at.groups; g += LANES) {
+                const F s = load<F>(parts.scale + g), stepped = s * all(step);
+                const F moved = (load<F>(parts.before + g) + all(lift)) * s * all(L.unit) + load<F>(parts.after + g);
+                memcpy(by + g, &stepped, sizeof stepped), memcpy(add + g, &moved, sizeof moved);
             }
-            spread(scratch, each, count, scales + i * wide);
-            spread(scratch + wide, each, count, shifts + i * wide);
-            own[i] = StreamRow::unpack(given, P, n, at, unpacked, codes + i * bytes);
+            if (in.each > 1) spread(by, in.each, in.count, scale), spread(add, in.each, in.count, shift);
+            own[i] = StreamRow::unpack(given, P, n, at, levels_of(L), codes + i * bytes);
             for (int64_t k = 0; flips && k < L.columns; k++) own[i][k] ^= 0x80;
         }
         float y[4];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
             for (int64_t n = first, i = 0; n < end; n++, i++) {
-                const float *scale = scales + i * wide, *shift = shifts + i * wide;
-                if (some == 4) integer_row<INT8, S, 4, false, false>(L, own[i], scale, scale, in, m, scratch, y);
-                else if (some == 2) integer_row<INT8, S, 2, false, false>(L, own[i], scale, scale, in, m, scratch, y);
-                else integer_row<INT8, S, 1, false, false>(L, own[i], scale, scale, in, m, scratch, y);
+                const float *scale = scales + i * in.wide, *shift = shifts + i * in.wide;
+                if (some == 4) in.template row<4>(L, own[i], scale, m, scratch, y);
+                else if (some == 2) in.template row<2>(L, own[i], scale, m, scratch, y);
+                else in.template row<1>(L, own[i], scale, m, scratch, y);
                 for (int64_t j = 0; is_shifted && j < some; j++) {
                     F total{};
-                    for (int64_t k = 0; k < in.stride; k += LANES)
-                        total = fma(load<F>(shift + k), load<F>(sums.data() + (m + j) * in.stride + k), total);
+                    for (int64_t k = 0; k < in.count; k += LANES)
+                        total = fma(load<F>(shift + k), load<F>(in.sums.data() + (m + j) * in.wide + k), total);
                     y[j] += sum(total);
                 }
                 put_sums(y, some, L, dtype, bias, n, out, m);
@@ -244,21 +312,19 @@ template <int S> void fixed_linear(const Layout& given, const Parts& P, const vo
         }
     });
 }
-#else
-bool is_fixed(const Layout&, int) { return false; }
-#endif
 
 void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
                    void* out) {
 #if FAST_ROWS
     if (is_fixed(L, dtype)) {
-        if (L.group >= L.columns) fixed_linear<WHOLE>(L, P, x, rows, stride, dtype, bias, out);
-        else if (L.group % SPAN == 0) fixed_linear<WIDE>(L, P, x, rows, stride, dtype, bias, out);
-        else if (L.group == 64) fixed_linear<G64>(L, P, x, rows, stride, dtype, bias, out);
-        else if (L.group == 32) fixed_linear<G32>(L, P, x, rows, stride, dtype, bias, out);
-        else fixed_linear<G16>(L, P, x, rows, stride, dtype, bias, out);
+        if (L.group >= L.columns) levels_linear<FixedInputs<WHOLE>>(L, P, x, rows, stride, dtype, bias, out);
+        else if (L.group % SPAN == 0) levels_linear<FixedInputs<WIDE>>(L, P, x, rows, stride, dtype, bias, out);
+        else if (L.group == 64) levels_linear<FixedInputs<G64>>(L, P, x, rows, stride, dtype, bias, out);
+        else if (L.group == 32) levels_linear<FixedInputs<G32>>(L, P, x, rows, stride, dtype, bias, out);
+        else levels_linear<FixedInputs<G16>>(L, P, x, rows, stride, dtype, bias, out);
         return;
     }
 #endif
-    decoded_linear(L, P, x, rows, stride, dtype, bias, out);
+    if (has_levels(L, dtype)) levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
+    else decoded_linear(L, P, x, rows, stride, dtype, bias, out);
 }

@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class KernelChoice(NamedTuple):
-    """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits.
+    """``kernel`` is for at most ``rows`` rows of input, where all else fits.
 
     ``rounds`` is whether inputs are rounded to int8, ``None`` for either.
     """
@@ -33,7 +33,6 @@ class KernelChoice(NamedTuple):
     fast_halves: bool | None
     rounds: bool | None
     rows: int
-    elements: int
     measured: str
 
 
@@ -49,7 +48,6 @@ TABLE = (
         False,
         None,
         ANY,
-        0,
         "AVX2, three shapes, batch 1: int8 .32 to .43, int4 .28 to .31, nf4, fp8 .60 to .70; batch 512: .29 to .55",
     ),
     # AVX-512, with or without BF16 and AMX: the same kernels, at the level of AVX2; torch's own products are faster
@@ -60,7 +58,6 @@ TABLE = (
         True,
         True,
         2,
-        0,
         "AVX-512 Xeon with AMX, 4096 x 4096 bfloat16, 1 row: .47 of dense; not measured with rounded inputs",
     ),
     KernelChoice(
@@ -70,7 +67,6 @@ TABLE = (
         True,
         True,
         ANY,
-        0,
         "AVX-512 Xeon with AMX, 4096 x 4096, without the rounding: batch 4: .70 of dense bfloat16, 16: .65, 64: .60,"
         " 512: .71; without AMX: not measured",
     ),
@@ -81,7 +77,6 @@ TABLE = (
         True,
         None,
         16,
-        0,
         "AVX-512 Xeon, 2048 x 2048 bfloat16, 1 thread, int8, batch 5: .93, 8: 1.7, 16: 3.0, 32: 20, in chunks 4.1, 4.8,"
         " 4.2, 4.7; int4, batch 8: 1.7, 16: 4.1, in chunks 9.7, 6.3; at the level of AVX2, 852 M parameters, 1 row:"
         " Q8_0 22 GB/s, where a plain read takes 23; else not measured",
@@ -93,7 +88,6 @@ TABLE = (
         True,
         None,
         4,
-        0,
         "AVX-512: not measured; chunks in torch: 1.66 at batch 1",
     ),
     # float32 on all processors; above these rows it is what F.linear of the decoded values is, bit for bit
@@ -104,7 +98,6 @@ TABLE = (
         None,
         None,
         8,
-        0,
         "AVX2, 2048 x 2048 int8, batch 1: .6, 8: 1.8; decoding first: 15, 1.9",
     ),
     # without the compiled room
@@ -115,7 +108,6 @@ TABLE = (
         None,
         False,
         4,
-        0,
         "AVX-512, batch 1: .47, 8: .82, 32: 1.7; AVX2, batch 1: .7; float16, AVX2, 2048 x 2048: 1.6 to 3 of chunks",
     ),
 )
@@ -150,7 +142,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
         is_there = row.kernel != "compiled" or compiled.native() is not None
         if row.kernel == "int_mm":
             is_there = int_mm.takes(layout)
-        fits = layout.kind in row.kinds and dtype in row.dtypes and fields["rows"] * fields["columns"] >= row.elements
+        fits = layout.kind in row.kinds and dtype in row.dtypes
         is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
         is_input = row.rounds is None or row.rounds == bool(fields["activations"])
         if is_there and fits and is_processor and is_input:
