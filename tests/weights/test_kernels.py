@@ -297,8 +297,6 @@ def test_every_row_of_the_table_has_its_measurement():
 def test_the_table_falls_back_to_chunks():
     layout = layout_of(tt.int8(), (64, 256))
     assert choose(layout, torch.float64, 1) == "chunks"
-    assert choose(layout, torch.float32, 1) == "chunks"  # small: the very numbers of the decoded values
-    assert choose(layout, torch.bfloat16, 1) == ("compiled" if compiled.native() is not None else "int8pack")
     assert choose(layout, torch.float32, 1) == ("compiled" if compiled.native() is not None else "chunks")
     assert choose(layout, torch.bfloat16, 1) == ("compiled" if compiled.native() is not None else "int8pack")
     assert choose(layout_of(tt.nf4(), (64, 256)), torch.float32, 10**6) == "chunks"
