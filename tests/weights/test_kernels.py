@@ -26,6 +26,7 @@ from torchtether.schemes import Biased, SuperBlocks
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.ops import product as product_module
 from torchtether.weights.products import TABLE, build, choose, chunks, cpu, int8pack, kernels_for, layout_of, table
+from torchtether.weights.products.table import HALVES
 
 needs_compiler = pytest.mark.skipif(not build.is_possible(), reason="needs a C++ compiler")
 LAID_OUT = [row for row in SCHEMES if layout_of(row.scheme, (8, 256)) is not None]
@@ -214,12 +215,7 @@ EXTREME = (
 
 BIASES = [
     *((4, torch.float32, torch.float32, False), (6, torch.float16, torch.float32, True)),
-    *(
-        (bits, kind, kind, first)
-        for bits in (3, 8)
-        for kind in (torch.bfloat16, torch.float16)
-        for first in (True, False)
-    ),
+    *((bits, kind, kind, first) for bits in (3, 8) for kind in HALVES for first in (True, False)),
 ]
 WIDE = (
     *(tt.int8(), tt.int8(128), tt.Affine(unit=1 / 3), tt.Affine(signed=False, symmetric=False, block=(1, None))),
