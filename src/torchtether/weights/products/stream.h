@@ -184,6 +184,7 @@ bool has_levels(const Layout& L, int dtype) {
 
 // Rows of inputs as float32, and their sums under each scale.
 struct FloatInputs {
+    static constexpr bool reads_within_rows = false;
     int64_t padded, count, wide, each = 1;
     Buffer floats, sums;
 
@@ -237,6 +238,7 @@ bool is_fixed(const Layout& L, int dtype) {
 
 // The same as fixed point, for the rows of avx2.h.
 template <int S> struct FixedInputs {
+    static constexpr bool reads_within_rows = true;
     Spans in;
     int64_t count, wide, each;
     Buffer sums;
@@ -263,6 +265,15 @@ bool is_fixed(const Layout&, int) { return false; }
 
 template <> bool is_fast<STREAM>(const Layout& L, int dtype) { return is_fixed(L, dtype); }
 
+inline void flip(uint8_t* codes, int64_t count) {
+    for (int64_t k = 0; k < count; k += 32) {
+        uint64_t four[4];
+        memcpy(four, codes + k, sizeof four);
+        for (uint64_t& eight : four) eight ^= 0x8080808080808080;
+        memcpy(codes + k, four, sizeof four);
+    }
+}
+
 template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                            int dtype, const void* bias, void* out) {
     Layout L = given;  // of the levels, a byte each
@@ -270,6 +281,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const Inputs in(L, x, rows, stride, dtype);
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.whole ? L.step : 1;
+    const bool is_there = Inputs::reads_within_rows && L.source == INT8;  // as signed bytes
     const bool is_shifted = flips || L.family != SIMPLE || L.zero >= 0 || L.offset != 0;
     const int64_t tile = rows > 4 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes that stay in the cache
     const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(L) + 4 * in.wide + tile * (2 * in.wide + bytes / 4);
@@ -277,7 +289,8 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
         RowParts parts(L, buffer.data());
         float *scratch = buffer.data() + RowParts::size(L), *scales = scratch + 4 * in.wide, *shifts = scales + tile * in.wide;
-        uint8_t *codes = (uint8_t*)(shifts + tile * in.wide), *own[16];
+        uint8_t* codes = (uint8_t*)(shifts + tile * in.wide);
+        const uint8_t* own[16];
         const int64_t first = t * tile, end = first + tile < L.rows ? first + tile : L.rows;
         for (int64_t n = first, i = 0; n < end; n++, i++) {
             const RowAt at(L, n);
@@ -290,8 +303,9 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 memcpy(by + g, &stepped, sizeof stepped), memcpy(add + g, &moved, sizeof moved);
             }
             if (in.each > 1) spread(by, in.each, in.count, scale), spread(add, in.each, in.count, shift);
-            own[i] = StreamRow::unpack(given, P, n, at, L.whole, codes + i * bytes);
-            for (int64_t k = 0; flips && k < L.columns; k++) own[i][k] ^= 0x80;
+            if (is_there) own[i] = (const uint8_t*)P.codes + n * L.columns;
+            else own[i] = StreamRow::unpack(given, P, n, at, L.whole, codes + i * bytes);
+            if (flips) flip(codes + i * bytes, L.columns);
         }
         float y[4];
         for (int64_t m = 0, some; m < rows; m += some) {
