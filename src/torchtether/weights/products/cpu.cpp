@@ -57,16 +57,10 @@ template <int C> void aligned_linear(const Layout& L, const Parts& P, const void
     if (is_fast<C>(L, dtype)) return fast_linear<C>(L, P, x, rows, stride, dtype, bias, out);
 #endif
     if constexpr (C == INT8 || C == UINT8 || C == INT4) {
+        if (dtype == FLOAT32) return levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
         const bool zero = L.zero >= 0 || L.offset != 0;
-#if FIXED_POINT
-        if (dtype != FLOAT32) {
-            if (zero) linear<C, true, true>(L, P, x, rows, stride, dtype, bias, out);
-            else linear<C, true, false>(L, P, x, rows, stride, dtype, bias, out);
-            return;
-        }
-#endif
-        if (zero) linear<C, false, true>(L, P, x, rows, stride, dtype, bias, out);
-        else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
+        if (zero) linear<C, FIXED_POINT, true>(L, P, x, rows, stride, dtype, bias, out);
+        else linear<C, FIXED_POINT, false>(L, P, x, rows, stride, dtype, bias, out);
     } else linear<C, false, false>(L, P, x, rows, stride, dtype, bias, out);
 }
 

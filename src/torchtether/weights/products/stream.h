@@ -144,6 +144,7 @@ template <int M> void float_dots(const float* w, const float* x, int64_t count, 
     for (int m = 0; m < M; m++)
         for (int a = 0; a < A; a++) sums[m][a] = F{};
     for (int64_t k = 0; k < count; k += A * LANES)
+#pragma GCC unroll 4
         for (int a = 0; a < A; a++) {
             const F v = load<F>(w + k + a * LANES);
             for (int m = 0; m < M; m++) sums[m][a] = fma(v, load<F>(x + m * count + k + a * LANES), sums[m][a]);
@@ -214,6 +215,7 @@ struct FloatInputs {
             F part[M][A];
             for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
             for (; k + A * LANES <= end; k += A * LANES)
+#pragma GCC unroll 4
                 for (int a = 0; a < A; a++) add<M, A>(codes, x, k + a * LANES, a, part);
             for (; k < end; k += LANES) add<M, A>(codes, x, k, 0, part);
             for (int i = 0; i < M; i++) {
@@ -226,6 +228,7 @@ struct FloatInputs {
 
     template <int M, int A> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F (*part)[A]) const {
         const F level = values<INT8>(codes + k);
+#pragma GCC unroll 4
         for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
     }
 };
@@ -265,13 +268,14 @@ bool is_fixed(const Layout&, int) { return false; }
 
 template <> bool is_fast<STREAM>(const Layout& L, int dtype) { return is_fixed(L, dtype); }
 
-inline void flip(uint8_t* codes, int64_t count) {
-    for (int64_t k = 0; k < count; k += 32) {
-        uint64_t four[4];
-        memcpy(four, codes + k, sizeof four);
-        for (uint64_t& eight : four) eight ^= 0x8080808080808080;
-        memcpy(codes + k, four, sizeof four);
+// Unsigned bytes, less 128, as signed ones.
+inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
+    int64_t k = 0;
+    for (; k + WIDTH <= count; k += WIDTH) {
+        const I v = load<I>(from + k) ^ (int32_t)0x80808080;
+        memcpy(to + k, &v, sizeof v);
     }
+    for (; k < count; k++) to[k] = from[k] ^ 0x80;
 }
 
 template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
@@ -303,9 +307,10 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 memcpy(by + g, &stepped, sizeof stepped), memcpy(add + g, &moved, sizeof moved);
             }
             if (in.each > 1) spread(by, in.each, in.count, scale), spread(add, in.each, in.count, shift);
-            if (is_there) own[i] = (const uint8_t*)P.codes + n * L.columns;
+            const uint8_t* eights = (const uint8_t*)P.codes + n * L.columns;  // where codes have 8 bits
+            if (is_there) own[i] = eights;
+            else if (flips) own[i] = codes + i * bytes, copy_flipped(eights, L.columns, codes + i * bytes);
             else own[i] = StreamRow::unpack(given, P, n, at, L.whole, codes + i * bytes);
-            if (flips) flip(codes + i * bytes, L.columns);
         }
         float y[4];
         for (int64_t m = 0, some; m < rows; m += some) {
