@@ -16,8 +16,6 @@ from torchtether.weights.products.table import HALVES, INTEGERS
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What one rounding moves a number by, at most, in units of it."""
-FIXED = (*INTEGERS, STREAM)
-"""Kinds of codes that may be multiplied with inputs as fixed point."""
 SCHEMES = {
     "int8": tt.int8(),
     "int8, groups": tt.int8(64, symmetric=False),
@@ -57,6 +55,7 @@ def allowed(weight, x, bias, fast):
         and (activations is None or is_twice)
     ):
         most += 2.0**-15 * F.linear(meant.amax(-1, keepdim=True).expand_as(meant), values)  # inputs as fixed point
+    if dtype in HALVES and kernel == "compiled":  # steps of decoding that the scheme rounds
         most += F.linear(meant, (unrounded(weight) - weight.to(torch.float32).dequantize()).abs())
     if is_twice or kernel == "int8pack":
         most += unit * (1 + unit) * product.abs()

@@ -1,6 +1,6 @@
 // Codes of 1 to 8 bits in a dense stream, with the numbers of row_parts.h: all that the kernels of one layout do not know.
 //
-// stream.cpp includes this in its own namespace.
+// kernels.cpp includes this in its own namespace.
 //
 // A row of codes is unpacked to bytes, which stay in the cache. Where levels are whole multiples of a power of two, the bytes
 // are multiplied, by the rows of rows_avx2.h where inputs are taken as fixed point:
@@ -146,6 +146,7 @@ template <int M> void float_dots(const float* w, const float* x, int64_t count, 
     for (int m = 0; m < M; m++)
         for (int a = 0; a < A; a++) sums[m][a] = F{};
     for (int64_t k = 0; k < count; k += A * LANES)
+#pragma GCC unroll 4
         for (int a = 0; a < A; a++) {
             const F v = load<F>(w + k + a * LANES);
             for (int m = 0; m < M; m++) sums[m][a] = fma(v, load<F>(x + m * count + k + a * LANES), sums[m][a]);
@@ -186,6 +187,7 @@ bool has_levels(const Layout& L, int dtype) {
 
 // Rows of inputs as float32, and their sums under each scale.
 struct FloatInputs {
+    static constexpr bool reads_within_rows = false;
     int64_t padded, count, wide, each = 1;
     Buffer floats, sums;
 
@@ -215,6 +217,7 @@ struct FloatInputs {
             F part[M][A];
             for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
             for (; k + A * LANES <= end; k += A * LANES)
+#pragma GCC unroll 4
                 for (int a = 0; a < A; a++) add<M, A>(codes, x, k + a * LANES, a, part);
             for (; k < end; k += LANES) add<M, A>(codes, x, k, 0, part);
             for (int i = 0; i < M; i++) {
@@ -227,6 +230,7 @@ struct FloatInputs {
 
     template <int M, int A> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F (*part)[A]) const {
         const F level = values<INT8>(codes + k);
+#pragma GCC unroll 4
         for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
     }
 };
@@ -239,6 +243,7 @@ bool is_fixed(const Layout& L, int dtype) {
 
 // The same as fixed point, for the rows of rows_avx2.h.
 template <int S> struct FixedInputs {
+    static constexpr bool reads_within_rows = true;
     Spans in;
     int64_t count, wide, each;
     Buffer sums;
@@ -263,6 +268,18 @@ template <int S> struct FixedInputs {
 bool is_fixed(const Layout&, int) { return false; }
 #endif
 
+template <> bool is_fast<STREAM>(const Layout& L, int dtype) { return is_fixed(L, dtype); }
+
+// Unsigned bytes, less 128, as signed ones.
+inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
+    int64_t k = 0;
+    for (; k + WIDTH <= count; k += WIDTH) {
+        const I v = load<I>(from + k) ^ (int32_t)0x80808080;
+        memcpy(to + k, &v, sizeof v);
+    }
+    for (; k < count; k++) to[k] = from[k] ^ 0x80;
+}
+
 template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                            int dtype, const void* bias, void* out) {
     Layout L = given;  // of the levels, a byte each
@@ -270,6 +287,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const Inputs in(L, x, rows, stride, dtype);
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
+    const bool is_there = Inputs::reads_within_rows && L.source == INT8;  // as signed bytes
     const bool is_shifted = flips || L.family != SIMPLE || L.zero >= 0 || L.offset != 0;
     const int64_t tile = rows > 4 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes that stay in the cache
     const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(L) + 4 * in.wide + tile * (2 * in.wide + bytes / 4);
@@ -277,7 +295,8 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
         RowParts parts(L, buffer.data());
         float *scratch = buffer.data() + RowParts::size(L), *scales = scratch + 4 * in.wide, *shifts = scales + tile * in.wide;
-        uint8_t *codes = (uint8_t*)(shifts + tile * in.wide), *own[16];
+        uint8_t* codes = (uint8_t*)(shifts + tile * in.wide);
+        const uint8_t* own[16];
         const int64_t first = t * tile, end = first + tile < L.rows ? first + tile : L.rows;
         for (int64_t n = first, i = 0; n < end; n++, i++) {
             const RowAt at(L, n);
@@ -290,8 +309,10 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 memcpy(by + g, &stepped, sizeof stepped), memcpy(add + g, &moved, sizeof moved);
             }
             if (in.each > 1) spread(by, in.each, in.count, scale), spread(add, in.each, in.count, shift);
-            own[i] = StreamRow::unpack(given, P, n, at, levels_of(L), codes + i * bytes);
-            for (int64_t k = 0; flips && k < L.columns; k++) own[i][k] ^= 0x80;
+            const uint8_t* eights = (const uint8_t*)P.codes + n * L.columns;  // where codes have 8 bits
+            if (is_there) own[i] = eights;
+            else if (flips) own[i] = codes + i * bytes, copy_flipped(eights, L.columns, codes + i * bytes);
+            else own[i] = StreamRow::unpack(given, P, n, at, levels_of(L), codes + i * bytes);
         }
         float y[4];
         for (int64_t m = 0, some; m < rows; m += some) {
