@@ -50,7 +50,8 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
         tasks: list[_Task] = [("module", "module.cpp", with_avx2, [])]
         for level, flags in levels.items():
             for kind in KINDS:
-                tasks.append((f"{level}-{kind}", "kernels.cpp", [("LEVEL", level), ("CODES", kind)], flags))
+                source = "stream.cpp" if kind == "STREAM" else "kernels.cpp"
+                tasks.append((f"{level}-{kind}", source, [("LEVEL", level), ("CODES", kind)], flags))
             tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], [*flags, "-O3", "-fno-trapping-math"]))
 
         def compiled(task: _Task) -> list[str]:

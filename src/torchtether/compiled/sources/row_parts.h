@@ -2,7 +2,7 @@
 //     value = ((level + before) * scale) * unit + after
 // with a level for each code. A number that a scheme lacks is one that changes nothing: -0.0 is added, also to -0.0.
 //
-// kernels.cpp includes this in its own namespace.
+// stream.cpp includes this in its own namespace.
 
 enum Family { SIMPLE, BIASED, BIASED_FIRST, SUPER_BLOCKS };
 

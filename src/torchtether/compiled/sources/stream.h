@@ -1,6 +1,6 @@
 // Codes of 1 to 8 bits in a dense stream, with the numbers of row_parts.h: all that the kernels of one layout do not know.
 //
-// kernels.cpp includes this in its own namespace.
+// stream.cpp includes this in its own namespace.
 //
 // A row of codes is unpacked to bytes, which stay in the cache. Where levels are whole multiples of a power of two, the bytes
 // are multiplied, by the rows of rows_avx2.h where inputs are taken as fixed point:
@@ -110,6 +110,11 @@ template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows&
         for (; k < L.columns; k += LANES)
             put<D>(load<F>(row.values + k), to, k, L.columns - k < LANES ? L.columns - k : LANES);
     });
+}
+
+template <int D> void put_one(float y, const void* bias, int64_t n, void* out, int64_t at) {
+    if (bias) y += get<D>(bias, n, 1)[0];
+    put<D>(all(y), out, at, 1);
 }
 
 void put_sums(const float* y, int64_t count, const Layout& L, int dtype, const void* bias, int64_t n, void* out, int64_t m) {
@@ -267,8 +272,6 @@ template <int S> struct FixedInputs {
 #else
 bool is_fixed(const Layout&, int) { return false; }
 #endif
-
-template <> bool is_fast<STREAM>(const Layout& L, int dtype) { return is_fixed(L, dtype); }
 
 // Unsigned bytes, less 128, as signed ones.
 inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {

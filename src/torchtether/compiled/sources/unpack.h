@@ -1,6 +1,6 @@
 // Codes of 1 to 8 bits, a dense stream as bits.py has it, to bytes.
 //
-// kernels.cpp includes this in its own namespace.
+// stream.cpp includes this in its own namespace.
 
 #if defined(__AVX2__)
 struct Places {  // of 16 codes of some bits, 8 in each half: where two bytes lie that hold each, and what moves it to their top

@@ -5,10 +5,8 @@
 #define WIDTH 32  // bytes of a vector, at every level: wider ones have gained nothing where they were measured
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FAST_ROWS 1
-#define FIXED_POINT 1
 #else
 #define FAST_ROWS 0
-#define FIXED_POINT 0
 #endif
 
 typedef float F __attribute__((vector_size(WIDTH)));
@@ -82,14 +80,10 @@ inline H narrow(I v) {  // of 0 to 65535
 #endif
 }
 
-#if FIXED_POINT
+#if FAST_ROWS
 template <bool SIGN> inline W words(const uint8_t* p) {  // 2 * LANES bytes
     const __m128i b = _mm_loadu_si128((const __m128i*)p);
     return (W)(SIGN ? _mm256_cvtepi8_epi16(b) : _mm256_cvtepu8_epi16(b));
-}
-
-inline I multiply_pairs(W a, W b) {
-    return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
 #endif
 
@@ -162,17 +156,6 @@ inline F from_e4m3(const uint8_t* p) {  // as float16, of which the exponent is 
     H u = halves(p), low = (u & 0x7f) << 7, half = ((u & 0x80) << 8) | low;
     return from_half(low == 0x3f80 ? half | 0x7e00 : half) * 256.0f;
 }
-
-#if FIXED_POINT
-inline void small_e4m3(const uint8_t* p, F* out) {  // 2 * LANES bytes, their values / 256
-    const W u = words<false>(p);
-    W half = ((u << 8) >> 1) & (int16_t)0xbf80;  // the sign, a copy of it that goes, and 7 bits
-    half |= ((half & 0x7f80) == 0x3f80) & 0x7e00;
-    H parts[2];
-    memcpy(parts, &half, sizeof half);
-    out[0] = from_half(parts[0]), out[1] = from_half(parts[1]);
-}
-#endif
 
 template <int C> inline F values(const uint8_t* p) {
     if (C == INT8) return __builtin_convertvector(signed_bytes(p), F);

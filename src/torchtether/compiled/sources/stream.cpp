@@ -1,0 +1,19 @@
+// What kernels.cpp does with codes that suit no layout of rows_avx2.h, or with inputs that do not: -DLEVEL=, -DCODES=STREAM
+
+#include "kernels.h"
+
+namespace {
+
+#include "unpack.h"
+#include "row_parts.h"
+#include "stream.h"
+
+void decode_as(const Layout& L, const Parts& P, const Rows& rows, int dtype, void* out) {
+    if (dtype == FLOAT32) decode_stream<FLOAT32>(L, P, rows, out);
+    else if (dtype == BFLOAT16) decode_stream<BFLOAT16>(L, P, rows, out);
+    else decode_stream<FLOAT16>(L, P, rows, out);
+}
+
+}  // namespace
+
+const Kernels NAME(LEVEL, CODES) = {stream_linear, decode_as, is_fixed};
