@@ -218,13 +218,13 @@ def test_large_worlds_hold_what_was_planned(world, rank):
 # -- peaks ------------------------------------------------------------------------------------------------------------
 
 
-def measure_peaks(make, units, options):
+def measure_peaks(make, units, options, rows=1):
     """The peaks of a step that the profiler sees allocated, beside those of the plan, in bytes."""
     model = make()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = plan_units(model, units, mesh=mesh, inputs=IDS)
     tt.distributed.shard(model, plan, **options)
-    ids = torch.zeros(1, 1, dtype=torch.long)
+    ids = torch.zeros(1, rows, dtype=torch.long)
     for _ in range(2):
         model(ids).sum().backward()
         model.zero_grad()
@@ -300,8 +300,9 @@ def test_peaks_are_those_that_torch_allocates(make, units, options):
 )
 def test_peaks_count_what_products_decode(scheme):
     """Three quarters of the peak are values that a product decodes; decoding itself takes a little more."""
-    for measured, planned in imagine(measure_peaks, 8, partial(lora, scheme, 800, 512), Block, {}):
-        assert planned <= measured <= 1.02 * planned + 2**18
+    rows = 9  # of inputs: from there on float32 products decode
+    for measured, planned in imagine(measure_peaks, 8, partial(lora, scheme, 800, 512), Block, {}, rows):
+        assert planned <= measured <= 1.02 * planned + 2**19  # activations, too
 
 
 def test_what_is_decoded_at_once_is_what_products_decode():

@@ -81,7 +81,8 @@ def _bind(module: ModuleType) -> str:
     }
     has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # ATEN_CPU_CAPABILITY says less
     error: ImportError | None = None
-    for library in _LIBRARIES:
+    beside = os.path.join(os.path.dirname(torch.__file__), "lib", "")
+    for library in (*_LIBRARIES, *(beside + name for name in _LIBRARIES)):  # a name is enough where it is loaded
         try:
             found: str = module.bind(library, objects, impl_id(given), given.data_ptr(), has_avx2)
             return found

@@ -47,7 +47,7 @@ template <class Work> inline void in_threads(int64_t count, int64_t step, bool i
         Shared& shared = *(Shared*)with;
         for (; begin < end; begin++) shared.failed.within([&] { (*shared.work)(shared.shares); });
     };
-    parallel_for(0, threads < most ? threads : most, 1, run, &shared);
+    if (parallel_for(0, threads < most ? threads : most, 1, run, &shared)) throw std::bad_alloc();
     shared.failed.rethrow();
 }
 
