@@ -66,7 +66,7 @@ def test_a_trainable_weight_has_the_gradient_of_its_values():
     plain = weight.detach().dequantize().requires_grad_()
     for used in (weight, plain):
         F.grouped_mm(rows, used.transpose(-2, -1), offs=offs).square().sum().backward()
-    torch.testing.assert_close(weight.grad, plain.grad)
+    torch.testing.assert_close(weight.grad, plain.grad, rtol=1e-4, atol=1e-4)  # sums of another order, squared
 
 
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(group_size=32), tt.nf4(), tt.mxfp4()], ids=str)
