@@ -45,7 +45,8 @@ def _agree(got, expected, what):
         if isinstance(theirs, torch.Tensor):
             assert ours.shape == theirs.shape, what
             assert ours.dtype == theirs.dtype, what
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, check_stride=False)
+            near = 1e-5 if what.partition(".")[0] in ("linear", "_grouped_mm") else 0  # sums of another order
+            torch.testing.assert_close(ours, theirs, rtol=near, atol=near, equal_nan=True, check_stride=False)
         elif isinstance(theirs, (torch.UntypedStorage, torch.TypedStorage)):
             sizes = [getattr(storage, "_untyped_storage", storage).nbytes() for storage in (ours, theirs)]
             assert sizes[0] == sizes[1], what
@@ -187,11 +188,16 @@ def test_linear_and_embedding_agree_with_decoded_values(row):
     values = weight.dequantize()
     x, index = rand(5, COLUMNS), torch.tensor([[0, ROWS - 1], [3, 3]])
     with torch.no_grad():
-        assert torch.equal(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, values))
+        _sums_agree(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, values))
     assert torch.equal(torch.nn.functional.embedding(index, weight), values[index])
     with torch.inference_mode():
-        assert torch.equal(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, values))
-        assert torch.equal(torch.matmul(x, weight.t()), torch.matmul(x, values.t()))
+        _sums_agree(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, values))
+        _sums_agree(torch.matmul(x, weight.t()), torch.matmul(x, values.t()))
+
+
+def _sums_agree(got, expected):
+    """Products in float32 are sums of another order than torch's; test_sums.py has their bounds."""
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @few_schemes
