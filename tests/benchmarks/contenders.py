@@ -22,7 +22,10 @@ DENSE = "dense bf16"
 
 
 def has(package):
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a module of a package that is not there
+        return False
 
 
 def peer_linears(values):

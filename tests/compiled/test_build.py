@@ -30,7 +30,7 @@ needs_room = pytest.mark.skipif(compiled.native() is None, reason="nothing compi
 
 def child(code, **environment):
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    env = {**os.environ, "PYTHONPATH": paths, "TORCHTETHER_COMPILE": "1", **environment}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
 
 

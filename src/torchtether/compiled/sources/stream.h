@@ -5,6 +5,7 @@
 // A row of codes is unpacked to bytes, which stay in the cache. Where levels are whole multiples of a power of two, the bytes
 // are multiplied, by the rows of rows_avx2.h where inputs are taken as fixed point:
 //     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
+// Inputs of float32 are multiplied with level + before, so that their sums lose nothing where the two are nearly the same.
 // In all other cases a row is decoded to float32, and so are inputs.
 
 inline const uint8_t* levels_of(const Layout& L) { return L.is_whole ? L.whole : nullptr; }
@@ -192,7 +193,7 @@ bool has_levels(const Layout& L, int dtype) {
 
 // Rows of inputs as float32, and their sums under each scale.
 struct FloatInputs {
-    static constexpr bool reads_within_rows = false;
+    static constexpr bool reads_within_rows = false, adds_before = true;
     int64_t padded, count, wide, each = 1;
     Buffer floats, sums;
 
@@ -208,12 +209,17 @@ struct FloatInputs {
             }
     }
 
-    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, int64_t m, float*, float* y) const {
-        if (L.group < 32) row_by<M, 1>(L, codes, scale, m, y);
-        else row_by<M, M == 1 ? 4 : M == 2 ? 2 : 1>(L, codes, scale, m, y);
+    // `before`, if it is there, is added to the levels of each group: exactly, where a sum of its own would cancel.
+    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, const float* before, int64_t m,
+                              float*, float* y) const {
+        constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
+        if (L.group < 32) before ? row_by<M, 1, true>(L, codes, scale, before, m, y)
+                                 : row_by<M, 1, false>(L, codes, scale, before, m, y);
+        else before ? row_by<M, A, true>(L, codes, scale, before, m, y) : row_by<M, A, false>(L, codes, scale, before, m, y);
     }
 
-    template <int M, int A> void row_by(const Layout& L, const uint8_t* codes, const float* scale, int64_t m, float* y) const {
+    template <int M, int A, bool Z> void row_by(const Layout& L, const uint8_t* codes, const float* scale, const float* before,
+                                                int64_t m, float* y) const {
         const float* x = floats.data() + m * padded;
         F total[M];
         for (int i = 0; i < M; i++) total[i] = F{};
@@ -221,10 +227,11 @@ struct FloatInputs {
             end = end < L.columns ? end : L.columns;
             F part[M][A];
             for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
+            const F low = Z ? all(*before++) : F{};
             for (; k + A * LANES <= end; k += A * LANES)
 #pragma GCC unroll 4
-                for (int a = 0; a < A; a++) add<M, A>(codes, x, k + a * LANES, a, part);
-            for (; k < end; k += LANES) add<M, A>(codes, x, k, 0, part);
+                for (int a = 0; a < A; a++) add<M, A, Z>(codes, x, k + a * LANES, a, low, part);
+            for (; k < end; k += LANES) add<M, A, Z>(codes, x, k, 0, low, part);
             for (int i = 0; i < M; i++) {
                 for (int a = 1; a < A; a++) part[i][0] += part[i][a];
                 total[i] = fma(all(*scale), part[i][0], total[i]);
@@ -233,8 +240,10 @@ struct FloatInputs {
         for (int i = 0; i < M; i++) y[i] = sum(total[i]) * L.unit;
     }
 
-    template <int M, int A> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F (*part)[A]) const {
-        const F level = values<INT8>(codes + k);
+    template <int M, int A, bool Z> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F low,
+                                                    F (*part)[A]) const {
+        F level = values<INT8>(codes + k);
+        if (Z) level += low;
 #pragma GCC unroll 4
         for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
     }
@@ -248,7 +257,7 @@ bool is_fixed(const Layout& L, int dtype) {
 
 // The same as fixed point, for the rows of rows_avx2.h.
 template <int S> struct FixedInputs {
-    static constexpr bool reads_within_rows = true;
+    static constexpr bool reads_within_rows = true, adds_before = false;
     Spans in;
     int64_t count, wide, each;
     Buffer sums;
@@ -264,8 +273,8 @@ template <int S> struct FixedInputs {
             }
     }
 
-    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, int64_t m, float* scratch,
-                              float* y) const {
+    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, const float*, int64_t m,
+                              float* scratch, float* y) const {
         integer_row<INT8, S, M, false, false>(L, codes, scale, scale, in, m, scratch, y);
     }
 };
@@ -291,25 +300,30 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
     const bool is_there = Inputs::reads_within_rows && L.source == INT8;  // as signed bytes
-    const bool is_shifted = flips || L.family != SIMPLE || L.zero >= 0 || L.offset != 0;
+    const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
+    const bool is_shifted = L.family != SIMPLE || (is_lifted && !Inputs::adds_before);
     const int64_t tile = rows > 4 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes that stay in the cache
-    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(L) + 4 * in.wide + tile * (2 * in.wide + bytes / 4);
+    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(L) + 4 * in.wide + tile * (3 * in.wide + bytes / 4);
     const auto make = [&] { return RowParts::buffer(L, size); };
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
         RowParts parts(L, buffer.data());
         float *scratch = buffer.data() + RowParts::size(L), *scales = scratch + 4 * in.wide, *shifts = scales + tile * in.wide;
-        uint8_t* codes = (uint8_t*)(shifts + tile * in.wide);
+        float* lows = shifts + tile * in.wide;
+        uint8_t* codes = (uint8_t*)(lows + tile * in.wide);
         const uint8_t* own[16];
         const int64_t first = t * tile, end = first + tile < L.rows ? first + tile : L.rows;
         for (int64_t n = first, i = 0; n < end; n++, i++) {
             const RowAt at(L, n);
             parts.fill(given, P, n, at);
-            float *scale = scales + i * in.wide, *shift = shifts + i * in.wide;
+            float *scale = scales + i * in.wide, *shift = shifts + i * in.wide, *low = lows + i * in.wide;
             float *by = in.each == 1 ? scale : scratch, *add = in.each == 1 ? shift : scratch + in.wide;
             for (int64_t g = 0; g < at.groups; g += LANES) {
                 const F s = load<F>(parts.scale + g), stepped = s * all(step);
-                const F moved = (load<F>(parts.before + g) + all(lift)) * s * all(L.unit) + load<F>(parts.after + g);
+                const F lifted = load<F>(parts.before + g) + all(lift), after = load<F>(parts.after + g);
+                const F moved = Inputs::adds_before ? after : lifted * s * all(L.unit) + after;
                 memcpy(by + g, &stepped, sizeof stepped), memcpy(add + g, &moved, sizeof moved);
+                const F units = lifted * all(1 / step);  // exact: a power of two
+                if (Inputs::adds_before) memcpy(low + g, &units, sizeof units);
             }
             if (in.each > 1) spread(by, in.each, in.count, scale), spread(add, in.each, in.count, shift);
             const uint8_t* eights = (const uint8_t*)P.codes + n * L.columns;  // where codes have 8 bits
@@ -322,9 +336,10 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
             for (int64_t n = first, i = 0; n < end; n++, i++) {
                 const float *scale = scales + i * in.wide, *shift = shifts + i * in.wide;
-                if (some == 4) in.template row<4>(L, own[i], scale, m, scratch, y);
-                else if (some == 2) in.template row<2>(L, own[i], scale, m, scratch, y);
-                else in.template row<1>(L, own[i], scale, m, scratch, y);
+                const float* low = Inputs::adds_before && is_lifted ? lows + i * in.wide : nullptr;
+                if (some == 4) in.template row<4>(L, own[i], scale, low, m, scratch, y);
+                else if (some == 2) in.template row<2>(L, own[i], scale, low, m, scratch, y);
+                else in.template row<1>(L, own[i], scale, low, m, scratch, y);
                 for (int64_t j = 0; is_shifted && j < some; j++) {
                     F total{};
                     for (int64_t k = 0; k < in.count; k += LANES)
