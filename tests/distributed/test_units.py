@@ -300,7 +300,7 @@ def test_peaks_are_those_that_torch_allocates(make, units, options):
 )
 def test_peaks_count_what_products_decode(scheme):
     """Three quarters of the peak are values that a product decodes; decoding itself takes a little more."""
-    rows = 17  # of inputs: from there on float32 products decode
+    rows = 5  # of inputs: from there on small layers in float32 are decoded
     for measured, planned in imagine(measure_peaks, 8, partial(lora, scheme, 800, 512), Block, {}, rows):
         assert planned <= measured <= 1.02 * planned + 2**19  # activations, too
 

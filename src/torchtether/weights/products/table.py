@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class KernelChoice(NamedTuple):
-    """``kernel`` is for at most ``rows`` rows of input, where all else fits.
+    """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits.
 
     ``rounds`` is whether inputs are rounded to int8, ``None`` for either.
     """
@@ -34,6 +34,7 @@ class KernelChoice(NamedTuple):
     rounds: bool | None
     rows: int
     measured: str
+    elements: int = 0
 
 
 ANY = 1 << 62
@@ -98,8 +99,18 @@ TABLE = (
         None,
         None,
         16,
-        "AVX2, int8, batch 1, 4, 16, of dense: 576 x 576 .7, .5, 1.2, 4096 x 4096 .4, .2, .6; decoding first: 576 x 576"
-        " 4.5, 2.4, 2.6, 4096 x 4096 6 to 20",
+        "AVX2, int8, batch 1, 4, 16, of dense: 4096 x 4096 .4, .2, .6; decoding first 6 to 20",
+        elements=1 << 20,
+    ),
+    KernelChoice(
+        "compiled",
+        KINDS,
+        (torch.float32,),
+        None,
+        None,
+        4,
+        "AVX2, int8, batch 1, 4, of dense: 576 x 576 .7, .5, 1536 x 576 .7; decoding first: 576 x 576 4.5, 2.4."
+        " Batch 16: 1.2, decoding first 2.6; small layers keep their bits there",
     ),
     # without the compiled room
     KernelChoice(
@@ -143,7 +154,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]
         is_there = row.kernel != "compiled" or compiled.native() is not None
         if row.kernel == "int_mm":
             is_there = int_mm.takes(layout)
-        fits = layout.kind in row.kinds and dtype in row.dtypes
+        fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
         is_input = row.rounds is None or row.rounds == bool(fields["activations"])
         if is_there and fits and is_processor and is_input:
