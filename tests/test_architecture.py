@@ -179,6 +179,7 @@ DISK = {
 }  # fmt: skip
 DOORS = {
     "cli": "prints, and makes the folders of the demo",
+    "compiled/digest.py": "reads the sources of the extension module",
     "compiled/setup_build.py": "builds the extension module, when the package is installed",
     "weights/graph_cache_key.py": "digests the sources of this package",
     "progress.py": "reads the memory of the process",

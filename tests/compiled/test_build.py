@@ -71,6 +71,27 @@ def test_a_torch_that_it_does_not_know_is_said_once_and_torch_computes():
     assert found.stderr.count("torchtether: the compiled module does not fit") == 1
 
 
+OTHER_SOURCES = """
+import shutil, sys, tempfile
+from pathlib import Path
+from torchtether.compiled import room
+newer = Path(tempfile.mkdtemp(), "sources")
+shutil.copytree(room._SOURCES, newer)
+with (newer / "layout.h").open("a") as file:
+    file.write("//")
+room._SOURCES = newer
+"""
+
+
+@needs_room
+def test_a_module_of_other_sources_is_not_taken():
+    found = child(OTHER_SOURCES + PRODUCT)
+    assert found.returncode == 0, found.stderr
+    what = "the compiled module does not fit: it was built from other sources than lie here. Install torchtether again"
+    assert found.stdout == f"{what}\n"
+    assert found.stderr.count(what) == 1
+
+
 @needs_room
 def test_a_layout_is_filled_by_name_and_a_wrong_one_is_an_error():
     layout = layout_of(int8(), (4, 64))

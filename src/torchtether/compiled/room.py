@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -13,8 +14,10 @@ import torch
 from .._signals import renewed_after_fork
 from ..torch_private.observers import WATCHED
 from ..torch_private.tensors import any_requires_grad, empty_on_cpu, impl_id
+from .digest import digest_of
 
 _LOCK = renewed_after_fork(threading.Lock())
+_SOURCES = Path(__file__).parent / "sources"
 _LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 _module: ModuleType | None = None
 _state = ""  # empty until it is asked for
@@ -45,20 +48,17 @@ def _find() -> None:
         return
     try:
         module = import_module("torchtether.compiled._native")
+        built, here = getattr(module, "SOURCES", "others"), digest_of(_SOURCES)
+        if here and built != here:  # as where an editable installation goes on with newer files
+            raise ImportError("it was built from other sources than lie here. Install torchtether again")
+        level = _bind(module)
     except ModuleNotFoundError:
         _state = "torchtether was installed without a compiler"
-        return
-    except ImportError as error:
-        _state = f"the compiled module cannot be loaded: {error}"
-        warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
-        return
-    try:
-        level = _bind(module)
     except (ImportError, KeyError, TypeError) as error:
         _state = f"the compiled module does not fit: {error}"
         warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
-        return
-    _module, _state = module, f"compiled ({level})"
+    else:
+        _module, _state = module, f"compiled ({level})"
 
 
 def _bind(module: ModuleType) -> str:

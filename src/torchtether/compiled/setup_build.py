@@ -8,6 +8,7 @@ package is installed without the module: torch computes then.
 from __future__ import annotations
 
 import os
+import runpy
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
 
 SOURCES = Path("src/torchtether/compiled/sources")
+_digest_of = runpy.run_path(str(SOURCES.parent / "digest.py"))["digest_of"]
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", "STREAM")
 LEVELS = {"portable": ["-O2"], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
 # No multiplication is fused with an addition unless the source says so: the bits are those of torch's ops.
@@ -46,8 +48,8 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
         return Path("src", *ext.name.split(".")[:-1], Path(self.get_ext_filename(ext.name)).name)
 
     def _compile_and_link(self, target: Path, levels: dict[str, list[str]]) -> None:
-        with_avx2 = [("WITH_AVX2", "1" if "avx2" in levels else "0")]
-        tasks: list[_Task] = [("module", "module.cpp", with_avx2, [])]
+        macros = [("WITH_AVX2", "1" if "avx2" in levels else "0"), ("SOURCES", _digest_of(SOURCES))]
+        tasks: list[_Task] = [("module", "module.cpp", macros, [])]
         for level, flags in levels.items():
             for kind in KINDS:
                 source = "stream.cpp" if kind == "STREAM" else "kernels.cpp"

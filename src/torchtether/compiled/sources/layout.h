@@ -8,6 +8,7 @@
 
 enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4, STREAM, KINDS, TABLE8 = KINDS };
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16, E8M0, FP8, SIGNED, UNSIGNED, NESTED };
+enum Family { SIMPLE, BIASED, BIASED_FIRST, SUPER_BLOCKS, ORDERED };  // row_parts.h; ORDERED: a group by column, in `extra`
 constexpr int SLOTS = 5;  // parts that the kernels take at most: codes, scale, zero points, and two more
 
 struct Layout {
@@ -26,7 +27,7 @@ struct Layout {
     int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: unknown yet
     // of a STREAM, stream.h
     int32_t bits, source;              // of a code; Codes: what it means
-    int32_t family, arithmetic;        // Family of row_parts.h; Dtype that its steps are rounded to
+    int32_t family, arithmetic;        // Family; Dtype that its steps are rounded to
     int32_t is_flat;                   // whether groups and bytes lie across rows
     int32_t is_whole;                  // whether all levels are small multiples of `step`, a power of two
     float step;

@@ -207,6 +207,8 @@ PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return PyUnicode_FromString(level->name);
 }
 
+#define TEXT_OF(word) #word
+#define TEXT(word) TEXT_OF(word)
 #define METHOD(name, function) {name, (PyCFunction)(void*)(function), METH_FASTCALL, nullptr}
 #define LOOP(name) METHOD(#name, loop<&encoders::name>)
 PyMethodDef METHODS[] = {
@@ -237,5 +239,6 @@ PyMODINIT_FUNC PyInit__native() {
     if (!module.object) return nullptr;
     layout_type = add_class<LayoutObject>(module.object, "torchtether.compiled._native.Layout", new_layout);
     recipe_type = add_class<RecipeObject>(module.object, "torchtether.compiled._native.Recipe", new_recipe);
+    if (PyModule_AddStringConstant(module.object, "SOURCES", TEXT(SOURCES))) return nullptr;  // compared by room.py
     return layout_type && recipe_type ? module.release() : nullptr;
 }

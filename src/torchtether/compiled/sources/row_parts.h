@@ -4,8 +4,6 @@
 //
 // stream.cpp includes this in its own namespace.
 
-enum Family { SIMPLE, BIASED, BIASED_FIRST, SUPER_BLOCKS };
-
 template <int A> inline F rounded_to(F x) {  // of numbers and of nan without payload
     if (A == BFLOAT16) return (F)(bfloat16_bits(x) << 16);
     return A == FLOAT16 ? from_half(to_half(x)) : x;

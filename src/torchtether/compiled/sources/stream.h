@@ -6,7 +6,7 @@
 // are multiplied, by the rows of rows_avx2.h where inputs are taken as fixed point:
 //     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
 // Inputs of float32 are multiplied with level + before, so that their sums lose nothing where the two are nearly the same.
-// In all other cases a row is decoded to float32, and so are inputs.
+// In all other cases a row is decoded to float32, and so are inputs. Columns that name their groups: ordered.h.
 
 inline const uint8_t* levels_of(const Layout& L) { return L.is_whole ? L.whole : nullptr; }
 
@@ -53,6 +53,15 @@ template <int C, int A, bool FIRST> void decode_codes(const Layout& L, const uin
     }
 }
 
+// The same where each column names its group.
+template <int C> void decode_named(const Layout& L, const uint8_t* codes, const int32_t* groups, const RowParts& parts,
+                                   float* to) {
+    for (int64_t k = 0; k < L.columns; k++) {
+        const float level = C == INT8 ? (int8_t)codes[k] : codes[k];
+        to[k] = (level + parts.before[groups[k]]) * parts.scale[groups[k]] * L.unit;
+    }
+}
+
 // A row of codes, its numbers and its values, in a buffer of `size` floats.
 struct StreamRow {
     RowParts parts;
@@ -86,7 +95,11 @@ struct StreamRow {
         const RowAt at(L, n);
         parts.fill(L, P, n, at);
         const uint8_t* own = unpack(L, P, n, at, meant, codes);
-        if (meant) decode<INT8>(L, own, at);
+        if (L.family == ORDERED) {
+            const int32_t* groups = (const int32_t*)P.extra;
+            if (L.source == INT8) decode_named<INT8>(L, own, groups, parts, values);
+            else decode_named<UINT8>(L, own, groups, parts, values);
+        } else if (meant) decode<INT8>(L, own, at);
         else if (L.arithmetic == BFLOAT16) decode_biased<BFLOAT16>(L, own, at);
         else if (L.arithmetic == FLOAT16) decode_biased<FLOAT16>(L, own, at);
         else if (L.source == INT8) decode<INT8>(L, own, at);

@@ -97,6 +97,17 @@ struct Seen {
     }
 };
 
+// Whether every column of an ORDERED layout names a group that is there.
+inline bool names_groups(const Layout& L, const Parts& parts) {
+    const int32_t* named = (const int32_t*)parts.extra;
+    int32_t low = 0, high = 0;
+    for (int64_t k = 0; L.family == ORDERED && k < L.columns; k++) {
+        low = named[k] < low ? named[k] : low;
+        high = named[k] > high ? named[k] : high;
+    }
+    return low >= 0 && high < L.groups;
+}
+
 // The parts, in the order of their slots in the layout, checked to be those of the layout; `look(i, part)` looks at one.
 template <class Look> inline bool look_at_parts(const Layout& L, intptr_t count, Parts& parts, Look look) {
     const void* at[SLOTS] = {};
@@ -109,5 +120,5 @@ template <class Look> inline bool look_at_parts(const Layout& L, intptr_t count,
         at[i] = part.at;
     }
     parts = {at[0], at[1], at[2], at[3], at[4]};
-    return used == count;
+    return used == count && names_groups(L, parts);
 }

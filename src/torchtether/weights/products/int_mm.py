@@ -30,6 +30,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
         return None
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,)):
         return None
+    if not codes.data_ptr():  # its storage is freed, or it holds zeros without memory
+        return None
     inputs, steps = rounding.codes_of(x.reshape(-1, layout.columns), "int8")
     sums = torch._int_mm(inputs.nan_to_num(0.0).to(torch.int8), codes.t())
     out: Tensor = sums.float() * steps * (scale.float().reshape(1, -1) * layout.fields["unit"])

@@ -25,6 +25,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NUMBERS = {
     torch.uint8: 0,
     torch.int8: 1,
+    torch.int32: 3,
     torch.float16: 5,
     torch.float32: 6,
     torch.bfloat16: 15,
@@ -41,7 +42,7 @@ _SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _ZEROS = {torch.int8: 5, torch.uint8: 6}
 _NESTED = 7
 _CODES = {"INT8": 0, "UINT8": 1, "E4M3": 2, "E5M2": 3, "TABLE4": 4, "TABLE8": 7}
-_FAMILY = {"BIASED": 1, "BIASED_FIRST": 2, "SUPER_BLOCKS": 3}
+_FAMILY = {"BIASED": 1, "BIASED_FIRST": 2, "SUPER_BLOCKS": 3, "ORDERED": 4}
 _TYPES = {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "TABLE4"}
 
 SLOTS = 5
@@ -95,7 +96,8 @@ class Layout:
     def bound(self) -> Any:
         """Return ``native``, or ``None`` where nothing compiled is there."""
         if self.native is None and (module := compiled.native()) is not None:
-            self.native = module.Layout(self.attributes, **self.fields)
+            made = module.Layout(self.attributes, **self.fields)
+            self.native = self.native or made  # of another thread, which may have set its rows already
         return self.native
 
 
@@ -120,13 +122,12 @@ def _found(scheme: Scheme, shape: Shape, activations: str | None) -> Layout | No
     describe = _FAMILIES.get(type(scheme))
     made: Layout | None = describe(scheme, shape) if describe is not None else None
     if made is not None and activations is not None:
-        made.fields["activations"] = 1 if activations == "int8" else 2
+        is_known = activations == "int8" and made.fields["family"] != _FAMILY["ORDERED"]
+        made.fields["activations"] = 1 if is_known else 2
     return made
 
 
 def _affine(scheme: Affine, shape: Shape) -> Layout | None:
-    if scheme.act_order:
-        return None
     is_signed = scheme.signed and scheme.bits == 8
     above = 0 if is_signed else 1 << (scheme.bits - 1)  # stored codes over signed ones
     source = "INT8" if is_signed else "UINT8"
@@ -139,7 +140,10 @@ def _affine(scheme: Affine, shape: Shape) -> Layout | None:
         zero_above = 0 if scheme.signed else 1 << (scheme.bits - 1)
         fields |= {"zero": _ZEROS[torch.int8 if scheme.signed else torch.uint8], "offset": float(above - zero_above)}
     kind = {4: "INT4", 8: source}.get(scheme.bits, STREAM)
-    return _made(kind, scheme, shape, scheme.block, ("qdata", "scale", "zero_point"), fields, scheme.bits, source)
+    if scheme.act_order:
+        kind, fields["family"] = STREAM, _FAMILY["ORDERED"]
+    names = ("qdata", "scale", "zero_point", "g_idx")
+    return _made(kind, scheme, shape, scheme.block, names, fields, scheme.bits, source)
 
 
 def _biased(scheme: Biased, shape: Shape) -> Layout | None:
@@ -252,7 +256,7 @@ def _levels(table: tuple[float, ...]) -> dict[str, Any]:
     """Return what codes stand for: as floats, and where all are small multiples of a power of two as those."""
     is_short = len(table) <= 16
     parts = max((value.as_integer_ratio()[1] for value in table), default=1)
-    is_whole = 0 < len(table) <= 64 and max(map(abs, table)) * parts <= 127
+    is_whole = 0 < len(table) <= 64 and parts <= 1 << 30 and max(map(abs, table)) * parts <= 127
     return {
         "table": (table or tuple(range(16))) if is_short else (),
         "levels": () if is_short else table,
