@@ -12,6 +12,7 @@ from .conversion.materializing import materialize, on_meta
 from .conversion.quantizing import LISTENERS as _LISTENERS
 from .conversion.quantizing import dequantize, quantize
 from .conversion.quantizing import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
+from .conversion.sizing import QuantizePlan, plan_quantize
 from .errors import (
     ArgumentError,
     CheckpointError,
@@ -75,6 +76,7 @@ __all__ = [
     "Concat", "Split", "Stack", "Transpose", "Rotary", "gguf_names",
     # conversions
     "convert", "quantize", "dequantize", "adopt", "quantize_activations", "swapping", "on_meta", "materialize",
+    "plan_quantize", "QuantizePlan",
     # ties and optimizers
     "find_ties", "check_ties", "tie", "untie", "check_optimizer",
     # many machines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from os import PathLike
 from typing import Any
 
@@ -68,6 +69,21 @@ def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_mod
         return
     word = "a bool or a function" if or_flag else "a function"
     raise ArgumentError(f"is {describe(value)}, not {word}", name=name, fix=f"Give {word}, or None.")
+
+
+def as_size(size: int | str, name: str) -> int:
+    """Return ``size`` in bytes. Raise ArgumentError for what is none.
+
+    >>> as_size("1.5GB", "bytes"), as_size("200MiB", "bytes")
+    (1500000000, 209715200)
+    """
+    if type(size) is int and size > 0:
+        return size
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*"
+    found = re.fullmatch(pattern, size.lower(), re.ASCII) if isinstance(size, str) else None
+    if found is None or float(found[1]) == 0 or (found[3] and not found[2]):
+        raise ArgumentError(f"{size!r:.40} is no size", name=name, fix="Give bytes, or text like '5GB'.")
+    return max(int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")), 1)
 
 
 def as_device(device: Any, name: str = "device") -> torch.device:

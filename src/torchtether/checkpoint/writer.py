@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, SchemeError, TieError
+from .._checks import as_size
+from ..errors import ArgumentError, CheckpointError, SchemeError, TieError
 from ..files import (
     GGUF_SUFFIX,
     HEADERS,
@@ -256,30 +256,10 @@ def check_keys(groups: Sequence[ShardGroup]) -> None:
 
 
 def _limit(size: int | str | None) -> int | None:
-    """Return the limit in bytes.
-
-    >>> _limit("1.5GB"), _limit("200MiB")
-    (1500000000, 209715200)
-    """
-    if size is None or (type(size) is int and size > 0):
-        return size
-    units = {
-        "": 1,
-        "k": 1000,
-        "m": 1000**2,
-        "g": 1000**3,
-        "t": 1000**4,
-        "ki": 2**10,
-        "mi": 2**20,
-        "gi": 2**30,
-        "ti": 2**40,
-    }
-    found = (
-        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", size.lower()) if isinstance(size, str) else None
-    )
-    if found is None or found[2] not in units or float(found[1]) == 0:
-        raise CheckpointError(f"{size!r} is no size", name="max_shard_size", fix="Give bytes, or text like '5GB'.")
-    return max(int(float(found[1]) * units[found[2]]), 1)
+    try:
+        return None if size is None else as_size(size, "max_shard_size")
+    except ArgumentError as error:
+        raise CheckpointError(error.what, name=error.name, fix=error.fix) from None
 
 
 def _shards(groups: Sequence[ShardGroup], limit: int | None) -> Iterator[list[ShardGroup]]:

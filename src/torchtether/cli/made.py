@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..conversion.sizing import QuantizePlan
 from ..pictures.drawing import clean, describe_bytes
 from .transform import Kind, TransformReport
 
@@ -47,3 +48,8 @@ def _became(old: Kind, new: Kind, formats: tuple[str, str]) -> str:
 def _names(paths: Iterable[str]) -> str:
     names = [clean(path) for path in paths]
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def print_plan(plan: QuantizePlan) -> None:
+    """Print a plan as a table: the scheme, the bytes and the error of each weight, and what they come to."""
+    print("\n".join(map(clean, str(plan).split("\n"))))

@@ -21,7 +21,7 @@ from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, describe_bytes
 from ..schemes import NAMED, Plain, Scheme, scheme_from_text, scheme_to_text
-from .made import print_made
+from .made import print_made, print_plan
 from .tables import print_table
 from .transform import convert_checkpoint, quantize_checkpoint, ties_of
 from .verify import VerifyReport, verify_checkpoint
@@ -36,8 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     verb: Verb = parsed.verb
-    if verb is _quantize and parsed.scheme is None and (parsed.include or not parsed.rule):
-        parser.error("quantize needs --scheme, or rules that say all: --rule GLOB=SCHEME")
+    if verb is _quantize and parsed.scheme is not None and parsed.target_size is not None:
+        parser.error("quantize takes --scheme or --target-size, not both")
+    is_asked = verb is not _quantize or parsed.scheme is not None or parsed.target_size is not None
+    if not is_asked and (parsed.include or not parsed.rule):
+        parser.error("quantize needs --scheme, or rules that say all: --rule GLOB=SCHEME, or --target-size")
     try:
         verb(parsed)
     except TetherError as error:
@@ -85,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         "--scheme", type=_scheme, help="how what no rule speaks of is stored, such as int8 or 'int4(group_size=64)'"
     )
     quantize.add_argument(
+        "--target-size",
+        metavar="SIZE",
+        help="instead of --scheme: one for each tensor, so that all take SIZE (such as 4GB) and lose least",
+    )
+    quantize.add_argument(
         "--rule",
         type=_rule,
         action="append",
@@ -93,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
         help="how the tensors that GLOB matches are stored, none for as they are; the first rule that matches wins",
     )
     quantize.add_argument(
-        "--include", action="append", default=[], metavar="GLOB", help="what gets --scheme, instead of linear layers"
+        "--include",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="what gets --scheme, or a part of --target-size, instead of linear layers",
     )
     quantize.add_argument(
         "--exclude", action="append", default=[], metavar="GLOB", help="what to leave as it is, whatever else matches"
@@ -312,6 +324,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
         format=arguments.format,
         max_shard_size=arguments.max_shard_size,
         progress=sys.stderr.isatty(),
+        target_size=arguments.target_size,
+        show=print_plan,
     )
     print_made(arguments.target, report, is_quantized=True)
 

@@ -16,6 +16,7 @@ from ..checkpoint.aliases import view_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import ShardGroup, check_target, write_groups
+from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
 from ..formats import AboutEmbeddings, Contained, Entry, Variant, Writable, writable
@@ -25,6 +26,7 @@ from ..schemes import Plain, Scheme, resolve, scheme_to_text
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .choosing import choose, is_embedding, weights_matched
+from .sizing import TO_PLAN, plan_for
 
 Kind = tuple[str, str]
 """A scheme by its name, empty for a plain tensor, and the dtype of values."""
@@ -56,6 +58,8 @@ def quantize_checkpoint(
     format: str = "native",
     max_shard_size: int | str | None = None,
     progress: Progress = None,
+    target_size: int | str | None = None,
+    show: Callable[[QuantizePlan], None] | None = None,
 ) -> TransformReport:
     """Write ``source`` to ``target`` with its matrices in ``scheme``, as ``tt.load(quantize=)`` makes them.
 
@@ -65,7 +69,9 @@ def quantize_checkpoint(
     dimension and are never among them. With ``include`` the globs say instead. Before that, ``rules`` give what a glob
     matches another scheme, or ``None``, the first match wins; with a ``scheme`` of ``None`` they say all. ``exclude``
     takes away from either. A glob that matches any name of a tied group speaks for the group, which is quantized once.
-    Where ``format`` has a spelling of its own of a scheme (int8 of bitsandbytes), values are encoded in that.
+    Where ``format`` has a spelling of its own of a scheme (int8 of bitsandbytes), values are encoded in that. With
+    ``target_size`` (bytes of all tensors, or "4GB") what would get ``scheme`` gets one each, as ``tt.plan_quantize``
+    chooses them; ``show`` is given the plan before anything is written.
 
     See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing or what cannot be
     quantized, and SchemeError if the scheme does not fit a shape or met values that are not finite.
@@ -81,7 +87,14 @@ def quantize_checkpoint(
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
-        chosen = choose(checkpoint, ties, default, asked, include, exclude, holds_embeddings=holds_embeddings)
+        wanted = default if target_size is None else TO_PLAN
+        chosen = choose(checkpoint, ties, wanted, asked, include, exclude, holds_embeddings=holds_embeddings)
+        if target_size is not None:
+            plan = plan_for(checkpoint, chosen, written, target_size, progress)
+            if show is not None:
+                show(plan)
+            planned = {name: option.scheme for name, option in plan.choices.items()}
+            chosen = {name: made for name, one in chosen.items() if (made := planned.get(name, one)) is not None}
         return [
             _Streamed.of(checkpoint, name, ties.get(name), written, scheme=chosen.get(name))
             for name in checkpoint.entries

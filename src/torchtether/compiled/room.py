@@ -47,18 +47,25 @@ def _find() -> None:
         _state = "off by TORCHTETHER_COMPILE"
         return
     try:
-        module = import_module("torchtether.compiled._native")
-        built, here = getattr(module, "SOURCES", "others"), digest_of(_SOURCES)
-        if here and built != here:  # as where an editable installation goes on with newer files
-            raise ImportError("it was built from other sources than lie here. Install torchtether again")
-        level = _bind(module)
+        module, said = _load()
     except ModuleNotFoundError:
         _state = "torchtether was installed without a compiler"
+        return
     except (ImportError, KeyError, TypeError) as error:
-        _state = f"the compiled module does not fit: {error}"
+        module, said = None, str(error)
+    if module is None:
+        _state = f"the compiled module does not fit: {said}"
         warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
     else:
-        _module, _state = module, f"compiled ({level})"
+        _module, _state = module, f"compiled ({said})"
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    """Return the module, bound, and its level; or ``None`` and why it is not taken."""
+    module, here = import_module("torchtether.compiled._native"), digest_of(_SOURCES)
+    if here and getattr(module, "SOURCES", "") != here:  # as where an editable installation goes on with newer files
+        return None, "it was built from other sources than lie here. Install torchtether again"
+    return module, _bind(module)
 
 
 def _bind(module: ModuleType) -> str:

@@ -1,0 +1,197 @@
+"""Plans of schemes for a size: they fit, lose about the least there is, and say what then comes true."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import torchtether as tt
+from torchtether.conversion.sizing import CANDIDATES, Option, allocate
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(96, 64)
+        self.up = nn.Linear(64, 128)
+        self.norm = nn.LayerNorm(128)
+        self.down = nn.Linear(128, 64)
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, index):
+        return self.head(self.down(self.norm(torch.relu(self.up(self.emb(index))))))
+
+
+def stored(model):
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.nbytes for t in tensors.values())
+
+
+@st.composite
+def priced(draw):
+    names = [f"w{i}" for i in range(draw(st.integers(1, 4)))]
+    option = st.tuples(st.integers(1, 40), st.floats(0, 1, allow_subnormal=False))
+    return {name: [Option(None, *draw(option)) for _ in range(draw(st.integers(1, 4)))] for name in names}
+
+
+@given(priced(), st.integers(0, 160))
+def test_a_plan_loses_no_more_than_the_best_one_that_is_smaller_by_one_step(options, budget):
+    every = [(sum(o.nbytes for o in some), sum(o.error for o in some)) for some in itertools.product(*options.values())]
+    if min(nbytes for nbytes, _ in every) > budget:
+        with pytest.raises(tt.ArgumentError, match="the smallest plan takes"):
+            allocate(options, budget)
+        return
+    chosen = allocate(options, budget)
+    assert all(chosen[name] in some for name, some in options.items())
+    assert sum(option.nbytes for option in chosen.values()) <= budget
+    step = max(max(o.nbytes for o in some) - min(o.nbytes for o in some) for some in options.values())
+    smaller = [error for nbytes, error in every if nbytes <= budget - step]
+    assert sum(option.error for option in chosen.values()) <= min(smaller, default=float("inf")) + 1e-9
+
+
+@pytest.mark.parametrize("size", [{"bits": 3.6}, {"bits": 4.5}, {"bits": 7}, {"bytes": "20kB"}, {"bytes": 30_000}])
+def test_the_model_takes_what_the_plan_says(size):
+    model = Tied()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = tt.plan_quantize(model, **size)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert set(plan.choices) == {"emb.weight", "up.weight", "down.weight"}
+    tt.quantize(model, plan.rules)
+    assert stored(model) == plan.nbytes
+    tt.check_ties(model)
+    if "bits" in size:
+        assert plan.bits <= size["bits"]
+    else:
+        assert plan.nbytes <= {"20kB": 20_000}.get(size["bytes"], size["bytes"])
+    for name, option in plan.choices.items():
+        lost = (model.get_parameter(name).dequantize() - before[name]).detach().double().square().sum()
+        assert option.error == pytest.approx(float(lost / before[name].double().square().sum()), rel=1e-6)
+    assert f"{plan.bits:.2f} bits a weight" in str(plan)
+
+
+def test_more_bytes_lose_less():
+    errors = [tt.plan_quantize(Tied(), bits=bits).error for bits in (3.6, 4, 5, 6, 8.6, 32)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == 0
+
+
+def test_rules_are_those_of_a_load(tmp_path):
+    model = Tied()
+    tt.save(model, tmp_path / "model.safetensors")
+    plan = tt.plan_quantize(model, bits=5)
+    with torch.device("meta"):
+        loaded = Tied()
+    tt.load(loaded, tmp_path / "model.safetensors", quantize=plan.rules)
+    tt.quantize(model, plan.rules)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_inputs_say_which_columns_count():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    with torch.no_grad():
+        model[0].weight[:, 0] *= 50  # its groups lose the small columns
+    batches = [
+        torch.randn(8, 64) * torch.cat([torch.zeros(1), torch.ones(63)])
+    ]  # and nothing comes in by the large one
+    weight, moments = model[0].weight.detach(), batches[0].double().square().mean(0)
+    whole = (weight.double().square() * moments).sum()
+    blind = tt.plan_quantize(model, bits=5)
+    for inputs in (batches, [tuple(batches)], [{"input": batches[0]}]):
+        seen = tt.plan_quantize(model, bits=5, inputs=inputs)
+        error = seen.choices["0.weight"].error
+        decoded = tt.Weight.encode(weight, seen.choices["0.weight"].scheme).dequantize()
+        lost = ((decoded - weight).double().square() * moments).sum()
+        assert error == pytest.approx(float(lost / whole), rel=1e-6)
+        assert error > 5 * tt.plan_quantize(model, bits=5, only="0.weight").error
+    assert seen.choices != blind.choices
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_some_are_planned_and_others_stay():
+    model = Tied()
+    tt.quantize(model, {"up.weight": "int8"})
+    plan = tt.plan_quantize(model, bits=5, only=["down.*", "up.*"], schemes=["int4", "nf4", tt.int8(32)])
+    assert list(plan.choices) == ["down.weight"]
+    tt.quantize(model, plan.rules)
+    assert model.up.weight.scheme == tt.int8()
+    assert stored(model) == plan.nbytes
+
+
+def test_names_that_look_like_globs_are_names():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"a[0]": nn.Linear(64, 64), "a0": nn.Linear(64, 64)})
+    plan = tt.plan_quantize(model, bits=4.6)
+    tt.quantize(model, plan.rules)
+    assert {name: layer.weight.scheme for name, layer in model.layers.items()} == {
+        name: plan.choices[f"layers.{name}.weight"].scheme for name in model.layers
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "what"),
+    [
+        ({}, tt.ArgumentError, "one size is needed"),
+        ({"bits": 4, "bytes": 4}, tt.ArgumentError, "one size is needed"),
+        ({"bits": 1}, tt.ArgumentError, "the smallest plan takes"),
+        ({"bytes": 5000}, tt.ArgumentError, "the smallest plan takes"),
+        ({"bits": -1}, tt.ArgumentError, "bits: -1 is no number of bits"),
+        ({"bits": "four"}, tt.ArgumentError, "bits: 'four' is no number of bits"),
+        ({"bytes": "4 parsecs"}, tt.ArgumentError, "bytes: '4 parsecs' is no size"),
+        ({"bits": 4, "only": "absent.*"}, tt.RuleError, "absent.*: this glob matches no parameter"),
+        ({"bits": 4, "only": "norm.*"}, tt.RuleError, "no weight of two dimensions"),
+        ({"bits": 4, "schemes": []}, tt.ArgumentError, "no scheme is given"),
+        ({"bits": 4, "schemes": ["int5"]}, tt.RuleError, "unknown scheme 'int5'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(changes, kind, what):
+    with pytest.raises(kind, match=what) as raised:
+        tt.plan_quantize(Tied(), **changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_values_are_needed_and_must_be_finite():
+    with torch.device("meta"):
+        model = Tied()
+    with pytest.raises(tt.ArgumentError, match=r"up\.weight: is on meta|emb\.weight: is on meta"):
+        tt.plan_quantize(model, bits=4)
+    model = Tied()
+    with torch.no_grad():
+        model.up.weight[3, 5] = float("nan")
+    with pytest.raises(tt.SchemeError, match=r"up\.weight"):
+        tt.plan_quantize(model, bits=4, schemes=["int8", "int4"])
+
+
+def test_a_candidate_that_does_not_fit_a_shape_is_left_out_there():
+    model = nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 48))  # K-quants and nvfp4 want other widths
+    plan = tt.plan_quantize(model, bits=6, schemes=[*CANDIDATES, "nvfp4"])
+    tt.quantize(model, plan.rules)
+    assert stored(model) == plan.nbytes
+
+
+def test_the_command_line_meets_a_size(tmp_path, capsys):
+    from torchtether.cli.main import main
+
+    model = Tied()
+    tt.save(model, tmp_path / "source")
+    arguments = ["quantize", str(tmp_path / "source"), str(tmp_path / "made"), "--target-size", "24kB"]
+    assert main([*arguments, "--rule", "down.*=int8"]) == 0
+    shown = capsys.readouterr().out
+    with tt.open(tmp_path / "made") as made:
+        assert sum(made.nbytes(name) for name in made.entries) <= 24_000
+        assert made.spec("down.weight").scheme == tt.int8()
+        plan = tt.plan_quantize(
+            model, bytes=24_000 - tt.int8().nbytes((64, 128), torch.float32) + 64 * 128 * 4, only=["emb.*", "up.*"]
+        )
+        assert made.spec("up.weight").scheme == plan.choices["up.weight"].scheme
+        assert made.ties[0].names == ("emb.weight", "head.weight")
+    assert "bits a weight, summed error" in shown
+    for size in ("1kB", "many"):
+        assert main([*arguments[:2], str(tmp_path / "other"), "--target-size", size]) == 1
+        assert not (tmp_path / "other").exists()
+    with pytest.raises(SystemExit):
+        main([*arguments[:2], str(tmp_path / "other"), "--target-size", "24kB", "--scheme", "int8"])
