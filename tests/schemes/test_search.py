@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.schemes import laws
+from torchtether.compiled import room
 from torchtether.schemes import Affine, Biased, Codebook, blocks
 
 SCHEMES = [
@@ -49,6 +50,26 @@ def test_large_tensors_go_in_pieces(scheme, monkeypatch):
     whole = searched.encode(w)
     monkeypatch.setattr(blocks, "CHUNK", 256)
     laws.assert_same_parts(searched.encode(w), whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scheme=st.sampled_from([
+        tt.int4(32), tt.int4(40, symmetric=True), tt.int8(), Affine(3, block=(1, 24), scale_dtype=torch.float16),
+        Affine(5, block=(1, None), reciprocal=True, symmetric=False), Affine(2, False, False, (1, 16)),
+        Affine(8, block=(1, None), unit=1 / 127, narrow_range=True), Affine(1, symmetric=False, block=(1, 8)),
+    ]),
+    rows=st.integers(1, 9), columns=st.sampled_from([1, 7, 32, 70, 130, 1030, 2100]),
+    pattern=st.sampled_from(laws.PATTERNS), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    power=st.sampled_from([-30, -4, 0, 4]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_what_is_found_does_not_depend_on_what_is_compiled(scheme, rows, columns, pattern, dtype, power, seed):
+    w = (laws.make((rows, columns), pattern, seed).clamp(-1e3, 1e3) * 2.0**power).to(dtype)
+    searched = replace(scheme, fit="mse")
+    found = searched.encode(w)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "_module", None)
+        laws.assert_same_parts(searched.encode(w), found)
 
 
 @pytest.mark.parametrize(

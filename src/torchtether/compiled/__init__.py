@@ -14,6 +14,7 @@ from .loops import (
     encode_float8,
     encode_nearest,
     extremes,
+    fit_affine,
     is_at_hand,
     magnitudes,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "encode_nearest",
     "encode_rows",
     "extremes",
+    "fit_affine",
     "is_at_hand",
     "magnitudes",
     "native",

@@ -91,6 +91,26 @@ def encode_affine(
     return True
 
 
+def fit_affine(
+    x: Tensor, width: int, scale: Tensor, zero: Tensor | None, *, divides: bool, limits: tuple[int, int]
+) -> Tensor | None:
+    """Return which candidate loses least in each run of ``x`` (R, K), as integers within ``limits``: (R, groups) uint8.
+
+    ``scale`` and ``zero`` are (candidates, R, groups). The error is the sum of squares, rounded to float32; the first
+    of equals is taken.
+    """
+    library = library_for(x, scale)
+    if library is None or not can_read(x) or len(scale) > 64:
+        return None
+    scale, zero = scale.float().contiguous(), None if zero is None else zero.float().contiguous()
+    best = torch.empty(scale.shape[1:], dtype=torch.uint8)
+    library.fit_affine(
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), None if zero is None else zero.data_ptr()),
+        *(len(scale), divides, *limits, best.data_ptr()),
+    )
+    return best
+
+
 def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
     """Write x / scale (or times), within ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
     library = library_for(x, scale, codes)

@@ -34,6 +34,8 @@ typedef struct {
     void (*encode_nearest)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                            count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
                            const uint8_t *order, uint8_t *out, count out_stride);
+    void (*fit_affine)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+                       const float *zero, count candidates, int divides, int lowest, int highest, uint8_t *best);
     int (*encode)(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes);
     int (*encode_file)(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale,
                        uint8_t *zero, uint8_t *codes);

@@ -224,6 +224,7 @@ PyMethodDef METHODS[] = {
     LOOP(encode_affine),
     LOOP(encode_float8),
     LOOP(encode_nearest),
+    LOOP(fit_affine),
     LOOP(encode),
     LOOP(encode_file),
     LOOP(decode_affine),
