@@ -1,12 +1,13 @@
 """What a training step of adapters on experts costs, beside PEFT's ways and bitsandbytes. Run by hand:
 
     python -m tests.benchmarks.bench_train [--size small|quick|full | --quick] [--rounds 3] [--threads N] [--only NAME ...]
-                                           [--json FILE]
+                                           [--dtype bfloat16|float32] [--json FILE]
 
-A Qwen3-MoE of random values in bfloat16 (full 2 layers of 64 experts, 2048 x 768, 64 of them in use), adapters of rank
+A Qwen3-MoE of random values (full 2 layers of 64 experts, 2048 x 768, 64 of them in use), adapters of rank
 8 on attention and on every expert in float32 as PEFT makes them, AdamW, gradients without checkpointing.
 
-    dense         PEFT's target_parameters on fused experts in bfloat16
+    dense         PEFT's target_parameters on fused experts in bfloat16, or in float32: processors without AVX-512 have no
+                  vectors for the other
     dense linear  PEFT's lora.Linear on every expert's three nn.Linear, as before transformers fused them
     parametrized  PEFT's target_parameters on experts that are Weights, nf4: PEFT alone
     torchtether   the same, with torchtether.integrations.peft
@@ -26,6 +27,7 @@ import gc
 import json
 import statistics
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -52,7 +54,7 @@ class LinearExperts(nn.Module):
     def __init__(self, config, linear):
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_intermediate_size
-        names = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        names = {"w1": (hidden, inner), "w3": (hidden, inner), "w2": (inner, hidden)}  # PEFT renames others
         self.experts = nn.ModuleList(
             nn.ModuleDict({name: linear(*shape) for name, shape in names.items()}) for _ in range(config.num_experts)
         )
@@ -62,31 +64,31 @@ class LinearExperts(nn.Module):
         for number in top_k_index.unique().tolist():
             token, place = torch.where(top_k_index == number)
             x, expert = hidden_states[token], self.experts[number]
-            x = expert["down_proj"](F.silu(expert["gate_proj"](x)) * expert["up_proj"](x))
+            x = expert["w2"](F.silu(expert["w1"](x)) * expert["w3"](x))
             made.index_add_(0, token, (x * top_k_weights[token, place, None]).to(made.dtype))
         return made
 
 
-def random_(parameter):
-    return nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(std=0.02), requires_grad=False)
+def random_values(shape, dtype):
+    return torch.empty(shape).uniform_(-0.03, 0.03).to(dtype)
 
 
-def linear_of(name):
+def linear_of(name, dtype):
     """What makes one layer of an expert."""
     if name != "bitsandbytes":
-        return lambda *shape: nn.Linear(*shape, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        return lambda *shape: nn.Linear(*shape, bias=False, dtype=dtype).requires_grad_(False)
     import bitsandbytes as bnb
 
     def quantized(columns, rows):
-        made = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-        values = random_(torch.empty(rows, columns, device="meta"))
-        made.weight = bnb.nn.Params4bit(values.data, requires_grad=False, quant_type="nf4", module=made)
+        made = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=dtype, quant_type="nf4")
+        values = random_values((rows, columns), dtype)
+        made.weight = bnb.nn.Params4bit(values, requires_grad=False, quant_type="nf4", module=made)
         return made.to("cpu")
 
     return quantized
 
 
-def build(name, size):
+def build(name, size, dtype):
     """The model with its adapters, its values made one parameter after the other."""
     import peft
     import transformers
@@ -99,25 +101,24 @@ def build(name, size):
     config = transformers.Qwen3MoeConfig(
         vocab_size=512, hidden_size=size["hidden"], moe_intermediate_size=size["inner"], num_experts=size["experts"],
         num_experts_per_tok=min(8, size["experts"] // 2), num_hidden_layers=size["layers"], num_attention_heads=4,
-        num_key_value_heads=2, head_dim=size["hidden"] // 8, dtype=torch.bfloat16,
+        num_key_value_heads=2, head_dim=size["hidden"] // 8, dtype=dtype,
     )  # fmt: skip
     with tt.on_meta():
         model = transformers.AutoModelForCausalLM.from_config(config)
     is_linear = name in ("dense linear", "bitsandbytes")
     for path, module in list(model.named_modules()):
         if is_linear and path.endswith("mlp.experts"):
-            model.set_submodule(path, LinearExperts(config, linear_of(name)))
+            model.set_submodule(path, LinearExperts(config, linear_of(name, dtype)))
             continue
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            made = random_(parameter)
-            if "norm" in path:
-                made.data.fill_(1.0)
+            made = torch.ones_like(parameter, device="cpu") if "norm" in path else random_values(parameter.shape, dtype)
             if "experts" in path and name in ("parametrized", OURS):
-                made = nn.Parameter(tt.Weight.encode(made, tt.nf4()), requires_grad=False)
-            setattr(module, leaf, made)
+                made = tt.Weight.encode(made, tt.nf4())
+            setattr(module, leaf, nn.Parameter(made, requires_grad=False))
     tt.materialize(model)
+    model.is_loaded_in_4bit = name == "bitsandbytes"  # for PEFT
     fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    targets = ["gate_proj", "up_proj", "down_proj"] if is_linear else []
+    targets = ["w1", "w2", "w3"] if is_linear else []
     options = peft.LoraConfig(
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", *targets], r=8, init_lora_weights=False,
         target_parameters=None if is_linear else fused,
@@ -125,17 +126,18 @@ def build(name, size):
     return peft.get_peft_model(model, options).train()
 
 
-def run(name, size, threads):
+def run(name, size, dtype, threads):
     """The figures of one process, in bytes and seconds."""
     import peft  # noqa: F401 - not weighed
     import transformers  # noqa: F401
 
+    warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     if name == "bitsandbytes":
         import bitsandbytes  # noqa: F401
     before = resident()
-    model = build(name, size)
+    model = build(name, size, dtype)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-4)
     ids = torch.randint(512, (1, size["tokens"]), generator=torch.Generator().manual_seed(0))
 
@@ -175,6 +177,7 @@ def main(arguments=None):
     parser.add_argument("--quick", dest="size", action="store_const", const="quick")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -184,7 +187,7 @@ def main(arguments=None):
         for name in [*runs]:
             try:
                 with cores_of_others() as others:
-                    found = in_fresh_process(run, name, SIZES[options.size], options.threads)
+                    found = in_fresh_process(run, name, SIZES[options.size], getattr(torch, options.dtype), options.threads)
             except Exception as error:
                 print(f"{name:14} does not run: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
                 del runs[name]
