@@ -1,7 +1,7 @@
-"""Train adapters on fused experts that stay in 4 bits: a Qwen3-MoE in nf4, and a gpt-oss in the mxfp4 it is published in.
+"""Train adapters on fused experts that stay in 4 bits: a Qwen3-MoE in nf4, a gpt-oss in the mxfp4 it is published in.
 
-You will build both on meta, load them, put adapters on attention and on every expert, train by Trainer and by a loop of
-your own, save, merge, and serve what you merged. Models are tiny and random; nothing else is different from large ones.
+You will build both on meta, load them, put adapters on attention and on every expert, train by Trainer and by a loop,
+save, merge, and serve what you merged. The models are tiny and random; nothing else differs from large ones.
 Needs: `pip install transformers peft accelerate`. Takes: seconds.
 """
 

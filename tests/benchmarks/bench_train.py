@@ -1,13 +1,13 @@
 """What a training step of adapters on experts costs, beside PEFT's ways and bitsandbytes. Run by hand:
 
-    python -m tests.benchmarks.bench_train [--size small|quick|full | --quick] [--rounds 3] [--threads N] [--only NAME ...]
-                                           [--dtype bfloat16|float32] [--json FILE]
+    python -m tests.benchmarks.bench_train [--size small|quick|full | --quick] [--rounds 3] [--threads N]
+                                           [--dtype bfloat16|float32] [--only NAME ...] [--json FILE]
 
 A Qwen3-MoE of random values (full 2 layers of 64 experts, 2048 x 768, 64 of them in use), adapters of rank
 8 on attention and on every expert in float32 as PEFT makes them, AdamW, gradients without checkpointing.
 
-    dense         PEFT's target_parameters on fused experts in bfloat16, or in float32: processors without AVX-512 have no
-                  vectors for the other
+    dense         PEFT's target_parameters on fused experts in DTYPE; without AVX-512 compare in float32, too: there
+                  torch's products in bfloat16 take many times as long
     dense linear  PEFT's lora.Linear on every expert's three nn.Linear, as before transformers fused them
     parametrized  PEFT's target_parameters on experts that are Weights, nf4: PEFT alone
     torchtether   the same, with torchtether.integrations.peft
@@ -28,6 +28,7 @@ import json
 import statistics
 import time
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -94,8 +95,7 @@ def build(name, size, dtype):
     import transformers
 
     own = peft.tuners.lora.ParamWrapper._activate_lora, peft.tuners.lora.ParamWrapper.forward
-    import torchtether.integrations.peft
-
+    import_module("torchtether.integrations.peft")
     if name == "parametrized":
         peft.tuners.lora.ParamWrapper._activate_lora, peft.tuners.lora.ParamWrapper.forward = own
     config = transformers.Qwen3MoeConfig(
@@ -182,12 +182,13 @@ def main(arguments=None):
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     print(" ".join(f"{key} {value}" for key, value in processor().items()))
-    runs = {name: [] for name in options.only}
+    dtype = getattr(torch, options.dtype)
+    runs = {name: [] for name in CONTENDERS if name in (DENSE, OURS, *options.only)}
     for _ in range(options.rounds):
         for name in [*runs]:
             try:
                 with cores_of_others() as others:
-                    found = in_fresh_process(run, name, SIZES[options.size], getattr(torch, options.dtype), options.threads)
+                    found = in_fresh_process(run, name, SIZES[options.size], dtype, options.threads)
             except Exception as error:
                 print(f"{name:14} does not run: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
                 del runs[name]
@@ -203,7 +204,8 @@ def figures_of(runs):
     rows = []
     for name, some in runs.items():
         row = {"name": name} | {key: statistics.median(one[key] for one in some) for key in some[0]}
-        ratios = {key: statistics.median(a[key] / b[key] for a, b in zip(some, runs[DENSE], strict=True)) for key in BARS}
+        pairs = list(zip(some, runs[DENSE], strict=True))
+        ratios = {key: statistics.median(one[key] / dense[key] for one, dense in pairs) for key in BARS}
         rows.append(row | {"ratios": ratios, "runs": some})
         print(
             f"{name:14} {row['memory'] / 2**20:7.0f} MiB {ratios['memory']:5.2f} x   {row['step']:7.2f} s "

@@ -30,7 +30,7 @@ KINDS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=8),
     "gpt_oss": lambda: transformers.GptOssConfig(**SMALL, num_local_experts=8),
 }
-SCHEMES = ["nf4", "mxfp4", "int8"]
+CASES = [("qwen3_moe", "nf4"), ("mixtral", "int8"), ("gpt_oss", "mxfp4"), ("gpt_oss", "nf4")]
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -102,8 +102,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("kind", "scheme"), CASES)
 def test_losses_and_gradients_are_those_of_peft_on_the_values(kind, scheme, experts):
     ours, plain = (adapted(one) for one in (built(kind, scheme, experts), tt.dequantize(built(kind, scheme, experts))))
     found = step(ours)
@@ -142,9 +141,10 @@ def test_adapter_files_are_those_of_peft(kind, tmp_path):
     plain = adapted(tt.dequantize(built(kind)), seed=2)
     for name, model in {"ours": ours, "plain": plain}.items():
         model.save_pretrained(tmp_path / name)
-    with tt.open(tmp_path / "ours/adapter_model.safetensors") as one, tt.open(
-        tmp_path / "plain/adapter_model.safetensors"
-    ) as other:
+    with (
+        tt.open(tmp_path / "ours/adapter_model.safetensors") as one,
+        tt.open(tmp_path / "plain/adapter_model.safetensors") as other,
+    ):
         assert {name: one[name].shape for name in one} == {name: other[name].shape for name in other}
     crossed = peft.PeftModel.from_pretrained(tt.dequantize(built(kind)), tmp_path / "ours")
     torch.testing.assert_close(logits_of(crossed), logits_of(ours), rtol=1e-4, atol=1e-5)
@@ -164,8 +164,7 @@ def test_several_adapters_add_up_and_none_is_the_base():
         assert torch.equal(logits_of(ours), base)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("kind", "scheme"), CASES)
 def test_adapters_merge_and_unmerge(kind, scheme):
     model = adapted(built(kind, scheme), lora(target_modules=[]))
     before, codes = logits_of(model), codes_of(model)
@@ -195,15 +194,17 @@ def test_autocast_is_as_close_as_peft_on_the_values():
     assert errors[0] <= 1.2 * errors[1]
 
 
-def test_a_compiled_model_trains():
-    model = adapted(built("qwen3_moe"))
-    wanted = step(model)
-    model.zero_grad()
+def test_compiled_layers_compute_the_same():
+    layer = adapted(built("qwen3_moe")).get_base_model().model.layers[0].mlp
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    loss = compiled(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    same((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}), wanted)
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        x = torch.linspace(-1, 1, 2 * 6 * 64).view(2, 6, 64).requires_grad_()
+        made = run(x)
+        grads = torch.autograd.grad(made.square().sum(), [x, *(p for p in layer.parameters() if p.requires_grad)])
+        results.append((made, *grads))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_parameter_is_the_weight_again_when_a_forward_fails():
@@ -230,8 +231,8 @@ PRODUCTS = {
     "bmm, first": lambda w, x: torch.bmm(w, x.mT),
     "bmm of some": lambda w, x: torch.bmm(w[torch.tensor([2, 0, 2, 1])], x.mT[[0, 1, 2, 3]]),
     "grouped": lambda w, x: F.grouped_mm(x.flatten(0, 1), w.mT, offs=torch.tensor([3, 3, 11, 12], dtype=torch.int32)),
-    "grouped in part": lambda w, x: F.grouped_mm(
-        x.flatten(0, 1), w.mT, offs=torch.tensor([3, 3, 5, 7], dtype=torch.int32)
+    "grouped in part": lambda w, x: F.grouped_mm(  # what torch has behind the last group is any memory
+        x.detach().flatten(0, 1), w.mT, offs=torch.tensor([3, 3, 5, 7], dtype=torch.int32)
     )[:7],
     "others": lambda w, x: torch.einsum("smk,snk->smn", x, w),
     "slices": lambda w, x: F.linear(x[0], w[1:3].flatten(0, 1)),
@@ -260,37 +261,35 @@ def test_what_stands_for_the_sum_computes_as_the_sum(product):
 # -- on several ranks -------------------------------------------------------------------------------------------------
 
 
-def losses_of(kind, world):
-    """The losses of three steps on this rank's rows of each batch, averaged over all ranks."""
+def losses_of(world):
+    """The losses of three steps of each kind, on this rank's rows of every batch, averaged over all ranks."""
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    model = adapted(built(kind)).train()
     rank = dist.get_rank() if world > 1 else 0
-    if world > 1:
-        layers = type(model.get_base_model().model.layers[0])
-        mesh = init_device_mesh("cpu", (world,))
-        plan = tt.distributed.plan_units(model, layers, mesh=mesh)
-        assert not plan.faults, plan.faults
-        tt.distributed.shard(model, plan)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
     found = []
-    for number in range(3):
-        ids = torch.randint(64, (6, 5), generator=torch.Generator().manual_seed(number))[rank::world]
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        value = loss.detach().clone()
+    for kind in ("qwen3_moe", "gpt_oss"):
+        model = adapted(built(kind)).train()
         if world > 1:
-            dist.all_reduce(value)
-        found.append(float(value / world))
+            layers = type(model.get_base_model().model.layers[0])
+            plan = tt.distributed.plan_units(model, layers, mesh=init_device_mesh("cpu", (world,)))
+            assert not plan.faults, plan.faults
+            tt.distributed.shard(model, plan)
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+        for number in range(3):
+            ids = torch.randint(64, (6, 5), generator=torch.Generator().manual_seed(number))[rank::world]
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.detach().clone()
+            if world > 1:
+                dist.all_reduce(value)
+            found.append(float(value / world))
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_losses_on_ranks_are_those_of_one_process(kind, world):
-    wanted = losses_of(kind, 1)
-    assert wanted[-1] < wanted[0]
-    for found in spawn(losses_of, world, kind, world):
+def test_losses_on_ranks_are_those_of_one_process(world):
+    wanted = losses_of(1)
+    assert wanted[2] < wanted[0] != wanted[3] > wanted[5]
+    for found in spawn(losses_of, world, world):
         assert found == pytest.approx(wanted, rel=2e-5)

@@ -1,9 +1,9 @@
 """PEFT's ``target_parameters`` on fused experts that are Weights: no expert is dense but the one that is multiplied.
 
-PEFT adds ``scale * B[e] @ A[e]`` to every expert e before any of them is used: all experts of a layer are dense at once,
-and once more for backward. Here the experts' own forward finds, in place of the parameter, what multiplies as the sum
-would: by the Weight, which decodes one expert at a time, in forward and in backward, and by the two factors. Adapters,
-their names and their files are PEFT's.
+PEFT adds ``scale * B[e] @ A[e]`` to every expert e before any of them is used: all experts of a layer are dense at
+once, and stay so until backward. Here the experts' own forward finds, in place of the parameter, what multiplies as the
+sum would: by the Weight, which decodes one expert at a time, in forward and in backward, and by the two factors.
+Adapters, their names and their files are PEFT's, and so is merging.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AdaptedExperts:
         return self.values()[index]
 
     @property
-    def mT(self) -> AdaptedExperts:  # noqa: N802 - as torch calls it
+    def mT(self) -> AdaptedExperts:
         """Return it with its last two dimensions exchanged."""
         return AdaptedExperts(self.base.transpose(-2, -1), self.rhs.mT, self.lhs.mT, self.ids)
 
@@ -124,8 +124,8 @@ def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> An
 
 
 def _matmul(func: Any, first: Any, second: Any) -> Any:
-    if isinstance(first, AdaptedExperts) and isinstance(second, Tensor) and second.dim() > 1:  # (A @ B).mT = B.mT @ A.mT
-        made = _matmul(torch.matmul, second.mT, first.mT)
+    if isinstance(first, AdaptedExperts) and isinstance(second, Tensor) and second.dim() > 1:
+        made = _matmul(torch.matmul, second.mT, first.mT)  # (A @ B).mT is B.mT @ A.mT
         return made if made is NotImplemented else made.mT
     if not isinstance(first, Tensor) or not isinstance(second, AdaptedExperts) or not first.dim():
         return NotImplemented
@@ -180,7 +180,8 @@ def _of_one(x: Tensor, weight: AdaptedExperts) -> Tensor:
 
 def _low_rank(rows: Tensor, lhs: Tensor, rhs: Tensor, stops: list[int]) -> Tensor:
     wide = torch.float32 if is_slow(rows) else rows.dtype
-    return _LowRank.apply(rows, lhs.to(wide).contiguous(), rhs.to(wide).contiguous(), stops)
+    made: Tensor = _LowRank.apply(rows, lhs.to(wide).contiguous(), rhs.to(wide).contiguous(), stops)
+    return made
 
 
 class _LowRank(torch.autograd.Function):
