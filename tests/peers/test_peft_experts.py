@@ -195,11 +195,11 @@ def test_autocast_is_as_close_as_peft_on_the_values():
 
 
 def test_compiled_layers_compute_the_same():
-    layer = adapted(built("qwen3_moe")).get_base_model().model.layers[0].mlp
+    layer = adapted(built("qwen3_moe")).bfloat16().get_base_model().model.layers[0].mlp
     torch._dynamo.reset()
     results = []
     for run in (layer, torch.compile(layer, backend="aot_eager")):
-        x = torch.linspace(-1, 1, 2 * 6 * 64).view(2, 6, 64).requires_grad_()
+        x = torch.linspace(-1, 1, 2 * 6 * 64, dtype=torch.bfloat16).view(2, 6, 64).requires_grad_()
         made = run(x)
         grads = torch.autograd.grad(made.square().sum(), [x, *(p for p in layer.parameters() if p.requires_grad)])
         results.append((made, *grads))
