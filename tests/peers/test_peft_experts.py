@@ -237,6 +237,7 @@ PRODUCTS = {
     "others": lambda w, x: torch.einsum("smk,snk->smn", x, w),
     "slices": lambda w, x: F.linear(x[0], w[1:3].flatten(0, 1)),
     "some, transposed": lambda w, x: w[torch.tensor([1, 3])].transpose(0, 1) + 1,
+    "a table of some": lambda w, x: torch.einsum("smk,abnk->smabn", x, w[torch.tensor([[0, 1], [3, 3]])]),
     "methods": lambda w, x: w[1].float().sum() + w.size(1) + w.dim() + len(w) + w[torch.tensor([1, 3])].shape[0],
 }
 

@@ -198,9 +198,8 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(rows, lhs, rhs)
         ctx.stops = stops
         made = rows.new_zeros(rows.shape[0], rhs.shape[2])
-        with torch.autocast(rows.device.type, enabled=False):
-            for expert, span in _spans(stops):
-                made[span] = rows[span].to(lhs.dtype) @ lhs[expert] @ rhs[expert]
+        for expert, span in _spans(stops):
+            made[span] = rows[span].to(lhs.dtype) @ lhs[expert] @ rhs[expert]
         return made
 
     @staticmethod
@@ -211,16 +210,15 @@ class _LowRank(torch.autograd.Function):
             torch.zeros_like(one) if needed else None
             for one, needed in zip((rows, lhs, rhs), ctx.needs_input_grad, strict=False)
         )
-        with torch.autocast(rows.device.type, enabled=False):
-            for expert, span in _spans(ctx.stops):
-                x, up = rows[span].to(lhs.dtype), given[span].to(lhs.dtype)
-                inner = up @ rhs[expert].t()
-                if of_rows is not None:
-                    of_rows[span] = inner @ lhs[expert].t()
-                if of_lhs is not None:
-                    of_lhs[expert] = x.t() @ inner
-                if of_rhs is not None:
-                    of_rhs[expert] = (x @ lhs[expert]).t() @ up
+        for expert, span in _spans(ctx.stops):
+            x, up = rows[span].to(lhs.dtype), given[span].to(lhs.dtype)
+            inner = up @ rhs[expert].t()
+            if of_rows is not None:
+                of_rows[span] = inner @ lhs[expert].t()
+            if of_lhs is not None:
+                of_lhs[expert] = x.t() @ inner
+            if of_rhs is not None:
+                of_rhs[expert] = (x @ lhs[expert]).t() @ up
         return of_rows, of_lhs, of_rhs, None
 
 
