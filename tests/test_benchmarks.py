@@ -13,6 +13,7 @@ from tests.benchmarks import (
     bench_encode,
     bench_generate,
     bench_load,
+    bench_train,
     measuring,
     products,
 )
@@ -136,6 +137,20 @@ def test_the_generate_benchmark_runs(tmp_path, capsys):
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
     assert "not additive" in capsys.readouterr().out
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_the_train_benchmark_runs(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    bench_train.main(
+        ["--size", "small", "--rounds", "1", "--threads", "1", "--only", "dense linear", "--json", str(file)]
+    )
+    found = json.loads(file.read_text())
+    assert [row["name"] for row in found["rows"]] == ["dense", "dense linear", "torchtether"]
+    assert all(row["memory"] > 0 and row["step"] > 0 for row in found["rows"])
+    assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
+    assert "step against dense" in capsys.readouterr().out
 
 
 def test_generate_compares_products_with_tokens_of_llama_cpp():

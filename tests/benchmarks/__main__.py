@@ -17,11 +17,19 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks import bench_compute, bench_core, bench_distributed, bench_encode, bench_generate, bench_load
+from tests.benchmarks import (
+    bench_compute,
+    bench_core,
+    bench_distributed,
+    bench_encode,
+    bench_generate,
+    bench_load,
+    bench_train,
+)
 from tests.benchmarks.measuring import processor
 
-PACKAGES = ("torch", "safetensors", "transformers", "accelerate", "torchao", "optimum-quanto", "bitsandbytes")
-QUICK = ("compute", "generate")
+PACKAGES = ("torch", "safetensors", "transformers", "accelerate", "torchao", "optimum-quanto", "bitsandbytes", "peft")
+QUICK = ("compute", "generate", "train")
 """What has a size between small and full."""
 
 BENCHMARKS = {
@@ -29,6 +37,7 @@ BENCHMARKS = {
     "encode": bench_encode,
     "compute": bench_compute,
     "generate": bench_generate,
+    "train": bench_train,
     "core": bench_core,
     "distributed": bench_distributed,
 }

@@ -19,6 +19,7 @@ from inspect import isfunction
 from typing import Any
 
 import torch
+from peft.tuners.lora import ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from ..ties.records import find_ties
 from ..torch_private.modules import parameters_of
 from ..weights.ops.inplace import encode_like
 from ..weights.weight import Weight
+from . import peft_experts
 
 _KEPT = "_tether_kept"  # under this attribute a layer remembers what its parameters were before it merged
 
@@ -327,6 +329,7 @@ def _install() -> None:
                 own = vars(kind).get(name)
                 if isfunction(own) and own.__module__.startswith("peft.") and not hasattr(own, "__wrapped__"):
                     setattr(kind, name, wrapper(own))
+    peft_experts.install(ParamWrapper)
 
 
 def _below(kind: Any) -> Iterator[type]:

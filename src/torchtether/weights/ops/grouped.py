@@ -6,6 +6,7 @@ the rows, with the Weight transposed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from ...errors import UnsupportedOpError
 from ...torch_private.observers import is_observed
 from ...torch_private.tensors import is_fake
 from ..dispatch import rule
+from ..products import chunks
 from ..weight import Weight
 from .graph_ops import LIBRARY, spec_from, text_of, weight_from
-from .product import by_kernel, decoded_linear, gradient, same
+from .product import by_kernel, decoded_linear, decoder, gradient, rows_at_once, same
 from .views import select
 
 aten = torch.ops.aten
@@ -63,27 +65,34 @@ def _plain(op: Any, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
 def _product(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
     """Return the product of each group with its matrix of ``base`` (G, N, K), or (G, K, N) if not ``is_transposed``."""
     made = rows.new_zeros(rows.shape[0], base.shape[1 if is_transposed else 2])
-    start = 0
+    start, scratch = 0, rows.new_empty(base.shape[1:]) if base.is_cpu else None
     for group, stop in enumerate(offs.tolist()):
         if stop > start:
-            made[start:stop] = _one(rows[start:stop], base, group, is_transposed)
+            made[start:stop] = _one(rows[start:stop], base, group, is_transposed, scratch)
         start = max(start, stop)
     return made
 
 
-def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool) -> Tensor:
+def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: Tensor | None) -> Tensor:
+    """Return the product with one matrix, which is decoded into ``scratch``: the system takes longer to find new
+    memory for each matrix than decoding takes."""
     try:
         matrix = select(aten.select.int, base, 0, group)
     except UnsupportedOpError:  # two matrices share a block of the scheme
         values = base.values_of()[group]
         return rows @ (values.t() if is_transposed else values)
-    if not is_transposed:
-        return gradient(rows, matrix)
     layout = None if is_observed() else matrix.kernel_layout
-    made = None
-    if layout is not None:
+    if layout is not None and is_transposed:
         made = by_kernel(layout, layout.pick_from(matrix), rows, None, matrix.dtype)
-    return decoded_linear(torch.nn.functional.linear, rows, matrix, None) if made is None else made
+        if made is not None:
+            return made
+    if layout is None or scratch is None or matrix.spec.activations is not None:
+        return (
+            decoded_linear(torch.nn.functional.linear, rows, matrix, None) if is_transposed else gradient(rows, matrix)
+        )
+    decode, (count, columns) = decoder(matrix), matrix.shape
+    product = partial(chunks.linear, rows, None) if is_transposed else partial(chunks.product, rows)
+    return product(count, columns, rows_at_once(matrix) or count, lambda start, stop, _: decode(start, stop, scratch))
 
 
 # -- in compiled graphs -----------------------------------------------------------------------------------------------
