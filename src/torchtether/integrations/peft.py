@@ -19,7 +19,7 @@ from inspect import isfunction
 from typing import Any
 
 import torch
-from peft.tuners.lora import ParamWrapper
+from peft.tuners import lora
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
@@ -329,7 +329,8 @@ def _install() -> None:
                 own = vars(kind).get(name)
                 if isfunction(own) and own.__module__.startswith("peft.") and not hasattr(own, "__wrapped__"):
                     setattr(kind, name, wrapper(own))
-    peft_experts.install(ParamWrapper)
+    if hasattr(lora, "ParamWrapper"):  # since 0.17
+        peft_experts.install(lora.ParamWrapper)
 
 
 def _below(kind: Any) -> Iterator[type]:
