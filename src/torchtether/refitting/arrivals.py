@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import describe
 from ..checkpoint.held import HeldCheckpoint
 from ..loading.libraries import names_of_library
-from ..loading.matching import SAME_VALUES, match_component
+from ..loading.matching import match_component
 from ..loading.options import LoadOptions, fault, find_targets
 from ..loading.steps import Draft
 from ..renaming.named_tensors import Rule
@@ -63,19 +63,18 @@ class Arrivals:
         self._settled: dict[int, tuple[str, Any]] = {}
         """The name under which each component has come, and the bits of those that may come again under another."""
         self._waiting: set[str] = set()
-        self._waits = 0
+        self._waits = self._items = 0
         self.waited: int = 0
         """Most bytes that were held at once because something of their tensors was still to come."""
 
     def take(self, pair: Any) -> None:
         """Take one (name, tensor) pair."""
-        try:
-            name, tensor = pair
-        except (TypeError, ValueError):
-            name = tensor = None
+        self._items += 1
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        name, tensor = pair if is_pair else (None, None)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            what = f"it is {describe(pair)}" if name is None else f"it is ({describe(name)}, {describe(tensor)})"
-            self.faults.append(fault(f"source: item {len(self._came)}", f"{what}, not a pair of a name and a tensor"))
+            kind = f"({describe(name)}, {describe(tensor)})" if is_pair else describe(pair)
+            self.faults.append(fault(f"item {self._items}", f"it is {kind}, not a pair of a name and a tensor"))
             return
         if name in self._came:
             self.faults.append(fault(name, "it came twice, and only the first was taken. Send each name once."))

@@ -23,10 +23,11 @@ from ..loading.report import raise_faults
 from ..loading.steps import Draft
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..renaming.steps import Rename
+from ..ties.names import is_sharded, named_tensors
 from ..torch_private.modules import transient_names
 from .arrivals import Arrivals, fault_of_tensor
 from .report import RefitReport
-from .target import Target, target_of
+from .target import Target
 from .writing import Writer
 
 Source = Path | str | Checkpoint | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -97,7 +98,7 @@ def refit(
     if optimizers:
         check_optimizer(model, optimizers)
     with uncollected():
-        target = target_of(model)
+        target = _target_of(model)
         with Deferred() as signals:
             work = _Refit(model, target, rename, Writer(signals, atomic == "full"), signals)
             if isinstance(source, (str, PathLike)):
@@ -113,6 +114,15 @@ def refit(
                 fix = "Give a path, a state dict, or pairs of names and tensors."
                 raise ArgumentError(f"is {describe(source)}, which has no tensors by name", name="source", fix=fix)
     return work.writer.report(time.perf_counter() - start, work.left(), work.waited)
+
+
+def _target_of(model: nn.Module) -> Target:
+    """Return the target for ``model``, sharded or not."""
+    if any(map(is_sharded, named_tensors(model).values())):
+        from .sharded import ShardedTarget
+
+        return ShardedTarget(model)
+    return Target(model)
 
 
 class _Refit:

@@ -12,7 +12,7 @@ from ..loading.matching import match_renamed
 from ..loading.options import LoadOptions
 from ..loading.steps import Draft
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
-from ..ties.names import is_sharded, named_tensors
+from ..ties.names import is_sharded
 from .writing import unwritable
 
 
@@ -52,12 +52,3 @@ class Target:
 
     def finish(self) -> None:
         """Do nothing: what has been written is in the model."""
-
-
-def target_of(model: nn.Module) -> Target:
-    """Return the target for ``model``, sharded or not."""
-    if any(map(is_sharded, named_tensors(model).values())):
-        from .shards import ShardedTarget
-
-        return ShardedTarget(model)
-    return Target(model)

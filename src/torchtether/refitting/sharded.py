@@ -1,0 +1,94 @@
+"""A model with DTensors, of which each rank fills the rows that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.held import HeldCheckpoint
+from ..distributed.loading import find_boxes
+from ..distributed.ranks import Ranks
+from ..distributed.shadows import box_of, local_of, local_shadow, reshard, stand_in, whole_shadow
+from ..errors import LoadError
+from ..loading.options import fault
+from ..loading.restricting import Box, restrict
+from ..loading.steps import Draft
+from ..ties.components import find_components
+from ..ties.names import named_tensors
+from ..torch_private.fsdp2 import fsdp2_state, renew_shards
+from ..weights.weight import Weight
+from .shards import local_box
+from .target import Target
+
+
+class ShardedTarget(Target):
+    """A model with DTensors, of which every rank fills the rows that it holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        reshard(model)
+        super().__init__(stand_in(model, whole_shadow, views=True))
+        self._model, self._held = model, named_tensors(model)
+        self._part = stand_in(model, local_shadow)
+        self._components = find_components(self._part)
+
+    def cut(self, draft: Draft) -> Draft:
+        """Return the steps of ``draft`` for the rows of this rank; blocks that they cut are faults."""
+        boxes, faults = find_boxes(self._held, draft)
+        draft = restrict(draft, self._part, boxes, lambda name: torch.device("cpu"), faults, self._components)
+        checkpoint = draft.given.checkpoint
+        if isinstance(checkpoint, HeldCheckpoint):
+            draft.faults += _not_here(draft, checkpoint)
+        return super().cut(draft)
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> HeldCheckpoint:
+        """Return the checkpoint of ``tensors``; of sharded ones a rank reads what it holds itself."""
+        return HeldCheckpoint(tensors, local_box)
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` as it is: this rank reads what it holds of it."""
+        return tensor
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block that raises on all ranks, or on none."""
+        return Ranks().all_or_none(LoadError)
+
+    def finish(self) -> None:
+        """Have FSDP2 gather what has been written."""
+        for module in self._model.modules():
+            state = fsdp2_state(module)
+            if state is not None:
+                renew_shards(state)
+
+
+def _not_here(draft: Draft, checkpoint: HeldCheckpoint) -> list[str]:
+    """Return the faults of steps that need other elements of a DTensor of the source than this rank has."""
+    faults = []
+    for step in draft.steps:
+        for source in step.sources:
+            for piece in draft.given[source.name].pieces:
+                tensor = checkpoint.tensor(piece.key)
+                if not isinstance(tensor, DTensor):
+                    continue
+                try:
+                    held = box_of(tensor)
+                except NotImplementedError as error:
+                    faults.append(fault(step.name, f"the source's {piece.key}: {error}. Redistribute it first."))
+                    continue
+                if isinstance(local_of(tensor), Weight):
+                    what = f"the source's {piece.key} is a sharded Weight. Give it whole: .full_tensor()."
+                    faults.append(fault(step.name, what))
+                elif piece.heads or not all(a <= c and d <= b for (a, b), (c, d) in zip(held, piece.box, strict=True)):
+                    what = (
+                        f"this rank needs {_format(piece.box)} of the source's {piece.key}, and holds {_format(held)}. "
+                        "Shard both alike, or give whole tensors (.full_tensor(), one after the other), or a path."
+                    )
+                    faults.append(fault(step.name, what))
+    return faults
+
+
+def _format(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
