@@ -195,7 +195,6 @@ class _Refit:
             self.writer.stopped(error)
         finally:
             self.writer.close()
-            self._target.finish()
 
 
 def _names_of(draft: Draft) -> set[str]:

@@ -49,6 +49,3 @@ class Target:
     def together(self) -> AbstractContextManager[None]:
         """Return a block that raises on all ranks, or on none."""
         return nullcontext()
-
-    def finish(self) -> None:
-        """Do nothing: what has been written is in the model."""
