@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import describe
 from ..checkpoint.held import HeldCheckpoint
+from ..errors import TetherError
 from ..loading.libraries import names_of_library
 from ..loading.matching import match_component
 from ..loading.options import LoadOptions, fault, find_targets
@@ -19,6 +20,7 @@ from ..renaming.named_tensors import Rule
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..renaming.steps import Rename, renamed
 from ..ties.components import Component
+from ..ties.names import is_sharded
 from ..weights.weight import Weight
 from .report import checksum_of
 from .target import Target
@@ -32,14 +34,8 @@ class _Group:
     names: set[str]
     """What the rules make of them, as far as each piece alone tells."""
     pieces: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def numel(self) -> int:
-        return sum(piece.numel() for piece in self.pieces.values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces.values())
+    numel: int = 0
+    nbytes: int = 0
 
 
 class Arrivals:
@@ -111,6 +107,7 @@ class Arrivals:
                 self._forget(piece)
             return
         group.pieces[name] = self._came[name] = tensor.clone()
+        group.numel, group.nbytes = group.numel + tensor.numel(), group.nbytes + tensor.nbytes
         self._waiting.add(name)
         self._groups.update(dict.fromkeys(group.names, group))
         self._waits += tensor.nbytes
@@ -122,6 +119,7 @@ class Arrivals:
         for other in found[1:]:
             found[0].names |= other.names
             found[0].pieces |= other.pieces
+            found[0].numel, found[0].nbytes = found[0].numel + other.numel, found[0].nbytes + other.nbytes
         return found[0] if found else None
 
     def _forget(self, name: str) -> None:
@@ -166,16 +164,26 @@ class Arrivals:
             if key in self._settled:
                 self._compare(component, given)
                 continue
-            draft = Draft(given, self._targets)
+            names = [name for name in component.names if name in given]
+            draft = Draft(self._assembled(given, names), self._targets)
             step = match_component(draft, component)
             if step is None:
                 self.faults += draft.faults
                 continue
             draft.steps.append(step)
-            names = [name for name in component.names if name in given]
-            bits = _bits(given, names[0]) if len(component.names) > 1 else None
+            bits = _bits(draft.given, names[0]) if len(component.names) > 1 else None
             self._settled[key] = names[0], bits
             self._finish(self._target.cut(draft))
+
+    def _assembled(self, given: RenamedCheckpoint, names: list[str]) -> RenamedCheckpoint:
+        """Return ``names`` of ``given`` with what is made of several pieces put together, to be read more than once."""
+        keys = [key for name in names for key in given.keys_of(name)]
+        if all(map(given.is_as_it_is, names)) or any(is_sharded(self._came[key]) for key in keys):
+            return given
+        try:
+            return RenamedCheckpoint(self._target.hold({name: given.read_briefly(name) for name in names}))
+        except TetherError:
+            return given  # Weights that cannot be joined: a fault of the match
 
     def _finish(self, draft: Draft) -> None:
         """Write the steps of ``draft`` if nothing is wrong with them."""

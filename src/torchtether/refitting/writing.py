@@ -31,6 +31,9 @@ _AT_ONCE = 64 * 2**20
 _PLAIN_RANGE = 256.0
 """Values up to here every scheme holds; tensors with others, and not finite ones, are encoded once to try."""
 
+_WORTHWHILE = 2**20
+"""Bytes below which a checksum is done before a thread has begun."""
+
 _FEW = 4
 
 
@@ -53,7 +56,7 @@ class Writer:
         self._signals, self.is_atomic = signals, is_atomic
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._aside = ThreadPoolExecutor(1)
-        self._checksums: dict[str, Future[int]] = {}
+        self._checksums: dict[str, Future[int] | int] = {}
         self._encoded: dict[str, str] = {}
         self._bytes = self._nbytes = 0
 
@@ -123,11 +126,12 @@ class Writer:
         self._bytes, self._nbytes = self._bytes + step.nbytes, self._nbytes + memory.nbytes
         if isinstance(held, Weight) and not held.scheme.transparent:
             self._encoded[step.name] = str(held.scheme)
-        self._checksums[step.name] = self._aside.submit(checksum_of, memory)
+        is_large = memory.nbytes > _WORTHWHILE
+        self._checksums[step.name] = self._aside.submit(checksum_of, memory) if is_large else checksum_of(memory)
 
     def report(self, seconds: float, left: Sequence[str], waiting: int) -> RefitReport:
         """Return what was done."""
-        checksums = {name: later.result() for name, later in self._checksums.items()}
+        checksums = {name: one if isinstance(one, int) else one.result() for name, one in self._checksums.items()}
         return RefitReport(self._bytes, self._nbytes, seconds, checksums, self._encoded, tuple(left), waiting)
 
     # -- afterwards -----------------------------------------------------------------------------------------------
