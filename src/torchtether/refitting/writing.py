@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn, cast
@@ -13,7 +13,11 @@ from torch import Tensor
 from .._signals import Deferred
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import LoadError, SchemeError, TetherError
-from ..files import Batch
+from ..files import Batch, Scratch
+from ..files.batch import SLICE
+from ..files.memory import pieces
+from ..files.together import Job, together
+from ..geometry.blocks import STOCK
 from ..geometry.views import overlaps_itself
 from ..loading.contents import encode_whole
 from ..loading.encoding import encode_rows_into
@@ -75,21 +79,25 @@ class Writer:
             if not _is_in_plain_range(values):
                 suspects[step.name] = step
 
+        def job(step: Step, values: Tensor, space: Scratch) -> int:
+            look(step, values)
+            return values.nbytes
+
+        jobs: list[Job] = []
         for some in _grouped(encoded, given):
             batch = Batch()
             for step in some:
+                self._signals.deliver()
                 place = _rows_in_file(step.sources[0], given)
-                if place is None:
-                    self._signals.deliver()
+                if place is not None:
+                    self._look_later(step, given, place, batch, partial(look, step))
+                elif _is_in_memory(step, given):
+                    values = given.read_briefly(step.sources[0].name)
+                    jobs += [partial(job, step, piece) for piece in pieces(values, SLICE)]
+                else:
                     look(step, given.read_briefly(step.sources[0].name))
-                    continue
-                key, first = place
-                store, rows = given.checkpoint.store, given.spec(step.sources[0].name).shape[0]
-                at_once = max(1, 2**22 // max(store.stored(key).nbytes // store.stored(key).shape[0], 1))
-                for start in range(0, rows, at_once):
-                    stop = min(start + at_once, rows)
-                    batch.rows(store.file_of(key), key, first + start, first + stop, partial(look, step))
             self._signals.during(batch.run, no_tick)
+        self._signals.during(together, jobs, no_tick)
         faults = []
         for step in suspects.values():
             try:
@@ -97,6 +105,15 @@ class Writer:
             except SchemeError as error:
                 faults.append(str(error.named(step.name)))
         return faults
+
+    def _look_later(
+        self, step: Step, given: RenamedCheckpoint, place: tuple[str, int], batch: Batch, look: Callable[[Tensor], None]
+    ) -> None:
+        """Have ``batch`` read the values of ``step``, which the file has from ``place`` on, for ``look``."""
+        (key, first), store, rows = place, given.checkpoint.store, given.spec(step.sources[0].name).shape[0]
+        at_once = max(1, SLICE // max(store.stored(key).nbytes // store.stored(key).shape[0], 1))
+        for start in range(0, rows, at_once):
+            batch.rows(store.file_of(key), key, first + start, first + min(start + at_once, rows), look)
 
     # -- the changes ----------------------------------------------------------------------------------------------
 
@@ -187,6 +204,14 @@ def _rows_in_file(source: Source, given: RenamedCheckpoint) -> tuple[str, int] |
     if place is None or not given.checkpoint.store.stored(place[0]).shape:
         return None
     return (place[0], place[1] or 0) if given.checkpoint.store.stored(place[0]).nbytes else None
+
+
+def _is_in_memory(step: Step, given: RenamedCheckpoint) -> bool:
+    """Return whether the values of ``step`` are all in one tensor of the state dict, in memory of this process."""
+    checkpoint, name = given.checkpoint, step.sources[0].name
+    if not isinstance(checkpoint, HeldCheckpoint) or not given.is_as_it_is(name):
+        return False
+    return type(checkpoint.tensor(given.keys_of(name)[0])) in STOCK
 
 
 def _is_in_plain_range(values: Tensor) -> bool:
