@@ -25,10 +25,6 @@ Fetch = Callable[[Any, Ranges], Tensor]
 """Returns the values of a box of a sharded tensor; no slices at all mean all of it."""
 
 
-def _refuse(tensor: Any, box: Ranges) -> Tensor:
-    raise AssertionError("sharded tensors need a function that fetches their values")
-
-
 class HeldCheckpoint(Checkpoint):
     """Read the tensors of a mapping as ``Checkpoint`` reads those of files; what is read whole is the tensor itself.
 
@@ -36,7 +32,7 @@ class HeldCheckpoint(Checkpoint):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], fetch: Fetch | None = None, name: str = "the state dict") -> None:
-        self._tensors, self._fetch = tensors, fetch or _refuse
+        self._tensors, self._fetch = tensors, fetch
         self.path = Path(name)
         self.format = name
         self.ties, self.faults, self.copies, self.flat = (), {}, {}, {}
@@ -77,6 +73,7 @@ class HeldCheckpoint(Checkpoint):
     def _values(self, name: str, box: Ranges) -> Tensor:
         tensor = self._tensors[name]
         if is_sharded(tensor):
+            assert self._fetch is not None
             return self._fetch(tensor, box)
         values = tensor.values_of() if isinstance(tensor, Weight) and tensor.scheme.transparent else tensor
         return values.detach()[box] if box else values.detach()
