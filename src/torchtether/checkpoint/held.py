@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,18 +21,28 @@ from .aliases import is_equal
 from .reader import Checkpoint
 
 Ranges = tuple[slice, ...]
-Fetch = Callable[[Any, Ranges], Tensor]
-"""Returns the values of a box of a sharded tensor; no slices at all mean all of it."""
+
+
+class Shards(Protocol):
+    """Read sharded tensors, of which this process has a part."""
+
+    def read(self, tensor: Any, box: Ranges) -> Tensor:
+        """Return the values of ``box``; no slices at all mean all of it."""
+
+    def holds(self, tensor: Any, test: Callable[[Tensor], bool]) -> bool:
+        """Return whether ``test`` holds for every shard that ``read`` would read from."""
 
 
 class HeldCheckpoint(Checkpoint):
     """Read the tensors of a mapping as ``Checkpoint`` reads those of files; what is read whole is the tensor itself.
 
-    ``fetch`` gives the values of sharded tensors, box by box. Two names are never tied, their values are compared.
+    ``shards`` reads sharded tensors. Two names are never tied, their values are compared.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], fetch: Fetch | None = None, name: str = "the state dict") -> None:
-        self._tensors, self._fetch = tensors, fetch
+    def __init__(
+        self, tensors: Mapping[str, Tensor], shards: Shards | None = None, name: str = "the state dict"
+    ) -> None:
+        self._tensors, self._shards = tensors, shards
         self.path = Path(name)
         self.format = name
         self.ties, self.faults, self.copies, self.flat = (), {}, {}, {}
@@ -73,10 +83,18 @@ class HeldCheckpoint(Checkpoint):
     def _values(self, name: str, box: Ranges) -> Tensor:
         tensor = self._tensors[name]
         if is_sharded(tensor):
-            assert self._fetch is not None
-            return self._fetch(tensor, box)
+            assert self._shards is not None
+            return self._shards.read(tensor, box)
         values = tensor.values_of() if isinstance(tensor, Weight) and tensor.scheme.transparent else tensor
         return values.detach()[box] if box else values.detach()
+
+    def holds(self, name: str, test: Callable[[Tensor], bool]) -> bool:
+        """Return whether ``test`` holds for all values of ``name``, shard by shard where it is sharded."""
+        tensor = self._tensors[name]
+        if not is_sharded(tensor):
+            return test(self._values(name, ()))
+        assert self._shards is not None
+        return self._shards.holds(tensor, test)
 
     def read_rows(self, name: str, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
         """Return the parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``."""

@@ -97,22 +97,21 @@ def refit(
     optimizers = optimizers_of(optimizer)
     if optimizers:
         check_optimizer(model, optimizers)
-    with uncollected():
-        target = _target_of(model)
-        with Deferred() as signals:
-            work = _Refit(model, target, rename, Writer(signals, atomic == "full"), signals)
-            if isinstance(source, (str, PathLike)):
-                with Checkpoint(Path(source) if isinstance(source, PathLike) else source) as checkpoint:
-                    work.listed(checkpoint)
-            elif isinstance(source, Checkpoint):
-                work.listed(source)
-            elif isinstance(source, Mapping):
-                work.listed_tensors(source)
-            elif isinstance(source, Iterable) and not isinstance(source, (bytes, bytearray, Tensor, nn.Module, type)):
-                work.streamed(iter(source))
-            else:
-                fix = "Give a path, a state dict, or pairs of names and tensors."
-                raise ArgumentError(f"is {describe(source)}, which has no tensors by name", name="source", fix=fix)
+    target = _target_of(model)
+    with Deferred() as signals:
+        work = _Refit(model, target, rename, Writer(signals, atomic == "full"), signals)
+        if isinstance(source, (str, PathLike)):
+            with Checkpoint(Path(source) if isinstance(source, PathLike) else source) as checkpoint:
+                work.listed(checkpoint)
+        elif isinstance(source, Checkpoint):
+            work.listed(source)
+        elif isinstance(source, Mapping):
+            work.listed_tensors(source)
+        elif isinstance(source, Iterable) and not isinstance(source, (bytes, bytearray, Tensor, nn.Module, type)):
+            work.streamed(iter(source))
+        else:
+            fix = "Give a path, a state dict, or pairs of names and tensors."
+            raise ArgumentError(f"is {describe(source)}, which has no tensors by name", name="source", fix=fix)
     return work.writer.report(time.perf_counter() - start, work.left(), work.waited)
 
 
@@ -151,7 +150,7 @@ class _Refit:
     def listed(self, checkpoint: Checkpoint, faults: Iterable[str] = ()) -> None:
         """Write the values of ``checkpoint`` after everything in it has been found to fit."""
         target, rename = self._target, self._rename
-        with target.together():
+        with target.together(), uncollected():
             if rename is None:
                 rename = names_of_library(target.whole, checkpoint)
             draft = target.match(RenamedCheckpoint(checkpoint, rename), LoadOptions(is_refit=True))

@@ -22,7 +22,7 @@ from ..renaming.pieces import Piece
 from ..ties.components import find_components
 from ..ties.names import named_tensors
 from ..weights.weight import Weight
-from .shards import local_box
+from .shards import OwnShard
 from .target import Target
 
 
@@ -50,7 +50,7 @@ class ShardedTarget(Target):
 
     def hold(self, tensors: Mapping[str, Tensor]) -> HeldCheckpoint:
         """Return the checkpoint of ``tensors``; of sharded ones a rank reads what it holds itself."""
-        return HeldCheckpoint(tensors, local_box)
+        return HeldCheckpoint(tensors, OwnShard())
 
     def receive(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` as it is: this rank reads what it holds of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,20 +14,40 @@ from ..checkpoint.held import Ranges
 from ..distributed.shadows import box_of, local_of
 
 
-def local_box(tensor: Any, box: Ranges) -> Tensor:
-    """Return the elements of ``box`` of a DTensor, of which this rank holds them; all that it holds for no box."""
-    local = local_of(tensor)
-    if not box:
-        return local
-    held = box_of(tensor)
-    return local[tuple(slice(s.start - start, s.stop - start) for s, (start, _) in zip(box, held, strict=True))]
+class OwnShard:
+    """Read what this rank holds of a DTensor, without the others."""
+
+    def read(self, tensor: Any, box: Ranges) -> Tensor:
+        """Return the elements of ``box``, all of which this rank holds; all that it holds for no box."""
+        local = local_of(tensor)
+        if not box:
+            return local
+        held = box_of(tensor)
+        return local[tuple(slice(s.start - start, s.stop - start) for s, (start, _) in zip(box, held, strict=True))]
+
+    def holds(self, tensor: Any, test: Callable[[Tensor], bool]) -> bool:
+        """Return whether ``test`` holds for what this rank has."""
+        return test(local_of(tensor))
 
 
-def gathered(tensor: Any, box: Ranges) -> Tensor:
-    """Return the elements of ``box`` of a DTensor, all of them for no box; every rank of its mesh must ask for them.
+class AllShards:
+    """Read all of a DTensor, as every rank of its mesh does at the same time."""
 
-    The shards come one after the other, and of each no more than lies in the box.
-    """
+    def read(self, tensor: Any, box: Ranges) -> Tensor:
+        """Return the elements of ``box``, all of them for no box; of each shard no more is sent than lies in it."""
+        return _gathered(tensor, box)
+
+    def holds(self, tensor: Any, test: Callable[[Tensor], bool]) -> bool:
+        """Return whether ``test`` holds for the shards of all ranks."""
+        local, mesh = local_of(tensor), tensor.device_mesh
+        flag = torch.tensor(int(test(local)), device=local.device)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+        return bool(flag)
+
+
+def _gathered(tensor: Any, box: Ranges) -> Tensor:
+    """Return the elements of ``box`` of a DTensor, the shards of all ranks one after the other."""
     placement, mesh = tensor.placements[0], tensor.device_mesh
     ranges = [(one.start, one.stop) for one in box] or [(0, size) for size in tensor.shape]
     local = local_of(tensor)

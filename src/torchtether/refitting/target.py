@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from ..checkpoint.held import Fetch, HeldCheckpoint
+from ..checkpoint.held import HeldCheckpoint
 from ..loading.matching import match_renamed
 from ..loading.options import LoadOptions
 from ..loading.steps import Draft
@@ -37,10 +37,11 @@ class Target:
 
     def hold(self, tensors: Mapping[str, Tensor]) -> HeldCheckpoint:
         """Return the checkpoint of ``tensors``; of sharded ones every rank reads all, shard by shard."""
-        fetch: Fetch | None = None
-        if any(map(is_sharded, tensors.values())):
-            from .shards import gathered as fetch
-        return HeldCheckpoint(tensors, fetch)
+        if not any(map(is_sharded, tensors.values())):
+            return HeldCheckpoint(tensors)
+        from .shards import AllShards
+
+        return HeldCheckpoint(tensors, AllShards())
 
     def receive(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, which has arrived alone, as ``hold`` takes it: read from all ranks if it is sharded."""

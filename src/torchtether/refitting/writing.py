@@ -94,12 +94,12 @@ class Writer:
                 elif _is_in_memory(step, given):
                     values = given.read_briefly(step.sources[0].name)
                     jobs += [partial(job, step, piece) for piece in pieces(values, SLICE)]
-                else:
-                    look(step, given.read_briefly(step.sources[0].name))
+                elif not _holds(step, given):
+                    suspects[step.name] = step
             self._signals.during(batch.run, no_tick)
         self._signals.during(together, jobs, no_tick)
         faults = []
-        for step in suspects.values():
+        for step in (step for step in encoded if step.name in suspects):
             try:
                 self._signals.during(encode_whole, step, given, no_tick)
             except SchemeError as error:
@@ -211,7 +211,16 @@ def _is_in_memory(step: Step, given: RenamedCheckpoint) -> bool:
     checkpoint, name = given.checkpoint, step.sources[0].name
     if not isinstance(checkpoint, HeldCheckpoint) or not given.is_as_it_is(name):
         return False
-    return type(checkpoint.tensor(given.keys_of(name)[0])) in STOCK
+    tensor = checkpoint.tensor(given.keys_of(name)[0])
+    return type(tensor) in STOCK and tensor.device.type == "cpu"
+
+
+def _holds(step: Step, given: RenamedCheckpoint) -> bool:
+    """Return whether all values of ``step`` are in the plain range; those of sharded tensors need not travel."""
+    checkpoint, name = given.checkpoint, step.sources[0].name
+    if isinstance(checkpoint, HeldCheckpoint) and given.is_as_it_is(name):
+        return checkpoint.holds(given.keys_of(name)[0], _is_in_plain_range)
+    return _is_in_plain_range(given.read_briefly(name))
 
 
 def _is_in_plain_range(values: Tensor) -> bool:
