@@ -151,11 +151,14 @@ def test_an_optimizer_keeps_its_state_and_must_be_that_of_the_model():
     assert is_unchanged(rollout, kept)
 
 
-def test_what_was_saved_for_a_backward_is_known_to_be_gone():
-    rollout = build(1, "int8")
-    rollout.mid.bias.requires_grad_(False)
-    loss = rollout(torch.arange(12)).sum()
-    tt.refit(rollout, build(2).state_dict())
+@each_source
+@pytest.mark.parametrize("scheme", ["int8", tt.Plain(), None], ids=str)
+def test_what_was_saved_for_a_backward_is_known_to_be_gone(scheme, kind, tmp_path):
+    layer = nn.Linear(64, 64, bias=False)
+    if scheme is not None:
+        tt.quantize(layer, scheme)
+    loss = layer(torch.randn(2, 64, requires_grad=True)).sum()
+    tt.refit(layer, SOURCES[kind](nn.Linear(64, 64, bias=False).state_dict(), tmp_path))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
