@@ -22,7 +22,7 @@ from ..renaming.steps import Rename, renamed
 from ..ties.components import Component
 from ..ties.names import is_sharded
 from ..weights.weight import Weight
-from .report import checksum_of
+from .report import checksum_by_all
 from .target import Target
 from .writing import Writer
 
@@ -254,7 +254,7 @@ def fault_of_tensor(tensor: Any) -> str:
 def _bits(given: RenamedCheckpoint, name: str) -> tuple[Any, ...]:
     """Return shape, dtype and scheme of ``name``, and a checksum of its values."""
     spec = given.spec(name)
-    return spec.shape, spec.dtype, spec.scheme, checksum_of(given.read_briefly(name))
+    return spec.shape, spec.dtype, spec.scheme, checksum_by_all(given.read_briefly(name))
 
 
 def _outline(tensor: Tensor) -> Tensor:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
+from ..files.batch import SLICE
+from ..files.checksum import joined
 from ..files.memory import memory_of
+from ..files.together import Scratch, together
 from ..pictures.drawing import describe_bytes
+from ..progress import no_tick
 from ..weights.weight import Weight
 
 
@@ -73,4 +78,32 @@ def checksum_of(tensor: Tensor, start: int = 0) -> int:
         for part in tensor.parts.values():
             start = checksum_of(part, start)
         return start
-    return zlib.crc32(memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()), start)
+    return zlib.crc32(_bytes_of(tensor), start)
+
+
+def checksum_by_all(tensor: Tensor) -> int:
+    """Return ``checksum_of(tensor)``, computed by several threads.
+
+    >>> import torch
+    >>> checksum_by_all(torch.arange(3 * 2**20)) == checksum_of(torch.arange(3 * 2**20))
+    True
+    """
+    if isinstance(tensor, Weight) or tensor.nbytes <= SLICE:
+        return checksum_of(tensor)
+    memory = _bytes_of(tensor)
+    pieces = [memory[start : start + SLICE] for start in range(0, len(memory), SLICE)]
+    found = [0] * len(pieces)
+
+    def job(i: int, space: Scratch) -> int:
+        found[i] = zlib.crc32(pieces[i])
+        return len(pieces[i])
+
+    together([partial(job, i) for i in range(len(pieces))], no_tick)
+    whole = 0
+    for one, piece in zip(found, pieces, strict=True):
+        whole = joined(whole, one, len(piece))
+    return whole
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
