@@ -13,7 +13,7 @@ from .._checks import describe
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import TetherError
 from ..loading.libraries import names_of_library
-from ..loading.matching import match_component
+from ..loading.matching import SAME_VALUES, match_component
 from ..loading.options import LoadOptions, fault, find_targets
 from ..loading.steps import Draft
 from ..renaming.named_tensors import Rule
@@ -198,9 +198,7 @@ class Arrivals:
         first, bits = self._settled[id(component)]
         for name in component.names:
             if name in given and name != first and _bits(given, name) != bits:
-                what = (
-                    f"the model ties it to {first}, the source has other values for it. Send the same, or tt.untie it."
-                )
+                what = f"the model ties it to {first}, the source has other values for it. {SAME_VALUES}"
                 self.faults.append(fault(name, what))
 
     # -- the end --------------------------------------------------------------------------------------------------

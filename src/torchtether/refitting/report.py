@@ -23,7 +23,7 @@ class RefitReport:
     """Report what a refit has written: print it, or compare ``checksum`` between ranks and ``checksums`` by name.
 
     >>> print(RefitReport(bytes=5_000_000, nbytes=2_500_000, seconds=0.5, checksums={"w": 7}, encoded={"w": "int8"}))
-    1 tensor, 1 of them encoded, 5 MB into 2.5 MB in 0.50 s, checksum 8c97e44f
+    1 tensor, 1 of them encoded, 5 MB into 2.5 MB in 0.50 s, checksum f1952881
     """
 
     bytes: int = 0
