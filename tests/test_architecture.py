@@ -31,6 +31,7 @@ LEVELS = [
     {"integrations"},
     {"loading"},
     {"cli", "distributed"},
+    {"refitting"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}

@@ -48,11 +48,16 @@ def test_the_core_benchmark_runs(tmp_path, capsys, groups, names):
 
 @pytest.mark.slow
 def test_the_load_benchmark_runs(tmp_path, capsys):
-    groups = ("shards", "small", "plan", "save")
+    groups = ("shards", "small", "plan", "save", "refit")
     files = ["--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
     bench_load.main(["--size", "small", "--rounds", "1", "--groups", *groups, *files])
     found = json.loads((tmp_path / "figures.json").read_text())
-    assert {row["name"] for row in found["rows"]} >= {bench_load.READ, "torchtether", "torchtether save"}
+    assert {row["name"] for row in found["rows"]} >= {
+        bench_load.READ,
+        "torchtether",
+        "torchtether save",
+        "refit, pieces",
+    }
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
     assert "against a plain read" in capsys.readouterr().out

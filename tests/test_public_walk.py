@@ -56,6 +56,11 @@ CALLS = {
     **{f"plan_load({k}=)": lambda v, s, t, k=k: tt.plan_load(pair(), s, **{k: v}) for k in LOAD if k != "progress"},
     "apply(only=)": lambda v, s, t: tt.plan_load(pair(), s).apply(only=v),
     "apply(progress=)": lambda v, s, t: tt.plan_load(pair(), s).apply(progress=v),
+    "refit(model)": lambda v, s, t: tt.refit(v, s),
+    "refit(source)": lambda v, s, t: tt.refit(pair(), v),
+    "refit({name: value})": lambda v, s, t: tt.refit(pair(), pair().state_dict() | {"0.weight": v}),
+    "refit([value])": lambda v, s, t: tt.refit(pair(), [*pair().state_dict().items(), v]),
+    **{f"refit({k}=)": lambda v, s, t, k=k: tt.refit(pair(), s, **{k: v}) for k in ("rename", "optimizer", "atomic")},
     "save(model)": lambda v, s, t: tt.save(v, t / "o.safetensors"),
     "save(path)": lambda v, s, t: tt.save(pair(), v),
     **{

@@ -34,6 +34,8 @@ from .integrations.adopting import adopt
 from .loading.plan import LoadPlan, load, plan_load
 from .loading.report import LoadReport
 from .pictures import StorageDiff, StorageMap, storage_map
+from .refitting.refit import refit
+from .refitting.report import RefitReport
 from .renaming.gguf_names import gguf_names
 from .renaming.joining import Concat, Split, Stack
 from .renaming.reordering import Rotary, Transpose
@@ -72,7 +74,7 @@ _LISTENERS.append(_tell_libraries)
 
 __all__ = [
     # checkpoints
-    "load", "plan_load", "save", "open", "Checkpoint", "LoadPlan", "LoadReport",
+    "load", "plan_load", "save", "open", "Checkpoint", "LoadPlan", "LoadReport", "refit", "RefitReport",
     "Concat", "Split", "Stack", "Transpose", "Rotary", "gguf_names",
     # conversions
     "convert", "quantize", "dequantize", "adopt", "quantize_activations", "swapping", "on_meta", "materialize",

@@ -74,7 +74,10 @@ class OptimizerError(TetherError, ValueError):
 
 
 class LoadError(TetherError, RuntimeError):
-    """Report a checkpoint that does not fit the model; every fault is in the text, and in ``faults`` of the plan."""
+    """Report a checkpoint that does not fit the model; the text lists the first faults, ``faults`` has all of them."""
+
+    faults: tuple[str, ...] = ()
+    """What does not fit, one line each; empty where the error is about something else."""
 
 
 class CheckpointError(TetherError, ValueError):

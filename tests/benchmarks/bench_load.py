@@ -37,6 +37,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -443,6 +444,16 @@ def accelerate_load(folder, options):
     return run
 
 
+def refit(folder, options, source):
+    """A model that is quantized already takes the same values again: from memory, as pieces, or from the files."""
+    model, trainer = on_meta(options["size"]), on_meta(options["size"])
+    tt.load(model, folder, quantize=options["quantize"])
+    if source != "path":
+        tt.load(trainer, folder)
+    state = trainer.state_dict()
+    return lambda: tt.refit(model, {"path": folder, "state dict": state, "pieces": state.items()}[source])
+
+
 def _loaded(folder, options):
     model = on_meta(options["size"])
     tt.load(model, folder)
@@ -505,6 +516,8 @@ CONTENDERS = {
     "torchtether save": torchtether_save,
     "safetensors save": safetensors_save,
 }
+REFITS = {f"refit, {source}": source for source in ("state dict", "pieces", "path")}
+CONTENDERS |= {name: partial(refit, source=source) for name, source in REFITS.items()}
 PEERS = ("safetensors own", "transformers", "accelerate")
 QUANTIZING = {
     "torchao after": ("torchao", ("int8", "int4", "fp8")),
@@ -682,6 +695,10 @@ def groups_of(size, folder):
             )
             for scheme in ("int8", "int4", "fp8", "nf4")
         ],
+        "refit": [
+            (f"refit, {scheme}", "bf16-4", bf16 | {"quantize": scheme} | tried, ["torchtether", *REFITS], largest)
+            for scheme in ("int8", "nf4")
+        ],
         "small": [
             (
                 f"{many['many']} small tensors",
@@ -750,6 +767,11 @@ def bars(group, title, runs, largest):
         return
     if group == "cold":
         yield "against a plain sequential read", ratio("torchtether", SEQUENTIAL), 1.1
+        return
+    if group == "refit":
+        for name in REFITS:
+            yield f"{name} against a quantizing load", ratio(name, "torchtether"), 1.3
+            yield f"{name}, scratch, MiB", max(run["anon"] for run in runs[name]) / MIB, largest / MIB + 64
         return
     if group == "quantize":
         yield from quantize_bars(title, runs, largest, ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ..loading.options import Device, Dtype, LoadOptions, Ties
 from ..loading.plan import LoadPlan, make_plan, restrict_plan
 from ..loading.report import LoadReport
 from ..loading.restricting import Box
-from ..loading.steps import Step, names_of_weights
+from ..loading.steps import Draft, Step, names_of_weights
 from ..progress import Progress
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
@@ -102,6 +103,20 @@ def load(
                 one.close()
 
 
+def find_boxes(held: Mapping[str, Tensor], draft: Draft) -> tuple[dict[str, Box], list[str]]:
+    """Return this rank's box of each sharded tensor of ``held`` that ``draft`` fills, by name, and the faults."""
+    boxes, faults = dict[str, Box](), []
+    filled = [(step.name, step.component.names) for step in draft.steps]
+    for first, names in [*filled, *((name, (name,)) for name in draft.computed)]:
+        tensor = held[first]
+        if isinstance(tensor, DTensor):
+            try:
+                boxes.update(dict.fromkeys(names, box_of(tensor)))
+            except NotImplementedError as error:
+                faults.append(f"{first}: {error}. Redistribute it first.")
+    return boxes, faults
+
+
 class _Whole:
     """Load a model of which every rank has all, as one process does."""
 
@@ -150,21 +165,14 @@ class _Sharded:
 
     def _boxes(self, whole: LoadPlan) -> tuple[dict[str, Box], list[str]]:
         """Return this rank's box of each sharded tensor that ``whole`` loads, under its names there, and the faults."""
-        draft, boxes = whole.draft, dict[str, Box]()
+        draft = whole.draft
         faults = [
             f"{name}: the checkpoint ties it otherwise, and ties of a sharded model cannot change. "
             "Change them before fully_shard, or load with ties='model'."
             for name in (*draft.untie, *(alias for _, alias in draft.tie))
         ]
-        filled = [(step.name, step.component.names) for step in whole.steps]
-        for first, names in [*filled, *((name, (name,)) for name in draft.computed)]:
-            held = self._held[first]
-            if isinstance(held, DTensor):
-                try:
-                    boxes.update(dict.fromkeys(names, box_of(held)))
-                except NotImplementedError as error:
-                    faults.append(f"{first}: {error}. Redistribute it first.")
-        return boxes, faults
+        boxes, others = find_boxes(self._held, draft)
+        return boxes, faults + others
 
     def _place(self, name: str) -> torch.device:
         """Return the device of the tensor ``name``: where FSDP2 keeps it, or where the ranks of its mesh compute."""

@@ -56,13 +56,36 @@ class _ModelNames(Rule):
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor]:
         """Return ``names`` as the model calls them."""
+        return self.prepared().apply(names)
+
+    def prepared(self) -> _PreparedNames:
+        """Return the rule with all that it asks of the model."""
         transient = transient_names(self.model)
         tensors = {name: tensor for name, tensor in named_tensors(self.model).items() if name not in transient}
         transforms = get_model_conversion_mapping(self.model)
         renamings = [one for one in transforms if isinstance(one, ops.WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, ops.WeightConverter)]
+        return _PreparedNames(self.model, tensors, renamings, converters, _ignored(self.model))
+
+    def __str__(self) -> str:
+        return f"transformers_names({type(self.model).__name__})"
+
+
+@dataclass(frozen=True)
+class _PreparedNames(Rule):
+    """The rule of one model with what it asks of it: the tensors by name, and the transforms of transformers."""
+
+    model: PreTrainedModel
+    tensors: dict[str, Tensor]
+    renamings: list[Any]
+    converters: list[Any]
+    ignored: re.Pattern[str] | None
+
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor]:
+        """Return ``names`` as the model calls them."""
+        tensors, renamings, converters, ignored = self.tensors, self.renamings, self.converters, self.ignored
         by_source = {source: one for one in converters for source in one.source_patterns}
-        ignored, prefix = _ignored(self.model), self.model.base_model_prefix
+        prefix = self.model.base_model_prefix
         stored = {one.tensor.keys[0]: one.tensor.shape for one in names if one.tensor.is_stored}
         made: list[NamedTensor] = []
         groups: dict[str, _Values] = {}

@@ -42,9 +42,29 @@ def encode_by_rows(
     ``None`` is returned if its rows cannot be encoded one by one, or if several members would share it.
     ``encode_whole`` is called for values that cannot be encoded, and raises the error that counts them in all rows.
     """
-    held, scheme, place = step.held, step.scheme, given.rows_in(step.sources[0].name)
-    shape, is_shared = tuple(held.shape), isinstance(held, Weight) or len(step.component.members) > 1
-    if place is None or is_shared or step.kept is not None or step.device.type != "cpu":
+    held, scheme = step.held, step.scheme
+    if isinstance(held, Weight) or len(step.component.members) > 1:
+        return None
+    parts = encode_rows_into(step, given, batch, encode_whole)
+    if parts is None:
+        return None
+    assert scheme is not None
+    return Weight(parts, WeightSpec.of(tuple(held.shape), step.dtype, scheme, step.tie))
+
+
+def encode_rows_into(
+    step: Step,
+    given: RenamedCheckpoint,
+    batch: Batch,
+    encode_whole: Callable[[], object],
+    parts: Mapping[str, Tensor] | None = None,
+) -> Mapping[str, Tensor] | None:
+    """Have ``batch`` read and encode rows of ``step`` into ``parts``, new ones by default, and return those.
+
+    ``None`` is returned if its rows cannot be encoded one by one. For ``encode_whole`` see ``encode_by_rows``.
+    """
+    scheme, place, shape = step.scheme, given.rows_in(step.sources[0].name), tuple(step.held.shape)
+    if place is None or step.kept is not None or step.device.type != "cpu":
         return None
     assert scheme is not None
     key, first = place[0], place[1] or 0
@@ -53,7 +73,8 @@ def encode_by_rows(
     count = _rows_at_once(layout, shape, stored)
     if count is None:
         return None
-    parts = {role: allocate(part.shape, part.dtype or stored, step.device) for role, part in layout.items()}
+    if parts is None:
+        parts = {role: allocate(part.shape, part.dtype or stored, step.device) for role, part in layout.items()}
     encoder = _RowEncoder(step.name, scheme, parts, encode_whole)
     for rows, recipe, cuts in _jobs(scheme, layout, shape, stored, count):
         encode, encode_file = partial(encoder.encode, cuts=cuts), None
@@ -61,7 +82,7 @@ def encode_by_rows(
             units = len(rows) * math.prod(shape[1:]) * stored.itemsize // recipe.row
             encode_file = partial(encoder.encode_file, recipe=recipe, rows=units, cuts=cuts)
         batch.rows(store.file_of(key), key, first + rows.start, first + rows.stop, encode, encode_file)
-    return Weight(parts, WeightSpec.of(shape, step.dtype, scheme, step.tie))
+    return parts
 
 
 def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype) -> int | None:

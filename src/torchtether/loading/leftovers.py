@@ -15,7 +15,7 @@ _GUESSES = 8
 def check_file_ties(draft: Draft) -> None:
     """Add a fault for each pair of names that the file ties and the model keeps apart, as ``ties=`` asks."""
     tied = list(draft.given.tied())
-    if not tied:
+    if not tied or draft.targets.options.is_refit:
         return
     home = {name: component for component in draft.targets.components for name in component.names}
     for names in tied:

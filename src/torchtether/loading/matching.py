@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..checkpoint.aliases import is_equal
 from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
@@ -24,6 +25,9 @@ from .steps import Draft, Source, Step
 
 _CPU = torch.device("cpu")
 
+SAME_VALUES = "Give the same values for both, or call tt.untie on it in the model."
+"""What to do where a source has two values for names that a model ties."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,16 +37,18 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
     Headers alone are read, and the values of names that must agree.
     """
     rename = names_of_library(model, checkpoint) if options.rename is None else options.rename
-    given = RenamedCheckpoint(checkpoint, rename)
+    return match_renamed(model, RenamedCheckpoint(checkpoint, rename), options)
+
+
+def match_renamed(model: nn.Module, given: RenamedCheckpoint, options: LoadOptions) -> Draft:
+    """Return what ``match`` returns, for a checkpoint that has been renamed already."""
     faults = given.faults
-    faults += [fault(name, what) for name, what in checkpoint.faults.items()]
+    faults += [fault(name, what) for name, what in given.checkpoint.faults.items()]
     if options.ties not in ("match", "file", "model"):
         faults.append(fault("ties", f"{options.ties!r} is none of 'match', 'file', 'model'"))
     draft = Draft(given, find_targets(model, options, faults), faults=faults)
     for component in draft.targets.components:
-        step = _simple_step(draft, component)
-        if step is None:
-            step = _match(draft, component)
+        step = match_component(draft, component)
         if step is not None:
             draft.steps.append(step)
     take_initial_values(draft, model)
@@ -50,6 +56,11 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
     check_copies(draft)
     check_leftovers(draft)
     return draft
+
+
+def match_component(draft: Draft, component: Component) -> Step | None:
+    """Return the step of ``component``; ``None`` if nothing is to be done, or a fault has been added."""
+    return _simple_step(draft, component) or _match(draft, component)
 
 
 def _simple_step(draft: Draft, component: Component) -> Step | None:
@@ -92,7 +103,8 @@ def _match(draft: Draft, component: Component) -> Step | None:
     else:
         index = {name: i for i, member in enumerate(component.members) for name in member.names}
         sources = [Source(index[name], name) for name in order if name in given]
-    if targets.transient and targets.transient.issuperset(names):
+    is_transient = bool(targets.transient) and targets.transient.issuperset(names)
+    if is_transient and not (sources and targets.options.is_refit):
         return _match_transient(draft, component, sources)
     if not sources:
         if given.checkpoint.faults.keys().isdisjoint(order):
@@ -234,11 +246,9 @@ def _choose_sources(draft: Draft, component: Component, sources: list[Source], o
 def _disagree(draft: Draft, owner: str, name: str) -> None:
     """Note that the stored values of ``name`` are not those of ``owner``, to which the model ties it."""
     if draft.targets.options.ties == "match":
-        draft.add_fault(
-            name,
-            f"the model ties it to {owner}, the checkpoint has other values for it. "
-            "Load with ties='model' (the owner's values), or ties='file' (untied).",
-        )
+        fix = "Load with ties='model' (the owner's values), or ties='file' (untied)."
+        fix = SAME_VALUES if draft.targets.options.is_refit else fix
+        draft.add_fault(name, f"the model ties it to {owner}, the checkpoint has other values for it. {fix}")
     elif draft.targets.options.ties == "file":
         draft.untie.append(name)
 
@@ -271,9 +281,21 @@ def _choose_weight(draft: Draft, component: Component, sources: list[Source], ow
         return []
     home = draft.given.find(first.name)[0]
     for other in sources:
-        if draft.given.find(other.name)[0] != home:
+        if draft.given.find(other.name)[0] != home and not _is_view_of(draft, component, first, other):
             _disagree(draft, owner, other.name)
     return [first]
+
+
+def _is_view_of(draft: Draft, component: Component, first: Source, other: Source) -> bool:
+    """Return whether the stored values of ``other`` are those of ``first``, seen as the model sees them."""
+    given, tie = draft.given, draft.targets.ties.get(id(component))
+    if tie is None or given.is_weight(first.name) or given.is_weight(other.name):
+        return False
+    view = tie.views[tie.names.index(other.name)]
+    order = None if view is None else order_of(view, component.members[first.member].tensor)
+    values = given.read_briefly(first.name)
+    values = values if order is None else values.permute(order)
+    return is_equal(values.contiguous(), given.read_briefly(other.name).contiguous())
 
 
 def _choose_views(draft: Draft, component: Component, sources: list[Source], owner: str) -> list[Source]:

@@ -33,7 +33,7 @@ Device = torch.device | str | Mapping[str, torch.device | str | None] | None
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Hold the arguments of ``tt.load`` that decide which steps a plan has; ``tt.load`` describes each."""
+    """Hold the arguments of ``tt.load`` that decide which steps a plan has; ``tt.load`` describes those that it has."""
 
     quantize: Rules = None
     dtype: Dtype = None
@@ -41,6 +41,8 @@ class LoadOptions:
     strict: bool = True
     ties: Ties = "match"
     rename: Rename = None
+    is_refit: bool = False
+    """Whether values alone are wanted: real non-persistent buffers take theirs, and ties of the file do not matter."""
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

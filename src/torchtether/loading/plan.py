@@ -28,13 +28,10 @@ from .contents import is_mappable
 from .encoding import encoder_name
 from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
-from .report import LoadReport
+from .report import LoadReport, raise_faults
 from .restricting import Box, restrict
 from .steps import Draft, Step, describe_left, describe_step, floats_left
 from .stream import move_buffers, stream
-
-_SHOWN = 12
-"""Faults that an error lists."""
 
 _CPU = torch.device("cpu")
 
@@ -98,14 +95,7 @@ class LoadPlan:
 
     def check(self) -> None:
         """Raise LoadError, with every fault in its text, if there is one."""
-        if self.faults:
-            more = f" | and {len(self.faults) - _SHOWN} more" if len(self.faults) > _SHOWN else ""
-            count = "" if len(self.faults) == 1 else f"{len(self.faults)} faults: "
-            raise LoadError(
-                f"{count}{' | '.join(self.faults[:_SHOWN])}{more}",
-                name=str(self.checkpoint.path),
-                fix="" if len(self.faults) <= _SHOWN else "All of them are in tt.plan_load(...).faults.",
-            )
+        raise_faults(self.faults, str(self.checkpoint.path), "All of them are in tt.plan_load(...).faults.")
 
     def apply(self, *, only: str | Sequence[str] | None = None, progress: Progress = None) -> LoadReport:
         """Load what is ``left``; with ``only``, the names that a glob matches and the names tied to them.

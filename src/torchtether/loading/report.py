@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
+from ..errors import LoadError
 from ..files.replacing import replacing
 from ..pictures.drawing import describe_bytes, draw_timeline
 from ..progress import Sample
 from ..weights.spec import Tie
 from .steps import describe_left
+
+_SHOWN = 12
+"""Faults that an error lists."""
+
+
+def raise_faults(faults: Sequence[str], name: str, where: str, done: str = "") -> None:
+    """Raise LoadError about ``name`` if there are ``faults``; ``where`` says where all are, if they are too many.
+
+    ``done`` says what has happened in spite of them.
+    """
+    if not faults:
+        return
+    more = f" | and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    count = "" if len(faults) == 1 else f"{len(faults)} faults: "
+    fix = " ".join(one for one in (done, "" if len(faults) <= _SHOWN else where) if one)
+    error = LoadError(f"{count}{' | '.join(faults[:_SHOWN])}{more}", name=name, fix=fix)
+    error.faults = tuple(faults)
+    raise error
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,15 @@ def restrict(
     boxes: Mapping[str, Box],
     place: Callable[[str], torch.device],
     faults: Sequence[str] = (),
+    components: tuple[Component, ...] | None = None,
 ) -> Draft:
     """Return the draft that loads into ``model`` what ``found`` loads into the whole of it.
 
-    ``model`` holds of each name in ``boxes`` that box, of any other tensor all. ``place`` gives the device of a tensor
-    on ``meta`` for which none was asked. Names that ``model`` lacks are views of what it has, and not read.
+    ``model`` holds of each name in ``boxes`` that box, of any other tensor all; ``components`` are those of ``model``,
+    if known. ``place`` gives the device of a tensor on ``meta`` for which none was asked. Names that ``model`` lacks
+    are views of what it has, and not read.
     """
-    components = find_components(model)
+    components = find_components(model) if components is None else components
     home = {name: component for component in components for name in component.names}
     read = [_without_views(step, home) for step in found.steps]
     whole = {step.sources[0].name for step in read if _needs_all_rows(step)}

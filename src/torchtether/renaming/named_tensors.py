@@ -27,6 +27,10 @@ class Rule(ABC):
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
         """Return ``names`` after this rule; ``None`` if it finds none of them."""
 
+    def prepared(self) -> Rule:
+        """Return the rule, to be applied many times while the model stays as it is."""
+        return self
+
 
 def change_found(
     names: Sequence[NamedTensor], source: str, change: Callable[[NamedTensor, re.Match[str]], list[NamedTensor]]

@@ -1,0 +1,201 @@
+"""tt.refit: a trainer's floats into a quantized rollout, in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._checks import check_module, describe
+from .._gc import uncollected
+from .._signals import Deferred
+from ..checkpoint.reader import Checkpoint
+from ..errors import ArgumentError
+from ..exchange.exchange import Atomic
+from ..exchange.optimizer_state import check_optimizer, optimizers_of
+from ..loading.libraries import names_of_library
+from ..loading.options import LoadOptions, fault
+from ..loading.report import raise_faults
+from ..loading.steps import Draft
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
+from ..renaming.steps import Rename
+from ..ties.names import is_sharded, named_tensors
+from ..torch_private.modules import transient_names
+from .arrivals import Arrivals, fault_of_tensor
+from .report import RefitReport
+from .target import Target
+from .writing import Writer
+
+Source = Path | str | Checkpoint | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+_ALL = "All of them are in the error's faults."
+_END: Any = object()
+
+
+def refit(
+    model: nn.Module,
+    source: Source,
+    *,
+    rename: Rename = None,
+    optimizer: Any = None,
+    atomic: Atomic = "checked",
+) -> RefitReport:
+    """Write the values of ``source`` into ``model``, in the memory that it has, and report what was written.
+
+    ``source``     a path as of ``tt.load`` or an open ``tt.open``; a state dict; or an iterable of (name, tensor)
+                   pairs in any order. Tensors are plain, Weights or DTensors, on any device, of any float dtype
+    ``rename``     what the source's names are called in the model, as of ``tt.load``: pieces may be joined and split,
+                   and a model of transformers takes the published names by itself
+    ``optimizer``  is checked by ``tt.check_optimizer`` before the first change. Its state stays as it is: it belongs
+                   to the same Parameters, and nobody knows that of the source's
+    ``atomic``     ``"full"`` keeps the old values of all that is written until the end, twice the model's memory: an
+                   error, a fault or an interrupt at any point leaves the model as it was, bit for bit
+
+    Parameters stay the same objects, and the parts of a ``Weight`` stay where they are (``data_ptr``), so compiled
+    graphs, CUDA graphs and optimizers go on with the new values. Values are encoded in the Weight's own scheme, as
+    ``tt.quantize`` encodes them; a source Weight of the same scheme is copied part by part, of another scheme decoded
+    and encoded. Plain parameters and buffers are filled, in their own dtype. The scratch is one tensor.
+
+    Every name must come once: tied ones under one name or several, whose values must agree. Non-persistent buffers
+    (rotary frequencies) are written if the source has them, and else keep the values that they have: the report names
+    them. What never came, came twice, does not fit, or is not finite where the scheme cannot hold that, is a fault.
+    All of a path or a state dict is listed and read first, so that its faults are found before the first change.
+
+    Of an iterable nothing is known before it comes: a tensor is written when it is complete, and faults are reported
+    at the end, with what was written. What one does not fit or cannot be held is not written. A piece of a fused tensor
+    is copied and waits until the last of it has come, so send the pieces of one tensor close together (the report has
+    the most that waited); so do names that are views of one memory. Others are read before the next item is asked for.
+
+    DTensors are read one at a time, shard by shard, and all ranks of their mesh call this with the same names in the
+    same order. A model with DTensors (``fully_shard``) is called on all ranks: each reads its own rows, from a path,
+    from whole tensors, or from DTensors that are sharded alike. A rank without a model calls ``.full_tensor()`` for
+    each name, while one with a model iterates over the same.
+
+    Raises:
+        LoadError: the source does not fit; ``faults`` lists everything.
+        CheckpointError: a file is absent or damaged.
+        OptimizerError: the optimizer does not belong to the model.
+
+    >>> import torch, torchtether as tt
+    >>> trainer, rollout = torch.nn.Linear(4, 4), tt.quantize(torch.nn.Linear(4, 4), "int8")
+    >>> weight, place = rollout.weight, rollout.weight.parts["qdata"].data_ptr()
+    >>> report = tt.refit(rollout, trainer.state_dict())
+    >>> report.names, rollout.weight is weight, weight.parts["qdata"].data_ptr() == place
+    (('weight', 'bias'), True, True)
+    >>> torch.equal(weight.dequantize(), tt.quantize(trainer, "int8").weight.dequantize())
+    True
+    """
+    check_module(model)
+    if atomic not in ("checked", "full"):
+        raise ArgumentError(f"is {atomic!r}, neither 'checked' nor 'full'", name="atomic")
+    start = time.perf_counter()
+    optimizers = optimizers_of(optimizer)
+    if optimizers:
+        check_optimizer(model, optimizers)
+    target = _target_of(model)
+    with Deferred() as signals:
+        work = _Refit(model, target, rename, Writer(signals, atomic == "full"), signals)
+        if isinstance(source, (str, PathLike)):
+            with Checkpoint(Path(source) if isinstance(source, PathLike) else source) as checkpoint:
+                work.listed(checkpoint)
+        elif isinstance(source, Checkpoint):
+            work.listed(source)
+        elif isinstance(source, Mapping):
+            work.listed_tensors(source)
+        elif isinstance(source, Iterable) and not isinstance(source, (bytes, bytearray, Tensor, nn.Module, type)):
+            work.streamed(iter(source))
+        else:
+            fix = "Give a path, a state dict, or pairs of names and tensors."
+            raise ArgumentError(f"is {describe(source)}, which has no tensors by name", name="source", fix=fix)
+    return work.writer.report(time.perf_counter() - start, work.left(), work.waited)
+
+
+def _target_of(model: nn.Module) -> Target:
+    """Return the target for ``model``, sharded or not."""
+    if any(map(is_sharded, named_tensors(model).values())):
+        from .sharded import ShardedTarget
+
+        return ShardedTarget(model)
+    return Target(model)
+
+
+class _Refit:
+    """One refit: what is to be filled, what fills it, and what has been done."""
+
+    def __init__(self, model: nn.Module, target: Target, rename: Rename, writer: Writer, signals: Deferred) -> None:
+        self._model, self._target, self._rename = model, target, rename
+        self.writer, self._signals = writer, signals
+        self.waited = 0
+        self._filled: set[str] = set()
+
+    def left(self) -> list[str]:
+        """Return the non-persistent buffers that were not written."""
+        return sorted(transient_names(self._model) - self._filled)
+
+    # -- what can be listed ---------------------------------------------------------------------------------------
+
+    def listed_tensors(self, source: Mapping[Any, Any]) -> None:
+        """Write the values of a state dict."""
+        wrong = {name: fault_of_tensor(value) for name, value in source.items() if isinstance(name, str)}
+        faults = [fault(name, what) for name, what in wrong.items() if what]
+        faults += [fault("source", f"it has {describe(n)} for a name") for n in source if not isinstance(n, str)]
+        tensors = {name: source[name].detach() for name, what in wrong.items() if not what}
+        self.listed(self._target.hold(tensors), faults)
+
+    def listed(self, checkpoint: Checkpoint, faults: Iterable[str] = ()) -> None:
+        """Write the values of ``checkpoint`` after everything in it has been found to fit."""
+        target, rename = self._target, self._rename
+        with target.together(), uncollected():
+            if rename is None:
+                rename = names_of_library(target.whole, checkpoint)
+            draft = target.match(RenamedCheckpoint(checkpoint, rename), LoadOptions(is_refit=True))
+            if hasattr(checkpoint, "store"):
+                checkpoint.store.check_sizes()
+            found = [*faults, *draft.faults, *self.writer.check(draft.steps, draft.given)]
+            raise_faults(found, str(checkpoint.path), _ALL)
+        self._write(lambda: self.writer.write(draft.steps, draft.given))
+        self._filled = _names_of(draft)
+
+    # -- what arrives -----------------------------------------------------------------------------------------------
+
+    def streamed(self, source: Iterator[Any]) -> None:
+        """Write the pairs of ``source`` as they come."""
+        arrivals = Arrivals(self._target, self._rename, self.writer)
+
+        def take_all() -> None:
+            while (pair := self._signals.during(next, source, _END)) is not _END:
+                arrivals.take(pair)
+                del pair
+            draft = arrivals.end()
+            done = "" if self.writer.is_atomic else self.writer.describe()
+            raise_faults(draft.faults, "the source", _ALL, done)
+            self._filled = _names_of(draft)
+
+        self._write(take_all)
+        self.waited = arrivals.waited
+
+    # -- the changes --------------------------------------------------------------------------------------------------
+
+    def _write(self, change: Callable[[], None]) -> None:
+        """Call ``change``; undo it after an error if it can be undone, and say otherwise how far it came."""
+        try:
+            with self._target.together():
+                change()
+                self._signals.deliver()
+        except BaseException as error:
+            is_whole = self.writer.undo()
+            if is_whole or not isinstance(error, Exception) or bool(getattr(error, "faults", False)):
+                raise
+            self.writer.stopped(error)
+        finally:
+            self.writer.close()
+
+
+def _names_of(draft: Draft) -> set[str]:
+    """Return all names of what ``draft`` fills."""
+    return {name for step in draft.steps for name in step.component.names}

@@ -1,0 +1,109 @@
+"""The report of a refit, by which ranks can compare what they hold."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from ..files.batch import SLICE
+from ..files.checksum import joined
+from ..files.memory import memory_of
+from ..files.together import Scratch, together
+from ..pictures.drawing import describe_bytes
+from ..progress import no_tick
+from ..weights.weight import Weight
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """Report what a refit has written: print it, or compare ``checksum`` between ranks and ``checksums`` by name.
+
+    >>> print(RefitReport(bytes=5_000_000, nbytes=2_500_000, seconds=0.5, checksums={"w": 7}, encoded={"w": "int8"}))
+    1 tensor, 1 of them encoded, 5 MB into 2.5 MB in 0.50 s, checksum f1952881
+    """
+
+    bytes: int = 0
+    """Bytes of the source that fill the model."""
+    nbytes: int = 0
+    """Bytes of the model that were written: parts of Weights, and plain tensors."""
+    seconds: float = 0.0
+    checksums: Mapping[str, int] = field(default_factory=dict)
+    """The CRC-32 of each tensor, tied ones once, by the owner's name: of its bytes in row-major order, and of those of
+    the parts of a Weight one after the other. Of a sharded tensor they are those of this rank's rows."""
+    encoded: Mapping[str, str] = field(default_factory=dict)
+    """The scheme of each Weight into which values were encoded, by name."""
+    left: tuple[str, ...] = ()
+    """Non-persistent buffers that the source does not have and that were left as they are."""
+    waiting: int = 0
+    """Most bytes that were held because a fused tensor still lacked a piece; for sources that cannot be listed."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of what was written, tied tensors once, in the order of the writing."""
+        return tuple(self.checksums)
+
+    @property
+    def checksum(self) -> int:
+        """Return one CRC-32 of all names and their checksums, whatever their order."""
+        lines = (f"{name} {self.checksums[name]:08x}\n" for name in sorted(self.checksums))
+        return zlib.crc32("".join(lines).encode())
+
+    def __str__(self) -> str:
+        count = len(self.checksums)
+        words = [f"{count} tensor{'' if count == 1 else 's'}"]
+        if self.encoded:
+            words.append(f"{len(self.encoded)} of them encoded")
+        words.append(f"{describe_bytes(self.bytes)} into {describe_bytes(self.nbytes)} in {self.seconds:.2f} s")
+        words.append(f"checksum {self.checksum:08x}")
+        if self.waiting:
+            words.append(f"{describe_bytes(self.waiting)} waited for other pieces")
+        if self.left:
+            more = "" if len(self.left) < 5 else f" and {len(self.left) - 4} more"
+            words.append(f"left as they are: {', '.join(self.left[:4])}{more}")
+        return ", ".join(words)
+
+
+def checksum_of(tensor: Tensor, start: int = 0) -> int:
+    """Return the CRC-32 of the bytes of ``tensor`` in row-major order, or of a Weight's parts; ``start`` goes before.
+
+    >>> import torch
+    >>> checksum_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)) == zlib.crc32(bytes([1, 2, 3, 4]))
+    True
+    """
+    if isinstance(tensor, Weight):
+        for part in tensor.parts.values():
+            start = checksum_of(part, start)
+        return start
+    return zlib.crc32(_bytes_of(tensor), start)
+
+
+def checksum_by_all(tensor: Tensor) -> int:
+    """Return ``checksum_of(tensor)``, computed by several threads.
+
+    >>> import torch
+    >>> checksum_by_all(torch.arange(3 * 2**20)) == checksum_of(torch.arange(3 * 2**20))
+    True
+    """
+    if isinstance(tensor, Weight) or tensor.nbytes <= SLICE:
+        return checksum_of(tensor)
+    memory = _bytes_of(tensor)
+    pieces = [memory[start : start + SLICE] for start in range(0, len(memory), SLICE)]
+    found = [0] * len(pieces)
+
+    def job(i: int, space: Scratch) -> int:
+        found[i] = zlib.crc32(pieces[i])
+        return len(pieces[i])
+
+    together([partial(job, i) for i in range(len(pieces))], no_tick)
+    whole = 0
+    for one, piece in zip(found, pieces, strict=True):
+        whole = joined(whole, one, len(piece))
+    return whole
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memory_of(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())

@@ -1,0 +1,270 @@
+"""Steps written into the memory that the model holds, with what it takes to undo them and to tell what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from .._signals import Deferred
+from ..checkpoint.held import HeldCheckpoint
+from ..errors import LoadError, SchemeError, TetherError
+from ..files import Batch, Scratch
+from ..files.batch import SLICE
+from ..files.memory import pieces
+from ..files.together import Job, together
+from ..geometry.blocks import STOCK
+from ..geometry.views import overlaps_itself
+from ..loading.contents import encode_whole
+from ..loading.encoding import encode_rows_into
+from ..loading.options import fault
+from ..loading.steps import Source, Step
+from ..progress import no_tick
+from ..renaming.renamed_checkpoint import RenamedCheckpoint
+from ..ties.spans import plain_values
+from ..weights.weight import Weight
+from .report import RefitReport, checksum_of
+
+_AT_ONCE = 64 * 2**20
+"""Bytes of a file after which it is looked whether a signal waits, and the checksums of what came are begun."""
+
+_PLAIN_RANGE = 256.0
+"""Values up to here every scheme holds; tensors with others, and not finite ones, are encoded once to try."""
+
+_WORTHWHILE = 2**20
+"""Bytes below which a checksum is done before a thread has begun."""
+
+_FEW = 4
+
+
+def unwritable(step: Step) -> str:
+    """Return why the memory of ``step`` cannot be written; empty if it can."""
+    if any(step.component.members[source.member].tensor.is_meta for source in step.sources):
+        return fault(
+            step.name, "it is on meta, and has no memory to write to. Use tt.load, or tt.materialize it first."
+        )
+    held = step.held
+    if not isinstance(held, Weight) and not held.is_contiguous() and overlaps_itself(held.shape, held.stride()):
+        return fault(step.name, "two of its elements lie in one place (expand), so it cannot be written to. Clone it.")
+    return ""
+
+
+class Writer:
+    """Write steps in place. ``is_atomic`` holds what was there before, so that ``undo`` has it back bit for bit."""
+
+    def __init__(self, signals: Deferred, is_atomic: bool) -> None:
+        self._signals, self.is_atomic = signals, is_atomic
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._aside = ThreadPoolExecutor(1)
+        self._checksums: dict[str, Future[int] | int] = {}
+        self._encoded: dict[str, str] = {}
+        self._bytes = self._nbytes = 0
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Return the names of the steps that are done."""
+        return tuple(self._checksums)
+
+    # -- before the first change ----------------------------------------------------------------------------------
+
+    def check(self, steps: Sequence[Step], given: RenamedCheckpoint) -> list[str]:
+        """Return the faults of values that their scheme cannot hold; all of them are read, nothing is changed."""
+        encoded, suspects = [step for step in steps if step.is_encoded], dict[str, Step]()
+
+        def look(step: Step, values: Tensor) -> None:
+            if not _is_in_plain_range(values):
+                suspects[step.name] = step
+
+        def job(step: Step, values: Tensor, space: Scratch) -> int:
+            look(step, values)
+            return values.nbytes
+
+        jobs: list[Job] = []
+        for some in _grouped(encoded, given):
+            batch = Batch()
+            for step in some:
+                self._signals.deliver()
+                place = _rows_in_file(step.sources[0], given)
+                if place is not None:
+                    self._look_later(step, given, place, batch, partial(look, step))
+                elif _is_in_memory(step, given):
+                    values = given.read_briefly(step.sources[0].name)
+                    jobs += [partial(job, step, piece) for piece in pieces(values, SLICE)]
+                elif not _holds(step, given):
+                    suspects[step.name] = step
+            self._signals.during(batch.run, no_tick)
+        self._signals.during(together, jobs, no_tick)
+        faults = []
+        for step in (step for step in encoded if step.name in suspects):
+            try:
+                self._signals.during(encode_whole, step, given, no_tick)
+            except SchemeError as error:
+                faults.append(str(error.named(step.name)))
+        return faults
+
+    def _look_later(
+        self, step: Step, given: RenamedCheckpoint, place: tuple[str, int], batch: Batch, look: Callable[[Tensor], None]
+    ) -> None:
+        """Have ``batch`` read the values of ``step``, which the file has from ``place`` on, for ``look``."""
+        (key, first), store, rows = place, given.checkpoint.store, given.spec(step.sources[0].name).shape[0]
+        at_once = max(1, SLICE // max(store.stored(key).nbytes // store.stored(key).shape[0], 1))
+        for start in range(0, rows, at_once):
+            batch.rows(store.file_of(key), key, first + start, first + min(start + at_once, rows), look)
+
+    # -- the changes ----------------------------------------------------------------------------------------------
+
+    def write(self, steps: Sequence[Step], given: RenamedCheckpoint) -> None:
+        """Write the values of ``steps`` into the tensors that the model holds."""
+        for some in _grouped(steps, given):
+            self._signals.deliver()
+            if self.is_atomic:
+                for step in some:
+                    for tensor in _memory(step):
+                        self._undo.append((tensor, tensor.clone()))
+            batch = Batch()
+            for step in some:
+                for source in reversed(step.sources):  # the first source is written last, so that it wins
+                    with torch.no_grad():
+                        _write(step, source, given, batch)
+            self._signals.during(batch.run, no_tick)
+            for step in some:
+                self._note(step)
+
+    def _note(self, step: Step) -> None:
+        held = step.held
+        for tensor in (held, *(held.parts.values() if isinstance(held, Weight) else ())):
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)  # what was saved for a backward is no longer there
+        memory = plain_values(held) if isinstance(held, Weight) and held.scheme.transparent else held
+        self._bytes, self._nbytes = self._bytes + step.nbytes, self._nbytes + memory.nbytes
+        if isinstance(held, Weight) and not held.scheme.transparent:
+            self._encoded[step.name] = str(held.scheme)
+        is_large = memory.nbytes > _WORTHWHILE
+        self._checksums[step.name] = self._aside.submit(checksum_of, memory) if is_large else checksum_of(memory)
+
+    def report(self, seconds: float, left: Sequence[str], waiting: int) -> RefitReport:
+        """Return what was done."""
+        checksums = {name: one if isinstance(one, int) else one.result() for name, one in self._checksums.items()}
+        return RefitReport(self._bytes, self._nbytes, seconds, checksums, self._encoded, tuple(left), waiting)
+
+    # -- afterwards -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let the thread of the checksums end."""
+        self._aside.shutdown()
+        torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
+
+    def undo(self) -> bool:
+        """Give the model the values of before, if they were kept; return whether nothing of the refit is left."""
+        with torch.no_grad():
+            for tensor, old in reversed(self._undo):
+                tensor.copy_(old)
+        is_whole = self.is_atomic or not self._checksums
+        self._undo.clear()
+        return is_whole
+
+    def describe(self) -> str:
+        """Return which tensors have new values, in words."""
+        names = self.written
+        if not names:
+            return "Nothing has been written."
+        more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+        return f"{len(names)} tensors have been written ({', '.join(names[:_FEW])}{more})."
+
+    def stopped(self, error: Exception) -> NoReturn:
+        """Raise ``error``, as one that says what was written by then."""
+        kind = type(error) if isinstance(error, TetherError) else LoadError
+        raise kind(
+            f"the refit stopped: {type(error).__name__}: {error}",
+            fix=f"{self.describe()} Refit again from a whole source: the tensor that was next may have values of both.",
+        ) from error
+
+
+def _grouped(steps: Sequence[Step], given: RenamedCheckpoint) -> Iterator[list[Step]]:
+    """Yield ``steps`` in groups that are read from files at once; those of tensors in memory one by one."""
+    limit = 0 if isinstance(given.checkpoint, HeldCheckpoint) else _AT_ONCE
+    some, size = list[Step](), 0
+    for step in steps:
+        some.append(step)
+        size += step.nbytes
+        if size >= limit:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _rows_in_file(source: Source, given: RenamedCheckpoint) -> tuple[str, int] | None:
+    """Return the key that holds the values of ``source`` as rows, and the first of them; ``None`` if none does."""
+    place = given.rows_in(source.name)
+    if place is None or not given.checkpoint.store.stored(place[0]).shape:
+        return None
+    return (place[0], place[1] or 0) if given.checkpoint.store.stored(place[0]).nbytes else None
+
+
+def _is_in_memory(step: Step, given: RenamedCheckpoint) -> bool:
+    """Return whether the values of ``step`` are all in one tensor of the state dict, in memory of this process."""
+    checkpoint, name = given.checkpoint, step.sources[0].name
+    if not isinstance(checkpoint, HeldCheckpoint) or not given.is_as_it_is(name):
+        return False
+    tensor = checkpoint.tensor(given.keys_of(name)[0])
+    return type(tensor) in STOCK and tensor.device.type == "cpu"
+
+
+def _holds(step: Step, given: RenamedCheckpoint) -> bool:
+    """Return whether all values of ``step`` are in the plain range; those of sharded tensors need not travel."""
+    checkpoint, name = given.checkpoint, step.sources[0].name
+    if isinstance(checkpoint, HeldCheckpoint) and given.is_as_it_is(name):
+        return checkpoint.holds(given.keys_of(name)[0], _is_in_plain_range)
+    return _is_in_plain_range(given.read_briefly(name))
+
+
+def _is_in_plain_range(values: Tensor) -> bool:
+    """Return whether all ``values`` are finite and of a size that every scheme holds, in one pass over them."""
+    if not values.numel() or not values.is_floating_point():
+        return True
+    low, high = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)  # nan if one is
+    return bool(low >= -_PLAIN_RANGE) and bool(high <= _PLAIN_RANGE)
+
+
+def _memory(step: Step) -> Iterator[Tensor]:
+    """Yield the plain tensors that ``step`` writes to."""
+    for source in step.sources:
+        held = step.component.members[source.member].tensor
+        yield from (part.detach() for part in held.parts.values()) if isinstance(held, Weight) else (held.detach(),)
+
+
+def _write(step: Step, source: Source, given: RenamedCheckpoint, batch: Batch) -> None:
+    """Write the values of ``source``, or have ``batch`` do so."""
+    held = step.component.members[source.member].tensor
+    if not isinstance(held, Weight) or held.scheme.transparent:
+        plain, place = plain_values(held).detach(), given.rows_in(source.name)
+        if place is None or len(step.sources) > 1:
+            given.read_into(source.name, plain)
+        else:
+            given.checkpoint.store.read_later(place[0], plain, batch, place[1])
+    elif step.is_given:
+        held.copy_(given.read_weight(source.name).to(held.device))
+    elif step.kept is not None:
+        held.set_parts(encode_whole(step, given, no_tick).parts)
+    else:
+        _encode(step, held, given, batch)
+
+
+def _encode(step: Step, held: Weight, given: RenamedCheckpoint, batch: Batch) -> None:
+    """Encode the values of ``step`` into the parts of ``held``, as ``tt.quantize`` encodes them."""
+    is_dense = held.spec.is_contiguous and all(part.is_contiguous() for part in held.parts.values())
+    again = partial(encode_whole, step, given, no_tick)
+    if is_dense and encode_rows_into(step, given, batch, again, held.parts) is not None:
+        return
+    try:
+        values = given.read_briefly(step.sources[0].name).to(held.device)
+        order = held.spec.order
+        base = values.permute([order.index(dim) for dim in range(values.dim())])
+        held.scheme.encode_into(base, cast("dict[str, Tensor]", held.parts))
+    except SchemeError as error:
+        raise error.named(step.name) from None

@@ -1,0 +1,106 @@
+"""``atomic="full"``: whatever happens, a model is all old or all new."""
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+
+import torchtether as tt
+from tests.interrupts import count_steps, interrupted, nothing_held
+from tests.refitting.nets import build, copied, is_same, is_unchanged, places
+from tests.refitting.test_refit import FAULTS, SOURCES, each_source
+from torchtether.refitting import writing
+
+# an interrupt may come while a generator is closed, where Python reports it and goes on
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+FINELY = ("refit.py", "writing.py", "arrivals.py", "_signals.py")
+SAMPLES, MANY = 40, 400
+
+
+@each_source
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_leaves_everything_as_it_was(fault, kind, tmp_path):
+    rollout = build(1, "int8")
+    before, where = copied(rollout), places(rollout)
+    with pytest.raises(tt.LoadError) as caught:
+        tt.refit(rollout, SOURCES[kind](FAULTS[fault][0](build(2).state_dict()), tmp_path), atomic="full")
+    assert len(caught.value.faults) == 1
+    assert "written" not in str(caught.value)
+    assert is_unchanged(rollout, before)
+    assert places(rollout) == where
+
+
+@each_source
+def test_an_error_in_the_middle_is_undone_or_told(kind, tmp_path, monkeypatch):
+    count = itertools.count()
+    encode = writing._write
+
+    def failing(*args):
+        if next(count) == 4:
+            raise MemoryError("no more")
+        return encode(*args)
+
+    monkeypatch.setattr(writing, "_write", failing)
+    rollout = build(1, "int8")
+    before = copied(rollout)
+    with pytest.raises(MemoryError):
+        tt.refit(rollout, SOURCES[kind](build(2).state_dict(), tmp_path), atomic="full")
+    assert is_unchanged(rollout, before)
+    count = itertools.count()
+    if kind not in ("path", "open"):  # of a small file all is written at once
+        with pytest.raises(tt.LoadError, match=r"the refit stopped: MemoryError: no more. 4 tensors have been written"):
+            tt.refit(rollout, SOURCES[kind](build(2).state_dict(), tmp_path))
+        assert not is_unchanged(rollout, before)
+
+
+def test_a_source_that_raises_leaves_everything_as_it_was():
+    def failing():
+        yield from list(build(2).state_dict().items())[:5]
+        raise ConnectionError("gone")
+
+    rollout = build(1, "int8")
+    before = copied(rollout)
+    with pytest.raises(ConnectionError):
+        tt.refit(rollout, failing(), atomic="full")
+    assert is_unchanged(rollout, before)
+
+
+def test_ctrl_c_in_the_source_leaves_everything_as_it_was():
+    def interrupting():
+        for i, pair in enumerate(build(2).state_dict().items()):
+            if i == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield pair
+
+    rollout = build(1, "int8")
+    before = copied(rollout)
+    with nothing_held(), pytest.raises(KeyboardInterrupt):
+        tt.refit(rollout, interrupting(), atomic="full")
+    assert is_unchanged(rollout, before)
+
+
+@pytest.mark.parametrize("kind", ["path", "state dict", "generator"])
+@pytest.mark.parametrize("samples", [SAMPLES, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_moment_leaves_all_old_or_all_new(kind, samples, tmp_path):
+    state, new = build(2).state_dict(), build(2, "int8")
+    path = SOURCES["path"](state, tmp_path)
+    made = {"path": lambda: path, "state dict": lambda: state, "generator": lambda: iter(state.items())}[kind]
+    steps = count_steps(lambda: tt.refit(build(1, "int8"), made(), atomic="full"), FINELY)
+    outcomes = set()
+    for at in range(0, steps, max(1, steps // samples)):
+        rollout = build(1, "int8")
+        before = copied(rollout)
+        with nothing_held():
+            came = interrupted(lambda model=rollout: tt.refit(model, made(), atomic="full"), at, FINELY)
+        is_old, is_new = is_unchanged(rollout, before), is_same(rollout, new)
+        assert is_old or is_new, at
+        assert came or is_new, at
+        outcomes.add((came, is_new))
+    assert (True, False) in outcomes
+
+
+def test_full_or_checked_and_nothing_else():
+    with pytest.raises(tt.ArgumentError, match="atomic: is 'half', neither"):
+        tt.refit(torch.nn.Linear(2, 2), {}, atomic="half")
