@@ -23,6 +23,7 @@ from .errors import (
     SchemeError,
     TetherError,
     TieError,
+    TrainingWarning,
     UnsupportedOpError,
 )
 from .exchange.optimizer_state import check_optimizer
@@ -88,7 +89,7 @@ __all__ = [
     "int8", "int4", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",
-    "SchemeError", "TieError", "UnsupportedOpError", "LawError",
+    "SchemeError", "TieError", "UnsupportedOpError", "LawError", "TrainingWarning",
     # laws for what others write
     "testing",
 ]  # fmt: skip

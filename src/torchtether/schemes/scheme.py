@@ -130,6 +130,17 @@ class Scheme:
         """
         return self.encode(values)
 
+    def update(self, values: Tensor, held: Parts, *, shrink: bool = True) -> dict[str, Tensor] | None:
+        """Return the parts of ``values``, an optimizer's update of ``held``; ``None`` if this scheme knows no way.
+
+        Each value becomes one of its two neighbours, drawn by torch's default generator so that the mean of many draws
+        is the value; values on the grid stay.  Scales of ``held`` stay while they reach the values, and grow rather
+        than clip; without ``shrink`` they stay also where the values use little of them.  ``values`` are best float32.
+
+        After ``None`` the values are rounded to the nearest, and steps below half a code have no effect.
+        """
+        return None
+
     def can_view(self, old: Shape, new: Shape) -> bool:
         """Return whether the parts of ``old``, reshaped without copying, are those of ``new``."""
         return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)

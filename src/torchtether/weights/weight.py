@@ -203,8 +203,7 @@ class Weight(Exporting):
         cut: tuple[str, ...] | None = None,
     ) -> Weight:
         """Return the Weight with ``function`` of these parts. Every Weight that comes from a Weight is made here."""
-        parts = {name: function(part) for name, part in self.parts.items()}
-        return type(self)(parts, spec or self._spec, cut=self._cut if cut is None else cut)
+        return self.map_named(lambda _, part: function(part), spec, cut=self._cut if cut is None else cut)
 
     def with_parts(
         self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
@@ -216,9 +215,17 @@ class Weight(Exporting):
         self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
         """Return what ``map`` does, for functions that need the part's name."""
-        return type(self)(
-            {name: function(name, part) for name, part in self.parts.items()}, spec or self._spec, cut=cut
-        )
+        parts = {name: function(name, part) for name, part in self.parts.items()}
+        return type(self)(parts, self._marked(spec or self._spec), cut=cut)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether in-place ops on it are updates: it requires grad, or comes of a Parameter that does."""
+        with as_plain():
+            return self.requires_grad or (self._spec.trained and not isinstance(self, torch.nn.Parameter))
+
+    def _marked(self, spec: WeightSpec) -> WeightSpec:
+        return spec if spec.trained == self.is_trained else spec.replace(trained=self.is_trained)
 
     def around(self, tensor: Tensor) -> Weight:
         """Wrap ``tensor`` with this one's tie, for a transparent scheme."""
@@ -256,7 +263,7 @@ class Weight(Exporting):
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], WeightSpec]:
-        return [*_attributes_of(self._names)], self._spec
+        return [*_attributes_of(self._names)], self._marked(self._spec)
 
     @classmethod
     def __tensor_unflatten__(
@@ -326,15 +333,8 @@ class Weight(Exporting):
 
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that users have set on this tensor."""
-        own = {
-            "_spec",
-            "_names",
-            "_cut",
-            "_kernel_layout",
-            "_is_param",
-            *(_PART + name for name in self._names),
-            *ATTACHED,
-        }
+        known = ("_spec", "_names", "_cut", "_kernel_layout", "_is_param")
+        own = {*known, *(_PART + name for name in self._names), *ATTACHED}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def _inner(self) -> Mapping[str, Tensor]:
