@@ -241,3 +241,115 @@ def test_no_scheme_drifts(scheme, lr):
     (_, dense), (before, after) = _net(None, lr), _net(scheme, lr)
     assert after < before
     assert after <= dense + 0.3 * (before - dense)
+
+
+# -- masters ----------------------------------------------------------------------------------------------------------
+
+
+def _mastered(inner, dtype=torch.float32, rows=8):
+    values = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    return torch.nn.Parameter(tt.Weight.encode(values, tt.Mastered(inner, dtype))), values
+
+
+@few
+def test_an_update_goes_to_the_master_and_its_codes_follow(scheme):
+    weight, values = _mastered(scheme)
+    with torch.no_grad():
+        for _ in range(3):
+            weight.sub_(torch.full_like(values, 1e-6))
+            values.sub_(1e-6)
+    assert torch.equal(weight.parts["master"], values)
+    assert torch.equal(weight.dequantize(), tt.Weight.encode(values, scheme).dequantize())
+
+
+def test_the_master_keeps_its_dtype_and_its_bits():
+    weight, values = _mastered(tt.int8())
+    layer = torch.nn.Linear(64, 8, bias=False)
+    layer.weight = weight
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.parts["master"], values)
+    with torch.no_grad():
+        layer.weight.clamp_(-100, 100)
+        layer.weight.mul_(1.0)
+    assert torch.equal(layer.weight.parts["master"], values)
+
+
+@few
+@pytest.mark.parametrize("lr", RATES)
+def test_with_a_master_every_scheme_learns_where_floats_do(scheme, lr):
+    (_, dense), (before, after) = _net(None, lr), _net(tt.Mastered(scheme), lr)
+    assert after < before or before - dense < 0.02
+    assert after <= dense + 0.35 * (before - dense) or before - dense < 0.02
+
+
+@pytest.fixture
+def tied():
+    net = torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=False))
+    net[1].weight = net[0].weight
+    return tt.quantize(net, {"0.weight": "int8"}, master=torch.float32)
+
+
+def _step(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    net(torch.arange(8)).square().mean().backward()
+    optimizer.step()
+
+
+def test_masters_are_saved_kept_and_dropped(tied, tmp_path):
+    _step(tied)
+    tt.save(tied, tmp_path / "kept.safetensors")
+    tt.save(tied, tmp_path / "dropped.safetensors", masters="drop")
+    assert isinstance(tt.open(tmp_path / "kept.safetensors").spec("0.weight").scheme, tt.Mastered)
+    assert tt.open(tmp_path / "dropped.safetensors").spec("0.weight").scheme == tt.int8()
+    held = {name: part.clone() for name, part in tied[0].weight.parts.items()}
+    values = tied[0].weight.dequantize().detach()
+
+    again = torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=False))
+    again[1].weight = again[0].weight
+    tt.quantize(again, {"0.weight": "int8"}, master=torch.float32)
+    tt.load(again, tmp_path / "kept.safetensors")
+    assert all(same_bits(again[0].weight.parts[name], part) for name, part in held.items())
+    tt.load(again, tmp_path / "dropped.safetensors")
+    assert again[0].weight is again[1].weight
+    assert all(same_bits(again[0].weight.parts[name], held[name]) for name in ("qdata", "scale"))
+    assert torch.equal(again[0].weight.parts["master"], values)
+    with pytest.raises(tt.CheckpointError, match="neither"):
+        tt.save(tied, tmp_path / "x.safetensors", masters="no")
+
+
+def test_a_dropped_file_fills_masters_on_meta(tied, tmp_path):
+    tt.save(tied, tmp_path / "dropped.safetensors", masters="drop")
+    with torch.device("meta"):
+        ghost = torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=False))
+        ghost[1].weight = ghost[0].weight
+    tt.quantize(ghost, {"0.weight": "int8"}, master=torch.float32)
+    tt.load(ghost, tmp_path / "dropped.safetensors")
+    assert torch.equal(ghost[1].weight.parts["master"], tied[0].weight.dequantize())
+    assert same_bits(ghost[1].weight.parts["qdata"], tied[0].weight.parts["qdata"])
+
+
+def test_quantize_drops_and_adds_masters_without_touching_codes(tied):
+    _step(tied)
+    held = {name: part.clone() for name, part in tied[0].weight.parts.items()}
+    parameter = tied[0].weight
+    tt.quantize(tied, {"0.weight": "int8"})
+    assert tied[1].weight is parameter
+    assert parameter.scheme == tt.int8()
+    assert all(same_bits(parameter.parts[name], held[name]) for name in ("qdata", "scale"))
+    tt.quantize(tied, {"0.weight": "int8"}, master=torch.float32)
+    assert all(same_bits(parameter.parts[name], held[name]) for name in ("qdata", "scale"))
+    assert torch.equal(parameter.parts["master"], parameter.dequantize())
+
+
+def test_a_state_dict_of_codes_fills_a_master(tied):
+    codes = tt.Weight.encode(torch.randn(32, 64), tt.int8())
+    tied[0].load_state_dict({"weight": codes})
+    assert same_bits(tied[0].weight.parts["qdata"], codes.parts["qdata"])
+    assert torch.equal(tied[0].weight.parts["master"], codes.dequantize())
+
+
+@pytest.mark.parametrize("scheme", [tt.Plain(), tt.Mastered(tt.int8()), "int8"])
+def test_a_master_needs_codes(scheme):
+    with pytest.raises(tt.SchemeError, match="needs a scheme of codes"):
+        tt.Mastered(scheme)

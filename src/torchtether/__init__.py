@@ -42,6 +42,7 @@ from .schemes import (
     Biased,
     BlockScheme,
     Codebook,
+    Mastered,
     Plain,
     ScaledFloat,
     Scheme,
@@ -85,7 +86,7 @@ __all__ = [
     # the nouns
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
-    "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
+    "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain", "Mastered",
     "int8", "int4", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",

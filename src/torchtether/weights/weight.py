@@ -118,10 +118,13 @@ class Weight(Exporting):
             raise ArgumentError(f"is {describe(scheme)}, not a scheme", name="scheme", fix=fix)
         if not values.is_floating_point() and not scheme.transparent:
             raise SchemeError(f"a {values.dtype} tensor has no values to quantize", fix="Convert it to a float first.")
+        spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if isinstance(values, Weight):
+            adopted = scheme.adopt(values.scheme, values.parts, spec.shape) if values.spec.is_contiguous else None
+            if adopted is not None:
+                return cls(adopted, spec)
             values = values.dequantize()
         values = values.detach()
-        spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if scheme.transparent:
             spec = spec.replace(stride=tuple(values.stride()))
         parts = scheme.encode(values)

@@ -41,6 +41,9 @@ WRITES = """
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` on the values of every Weight, then encode those that it wrote; all are encoded before one is."""
+    written = _written(op, args)
+    if any(_master(weight) is not None for weight in written):
+        return _write_widely(op, args, kwargs, is_update=False)
     decoded: dict[int, Tensor] = {}
 
     def values(weight: Weight) -> Tensor:
@@ -48,26 +51,36 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     plain_args, plain_kwargs = tree_map_only(Weight, values, (args, kwargs))
     op(*plain_args, **plain_kwargs)
-    _store([(weight, encode_like(weight, decoded[id(weight)])) for weight in _written(op, args)])
+    _store([(weight, encode_like(weight, decoded[id(weight)])) for weight in written])
     return args[0] if schema_of(op).returns else None
 
 
 @rule(*overloads(UPDATES, writes=True), kind="re-encoded")
 def update(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``op`` as ``write`` does; what it does to trained Weights is computed in float32 and rounded stochastically.
+    """Run ``op`` as ``write`` does; what it does to trained Weights is rounded stochastically."""
+    if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args)):
+        return _write_widely(op, args, kwargs, is_update=True)
+    return write(op, *args, **kwargs)
+
+
+def _write_widely(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_update: bool) -> Any:
+    """Run ``op`` in float32, on masters where there are some, and encode what it wrote.
 
     In 16 bits a small step would be lost before it could be rounded.  Other tensors of 16 bits then take part as
     float32, too, and are rounded once.
     """
-    if not any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args)):
-        return write(op, *args, **kwargs)
     wide: dict[int, tuple[Tensor, Tensor]] = {}
+    written = {id(tensor): tensor for tensor in _written(op, args, Tensor)}
 
     def widened(tensor: Tensor) -> Tensor:
+        made = tensor
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
-            spec = tensor.spec
-            dtype = torch.promote_types(spec.dtype, torch.float32)
-            made = tensor.scheme.decode(tensor.parts, spec.base, dtype)
+            spec, master = tensor.spec, _master(tensor) if id(tensor) in written else None
+            dtype = torch.promote_types(spec.dtype if master is None else master.dtype, torch.float32)
+            if master is None:
+                made = tensor.scheme.decode(tensor.parts, spec.base, dtype)
+            else:
+                made = master.to(dtype, copy=True)
             made = made if spec.is_contiguous else made.permute(spec.order)
         else:
             made = tensor.values_of() if isinstance(tensor, Weight) else tensor
@@ -77,13 +90,18 @@ def update(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     plain_args, plain_kwargs = tree_map_only(Tensor, widened, (args, kwargs))
     op(*plain_args, **plain_kwargs)
-    _store([(weight, _update(weight, wide[id(weight)][1])) for weight in _written(op, args)])
-    for tensor in _written(op, args, Tensor):
+    encode = _update if is_update else encode_like
+    weights = [tensor for tensor in written.values() if isinstance(tensor, Weight)]
+    _store([(weight, encode(weight, wide[id(weight)][1])) for weight in weights])
+    for key, tensor in written.items():
         held = tensor.values_of() if isinstance(tensor, Weight) and tensor.scheme.transparent else tensor
-        made = wide[id(tensor)][1]
-        if made is not held and not isinstance(held, Weight):
-            held.copy_(made)
+        if wide[key][1] is not held and not isinstance(held, Weight):
+            held.copy_(wide[key][1])
     return args[0] if schema_of(op).returns else None
+
+
+def _master(weight: Weight) -> Tensor | None:
+    return weight.scheme.master(weight.parts, weight.spec.base)
 
 
 def _written(op: Any, args: tuple[Any, ...], kind: type = Weight) -> list[Any]:
@@ -106,8 +124,8 @@ def _store(encoded: list[tuple[Weight, dict[str, Tensor] | None]]) -> None:
 def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     """Encode ``values`` by ``Scheme.update`` if the Weight is trained, else to the nearest."""
     scheme = weight.scheme
-    if scheme.transparent or not weight.is_trained:
-        return encode_like(weight, values.to(weight.dtype))
+    if scheme.transparent or not weight.is_trained or _master(weight) is not None:
+        return encode_like(weight, values)
     base = _in_order(weight, values)
     parts = scheme.update(base, weight.parts, shrink=not weight._cut)
     if parts is not None:
@@ -169,6 +187,11 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     if isinstance(given, Weight) and _same_geometry(given, held):
         held.set_parts(given.parts)
         return held
+    if isinstance(given, Weight) and given.spec.base == held.spec.base and given.spec.order == held.spec.order:
+        adopted = held.scheme.adopt(given.scheme, given.parts, held.spec.base)
+        if adopted is not None:
+            held.set_parts(adopted)
+            return held
     values = given.values_of() if isinstance(given, Weight) else given
     if held.device.type == "meta":
         return held  # as torch does: nothing to write to
