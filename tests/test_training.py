@@ -275,6 +275,7 @@ def test_the_master_keeps_its_dtype_and_its_bits():
     assert torch.equal(layer.weight.parts["master"], values)
 
 
+@pytest.mark.slow
 @few
 @pytest.mark.parametrize("lr", RATES)
 def test_with_a_master_every_scheme_learns_where_floats_do(scheme, lr):

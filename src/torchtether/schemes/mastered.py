@@ -98,16 +98,26 @@ class Mastered(Scheme):
         return {**codes, MASTER: values}
 
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
-        return self.scheme.decode(parts, shape, dtype)
+        return self.scheme.decode(_codes(parts), shape, dtype)
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        self.scheme.decode_into(parts, shape, start, stop, out)
+        self.scheme.decode_into(_codes(parts), shape, start, stop, out)
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.scheme.gather(parts, shape, index, dtype)
+        return self.scheme.gather(_codes(parts), shape, index, dtype)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        return self.scheme.bound(parts, shape)
+        """Return what the codes lose, and what the master did before, where it has 16 bits."""
+        bound = self.scheme.bound(_codes(parts), shape)
+        if self.dtype.itemsize > 2:
+            return bound
+        info = torch.finfo(self.dtype)
+        reach = self.decode(parts, shape, torch.float32).abs() + bound
+        return bound + reach * info.eps + info.smallest_normal * info.eps
 
     def can_view(self, old: Shape, new: Shape) -> bool:
         return self.scheme.can_view(old, new)
+
+
+def _codes(parts: Parts) -> dict[str, Tensor]:
+    return {name: part for name, part in parts.items() if name != MASTER}

@@ -15,9 +15,9 @@ from torch import Tensor
 from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
-from ..torch_private.dispatching import OpOverload, is_composite, return_and_correct_aliasing
+from ..torch_private.dispatching import OpOverload, is_composite, is_foreign_write, return_and_correct_aliasing
 from ..torch_private.tensors import as_plain, make_wrapper
-from .dispatch import ATTACHED, FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
+from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SHORTCUTS
 from .exporting import Exporting
 from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
@@ -314,6 +314,8 @@ class Weight(Exporting):
             return NotImplemented  # DTensor and the like wrap us, not the reverse
         kwargs = kwargs or {}
         answer = RULES.get(func)
+        if answer is None and is_foreign_write(func):
+            answer = FOREIGN_WRITES[0]
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
         if func not in REFUSED and is_composite(func):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only
-from ..dispatch import rule
+from ..dispatch import FOREIGN_WRITES, rule
 from ..weight import Weight
 from .values import overloads
 
@@ -61,6 +61,9 @@ def update(op: Any, *args: Any, **kwargs: Any) -> Any:
     if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args)):
         return _write_widely(op, args, kwargs, is_update=True)
     return write(op, *args, **kwargs)
+
+
+FOREIGN_WRITES.append(update)
 
 
 def _write_widely(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_update: bool) -> Any:
