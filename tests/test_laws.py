@@ -70,7 +70,7 @@ def test_a_transposed_weight_keeps_the_laws_of_copies(row):
 def test_scales_follow_values_that_an_op_moves_far(row, factor):
     """Kept scales must suit: after a large change the error is that of encoding afresh."""
     weight = _weight(row)
-    values = weight.dequantize() * factor
+    values = weight.parts.get("master", weight.dequantize()).float() * factor
     weight.mul_(factor)
     fresh = tt.Weight.encode(values, row.scheme)
     bound = row.scheme.bound(fresh.parts, (12, 64)).max().item()

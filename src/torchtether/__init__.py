@@ -24,6 +24,7 @@ from .errors import (
     SchemeError,
     TetherError,
     TieError,
+    TrainingWarning,
     UnsupportedOpError,
 )
 from .exchange.optimizer_state import check_optimizer
@@ -44,6 +45,7 @@ from .schemes import (
     Biased,
     BlockScheme,
     Codebook,
+    Mastered,
     Plain,
     ScaledFloat,
     Scheme,
@@ -88,11 +90,11 @@ __all__ = [
     # the nouns
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
-    "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain",
+    "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain", "Mastered",
     "int8", "int4", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",
-    "SchemeError", "TieError", "UnsupportedOpError", "LawError",
+    "SchemeError", "TieError", "UnsupportedOpError", "LawError", "TrainingWarning",
     # laws for what others write
     "testing",
 ]  # fmt: skip

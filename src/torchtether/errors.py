@@ -12,6 +12,8 @@
     ├── CheckpointError    (ValueError)            a file that cannot be read or written
     └── LawError           (AssertionError)        a class, scheme or format breaks laws of tt.testing
 
+    TrainingWarning        (UserWarning)           a trainable Weight whose scheme loses small updates; said once
+
 The text is ``name: what is wrong, with both values. What to do.`` on one line, because torch prints errors that
 are raised inside ``load_state_dict`` through ``repr``.
 """
@@ -86,3 +88,7 @@ class CheckpointError(TetherError, ValueError):
 
 class LawError(TetherError, AssertionError):
     """Report a tensor subclass, scheme or format that breaks laws of ``tt.testing``, or a law that does not exist."""
+
+
+class TrainingWarning(UserWarning):
+    """Report a trainable Weight whose scheme rounds updates to the nearest, so that small ones have no effect."""

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchtether as tt
 from tests.distributed import models
@@ -68,3 +70,37 @@ def test_all_kinds_of_ties(world):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_adapters_over_frozen_quantized_weights(world):
     spawn(check_cases, world, LORA, timeout=400)
+
+
+def _train_weights(scheme, master):
+    """Return the first and last loss of a trainable quantized net under FSDP2, and whether its replicas agree."""
+    torch.manual_seed(0)
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    fully_shard(tt.quantize(net, scheme, master=master), mesh=mesh)
+    optimizer, x, losses = torch.optim.AdamW(net.parameters(), lr=1e-4), torch.randn(64, 64), []
+    for _ in range(60):
+        loss = net(x).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    codes = net[0].weight.to_local().parts["qdata"].to(torch.int32)
+    every = [torch.empty_like(codes) for _ in range(2)]
+    torch.distributed.all_gather(every, codes, group=mesh.get_group("replicate"))
+    return losses[0], losses[-1], torch.equal(*every)
+
+
+@pytest.mark.parametrize(("scheme", "master"), [("int8", None), ("nf4", None), ("nf4", torch.float32)])
+def test_trainable_weights_learn_in_shards_and_replicas_stay_alike(scheme, master):
+    for before, after, agree in spawn(_train_weights, 2, scheme, master):
+        assert after < 0.7 * before
+        assert agree
+
+
+@pytest.mark.slow
+def test_trainable_weights_learn_on_two_replicas_of_two_shards():
+    for before, after, agree in spawn(_train_weights, 4, "int8", None):
+        assert after < 0.7 * before
+        assert agree

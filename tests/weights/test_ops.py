@@ -260,8 +260,8 @@ def test_an_optimizer_step_changes_a_trainable_weight(row, make):
     assert isinstance(weight, tt.Weight)
     assert not torch.equal(before, weight.detach().dequantize())
     expected = tt.Weight.encode(twin.detach(), row.scheme).dequantize()
-    # foreach AdamW writes the parameter three times a step, and each write encodes
-    slack = 3 * row.scheme.bound(dict(weight.parts), (ROWS, COLUMNS)).max().item()
+    # foreach AdamW writes the parameter three times a step, and each write may go to the farther neighbour
+    slack = 6 * row.scheme.bound(dict(weight.parts), (ROWS, COLUMNS)).max().item()
     torch.testing.assert_close(weight.detach().dequantize(), expected, rtol=1e-5, atol=1e-6 + slack)
     assert all(
         type(t) is torch.Tensor for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)

@@ -27,6 +27,7 @@ from .aliases import view_of
 from .writer import ShardGroup, write_groups
 
 Aliases = Literal["drop", "copy"]
+Masters = Literal["keep", "drop"]
 
 
 def save(
@@ -35,6 +36,7 @@ def save(
     *,
     format: str = "native",
     aliases: Aliases = "drop",
+    masters: Masters = "keep",
     max_shard_size: int | str | None = None,
     metadata: Pairs | None = None,
     progress: Progress = None,
@@ -48,6 +50,7 @@ def save(
                         tensors stay for us (other readers know what their config says), views are an error
     ``aliases``         ``"drop"`` stores tied tensors once, and the other names as a record; ``"copy"`` stores all, for
                         readers that want every key. Either way they are one tensor again when we read them
+    ``masters``         ``"keep"`` stores the float masters of ``Mastered`` Weights, ``"drop"`` only their codes
     ``max_shard_size``  a number of bytes, or ``"5GB"``: beyond it, shards and an index. No tensor is cut
     ``metadata``        for GGUF, its key-value pairs: text, numbers, bools and lists of them. ``general.architecture``
                         is "unknown" without it. Names are written as they are, and of tied ones the first alone
@@ -76,7 +79,7 @@ def save(
     check_path(path)
     check_callable(progress, "progress", or_flag=True)
     target = writable(format)
-    groups = plan_groups(model, target, aliases)
+    groups = plan_groups(model, target, aliases, masters)
     pairs = target.pairs({}, metadata) if isinstance(target, Contained) else metadata
     write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress, metadata=pairs)
 
@@ -84,11 +87,19 @@ def save(
 # -- what is to be stored ---------------------------------------------------------------------------------------------
 
 
-def plan_groups(model: nn.Module | Mapping[str, Tensor], format: Writable, aliases: Aliases) -> list[HeldGroup]:
+def plan_groups(
+    model: nn.Module | Mapping[str, Tensor], format: Writable, aliases: Aliases, masters: Masters = "keep"
+) -> list[HeldGroup]:
     """Plan what ``save`` stores, in groups that stay in one shard; raise what ``save`` does."""
     if aliases not in ("drop", "copy"):
         raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
-    groups = _groups(_named(model), format, copy=aliases == "copy")
+    if masters not in ("keep", "drop"):
+        raise CheckpointError(f"{masters!r} is neither 'keep' nor 'drop'", name="masters")
+    named = _named(model)
+    if masters == "drop":
+        alone = {id(tensor): _without_master(tensor) for tensor in named.values()}  # tied names stay one object
+        named = {name: alone[id(tensor)] for name, tensor in named.items()}
+    groups = _groups(named, format, copy=aliases == "copy")
     found = model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ()
     embeddings = {f"{path}.weight" if path else "weight" for path, one in found if isinstance(one, nn.Embedding)}
     for group in groups:
@@ -149,6 +160,15 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.startswith(HIDDEN):
             raise CheckpointError(f"names that begin with {HIDDEN} are taken", name=name, fix="Rename it.")
     return dict(found)
+
+
+def _without_master(tensor: Tensor) -> Tensor:
+    """Return the codes of a Weight with a master, over the same memory; any other tensor as it is."""
+    if not isinstance(tensor, Weight) or tensor.scheme.decoder is tensor.scheme:
+        return tensor
+    codes = tensor.scheme.decoder
+    parts = {name: tensor.parts[name] for name in codes.layout(tensor.spec.base)}
+    return Weight(parts, tensor.spec.replace(scheme=codes))
 
 
 def _groups(named: Mapping[str, Tensor], format: Writable, *, copy: bool) -> list[HeldGroup]:

@@ -14,7 +14,7 @@ from ..errors import ConversionError, SchemeError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..progress import Progress, ticking
-from ..schemes import Scheme
+from ..schemes import Mastered, Scheme
 from ..ties.components import Component, Member, find_components
 from ..ties.names import is_sharded
 from ..ties.records import tie_of
@@ -39,6 +39,7 @@ def quantize(
     model: nn.Module,
     rules: Rules,
     *,
+    master: torch.dtype | None = None,
     optimizer: Optimizers = None,
     atomic: Atomic = "checked",
     progress: Progress = None,
@@ -53,8 +54,9 @@ def quantize(
     ``assign=True``.  State of ``optimizer`` (one or several) follows its parameters; ``atomic`` as in ``tt.convert``.
     ``progress`` is ``True`` for a bar, or a function of (bytes done, bytes in all) of what is encoded.
 
-    Weights that required grad still do.  An optimizer's steps that are smaller than half a step of the codes change
-    nothing: freeze them and train adapters, or leave floating what is to learn.
+    Weights that required grad still do, and learn: an optimizer's update is computed in float32 and rounded to either
+    neighbour by chance, so that its mean is exact (``torch.manual_seed`` makes it reproducible).  With a ``master``,
+    such as ``torch.float32``, every Weight is ``tt.Mastered``: updates go to a tensor of that dtype beside the codes.
 
     Raises:
         RuleError, SchemeError: the rules or the values do not fit; nothing has changed.
@@ -71,6 +73,8 @@ def quantize(
     components = find_components(model)
     ties = {id(component): tie_of(component) for component in components}
     schemes = schemes_for(model, rules, [tie for tie in ties.values() if tie is not None])
+    if master is not None:
+        schemes = {n: one if one is None or one.transparent else Mastered(one, master) for n, one in schemes.items()}
     plan = []
     for component in components:
         tie = ties[id(component)]

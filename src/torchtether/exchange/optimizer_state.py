@@ -137,7 +137,8 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
     """Move state tensors to their parameter's device, and to its dtype where they had its old one.
 
     A state tensor changes dtype if it had the parameter's old one, float or complex, and is no step counter or the
-    like: so moments follow, and float32 state beside a bfloat16 parameter does not.  Step counters stay on the CPU,
+    like: so moments follow, and float32 state beside a bfloat16 parameter does not, nor scales beside moments of 8
+    bits.  Step counters stay on the CPU,
     unless the optimizer is fused or capturable.  State on ``meta`` has no values; it is dropped, and the next step
     makes it again.
 
@@ -167,6 +168,8 @@ def _follow_one(
             journal.append(lambda: optimizer.state.__setitem__(change.held, state))
         del optimizer.state[change.held]
         return
+    if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in state.values()):
+        change = change._replace(dtype=change.held.dtype)  # bitsandbytes: the floats are tables and scales of codes
     for key, old in list(state.items()):
         is_number = key in _NUMBERS or change.held.dim() > 0  # which means something for rank 0 only
         new = _followed(old, change, steps_move, is_number)

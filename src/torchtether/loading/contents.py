@@ -31,6 +31,8 @@ def new_contents(step: Step, given: RenamedCheckpoint, tick: Tick, batch: Batch 
             return [made]
     if step.is_given:
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
+        if isinstance(step.held, Weight) and step.held.scheme.decoder == weight.scheme:  # a master begins as its values
+            weight = Weight.encode(weight, step.held.scheme)
         return _for_members(step, cast(Weight, weight.to(step.dtype)))
     if step.is_encoded:
         by_rows = (

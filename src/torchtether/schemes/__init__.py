@@ -6,6 +6,7 @@ from .bits import same_bits
 from .codebook import Codebook
 from .coded import BlockScheme
 from .flattened import Flattened
+from .mastered import Mastered
 from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
 from .plain import Plain
 from .scaled_float import ScaledFloat
@@ -21,6 +22,7 @@ __all__ = [
     "BlockScheme",
     "Codebook",
     "Flattened",
+    "Mastered",
     "Part",
     "Parts",
     "Plain",

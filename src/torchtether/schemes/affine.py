@@ -15,7 +15,7 @@ from ..geometry.views import Shape
 from .bits import pack_into, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
-from .scales import divide, rounded_off, store_scale
+from .scales import cover_scale, divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .search import FITS, RATIOS, SMALLEST, least_squares
 from .unchanged import find_unchanged, find_zeros
@@ -304,6 +304,49 @@ class Affine(Blocked):
         scale = store_scale(divide(high - low, self._steps * self.unit), high - low, self.scale_dtype)
         zero = (self._lowest - low / self._step(scale)).clamp_(self._lowest, self._highest).round_()
         return {"scale": scale, "zero_point": (zero + self._zero_offset).to(torch.int8 if self.signed else torch.uint8)}
+
+    @property
+    def _can_cover(self) -> bool:
+        return self.bits > 1  # one bit has no code of the other sign
+
+    def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
+        zero = 0 if self.symmetric else parts["zero_point"].float() - self._zero_offset
+        return self._value(self._lowest - zero, parts["scale"]), self._value(self._highest - zero, parts["scale"])
+
+    def _value(self, steps: Tensor | int, scale: Tensor) -> Tensor:
+        return steps * scale.float() if self.unit == 1 else steps * scale.float() * self.unit
+
+    def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
+        low, high = low.clamp_max(0), high.clamp_min(0)
+        if self.symmetric:
+            step = torch.maximum(high / self._highest, low / self._lowest)
+            return {"scale": cover_scale(divide(step, self.unit), step, self.scale_dtype)}
+        extent = high - low
+        middle = self._lowest - low / torch.where(extent > 0, extent, 1.0) * self._steps
+
+        def step_of(zero: Tensor) -> Tensor:
+            above, below = self._highest - zero, zero - self._lowest
+            step = torch.where(high > 0, high / above, 0.0)
+            return torch.maximum(step, torch.where(low < 0, -low / below, 0.0))
+
+        zeros = [end.clamp_(self._lowest, self._highest) for end in (middle.floor(), middle.ceil())]
+        steps = [step_of(zero) for zero in zeros]
+        zero = torch.where(steps[0] <= steps[1], zeros[0], zeros[1]) + self._zero_offset
+        step = torch.minimum(*steps)
+        return {
+            "scale": cover_scale(divide(step, self.unit), step, self.scale_dtype),
+            "zero_point": zero.to(torch.int8 if self.signed else torch.uint8),
+        }
+
+    def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        scale = grid.pick(parts["scale"], start, stop).float()
+        zero = scale.new_zeros(1, 1).expand(scale.shape)
+        if not self.symmetric:
+            zero = self._zero_points(grid, parts, start, stop)
+        x, scale, zero = grid.align(x, scale, zero, g_idx=parts.get("g_idx"))
+        below = (x / _divisor(self._step(scale))).add_(zero).floor_().clamp_(self._lowest, self._highest - 1).sub_(zero)
+        size = (stop - start, grid.columns)
+        return self._value(below, scale).reshape(size), self._value(below + 1, scale).reshape(size)
 
     def _codes(
         self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, g_idx: Tensor | None

@@ -14,9 +14,10 @@ from ..geometry.views import Shape
 from .bits import pack_into, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
-from .scales import divide, rounded_off, store_scale
+from .scales import cover_scale, divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .search import FITS, SMALLEST, half_quadratic, least_squares
+from .stochastic import USED
 from .unchanged import find_unchanged
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -186,6 +187,30 @@ class Biased(Blocked):
         scale = store_scale(torch.maximum(divide(high - low, self._steps), finest), extent, self.scale_dtype)
         bias = low / scale.float() if self.bias_first else low
         return {"scale": scale, "bias": (bias + 0.0).to(self.scale_dtype)}  # of 0 and -0, either may be the lowest
+
+    def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
+        scale, bias = (parts[name].to(self.arithmetic) for name in ("scale", "bias"))
+        first, last = (self._value(torch.full_like(scale, code), scale, bias).float() for code in (0, self._steps))
+        return first, last
+
+    def _is_used(self, low: Tensor, high: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        return high - low >= USED * (last - first)
+
+    def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
+        extent = torch.maximum(high - low, torch.maximum(high.abs(), low.abs()))
+        # what rounding the bias, and two steps of arithmetic, may take off either end
+        slack = extent * (torch.finfo(self.scale_dtype).eps + 2 * torch.finfo(self.arithmetic).eps)
+        scale = cover_scale(divide(high - low + 2 * slack, self._steps), extent, self.scale_dtype)
+        bias = (low - slack) / scale.float() if self.bias_first else low - slack
+        return {"scale": scale, "bias": torch.where(extent > 0, bias, 0.0).to(self.scale_dtype)}
+
+    def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))
+        code = self._nearest(x, scale, bias)
+        near = self._value(code.to(self.arithmetic), scale, bias).float()
+        other = (code + torch.where((x > near) == (scale > 0), 1, -1)).clamp_(0, self._steps)
+        far, size = self._value(other.to(self.arithmetic), scale, bias).float(), (stop - start, grid.columns)
+        return near.reshape(size), far.reshape(size)
 
     def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))

@@ -11,8 +11,10 @@ from torch import Tensor
 from .. import compiled
 from ..errors import SchemeError
 from ..geometry.views import Shape
-from .blocks import Block, Grid, floats, grid_over, source
+from .blocks import Block, Grid, check_finite, floats, grid_over, rows, source
 from .scheme import Part, Parts, Scheme
+from .stochastic import PIECE, USED, choose
+from .unchanged import find_unchanged
 
 
 class Blocked(Scheme):
@@ -42,6 +44,23 @@ class Blocked(Scheme):
     def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         """Write the codes of the float32 rows ``x``, from ``start`` to ``stop``, to ``out``; ``x`` may be changed."""
         raise NotImplementedError(f"{type(self).__name__}._store_codes")
+
+    def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value of each block's codes, ``grid.scale_shape``, in any order."""
+        raise NotImplementedError(f"{type(self).__name__}._ends")
+
+    def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
+        """Return the numbers under which no value of blocks from ``low`` to ``high`` clips."""
+        raise NotImplementedError(f"{type(self).__name__}._cover")
+
+    def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the two neighbours of each of the float32 rows ``x``, from ``start`` to ``stop``, as decoded."""
+        raise NotImplementedError(f"{type(self).__name__}._between")
+
+    @property
+    def _can_cover(self) -> bool:
+        """Return whether there are scales under which values of either sign do not clip."""
+        return True
 
     def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         """Write the codes of ``values`` by a compiled loop; return whether one knows this scheme."""
@@ -98,7 +117,42 @@ class Blocked(Scheme):
     def can_view(self, old: Shape, new: Shape) -> bool:
         return super().can_view(old, new) and _is_reshapable(self, self._block, old, new)
 
+    def update(self, values: Tensor, held: Parts, *, shrink: bool = True) -> dict[str, Tensor] | None:
+        values = source(values)
+        if values.is_meta or values.numel() == 0:
+            return self.reencode(values, held)
+        if not self._can_cover:
+            return None
+        grid = grid_over(tuple(values.shape), self._block)
+        return self._round(grid, values, self._renew(grid, values, held, shrink))
+
     # -- how it is done ---------------------------------------------------------------------------------------------
+
+    def _renew(self, grid: Grid, values: Tensor, held: Parts, shrink: bool) -> Parts:
+        """Return ``held`` with numbers that reach ``values``: other ones where they must, or where little is used."""
+        g_idx = held.get("g_idx")
+        low, high = grid.extremes(values, g_idx)
+        check_finite(torch.maximum(high, -low), values)
+        ends = self._ends(grid, held)
+        first, last = torch.minimum(*ends), torch.maximum(*ends)
+        fits = (low >= first) & (high <= last)
+        keep = fits & self._is_used(low, high, first, last) if shrink else fits
+        if not torch.compiler.is_compiling() and bool(keep.all()):
+            return held
+        keep |= find_unchanged(lambda start, stop: self._rows(grid, held, start, stop), grid, values, g_idx)
+        return {**held, **_either(keep, held, self._cover(grid, low, high, held))}
+
+    def _is_used(self, low: Tensor, high: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        """Return which blocks, from ``low`` to ``high``, use their range from ``first`` to ``last``."""
+        return (high >= USED * last) | (low <= USED * first)
+
+    def _round(self, grid: Grid, values: Tensor, like: Parts) -> dict[str, Tensor]:
+        """Return the parts of ``values`` under the numbers of ``like``, each rounded to either neighbour by chance."""
+        rounded = torch.empty((grid.rows, grid.columns), dtype=torch.float32, device=values.device)
+        for start, stop in grid.chunks(PIECE):
+            x = rows(values, start, stop).float()
+            rounded[start:stop] = choose(x, *self._between(grid, x, like, start, stop))
+        return self.encode(rounded.view(grid.shape), like=like)
 
     def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
         """Write the codes of ``values`` under the scales in ``parts``: by a compiled loop, or else by torch ops."""
@@ -107,6 +161,16 @@ class Blocked(Scheme):
         table = parts["qdata"].view(grid.rows, -1)
         for x, start, stop in floats(grid, values):
             self._store_codes(grid, x, parts, start, stop, table[start:stop])
+
+
+def _either(keep: Tensor, held: Parts, other: Parts) -> dict[str, Tensor]:
+    """Return ``held`` where ``keep``, else ``other``, for each name in ``other``; float8 has no ``where``."""
+    chosen = {}
+    for name, part in other.items():
+        is_small = part.is_floating_point() and part.itemsize == 1
+        a, b = (held[name].float(), part.float()) if is_small else (held[name], part)
+        chosen[name] = torch.where(keep, a, b).to(part.dtype)
+    return chosen
 
 
 def _take_rows(

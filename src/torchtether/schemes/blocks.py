@@ -69,9 +69,9 @@ class Grid(NamedTuple):
             span = inner
         return Part(self.scale_shape, dtype, span)
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """Return ranges of rows, about ``CHUNK`` elements each, that cut no block (but those as high as the tensor)."""
-        size = max(1, CHUNK // max(1, self.columns))
+    def chunks(self, elements: int = CHUNK) -> list[tuple[int, int]]:
+        """Return ranges of rows, about ``elements`` each, that cut no block (but those as high as the tensor)."""
+        size = max(1, elements // max(1, self.columns))
         if torch.compiler.is_compiling() or self.rows <= size:
             return [(0, self.rows)]  # straight-line code for the compiler, which fuses anyway
         if self.height is None or self.height == 1:

@@ -14,7 +14,6 @@ from .. import compiled
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from .bits import lookup, pack, pack_into, table_of
-from .blocked import Blocked
 from .blocks import (
     Block,
     Grid,
@@ -34,10 +33,11 @@ from .nested import ARITHMETIC, nest, nesting_error, unnest
 from .scales import TINY, reciprocal
 from .scheme import Part, Parts
 from .search import FITS, RATIOS, SMALLEST
+from .table_updates import TableUpdates
 
 
 @dataclass(frozen=True)
-class Codebook(Blocked):
+class Codebook(TableUpdates):
     """Hold codes so that ``w ≈ table[code] * absmax``, with one absmax per ``block_size`` elements.
 
         qdata (ceil(n * bits / 8),) uint8          a dense stream over the flattened tensor, low bits first
@@ -91,11 +91,6 @@ class Codebook(Blocked):
         if self.nested and not self.flat:
             raise SchemeError("nested needs flat blocks", name="Codebook", fix="Use flat=True.")
         object.__setattr__(self, "_nearest", nearest_codes(self.table))  # once, and outside of compiled graphs
-
-    @property
-    def bits(self) -> int:
-        """Return how many bits a code takes."""
-        return (len(self.table) - 1).bit_length()
 
     # -- the interface ------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
 from .scales import TINY
 from .scheme import Part, Parts
+from .stochastic import USED
 from .unchanged import find_unchanged
 
 
@@ -33,6 +34,8 @@ class BlockScheme(Blocked):
         to_codes(x, scale)        where the values lie among the codes; it is rounded, and clipped to what there is
         to_values(codes, scale)   what the codes decode to
         error(codes, scale)       the largest error of what decodes from them
+
+    An optimizer's update of it is rounded stochastically; that is without a drift where ``fit`` clips nothing.
 
     The last three take values or codes, and then ``numbers``, in that order; all broadcast against each other.  The
     rest is done here: packing, blocks that columns do not fill, dtypes, what is not finite, ``meta``, compiled graphs,
@@ -106,6 +109,34 @@ class BlockScheme(Blocked):
         keep = find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
         fitted = self._fitted(grid, values)
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fitted.items()})
+
+    def _renew(self, grid: Grid, values: Tensor, held: Parts, shrink: bool) -> Parts:
+        fitted = self._fitted(grid, values)
+        low, high = self._span(grid, values, held)
+        keep = (low >= -_SLACK) & (high <= (1 << self.bits) - 1 + _SLACK)
+        if shrink:
+            first, last = self._span(grid, values, fitted)
+            keep &= high - low >= USED * (last - first)
+        if not torch.compiler.is_compiling() and bool(keep.all()):
+            return held
+        keep |= find_unchanged(lambda start, stop: self._rows(grid, held, start, stop), grid, values)
+        return {**held, **{name: torch.where(keep, held[name], part) for name, part in fitted.items()}}
+
+    def _span(self, grid: Grid, values: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Return where the values of each block begin and end among the codes."""
+
+        def positions(start: int, stop: int) -> Tensor:
+            x, *numbers = self._aligned(grid, parts, rows(values, start, stop).float(), start, stop)
+            return self._whole(self.to_codes(x, *numbers), x, "to_codes").reshape(stop - start, grid.columns)
+
+        low, high = (grid.reduce_rows(positions, op, values.device) for op in (torch.amin, torch.amax))
+        return low, high
+
+    def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        x, *numbers = self._aligned(grid, parts, x, start, stop)
+        below = self._whole(self.to_codes(x, *numbers), x, "to_codes").floor().clamp(0, (1 << self.bits) - 2)
+        low, high = (self._whole(self.to_values(codes, *numbers), x, "to_values") for codes in (below, below + 1))
+        return low.reshape(stop - start, grid.columns), high.reshape(stop - start, grid.columns)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         grid = grid_over(shape, self.block)
@@ -194,6 +225,9 @@ class BlockScheme(Blocked):
         except RuntimeError:
             got = f"shape {tuple(made.shape)}, which does not broadcast to that of the codes, {tuple(x.shape)}"
             raise SchemeError(f"{what} gives {got}", name=type(self).__name__) from None
+
+
+_SLACK = 2.0**-10  # of a code, by which arithmetic may move a value that lies on the last one
 
 
 def _runs(x: Tensor, size: int, dim: int) -> list[Tensor]:

@@ -35,6 +35,13 @@ class Flattened(Scheme):
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         return self.inner.reencode(values.reshape(self.shape), held)
 
+    def update(self, values: Tensor, held: Parts, *, shrink: bool = True) -> dict[str, Tensor] | None:
+        return self.inner.update(values.reshape(self.shape), held, shrink=shrink)
+
+    def master(self, parts: Parts, shape: Shape) -> Tensor | None:
+        master = self.inner.master(parts, self.shape)
+        return None if master is None else master.view(shape)
+
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         return self.inner.decode(parts, self.shape, dtype).view(shape)
 

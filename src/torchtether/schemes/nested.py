@@ -39,6 +39,32 @@ def nest(amax: Tensor, block_size: int, parts: Parts) -> None:
     parts["nested_offset"].copy_(offset)
 
 
+def nest_above(amax: Tensor, held: Parts, block_size: int) -> dict[str, Tensor]:
+    """Return the parts of which each absmax is the least that is not below ``amax`` (blocks,).
+
+    The numbers of ``held`` stay where their codes reach all of ``amax``, so that an absmax of ``held`` is itself.
+    """
+    parts = {name: held[name].clone() for name in ("absmax", "nested_absmax", "nested_offset")}
+    nest(amax, block_size, parts)
+    index = torch.arange(amax.shape[0], device=amax.device) // block_size
+    top = held["nested_absmax"].index_select(0, index) + held["nested_offset"]
+    reaches = (amax <= top).all()
+    for name in ("nested_absmax", "nested_offset"):
+        parts[name] = torch.where(reaches, held[name], parts[name] * (1 + 2.0**-20))
+    scale = parts["nested_absmax"].index_select(0, index)
+    rest = (amax - parts["nested_offset"]) * reciprocal(scale)
+    table = table_of(DYNAMIC, amax.device)
+    code = torch.bucketize(rest, table, out_int32=True).clamp_max_(255)
+
+    def value(code: Tensor) -> Tensor:
+        return table.index_select(0, code.clamp(0, 255)).mul_(scale).add_(parts["nested_offset"])
+
+    code = torch.where(value(code - 1) >= amax, code - 1, code)  # arithmetic may have moved it to a neighbour
+    code = torch.where(value(code) < amax, code + 1, code).clamp_(0, 255)
+    parts["absmax"] = code.to(torch.uint8)
+    return parts
+
+
 def unnest(parts: Parts, block_size: int, index: Tensor) -> Tensor:
     """Return the absmax, float32, of the blocks that ``index`` names."""
     codes = parts["absmax"].index_select(0, index)

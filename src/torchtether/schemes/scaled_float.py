@@ -18,7 +18,7 @@ from .bits import lookup, pack_into, table_of
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
 from .nearest import count_above
-from .scales import TINY, divide, rounded_off, store_scale
+from .scales import TINY, cover_scale, divide, raise_to, rounded_off, store_scale
 from .scheme import Part, Parts
 from .tables import E2M1, E2M3
 from .unchanged import find_zeros
@@ -278,15 +278,59 @@ class ScaledFloat(Blocked):
         else:
             parts["scale"].copy_(store_scale(divide(amax, largest), amax, self.scale_dtype))
 
-    def _power_of_two(self, amax: Tensor) -> Tensor:
+    def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
+        reach = self._scales(parts["scale"], parts) * self._element.largest
+        return -reach, reach
+
+    def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
+        amax = torch.maximum(high, -low)
+        if self.scale_dtype == torch.float8_e8m0fnu:
+            return {"scale": self._power_of_two(amax, "rceil")}
+        ratio = divide(amax, self._element.largest)
+        if self.scale_dtype != torch.float8_e4m3fn:
+            return {"scale": cover_scale(ratio, amax, self.scale_dtype)}
+        ratio = self._over_unit(ratio, held) * (1 + 2.0**-20)
+        return {"scale": raise_to(ratio.clamp(_E4M3_SMALLEST, _E4M3_LARGEST), self.scale_dtype)}
+
+    def _over_unit(self, ratio: Tensor, parts: Parts) -> Tensor:
+        if not self.global_scale:
+            return ratio
+        return ratio * parts["global_scale"] if self.global_divides else ratio / parts["global_scale"]
+
+    def _renew(self, grid: Grid, values: Tensor, held: Parts, shrink: bool) -> Parts:
+        if self.scale_dtype == torch.float8_e4m3fn:
+            amax = grid.reduce(values, torch.amax, magnitude=True)
+            check_finite(amax, values)
+            if self.global_scale:  # it changes where a block is beyond the reach of every scale, or all are below it
+                top = self._over_unit(divide(amax.max(), self._element.largest), held)
+                wide = (top > _E4M3_LARGEST * (1 + 2.0**-20)) | ((top < _E4M3_SMALLEST) & (top > 0))
+                fitted = self.empty(grid.shape, values.dtype, values.device)
+                self._fit(amax * 2, fitted)
+                held = {**held, "global_scale": torch.where(wide, fitted["global_scale"], held["global_scale"])}
+                return super()._renew(grid, values, held, shrink)
+            self._fit(amax, self.empty(grid.shape, values.dtype, values.device))  # raises where none reaches
+        return super()._renew(grid, values, held, shrink)
+
+    def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        scale = self._scales(grid.pick(parts["scale"], start, stop), parts)
+        x, scale = grid.align(x, scale)
+        element, size = self._element, (stop - start, grid.columns)
+        code = (x / torch.where(scale == 0, 1.0, scale)).clamp_(-element.largest, element.largest)
+        exponent = (code.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0**element.low)
+        step = exponent.mul_(2.0**-element.mantissa)
+        below = code.div_(step).floor_()
+        near = torch.where(x == 0, x, (below * step).mul_(scale))  # of either sign
+        return near.reshape(size), (below.add_(1).mul_(step)).mul_(scale).reshape(size)
+
+    def _power_of_two(self, amax: Tensor, rounding: str | None = None) -> Tensor:
         """Return e8m0 scales: 2**-127 to 2**127, never the NaN of byte 255; 1 where there are only zeros."""
-        element = self._element
-        if self.scale_rounding == "rceil":
+        element, rounding = self._element, rounding or self.scale_rounding
+        if rounding == "rceil":
             bits = divide(amax, element.largest).view(torch.int32)
             exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).int()
         else:
             bits = amax.contiguous().view(torch.int32)
-            if self.scale_rounding == "even":
+            if rounding == "even":
                 bits = bits + (1 << (22 - element.mantissa))
             exponent = (bits >> 23) - 127 - element.high
         byte = (exponent + 127).clamp(0, 254)

@@ -25,6 +25,26 @@ def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
     return stored
 
 
+def raise_to(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round ``scale`` (float32, not negative) up to ``dtype``: to the least number that is not below it.
+
+    >>> raise_to(torch.tensor([1.0, 1.001]), torch.bfloat16).tolist()
+    [1.0, 1.0078125]
+    """
+    stored = scale.to(dtype)
+    bits = stored.view(_INTEGERS[dtype.itemsize])  # of what is not negative, the next larger number has the next bits
+    return torch.where(stored.float() < scale, bits + 1, bits).view(dtype)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def cover_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``store_scale``, but rounded up, so that nothing that ``scale`` reaches is beyond the result."""
+    smallest = torch.finfo(dtype).smallest_normal
+    return store_scale(raise_to(scale * (1 + 2.0**-22), dtype).float().clamp_min(smallest), extreme, dtype)
+
+
 def divide(x: Tensor, number: float) -> Tensor:
     """Return ``x / number``, rounded once on every device (a GPU would multiply by the reciprocal)."""
     return x / x.new_full((), number)

@@ -93,6 +93,26 @@ class Scheme:
         """Return the largest error of ``decode(encode(values))`` per element: float32, broadcastable to ``shape``."""
         raise NotImplementedError(_unwritten(self, "bound"))
 
+    # -- schemes around others ------------------------------------------------------------------------------------
+
+    @property
+    def decoder(self) -> Scheme:
+        """Return the scheme that decodes the parts: this one, or the one that it wraps."""
+        return self
+
+    def master(self, parts: Parts, shape: Shape) -> Tensor | None:
+        """Return the part from which in-place ops start, and which they change; ``None``: the decoded values."""
+        return None
+
+    def adopt(self, given: Scheme, parts: Parts, shape: Shape) -> dict[str, Tensor] | None:
+        """Return copies of ``parts``, of a Weight in the scheme ``given``, that are those of this scheme as they are.
+
+        ``None`` is returned if its values have to be encoded.
+        """
+        if given.decoder != self or given == self:
+            return None
+        return {name: parts[name].clone() for name in self.layout(shape)}
+
     # -- what most schemes need not change ------------------------------------------------------------------------
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,6 +149,17 @@ class Scheme:
         whose ``encode`` has this property already need not override it.
         """
         return self.encode(values)
+
+    def update(self, values: Tensor, held: Parts, *, shrink: bool = True) -> dict[str, Tensor] | None:
+        """Return the parts of ``values``, an optimizer's update of ``held``; ``None`` if this scheme knows no way.
+
+        Each value becomes one of its two neighbours, drawn by torch's default generator so that the mean of many draws
+        is the value; values on the grid stay.  Scales of ``held`` stay while they reach the values, and grow rather
+        than clip; without ``shrink`` they stay also where the values use little of them.  ``values`` are best float32.
+
+        After ``None`` the values are rounded to the nearest, and steps below half a code have no effect.
+        """
+        return None
 
     def can_view(self, old: Shape, new: Shape) -> bool:
         """Return whether the parts of ``old``, reshaped without copying, are those of ``new``."""
@@ -207,12 +238,16 @@ def scheme_from_json(record: Any) -> Scheme:
 
 
 def _jsonable(value: Any) -> Any:
+    if isinstance(value, Scheme):
+        return value.to_json()
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     return [_jsonable(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _unjson(value: Any) -> Any:
+    if isinstance(value, dict) and "kind" in value:
+        return scheme_from_json(value)
     if isinstance(value, dict):
         if value.keys() != {"dtype"}:
             raise SchemeError(f"a scheme field holds an unknown object {sorted(value)}")

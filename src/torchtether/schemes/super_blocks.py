@@ -17,6 +17,7 @@ from .blocks import Block, Grid, check_finite, code_part, fold, grid_over, sourc
 from .nearest import nearest_code, nearest_codes
 from .scales import TINY
 from .scheme import Part, Parts
+from .stochastic import USED, around
 from .unchanged import find_unchanged
 
 _HALF = torch.float16
@@ -129,12 +130,7 @@ class SuperBlocks(Blocked):
         keep = find_unchanged(lambda start, stop: self._rows(supers, again, start, stop), supers, values)
         if bool(keep.all()):
             return again
-        fitted = self._fit(values)
-        each = self._over_blocks(keep, supers)
-        kept = {
-            name: torch.where(keep if name.startswith("super") else each, held[name], fitted[name]) for name in fitted
-        }
-        return self.encode(values, like=kept)
+        return self.encode(values, like=self._chosen(keep, supers, held, self._fit(values)))
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
         """Return half the larger gap beside the level of each code, times its scale, and float32 arithmetic."""
@@ -200,12 +196,15 @@ class SuperBlocks(Blocked):
         return (x * scale).sub_(low).reshape(stop - start, grid.columns)
 
     def _fit(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the scales and minima that fit ``values`` without clipping any."""
+        """Return the scales and minima that fit ``values``: none clips by more than it would be rounded."""
         blocks, supers = self._grids(tuple(values.shape))
-        high, low = blocks.reduce(values, torch.amax), -blocks.reduce(values, torch.amin)
+        low, high = blocks.reduce(values, torch.amin), blocks.reduce(values, torch.amax)
         check_finite(torch.maximum(high.abs(), low.abs()), values)
-        parts: dict[str, Tensor] = {}
-        gaps = self._half_gaps()
+        return self._fitted(supers, low, high, self._half_gaps())
+
+    def _fitted(self, supers: Grid, low: Tensor, high: Tensor, gaps: list[float]) -> dict[str, Tensor]:
+        """Return the scales and minima by which levels, with the ``gaps`` beside them, reach ``low`` and ``high``."""
+        low, parts = -low, {}
         top = max(level + gap for level, gap in zip(self._levels, gaps, strict=True))
         bottom = -min(level - gap for level, gap in zip(self._levels, gaps, strict=True))
         if self.minimum:
@@ -220,6 +219,54 @@ class SuperBlocks(Blocked):
         else:
             parts["super_scale"] = _rounded_up(scale, empty=0)  # a table need not have a zero
         return parts
+
+    @property
+    def _can_cover(self) -> bool:
+        return self.minimum or min(self._levels) < 0 < max(self._levels)
+
+    def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
+        scale, low = self._scales(parts, grid, 0, grid.rows)
+        ends = (scale * end - (0.0 if low is None else low) for end in (min(self._levels), max(self._levels)))
+        first, last = (end.view(grid.scale_shape) for end in ends)
+        return first, last
+
+    def _renew(self, grid: Grid, values: Tensor, held: Parts, shrink: bool) -> Parts:
+        """Return new numbers for whole super-blocks, if one of their blocks needs some."""
+        _, supers = self._grids(grid.shape)
+        low, high = grid.extremes(values)
+        check_finite(torch.maximum(high.abs(), low.abs()), values)
+        ends = self._ends(grid, held)
+        first, last = torch.minimum(*ends), torch.maximum(*ends)
+        keep = (low >= first) & (high <= last)
+        if shrink:
+            keep &= (high - low >= USED * (last - first)) | ((high >= USED * last) | (low <= USED * first))
+        ratio = self.super_block_size // self.block_size
+        whole = fold(keep.float(), ratio, keep.dim() - 1, torch.amin) > 0
+        if not torch.compiler.is_compiling() and bool(whole.all()):
+            return held
+        whole |= find_unchanged(lambda start, stop: self._rows(supers, held, start, stop), supers, values)
+        return {**held, **self._chosen(whole, supers, held, self._fitted(supers, low, high, [0.0] * len(self._levels)))}
+
+    def _chosen(self, keep: Tensor, supers: Grid, held: Parts, other: Parts) -> dict[str, Tensor]:
+        """Return the numbers of ``held`` in the super-blocks to ``keep``, and those of ``other`` in the rest."""
+        each = self._over_blocks(keep, supers)
+        return {
+            name: torch.where(keep if name.startswith("super") else each, held[name], part)
+            for name, part in other.items()
+        }
+
+    def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        scale, low = self._scales(parts, grid, start, stop)
+        size = (stop - start, grid.columns)
+        if low is None:
+            x, scale = grid.align(x, scale)
+            below, above = around(x / torch.where(scale == 0, 1.0, scale), sorted(set(self._levels)))
+            return (below * scale).reshape(size), (above * scale).reshape(size)
+        x, scale, low = grid.align(x, scale, low)
+        code = self._above(x, scale, low).float()
+        near = (code * scale).sub_(low)
+        other = (code + torch.where((x > near) == (scale > 0), 1, -1)).clamp_(0, (1 << self.bits) - 1)
+        return near.reshape(size), (other * scale).sub_(low).reshape(size)
 
     def _under_supers(self, scale: Tensor, supers: Grid) -> tuple[Tensor, Tensor]:
         """Return integers, and a float16 number per super-block of them, whose products reach each ``scale``."""

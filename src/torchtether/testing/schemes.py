@@ -298,7 +298,8 @@ def _writes_back(subject: _SchemeUnderTest) -> None:
 def _writes(subject: _SchemeUnderTest) -> None:
     for index, (case, weight) in enumerate(subject.weights()):
         factor = _FACTORS[index % len(_FACTORS)]
-        wanted = weight.dequantize() * factor
+        master = weight.scheme.master(weight.parts, weight.spec.base)
+        wanted = (weight.dequantize() if master is None else master.float()) * factor
         try:
             weight.mul_(factor)
         except SchemeError:

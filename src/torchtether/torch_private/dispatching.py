@@ -21,6 +21,7 @@ __all__ = [
     "define_collectives",
     "has_kernel",
     "is_composite",
+    "is_foreign_write",
     "is_traceable_wrapper_subclass",
     "return_and_correct_aliasing",
     "schema_of",
@@ -39,6 +40,17 @@ def schema_of(op: Any) -> Any:
 def can_decompose(op: Any) -> bool:
     """Return whether ``op.decompose`` has something to call; the public method only fails where it has not."""
     return bool(op._can_decompose())
+
+
+_OF_TORCH = frozenset(
+    "aten prim prims c10d c10d_functional _c10d_functional _c10d_functional_autograd _dtensor bucketing fsdp inductor "
+    "mkldnn profiler quantized rngprims streams symm_mem torchtether".split()
+)
+
+
+def is_foreign_write(op: Any) -> bool:
+    """Return whether another library defined the op, and says that it writes to arguments."""
+    return op.namespace not in _OF_TORCH and bool(op._schema.is_mutable)
 
 
 def has_kernel(op: Any) -> bool:

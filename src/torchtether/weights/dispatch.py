@@ -31,6 +31,9 @@ SHORTCUTS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any] | None], Any]] = 
 ATTACHED: set[str] = set()
 """Attributes that rules keep on a Weight for themselves; its copies and pickles are without them."""
 
+FOREIGN_WRITES: list[Rule] = []
+"""The rule of ops that other libraries define and that write to arguments: the steps of their optimizers."""
+
 HOOKS: dict[str, Rule] = {}
 """What torch asks of a tensor by the name of a method: FSDP2's two all-gather hooks."""
 

@@ -98,6 +98,8 @@ class WeightSpec:
 
     ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
     ``activations`` is what inputs of ``F.linear`` are rounded to, ``"int8"`` or ``"float8"``, if they are.
+    ``trained`` says of a tensor that is no Parameter, such as ``.data`` or a shard, that it comes of one that requires
+    grad: in-place ops on it are updates. It makes no difference between two specs.
 
     >>> import torch, torchtether as tt
     >>> spec = WeightSpec.of((4, 2), torch.bfloat16, tt.int8())
@@ -111,6 +113,7 @@ class WeightSpec:
     scheme: Scheme
     tie: Tie | None = None
     activations: str | None = None
+    trained: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @staticmethod
     def of(shape: Shape, dtype: torch.dtype, scheme: Scheme, tie: Tie | None = None) -> WeightSpec:

@@ -15,9 +15,9 @@ from torch import Tensor
 from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
-from ..torch_private.dispatching import OpOverload, is_composite, return_and_correct_aliasing
+from ..torch_private.dispatching import OpOverload, is_composite, is_foreign_write, return_and_correct_aliasing
 from ..torch_private.tensors import as_plain, make_wrapper
-from .dispatch import ATTACHED, FOLDS, HOOKS, REFUSED, RULES, SHORTCUTS
+from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SHORTCUTS
 from .exporting import Exporting
 from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
@@ -118,10 +118,13 @@ class Weight(Exporting):
             raise ArgumentError(f"is {describe(scheme)}, not a scheme", name="scheme", fix=fix)
         if not values.is_floating_point() and not scheme.transparent:
             raise SchemeError(f"a {values.dtype} tensor has no values to quantize", fix="Convert it to a float first.")
+        spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if isinstance(values, Weight):
+            adopted = scheme.adopt(values.scheme, values.parts, spec.shape) if values.spec.is_contiguous else None
+            if adopted is not None:
+                return cls(adopted, spec)
             values = values.dequantize()
         values = values.detach()
-        spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if scheme.transparent:
             spec = spec.replace(stride=tuple(values.stride()))
         parts = scheme.encode(values)
@@ -203,8 +206,7 @@ class Weight(Exporting):
         cut: tuple[str, ...] | None = None,
     ) -> Weight:
         """Return the Weight with ``function`` of these parts. Every Weight that comes from a Weight is made here."""
-        parts = {name: function(part) for name, part in self.parts.items()}
-        return type(self)(parts, spec or self._spec, cut=self._cut if cut is None else cut)
+        return self.map_named(lambda _, part: function(part), spec, cut=self._cut if cut is None else cut)
 
     def with_parts(
         self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
@@ -216,9 +218,17 @@ class Weight(Exporting):
         self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
         """Return what ``map`` does, for functions that need the part's name."""
-        return type(self)(
-            {name: function(name, part) for name, part in self.parts.items()}, spec or self._spec, cut=cut
-        )
+        parts = {name: function(name, part) for name, part in self.parts.items()}
+        return type(self)(parts, self._marked(spec or self._spec), cut=cut)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether in-place ops on it are updates: it requires grad, or comes of a Parameter that does."""
+        with as_plain():
+            return self.requires_grad or (self._spec.trained and not isinstance(self, torch.nn.Parameter))
+
+    def _marked(self, spec: WeightSpec) -> WeightSpec:
+        return spec if spec.trained == self.is_trained else spec.replace(trained=self.is_trained)
 
     def around(self, tensor: Tensor) -> Weight:
         """Wrap ``tensor`` with this one's tie, for a transparent scheme."""
@@ -256,7 +266,7 @@ class Weight(Exporting):
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], WeightSpec]:
-        return [*_attributes_of(self._names)], self._spec
+        return [*_attributes_of(self._names)], self._marked(self._spec)
 
     @classmethod
     def __tensor_unflatten__(
@@ -304,6 +314,8 @@ class Weight(Exporting):
             return NotImplemented  # DTensor and the like wrap us, not the reverse
         kwargs = kwargs or {}
         answer = RULES.get(func)
+        if answer is None and is_foreign_write(func):
+            answer = FOREIGN_WRITES[0]
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
         if func not in REFUSED and is_composite(func):
@@ -326,15 +338,8 @@ class Weight(Exporting):
 
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that users have set on this tensor."""
-        own = {
-            "_spec",
-            "_names",
-            "_cut",
-            "_kernel_layout",
-            "_is_param",
-            *(_PART + name for name in self._names),
-            *ATTACHED,
-        }
+        known = ("_spec", "_names", "_cut", "_kernel_layout", "_is_param")
+        own = {*known, *(_PART + name for name in self._names), *ATTACHED}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def _inner(self) -> Mapping[str, Tensor]:

@@ -48,7 +48,8 @@ def new_rows(
         if shared:  # rows of this Weight go in there, which need the parts that all of its rows need
             held = {name: weight.parts[name].detach().to(zeros.device, copy=True) for name in shared}
             made = made.with_parts(_zeros_beside(weight.scheme, zeros, {**made.parts, **held}))
-    made._spec = made.spec.replace(tie=weight.tie, activations=weight.spec.activations)
+    facts = {"tie": weight.tie, "activations": weight.spec.activations, "trained": weight.is_trained}
+    made._spec = made.spec.replace(**facts)
     return mark_padded(made)
 
 

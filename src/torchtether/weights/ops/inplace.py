@@ -3,53 +3,147 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only
-from ..dispatch import rule
+from ..dispatch import FOREIGN_WRITES, rule
 from ..weight import Weight
 from .values import overloads
 
 aten = torch.ops.aten
 
+UPDATES = """
+    add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ addmm_ addmv_ addr_ baddbmm_ addbmm_ index_add_ scatter_add_
+    _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_
+    _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
+""".split()
+"""What optimizers do to a parameter: on a trained Weight the result is rounded stochastically."""
+
 WRITES = """
-    add_ sub_ mul_ div_ pow_ fmod_ remainder_ addcmul_ addcdiv_ lerp_ addmm_ addmv_ addr_ baddbmm_ addbmm_ neg_
+    pow_ fmod_ remainder_ neg_
     abs_ sign_ square_ sqrt_ rsqrt_ reciprocal_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ relu_ round_
     trunc_ floor_ ceil_ frac_ clamp_ clamp_min_ clamp_max_ nan_to_num_ hardtanh_ copysign_ xlogy_ zero_ fill_
-    masked_fill_ masked_scatter_ index_fill_ index_add_ index_copy_ index_put_ scatter_ scatter_add_ tril_ triu_
+    masked_fill_ masked_scatter_ index_fill_ index_copy_ index_put_ scatter_ tril_ triu_
     fill_diagonal_ eye_ normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ log_normal_ geometric_ renorm_
-    _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_
     _foreach_neg_ _foreach_abs_ _foreach_sqrt_ _foreach_zero_ _foreach_maximum_ _foreach_minimum_
     _foreach_clamp_min_ _foreach_clamp_max_ _foreach_pow_ _foreach_reciprocal_ _foreach_exp_ _foreach_sign_
-    _foreach_copy_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ embedding_renorm_
+    _foreach_copy_ embedding_renorm_
 """.split()
+"""What says which values a Weight has: they are rounded to the nearest."""
 
 
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` on the values of every Weight, then encode those that it wrote; all are encoded before one is."""
-    decoded: dict[int, tuple[Weight, Tensor]] = {}
+    written = _written(op, args)
+    if any(_master(weight) is not None for weight in written):
+        return _write_widely(op, args, kwargs, is_update=False)
+    decoded: dict[int, Tensor] = {}
 
     def values(weight: Weight) -> Tensor:
-        return decoded.setdefault(id(weight), (weight, weight.values_of()))[1]
+        return decoded.setdefault(id(weight), weight.values_of())
 
     plain_args, plain_kwargs = tree_map_only(Weight, values, (args, kwargs))
     op(*plain_args, **plain_kwargs)
-    written: dict[int, Weight] = {}
+    _store([(weight, encode_like(weight, decoded[id(weight)])) for weight in written])
+    return args[0] if schema_of(op).returns else None
+
+
+@rule(*overloads(UPDATES, writes=True), kind="re-encoded")
+def update(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``op`` as ``write`` does; what it does to trained Weights is rounded stochastically."""
+    if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args)):
+        return _write_widely(op, args, kwargs, is_update=True)
+    return write(op, *args, **kwargs)
+
+
+FOREIGN_WRITES.append(update)
+
+
+def _write_widely(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_update: bool) -> Any:
+    """Run ``op`` in float32, on masters where there are some, and encode what it wrote.
+
+    In 16 bits a small step would be lost before it could be rounded.  Other tensors of 16 bits then take part as
+    float32, too, and are rounded once.
+    """
+    wide: dict[int, tuple[Tensor, Tensor]] = {}
+    written = {id(tensor): tensor for tensor in _written(op, args, Tensor)}
+
+    def widened(tensor: Tensor) -> Tensor:
+        made = tensor
+        if isinstance(tensor, Weight) and not tensor.scheme.transparent:
+            spec, master = tensor.spec, _master(tensor) if id(tensor) in written else None
+            dtype = torch.promote_types(spec.dtype if master is None else master.dtype, torch.float32)
+            if master is None:
+                made = tensor.scheme.decode(tensor.parts, spec.base, dtype)
+            else:
+                made = master.to(dtype, copy=True)
+            made = made if spec.is_contiguous else made.permute(spec.order)
+        else:
+            made = tensor.values_of() if isinstance(tensor, Weight) else tensor
+            if made.is_floating_point() and made.itemsize == 2:
+                made = made.float()
+        return wide.setdefault(id(tensor), (tensor, made))[1]
+
+    plain_args, plain_kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+    op(*plain_args, **plain_kwargs)
+    encode = _update if is_update else encode_like
+    weights = [tensor for tensor in written.values() if isinstance(tensor, Weight)]
+    _store([(weight, encode(weight, wide[id(weight)][1])) for weight in weights])
+    for key, tensor in written.items():
+        held = tensor.values_of() if isinstance(tensor, Weight) and tensor.scheme.transparent else tensor
+        if wide[key][1] is not held and not isinstance(held, Weight):
+            held.copy_(wide[key][1])
+    return args[0] if schema_of(op).returns else None
+
+
+def _master(weight: Weight) -> Tensor | None:
+    return weight.scheme.master(weight.parts, weight.spec.base)
+
+
+def _written(op: Any, args: tuple[Any, ...], kind: type = Weight) -> list[Any]:
+    """Return the tensors of ``kind`` that ``op`` writes to, each once."""
+    found = {}
     for argument, value in zip(schema_of(op).arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, Weight):
-                    written[id(item)] = item
-    encoded = [(weight, encode_like(weight, decoded[key][1])) for key, weight in written.items()]
+                if isinstance(item, kind):
+                    found[id(item)] = item
+    return list(found.values())
+
+
+def _store(encoded: list[tuple[Weight, dict[str, Tensor] | None]]) -> None:
     for weight, parts in encoded:
         if parts is not None:
             weight.set_parts(parts)
-    return args[0] if schema_of(op).returns else None
+
+
+def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
+    """Encode ``values`` by ``Scheme.update`` if the Weight is trained, else to the nearest."""
+    scheme = weight.scheme
+    if scheme.transparent or not weight.is_trained or _master(weight) is not None:
+        return encode_like(weight, values)
+    base = _in_order(weight, values)
+    parts = scheme.update(base, weight.parts, shrink=not weight._cut)
+    if parts is not None:
+        return parts
+    if type(scheme) not in _warned:
+        _warned.add(type(scheme))
+        warnings.warn(
+            f"{scheme} rounds updates to the nearest, so small ones have no effect; freeze it by requires_grad_(False)",
+            TrainingWarning,
+            stacklevel=2,
+        )
+    return _beside(weight, base, scheme.reencode(base, weight.parts))
+
+
+_warned: set[type] = set()
 
 
 def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
@@ -59,9 +153,14 @@ def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     """
     if weight.scheme.transparent:
         return None
-    spec = weight.spec
-    base = values if spec.is_contiguous else values.permute([spec.order.index(d) for d in range(values.dim())])
+    base = _in_order(weight, values)
     return _beside(weight, base, weight.scheme.reencode(base, weight.parts))
+
+
+def _in_order(weight: Weight, values: Tensor) -> Tensor:
+    """Return ``values`` in the order of the parts."""
+    spec = weight.spec
+    return values if spec.is_contiguous else values.permute([spec.order.index(d) for d in range(values.dim())])
 
 
 def _beside(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -91,6 +190,11 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     if isinstance(given, Weight) and _same_geometry(given, held):
         held.set_parts(given.parts)
         return held
+    if isinstance(given, Weight) and given.spec.base == held.spec.base and given.spec.order == held.spec.order:
+        adopted = held.scheme.adopt(given.scheme, given.parts, held.spec.base)
+        if adopted is not None:
+            held.set_parts(adopted)
+            return held
     values = given.values_of() if isinstance(given, Weight) else given
     if held.device.type == "meta":
         return held  # as torch does: nothing to write to

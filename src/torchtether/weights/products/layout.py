@@ -112,7 +112,7 @@ def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> L
     >>> layout_of(int4(), (8, 3, 256)) is None
     True
     """
-    return _found(scheme, shape, activations)
+    return _found(scheme.decoder, shape, activations)
 
 
 @lru_cache(maxsize=4096)

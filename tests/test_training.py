@@ -1,0 +1,356 @@
+"""What is trainable trains: an optimizer's update of a Weight is rounded stochastically, without a drift."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import torchtether as tt
+from tests.catalog import SCHEMES, each_quantized, slow_but
+from torchtether.schemes import same_bits
+
+LEARNING = [row for row in SCHEMES[1:] if getattr(row.scheme, "bits", 8) != 1]
+"""One bit has no codes of both signs."""
+
+OFTEN = {
+    "int8",
+    "int4",
+    "uint4-asym",
+    "biased4",
+    "q4_k",
+    "super-blocks-table",
+    "fp8",
+    "mxfp4",
+    "nvfp4",
+    "nf4",
+    "nf4-double",
+}
+each_learning = pytest.mark.parametrize("row", slow_but(LEARNING, OFTEN))
+
+FEW = {
+    "int8": tt.int8(),
+    "int4": tt.int4(32),
+    "fp8": tt.fp8(),
+    "mxfp4": tt.mxfp4(),
+    "nvfp4": tt.nvfp4(),
+    "nf4": tt.nf4(),
+    "nf4-double": tt.nf4(double_quant=True),
+}
+few = pytest.mark.parametrize("scheme", FEW.values(), ids=FEW)
+
+
+def _trained(scheme, shape=(4, 64), dtype=torch.float32, seed=0):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.nn.Parameter(tt.Weight.encode(values, scheme))
+
+
+def _decoded(scheme, parts, shape):
+    return scheme.decode(parts, shape, torch.float32)
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+@each_learning
+def test_the_mean_of_many_updates_is_the_update(row):
+    weight, draws = _trained(row.scheme), 120
+    before = weight.to(torch.float32).dequantize().detach()
+    step = 0.01 * torch.randn(before.shape, generator=torch.Generator().manual_seed(1))
+    step[0, :8] = 0.3 * step[0].abs().max() + before.abs().max()  # beyond the range of what was there
+    torch.manual_seed(2)
+    made = torch.stack(
+        [_decoded(row.scheme, row.scheme.update(before + step, weight.parts), before.shape) for _ in range(draws)]
+    )
+    arithmetic = torch.finfo(getattr(row.scheme, "arithmetic", torch.float32)).eps
+    off = (made.mean(0) - before - step).abs()
+    allowed = 5.5 * made.std(0) / math.sqrt(draws) + 2 * arithmetic * (before + step).abs().max()
+    # where one draw in thousands goes the other way, none may have: that is off by at most a few parts of a gap
+    gap = 2 * row.scheme.bound(row.scheme.update(before + step, weight.parts), tuple(before.shape)).expand_as(off)
+    assert (off <= allowed + 0.06 * gap).all()
+    assert off.mean() <= allowed.mean() + 1e-6
+
+
+@each_quantized
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_of_nothing_changes_no_bit(row, dtype):
+    weight = _trained(row.scheme, dtype=dtype)
+    before, values = {name: part.clone() for name, part in weight.parts.items()}, weight.dequantize().detach()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", tt.TrainingWarning)
+        weight.add_(torch.zeros(weight.shape, dtype=dtype), alpha=-1e-2)
+        weight.mul_(1.0)
+        weight.addcdiv_(torch.zeros(weight.shape, dtype=dtype), torch.ones(weight.shape, dtype=dtype), value=-0.1)
+    assert same_bits(weight.dequantize().detach(), values)
+    if getattr(row.scheme, "arithmetic", dtype).itemsize == 4:  # that of 16 bits makes some codes equal
+        assert all(same_bits(weight.parts[name], part) for name, part in before.items())
+
+
+@few
+def test_a_step_far_below_a_code_is_not_lost_in_16_bits(scheme):
+    weight = _trained(scheme, (64, 64), torch.bfloat16)
+    before = weight.to(torch.float32).dequantize().detach()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for _ in range(50):
+            weight.add_(torch.full(weight.shape, -2e-4, dtype=torch.bfloat16))
+    moved = (weight.to(torch.float32).dequantize() - before).mean()
+    assert moved.item() == pytest.approx(-0.01, abs=4e-3)
+
+
+@few
+def test_the_seed_says_what_an_update_becomes(scheme):
+    def train(seed):
+        weight = _trained(scheme)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            weight.mul_(0.99).add_(torch.full(weight.shape, 0.003))
+        return weight.parts
+
+    first, again, other = train(1), train(1), train(2)
+    assert all(same_bits(first[name], again[name]) for name in first)
+    assert not same_bits(first["qdata"], other["qdata"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_single_foreach_and_fused_optimizers_round_alike(dtype):
+    def train(**how):
+        weights = [_trained(scheme, dtype=dtype, seed=i) for i, scheme in enumerate(FEW.values())]
+        optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0, **how)
+        torch.manual_seed(3)
+        for weight in weights:
+            weight.grad = torch.linspace(-1, 1, weight.numel()).view(weight.shape).to(dtype)
+        optimizer.step()
+        return [weight.dequantize().detach() for weight in weights], [optimizer.state[w]["exp_avg"] for w in weights]
+
+    single, state = train(foreach=False)
+    for how in ({"foreach": True}, {"fused": True}):
+        made, its = train(**how)
+        assert all(torch.equal(a, b) for a, b in zip(state, its, strict=True))
+        for a, b in zip(single, made, strict=True):
+            if dtype == torch.float32:
+                assert torch.equal(a, b)
+            else:  # of 16 bits, the fused one rounds once where the others round thrice
+                assert (a != b).float().mean() < 0.1
+
+
+def test_a_frozen_weight_and_its_copies_round_to_the_nearest():
+    weight = _trained(tt.int8())
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)))
+        weight.clamp_(-1, 1)
+        weight.requires_grad_(False).add_(1e-3)
+        weight.data.add_(1e-3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_data_of_what_is_trained_is_trained():
+    weight = _trained(tt.int8())
+    before = weight.dequantize().detach()
+    torch.manual_seed(0)
+    for _ in range(50):
+        weight.data.add_(-1e-3)
+    assert (weight.dequantize() - before).mean().item() == pytest.approx(-0.05, abs=1e-2)
+
+
+@dataclass(frozen=True)
+class Halves(tt.Scheme):
+    kind: ClassVar[str] = "training-halves"
+
+    def layout(self, shape):
+        return tt.int8().layout(shape)
+
+    def encode(self, values):
+        return tt.int8().encode(values)
+
+    def decode(self, parts, shape, dtype):
+        return tt.int8().decode(parts, shape, dtype)
+
+    def bound(self, parts, shape):
+        return tt.int8().bound(parts, shape)
+
+
+def test_a_scheme_without_a_way_says_so_once():
+    weight = _trained(Halves())
+    with torch.no_grad():
+        with pytest.warns(tt.TrainingWarning, match=r"requires_grad_\(False\)") as told:
+            weight.add_(1e-3)
+        weight.add_(1e-3)
+    assert len(told) == 1
+    assert "\n" not in str(told[0].message)
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.nf4(), tt.fp8()], ids=["int8", "nf4", "fp8"])
+def test_compiled_updates_are_rounded_stochastically(scheme):
+    @torch.compile(fullgraph=True)
+    def step(weight, grad):
+        with torch.no_grad():
+            weight.mul_(0.999)
+            weight.add_(grad, alpha=-1e-2)
+
+    def train(seed):
+        weight = _trained(scheme)
+        before = weight.dequantize().detach()
+        torch.manual_seed(seed)
+        step(weight, torch.ones(weight.shape))
+        return (weight.dequantize() - before).detach(), before
+
+    first, before = train(1)
+    assert torch.equal(first, train(1)[0])
+    assert not torch.equal(first, train(2)[0])
+    mean = torch.stack([train(seed)[0] for seed in range(20)]).mean(0)
+    assert mean.mean().item() == pytest.approx((-1e-3 * before - 1e-2).mean().item(), abs=4e-3)
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+RATES = (1e-2, 1e-3, 1e-4, 1e-5)
+
+
+def _net(scheme, lr, steps=100):
+    """Return the losses of a small net before and after training."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 16))
+    x, y = torch.randn(256, 64), torch.randn(256, 16)
+    if scheme is not None:
+        tt.quantize(net, scheme)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
+    losses = []
+    for _ in range(steps + 1):
+        loss = (net(x) - y).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("lr", RATES)
+def test_int8_learns_as_floats_do(lr):
+    (_, dense), (_, made) = _net(None, lr), _net(tt.int8(), lr)
+    assert made <= 1.1 * dense + 5e-3
+
+
+@pytest.mark.slow
+@few
+@pytest.mark.parametrize("lr", RATES[:3])
+def test_no_scheme_drifts(scheme, lr):
+    (_, dense), (before, after) = _net(None, lr), _net(scheme, lr)
+    assert after < before
+    assert after <= dense + 0.3 * (before - dense)
+
+
+# -- masters ----------------------------------------------------------------------------------------------------------
+
+
+def _mastered(inner, dtype=torch.float32, rows=8):
+    values = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    return torch.nn.Parameter(tt.Weight.encode(values, tt.Mastered(inner, dtype))), values
+
+
+@few
+def test_an_update_goes_to_the_master_and_its_codes_follow(scheme):
+    weight, values = _mastered(scheme)
+    with torch.no_grad():
+        for _ in range(3):
+            weight.sub_(torch.full_like(values, 1e-6))
+            values.sub_(1e-6)
+    assert torch.equal(weight.parts["master"], values)
+    assert torch.equal(weight.dequantize(), tt.Weight.encode(values, scheme).dequantize())
+
+
+def test_the_master_keeps_its_dtype_and_its_bits():
+    weight, values = _mastered(tt.int8())
+    layer = torch.nn.Linear(64, 8, bias=False)
+    layer.weight = weight
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.parts["master"], values)
+    with torch.no_grad():
+        layer.weight.clamp_(-100, 100)
+        layer.weight.mul_(1.0)
+    assert torch.equal(layer.weight.parts["master"], values)
+
+
+@pytest.mark.slow
+@few
+@pytest.mark.parametrize("lr", RATES)
+def test_with_a_master_every_scheme_learns_where_floats_do(scheme, lr):
+    (_, dense), (before, after) = _net(None, lr), _net(tt.Mastered(scheme), lr)
+    assert after < before or before - dense < 0.02
+    assert after <= dense + 0.35 * (before - dense) or before - dense < 0.02
+
+
+@pytest.fixture
+def tied():
+    net = torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=False))
+    net[1].weight = net[0].weight
+    return tt.quantize(net, {"0.weight": "int8"}, master=torch.float32)
+
+
+def _step(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    net(torch.arange(8)).square().mean().backward()
+    optimizer.step()
+
+
+def test_masters_are_saved_kept_and_dropped(tied, tmp_path):
+    _step(tied)
+    tt.save(tied, tmp_path / "kept.safetensors")
+    tt.save(tied, tmp_path / "dropped.safetensors", masters="drop")
+    assert isinstance(tt.open(tmp_path / "kept.safetensors").spec("0.weight").scheme, tt.Mastered)
+    assert tt.open(tmp_path / "dropped.safetensors").spec("0.weight").scheme == tt.int8()
+    held = {name: part.clone() for name, part in tied[0].weight.parts.items()}
+    values = tied[0].weight.dequantize().detach()
+
+    again = torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=False))
+    again[1].weight = again[0].weight
+    tt.quantize(again, {"0.weight": "int8"}, master=torch.float32)
+    tt.load(again, tmp_path / "kept.safetensors")
+    assert all(same_bits(again[0].weight.parts[name], part) for name, part in held.items())
+    tt.load(again, tmp_path / "dropped.safetensors")
+    assert again[0].weight is again[1].weight
+    assert all(same_bits(again[0].weight.parts[name], held[name]) for name in ("qdata", "scale"))
+    assert torch.equal(again[0].weight.parts["master"], values)
+    with pytest.raises(tt.CheckpointError, match="neither"):
+        tt.save(tied, tmp_path / "x.safetensors", masters="no")
+
+
+def test_a_dropped_file_fills_masters_on_meta(tied, tmp_path):
+    tt.save(tied, tmp_path / "dropped.safetensors", masters="drop")
+    with torch.device("meta"):
+        ghost = torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32, bias=False))
+        ghost[1].weight = ghost[0].weight
+    tt.quantize(ghost, {"0.weight": "int8"}, master=torch.float32)
+    tt.load(ghost, tmp_path / "dropped.safetensors")
+    assert torch.equal(ghost[1].weight.parts["master"], tied[0].weight.dequantize())
+    assert same_bits(ghost[1].weight.parts["qdata"], tied[0].weight.parts["qdata"])
+
+
+def test_quantize_drops_and_adds_masters_without_touching_codes(tied):
+    _step(tied)
+    held = {name: part.clone() for name, part in tied[0].weight.parts.items()}
+    parameter = tied[0].weight
+    tt.quantize(tied, {"0.weight": "int8"})
+    assert tied[1].weight is parameter
+    assert parameter.scheme == tt.int8()
+    assert all(same_bits(parameter.parts[name], held[name]) for name in ("qdata", "scale"))
+    tt.quantize(tied, {"0.weight": "int8"}, master=torch.float32)
+    assert all(same_bits(parameter.parts[name], held[name]) for name in ("qdata", "scale"))
+    assert torch.equal(parameter.parts["master"], parameter.dequantize())
+
+
+def test_a_state_dict_of_codes_fills_a_master(tied):
+    codes = tt.Weight.encode(torch.randn(32, 64), tt.int8())
+    tied[0].load_state_dict({"weight": codes})
+    assert same_bits(tied[0].weight.parts["qdata"], codes.parts["qdata"])
+    assert torch.equal(tied[0].weight.parts["master"], codes.dequantize())
+
+
+@pytest.mark.parametrize("scheme", [tt.Plain(), tt.Mastered(tt.int8()), "int8"])
+def test_a_master_needs_codes(scheme):
+    with pytest.raises(tt.SchemeError, match="needs a scheme of codes"):
+        tt.Mastered(scheme)
