@@ -228,7 +228,8 @@ class Weight(Exporting):
             return self.requires_grad or (self._spec.trained and not isinstance(self, torch.nn.Parameter))
 
     def _marked(self, spec: WeightSpec) -> WeightSpec:
-        return spec if spec.trained == self.is_trained else spec.replace(trained=self.is_trained)
+        trained = self.is_trained
+        return spec if spec.trained == trained else spec.replace(trained=trained)
 
     def around(self, tensor: Tensor) -> Weight:
         """Wrap ``tensor`` with this one's tie, for a transparent scheme."""
