@@ -283,7 +283,7 @@ class Weight(Exporting):
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
         code = digest_of_code(type(self), type(self.scheme))
         parts = [(name, str(p.dtype), tuple(p.shape), p.stride(), str(p.device)) for name, p in self.parts.items()]
-        return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad} {code}"
+        return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad} {self.is_trained} {code}"
 
     @classmethod
     def __torch_function__(
