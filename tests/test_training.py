@@ -354,3 +354,20 @@ def test_a_state_dict_of_codes_fills_a_master(tied):
 def test_a_master_needs_codes(scheme):
     with pytest.raises(tt.SchemeError, match="needs a scheme of codes"):
         tt.Mastered(scheme)
+
+
+@torch.library.custom_op("torchtether_tests::halve", mutates_args=("weight",))
+def _halve(gradient: torch.Tensor, weight: torch.Tensor) -> None:
+    weight.mul_(0.5).sub_(gradient)
+
+
+@few
+def test_an_op_of_another_library_writes_to_a_weight(scheme):
+    weight = _trained(scheme)
+    before = weight.dequantize().detach()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        _halve(torch.full(weight.shape, 1e-3), weight)
+    gap = 2 * scheme.bound(weight.parts, tuple(weight.shape)).max()
+    assert (weight.dequantize() - before / 2 + 1e-3).abs().max() <= gap
+    assert (weight.dequantize() - before / 2 + 1e-3).mean().abs() <= gap / 8

@@ -91,4 +91,8 @@ class LawError(TetherError, AssertionError):
 
 
 class TrainingWarning(UserWarning):
-    """Report a trainable Weight whose scheme rounds updates to the nearest, so that small ones have no effect."""
+    """Report a trainable Weight whose scheme rounds updates to the nearest, so that small ones have no effect.
+
+    >>> issubclass(TrainingWarning, UserWarning)
+    True
+    """

@@ -17,7 +17,7 @@ from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
 from .scales import cover_scale, divide, rounded_off, store_scale
 from .scheme import Part, Parts
-from .search import FITS, RATIOS, SMALLEST, least_squares
+from .search import FITS, SMALLEST, compiled_least_squares, least_squares
 from .unchanged import find_unchanged, find_zeros
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -264,7 +264,13 @@ class Affine(Blocked):
         if self.fit == "range" or values.numel() == 0:
             return self._fitted(low, high)
 
-        found = self._search(grid, values, low, high) if g_idx is None else None
+        def best(x: Tensor, tried: dict[str, Tensor]) -> Tensor | None:
+            zero = None if self.symmetric else tried["zero_point"].float() - self._zero_offset
+            divisor, limits = _divisor(self._step(tried["scale"])), (self._lowest, self._highest)
+            return compiled.fit_affine(x, grid.run, divisor, zero, divides=not self.reciprocal, limits=limits)
+
+        ends = low.expand(high.shape), high
+        found = None if g_idx is not None else compiled_least_squares(grid, values, ends, self._fitted, best)
         if found is not None:
             return found
 
@@ -273,29 +279,6 @@ class Affine(Blocked):
             return codes.sub_(zero).mul_(scale).reshape(stop - start, grid.columns)
 
         return least_squares(grid, values, lambda ratio: self._fitted(low * ratio, high * ratio), rounded, g_idx)
-
-    def _search(self, grid: Grid, values: Tensor, low: Tensor, high: Tensor) -> dict[str, Tensor] | None:
-        """Return what ``least_squares`` does, by the compiled loops; ``None`` where they do not."""
-        if grid.height != 1 or not compiled.can_read(values):
-            return None
-        ratios = torch.tensor(RATIOS)
-        ends = [end.expand(high.shape).reshape(grid.rows, grid.groups) for end in (low, high)]
-        kept = torch.empty_like(ends[0])
-        for start, stop in grid.chunks():
-            tried = self._fitted(*(end[start:stop] * ratios.view(-1, 1, 1) for end in ends))
-            best = compiled.fit_affine(
-                values.view(grid.rows, grid.columns)[start:stop],
-                grid.run,
-                _divisor(self._step(tried["scale"])),
-                None if self.symmetric else tried["zero_point"].float() - self._zero_offset,
-                divides=not self.reciprocal,
-                limits=(self._lowest, self._highest),
-            )
-            if best is None:
-                return None
-            kept[start:stop] = ratios[best.long()]
-        kept = kept.view(high.shape)
-        return self._fitted(low * kept, high * kept)
 
     def _fitted(self, low: Tensor, high: Tensor) -> dict[str, Tensor]:
         """Return the scale, and the zero point, for blocks that reach from ``low`` to ``high``."""

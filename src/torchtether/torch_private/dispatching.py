@@ -49,8 +49,8 @@ _OF_TORCH = frozenset(
 
 
 def is_foreign_write(op: Any) -> bool:
-    """Return whether another library defined the op, and says that it writes to arguments."""
-    return op.namespace not in _OF_TORCH and bool(op._schema.is_mutable)
+    """Return whether another library defined the op, and says that it writes to arguments and returns nothing."""
+    return op.namespace not in _OF_TORCH and op._schema.is_mutable and not op._schema.returns
 
 
 def has_kernel(op: Any) -> bool:

@@ -228,7 +228,8 @@ class Weight(Exporting):
             return self.requires_grad or (self._spec.trained and not isinstance(self, torch.nn.Parameter))
 
     def _marked(self, spec: WeightSpec) -> WeightSpec:
-        return spec if spec.trained == self.is_trained else spec.replace(trained=self.is_trained)
+        trained = self.is_trained
+        return spec if spec.trained == trained else spec.replace(trained=trained)
 
     def around(self, tensor: Tensor) -> Weight:
         """Wrap ``tensor`` with this one's tie, for a transparent scheme."""
@@ -282,7 +283,7 @@ class Weight(Exporting):
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
         code = digest_of_code(type(self), type(self.scheme))
         parts = [(name, str(p.dtype), tuple(p.shape), p.stride(), str(p.device)) for name, p in self.parts.items()]
-        return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad} {code}"
+        return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad} {self.is_trained} {code}"
 
     @classmethod
     def __torch_function__(

@@ -42,6 +42,11 @@ class Wrapping(Tensor):
         """Return the same kind of tensor whose inner tensors are ``function`` of these."""
         raise NotImplementedError(f"{type(self).__name__}.map")
 
+    @classmethod
+    def __metadata_guard__(cls, known: Any, given: Any) -> bool:
+        """Return whether a graph that was traced for a tensor of the facts ``known`` is right for one of ``given``."""
+        return bool(known == given) and getattr(known, "trained", None) == getattr(given, "trained", None)
+
     # -- what follows -----------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -41,7 +41,7 @@ WRITES = """
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` on the values of every Weight, then encode those that it wrote; all are encoded before one is."""
-    written = _written(op, args)
+    written = _written(op, args, kwargs)
     if any(_master(weight) is not None for weight in written):
         return _write_widely(op, args, kwargs, is_update=False)
     decoded: dict[int, Tensor] = {}
@@ -58,7 +58,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
 @rule(*overloads(UPDATES, writes=True), kind="re-encoded")
 def update(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` as ``write`` does; what it does to trained Weights is rounded stochastically."""
-    if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args)):
+    if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args, kwargs)):
         return _write_widely(op, args, kwargs, is_update=True)
     return write(op, *args, **kwargs)
 
@@ -73,7 +73,7 @@ def _write_widely(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_
     float32, too, and are rounded once.
     """
     wide: dict[int, tuple[Tensor, Tensor]] = {}
-    written = {id(tensor): tensor for tensor in _written(op, args, Tensor)}
+    written = {id(tensor): tensor for tensor in _written(op, args, kwargs, Tensor)}
 
     def widened(tensor: Tensor) -> Tensor:
         made = tensor
@@ -104,13 +104,14 @@ def _write_widely(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_
 
 
 def _master(weight: Weight) -> Tensor | None:
-    return weight.scheme.master(weight.parts, weight.spec.base)
+    return None if weight.scheme.transparent else weight.scheme.master(weight.parts, weight.spec.base)
 
 
-def _written(op: Any, args: tuple[Any, ...], kind: type = Weight) -> list[Any]:
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = Weight) -> list[Any]:
     """Return the tensors of ``kind`` that ``op`` writes to, each once."""
     found = {}
-    for argument, value in zip(schema_of(op).arguments, args, strict=False):
+    for i, argument in enumerate(schema_of(op).arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, kind):
