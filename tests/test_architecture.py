@@ -260,3 +260,11 @@ def test_every_file_of_the_package_is_installed():
     installed = {path for pattern in patterns for path in SOURCE.glob(pattern)}
     others = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc", ".so"}}
     assert others <= installed, f"not in package-data: {sorted(path.name for path in others - installed)}"
+
+
+PEERS = sorted(Path(__file__).with_name("peers").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", PEERS, ids=lambda path: path.name)
+def test_what_needs_a_peer_is_marked(path):
+    assert "mark.peers" in path.read_text(), "the default suite runs where no peer is installed"

@@ -21,7 +21,7 @@ MAKES = {
     "bitsandbytes-lion": lambda p: bnb.optim.Lion8bit(p, lr=1e-3),
     "bitsandbytes-32": lambda p: bnb.optim.AdamW32bit(p, lr=1e-3),
 }
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 class Adapted(nn.Module):

