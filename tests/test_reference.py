@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -251,7 +252,9 @@ def test_a_type_checker_knows_the_type_of_every_public_name(tmp_path):
         "--ignoreexternal",
         "--outputjson",
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # it takes the python found there
+    env = {**os.environ, "PATH": first}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
     symbols = json.loads(ran.stdout)["typeCompleteness"]["symbols"]
     assert len(symbols) > 500
     public = {f"{one.__module__}.{one.__qualname__}" for one in PUBLIC.values()}
