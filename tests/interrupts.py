@@ -1,6 +1,7 @@
 """Interrupts at chosen moments: the handler of a signal runs between two steps of a frame, where Python may run it."""
 
 import contextlib
+import linecache
 import os
 import signal
 import sys
@@ -23,12 +24,15 @@ class Interrupt:
 
     def __init__(self, at=None, finely=()):
         self.at, self.finely, self.steps = at, finely, 0
+        self.entered = set()
 
     def trace(self, frame, event, arg):
         if not frame.f_code.co_filename.startswith(OURS):
             return None
         if os.path.basename(frame.f_code.co_filename) in self.finely:
             frame.f_trace_opcodes = True
+        if event == "line" and self.ends_block(frame):
+            return self.trace
         if event in ("call", "line", "opcode"):
             if self.steps == self.at:
                 sys.settrace(None)
@@ -37,6 +41,18 @@ class Interrupt:
                 return None
             self.steps += 1
         return self.trace
+
+    def ends_block(self, frame):
+        """Whether a ``with`` is reached again, for its ``__exit__``: Python runs no handler between the two."""
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if not line.lstrip().startswith("with "):
+            return False
+        here = (id(frame), frame.f_lineno)
+        if here in self.entered:
+            self.entered.remove(here)
+            return True
+        self.entered.add(here)
+        return False
 
     def __enter__(self):
         self.before = sys.gettrace()
