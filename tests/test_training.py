@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import torchtether as tt
-from tests.catalog import SCHEMES, each_quantized, slow_but
+from tests.catalog import SCHEMES, slow_but
 from torchtether.schemes import same_bits
 
-LEARNING = [row for row in SCHEMES[1:] if getattr(row.scheme, "bits", 8) != 1]
-"""One bit has no codes of both signs."""
+LEARNING = [
+    row for row in SCHEMES[1:] if getattr(row.scheme, "bits", 8) != 1 and not isinstance(row.scheme, tt.Mastered)
+]
+"""One bit has no codes of both signs; a master takes updates as they are."""
 
 OFTEN = {
     "int8",
@@ -73,10 +75,15 @@ def test_the_mean_of_many_updates_is_the_update(row):
     assert off.mean() <= allowed.mean() + 1e-6
 
 
-@each_quantized
+UNEVEN = ["int4", "nf4", "nf4-double", "q4_k", "biased4"]
+NOTHING = [(row, (4, 64)) for row in SCHEMES[1:]]
+NOTHING += [(row, shape) for row in SCHEMES if row.id in UNEVEN for shape in ((1, 1), (3, 7), (5, 33))]
+
+
+@pytest.mark.parametrize(("row", "shape"), NOTHING, ids=[f"{row.id}-{len(s)}" for row, s in NOTHING])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_update_of_nothing_changes_no_bit(row, dtype):
-    weight = _trained(row.scheme, dtype=dtype)
+def test_an_update_of_nothing_changes_no_bit(row, shape, dtype):
+    weight = _trained(row.scheme, shape, dtype=dtype)
     before, values = {name: part.clone() for name, part in weight.parts.items()}, weight.dequantize().detach()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", tt.TrainingWarning)

@@ -142,6 +142,7 @@ def wheel(folder, **environment):
         str(folder),
         str(copy),
     ]
+    environment["PIP_QUIET"] = "0"  # what is built is said at -v alone
     made = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert made.returncode == 0, made.stdout + made.stderr
     (path,) = folder.glob("*.whl")

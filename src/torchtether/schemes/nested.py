@@ -61,6 +61,8 @@ def nest_above(amax: Tensor, held: Parts, block_size: int) -> dict[str, Tensor]:
 
     code = torch.where(value(code - 1) >= amax, code - 1, code)  # arithmetic may have moved it to a neighbour
     code = torch.where(value(code) < amax, code + 1, code).clamp_(0, 255)
+    same = held["absmax"].int()  # under a scale of zero every code is the same number
+    code = torch.where(value(same) == amax, same, code)
     parts["absmax"] = code.to(torch.uint8)
     return parts
 

@@ -52,8 +52,10 @@ class TableUpdates(Blocked):
         else:
             parts["absmax"] = renewed
         made = alone._round(grid, table, {"qdata": codes, "absmax": renewed.view(count, 1)})["qdata"].view(-1)
-        size = held["qdata"].numel()
-        return {**parts, "qdata": F.pad(made, (0, size - made.shape[0])).view(held["qdata"].shape)}
+        made = made[: held["qdata"].numel()]
+        if used := values.numel() * self.bits % 8:  # what the last byte holds beyond the last code stays
+            made[-1:] ^= (made[-1:] ^ held["qdata"].reshape(-1)[-1:]) & (0xFF & ~0 << used)
+        return {**parts, "qdata": made.view(held["qdata"].shape)}
 
     def _flat_absmax(self, parts: Parts, count: int) -> Tensor:
         """Return the absmax, float32, of all ``count`` flat blocks."""
