@@ -155,5 +155,6 @@ def test_a_compiler_that_fails_is_said_in_one_line_and_the_package_is_installed(
     pytest.importorskip("setuptools", minversion="77")
     log, _, names = wheel(tmp_path, CC=compiler, CXX=compiler)
     assert log.count("torchtether: built without its compiled kernels, so torch computes: ") == 1
-    assert "torchtether/__init__.py" in names
+    modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    assert modules | {"torchtether/py.typed"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
