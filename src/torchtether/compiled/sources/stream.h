@@ -314,27 +314,32 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const Inputs in(L, x, rows, stride, dtype);
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
-    const bool is_there = Inputs::reads_within_rows && L.source == INT8;  // as signed bytes
+    const bool is_there = L.source == INT8 && (Inputs::reads_within_rows || L.columns % LANES == 0);  // as signed bytes
     const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
     const bool is_shifted = L.family != SIMPLE || (is_lifted && !Inputs::adds_before);
-    const int64_t tile = rows > 4 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes that stay in the cache
-    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(L) + 4 * in.wide + tile * (3 * in.wide + bytes / 4);
-    const auto make = [&] { return RowParts::buffer(L, size); };
+    const int64_t tile = rows > 4 || L.rows >= 256 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
+    const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
+    Layout all_rows = L;
+    all_rows.groups *= at_once;
+    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + 4 * in.wide + tile * (3 * in.wide + bytes / 4);
+    const auto make = [&] { return RowParts::buffer(all_rows, size); };
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
-        RowParts parts(L, buffer.data());
-        float *scratch = buffer.data() + RowParts::size(L), *scales = scratch + 4 * in.wide, *shifts = scales + tile * in.wide;
+        RowParts parts(all_rows, buffer.data());
+        float *scratch = buffer.data() + RowParts::size(all_rows), *scales = scratch + 4 * in.wide, *shifts = scales + tile * in.wide;
         float* lows = shifts + tile * in.wide;
         uint8_t* codes = (uint8_t*)(lows + tile * in.wide);
         const uint8_t* own[16];
         const int64_t first = t * tile, end = first + tile < L.rows ? first + tile : L.rows;
         for (int64_t n = first, i = 0; n < end; n++, i++) {
-            const RowAt at(L, n);
-            parts.fill(given, P, n, at);
+            RowAt at(L, n);
+            at.groups *= end - n < at_once ? end - n : at_once;
+            if (i % at_once == 0) parts.fill(given, P, n, at);
+            const int64_t from = i % at_once * L.groups;
             float *scale = scales + i * in.wide, *shift = shifts + i * in.wide, *low = lows + i * in.wide;
             float *by = in.each == 1 ? scale : scratch, *add = in.each == 1 ? shift : scratch + in.wide;
-            for (int64_t g = 0; g < at.groups; g += LANES) {
-                const F s = load<F>(parts.scale + g), stepped = s * all(step);
-                const F lifted = load<F>(parts.before + g) + all(lift), after = load<F>(parts.after + g);
+            for (int64_t g = 0; g < L.groups; g += LANES) {
+                const F s = load<F>(parts.scale + from + g), stepped = s * all(step);
+                const F lifted = load<F>(parts.before + from + g) + all(lift), after = load<F>(parts.after + from + g);
                 const F moved = Inputs::adds_before ? after : lifted * s * all(L.unit) + after;
                 memcpy(by + g, &stepped, sizeof stepped), memcpy(add + g, &moved, sizeof moved);
                 const F units = lifted * all(1 / step);  // exact: a power of two
