@@ -26,6 +26,8 @@ def _flags():
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch._C._get_torch_function_state(),
+        torch._C._len_torch_dispatch_stack(),
     )
 
 
@@ -40,4 +42,5 @@ def flags_are_restored():
     torch.__future__.set_overwrite_module_params_on_conversion(before[1])
     torch.set_grad_enabled(before[2])
     torch.set_default_dtype(before[4])
+    torch._C._set_torch_function_state(before[5])
     assert after == before, f"a process-wide flag leaked: {before} became {after}"
