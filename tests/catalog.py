@@ -395,7 +395,7 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.Tensor.requires_grad.__get__: _call(W),
 }
 
-COLLECTIVES = sorted((op for op in KINDS if str(op).startswith(("c10d.", "_c10d_functional."))), key=str)
+COLLECTIVES = sorted((op for op in KINDS if str(op).startswith(("c10d.", "_c10d_functional"))), key=str)
 """Ops between processes: tests/distributed runs them."""
 OPS = sorted((op for op in KINDS if "_backward" not in str(op) and op not in COLLECTIVES), key=str)
 BACKWARDS = sorted(set(KINDS) - set(OPS) - set(COLLECTIVES), key=str)

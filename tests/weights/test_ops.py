@@ -54,6 +54,14 @@ def _agree(got, expected, what):
             assert ours == theirs, what
 
 
+def test_an_op_that_torch_defines_late_goes_by_its_name():
+    pytest.importorskip("torch.distributed._functional_collectives")
+    weight = tt.Weight.encode(rand(4, 64), tt.int8())
+    wrapped = torch.ops._c10d_functional._wrap_tensor_autograd(weight)
+    assert isinstance(wrapped, tt.Weight)
+    assert torch.equal(wrapped.dequantize(), weight.dequantize())
+
+
 def test_every_kind_of_rule_is_in_the_catalog():
     assert set(OPS) | set(BACKWARDS) | set(COLLECTIVES) == set(RULES)
     assert set(KINDS.values()) == {"lifted", "decoded", "re-encoded", "rewritten"}

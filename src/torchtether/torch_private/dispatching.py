@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "can_decompose",
-    "define_collectives",
     "has_kernel",
     "is_composite",
     "is_foreign_write",
@@ -61,8 +59,3 @@ def has_kernel(op: Any) -> bool:
 def is_composite(op: Any) -> bool:
     """Return whether an op is a function of other ops, gradients included; inference mode hands us these whole."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
-
-
-def define_collectives() -> None:
-    """Define the functional collectives among ``torch.ops``; only importing their module does."""
-    import_module("torch.distributed._functional_collectives")

@@ -2,6 +2,7 @@
 
 One table serves both levels of torch's dispatch.  Keys are aten overloads (``torch.ops.aten.mm.default``), answered
 in ``__torch_dispatch__``, and Python functions (``torch.nn.functional.linear``), answered in ``__torch_function__``.
+An op that torch defines only when one of its modules is imported goes by its name.
 A rule is called as ``rule(op, *args, **kwargs)``.
 """
 

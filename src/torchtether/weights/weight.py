@@ -313,7 +313,7 @@ class Weight(Exporting):
         if any(_is_other_wrapper(kind) for kind in types):
             return NotImplemented  # DTensor and the like wrap us, not the reverse
         kwargs = kwargs or {}
-        answer = RULES.get(func)
+        answer = RULES.get(func) or RULES.get(func.name())
         if answer is None and is_foreign_write(func):
             answer = FOREIGN_WRITES[0]
         if answer is not None:

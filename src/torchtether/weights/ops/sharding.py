@@ -17,7 +17,6 @@ from torch import Tensor
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
 from ...schemes import Part
-from ...torch_private.dispatching import define_collectives
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
 from .padding import keep_padding, mark_padded, whole_of
@@ -208,11 +207,9 @@ def _weight(tensor: Tensor) -> Weight:
 
 
 if dist.is_available():
-    define_collectives()  # the last of these ops
-
     collectives = torch.ops._c10d_functional
     rule(collectives.all_gather_into_tensor.default)(all_gather_into_tensor)
-    rule(collectives.wait_tensor.default, collectives._wrap_tensor_autograd.default)(wait_tensor)
+    rule(collectives.wait_tensor.default, "_c10d_functional::_wrap_tensor_autograd")(wait_tensor)
     rule(torch.ops.c10d.scatter_.default)(scatter_)
     refuse(
         collectives.all_reduce.default, collectives.reduce_scatter_tensor.default, torch.ops.c10d.allreduce_.default,

@@ -63,13 +63,12 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
         packet = getattr(aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
-            arguments = schema_of(op).arguments
-            is_out = any(a.kwarg_only and a.alias_info is not None for a in arguments)
-            is_named = any("Dimname" in str(a.type) for a in arguments)
+            schema = schema_of(op)
             # the ``dtype`` overloads of products are CUDA's; autocast and functional code do not call them
-            if is_out or is_named or (overload == "dtype" and name in MATMULS) or not has_kernel(op):
+            if schema.is_mutable is not writes or (overload == "dtype" and name in MATMULS):
                 continue
-            if any(a.alias_info is not None and a.alias_info.is_write for a in arguments) == writes:
+            is_out = any(a.kwarg_only and a.alias_info is not None for a in schema.arguments)
+            if not is_out and "Dimname" not in str(schema) and has_kernel(op):
                 found[op] = None
     return list(found)
 
