@@ -18,7 +18,7 @@ SOURCE = Path(torchtether.__file__).parent
 
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
-    {"_gc", "_signals", "errors", "progress"},
+    {"_interruptions", "errors", "progress"},
     {"_checks", "_dtypes", "torch_private"},
     {"compiled", "geometry"},
     {"schemes"},

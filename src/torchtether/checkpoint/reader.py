@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_path
-from .._gc import uncollected
+from .._interruptions import uncollected
 from ..errors import CheckpointError, TetherError
 from ..files import HIDDEN, Store, allocate, local_path, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise

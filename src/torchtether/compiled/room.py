@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from .._signals import renewed_after_fork
+from .._interruptions import renewed_after_fork
 from ..torch_private.observers import WATCHED
 from ..torch_private.tensors import any_requires_grad, empty_on_cpu, impl_id
 from .digest import digest_of

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .._signals import Arguments, Deferred, Result, renewed_after_fork, take
+from .._interruptions import Arguments, Deferred, Result, renewed_after_fork, take
 from ..errors import ConversionError, TetherError
 from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from .._checks import check_module
-from .._signals import Deferred, take
+from .._interruptions import Deferred, take
 from ..errors import TetherError
 from ..ties.components import find_components
 from ..ties.names import named_tensors

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_callable, check_flag, check_module
-from .._gc import uncollected
+from .._interruptions import uncollected
 from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
 from ..conversion.selection import Rules, globs_of, unmatched

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._signals import Deferred
+from .._interruptions import Deferred
 from ..conversion.quantizing import know_weights
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange

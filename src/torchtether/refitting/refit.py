@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._checks import check_module, describe
-from .._gc import uncollected
-from .._signals import Deferred
+from .._interruptions import Deferred, uncollected
 from ..checkpoint.reader import Checkpoint
 from ..errors import ArgumentError
 from ..exchange.exchange import Atomic

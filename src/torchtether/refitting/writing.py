@@ -10,7 +10,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
-from .._signals import Deferred
+from .._interruptions import Deferred
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import LoadError, SchemeError, TetherError
 from ..files import Batch, Scratch

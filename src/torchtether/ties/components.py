@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._gc import uncollected
+from .._interruptions import uncollected
 from ..errors import TieError
 from ..geometry.blocks import MemoryBlock, blocks_of, is_strided, lone_spans
 from ..geometry.groups import DisjointSets, overlapping
