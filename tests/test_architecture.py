@@ -248,9 +248,25 @@ def test_import_is_lean():
     code = (
         "import sys, torch; before = torch.__future__.get_swap_module_params_on_conversion(); import torchtether;"
         "bad = {'rich', 'transformers', 'torchao', 'hypothesis', 'pytest'} & set(sys.modules);"
-        "assert not bad, bad; assert torch.__future__.get_swap_module_params_on_conversion() == before"
+        "assert not bad, bad; assert torch.__future__.get_swap_module_params_on_conversion() == before;"
+        "import gc; assert gc.isenabled()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_rooms_that_are_imported_late_are_there_for_everyone():
+    """On first use, by many threads at once, by ``dir`` and by a star."""
+    code = (
+        "import threading, torchtether as tt; found = [];"
+        "assert not set(tt._LATE) & set(vars(tt)) and set(tt.__all__) <= set(dir(tt));"
+        "find = lambda name: found.append((name, getattr(tt, name).__all__));"
+        "threads = [threading.Thread(target=find, args=(name,)) for name in tt._LATE * 4];"
+        "[one.start() for one in threads]; [one.join() for one in threads];"
+        "assert len(found) == 8 and all(vars(tt)[name].__all__ is one for name, one in found);"
+        "space = {}; exec('from torchtether import *', space); assert set(tt.__all__) <= set(space)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not hasattr(torchtether, "absent")
 
 
 def test_every_file_of_the_package_is_installed():

@@ -1,74 +1,81 @@
 """Keeps a PyTorch model's parameters attached: to each other, to their optimizer and to their checkpoint."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import testing
-from .checkpoint.reader import Checkpoint
-from .checkpoint.reader import open_checkpoint as open
-from .checkpoint.saver import save
-from .conversion.activations import quantize_activations
-from .conversion.converting import convert
-from .conversion.materializing import materialize, on_meta
-from .conversion.quantizing import LISTENERS as _LISTENERS
-from .conversion.quantizing import dequantize, quantize
-from .conversion.quantizing import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
-from .conversion.sizing import QuantizePlan, plan_quantize
-from .errors import (
-    ArgumentError,
-    CheckpointError,
-    ConversionError,
-    LawError,
-    LoadError,
-    OptimizerError,
-    RuleError,
-    SchemeError,
-    TetherError,
-    TieError,
-    TrainingWarning,
-    UnsupportedOpError,
-)
-from .exchange.optimizer_state import check_optimizer
-from .exchange.scope import swapping
-from .geometry.views import View
-from .integrations import tell_libraries as _tell_libraries
-from .integrations.adopting import adopt
-from .loading.plan import LoadPlan, load, plan_load
-from .loading.report import LoadReport
-from .pictures import StorageDiff, StorageMap, storage_map
-from .refitting.refit import refit
-from .refitting.report import RefitReport
-from .renaming.gguf_names import gguf_names
-from .renaming.joining import Concat, Split, Stack
-from .renaming.reordering import Rotary, Transpose
-from .schemes import (
-    Affine,
-    Biased,
-    BlockScheme,
-    Codebook,
-    Mastered,
-    Plain,
-    ScaledFloat,
-    Scheme,
-    SuperBlocks,
-    fp4,
-    fp8,
-    int4,
-    int8,
-    mxfp4,
-    mxfp8,
-    nf4,
-    nvfp4,
-)
-from .ties.edit import tie, untie
-from .ties.records import check_ties, find_ties
-from .torch_private.versions import warn_if_untested as _warn_if_untested
-from .weights import module_load as _module_load  # noqa: F401 - registers its rule
-from .weights import ops as _ops  # noqa: F401 - registers the rules
-from .weights.spec import Tie, WeightSpec
-from .weights.weight import Weight
-from .weights.weight import rebuild_weight as rebuild_weight
-from .weights.wrapper import WrapperTensor
-from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
+from ._interruptions import uncollected as _uncollected
+
+if _TYPE_CHECKING:
+    from . import distributed, testing
+
+with _uncollected():  # of the time of this import, one look through all objects of torch would take a third
+    from .checkpoint.reader import Checkpoint
+    from .checkpoint.reader import open_checkpoint as open
+    from .checkpoint.saver import save
+    from .conversion.activations import quantize_activations
+    from .conversion.converting import convert
+    from .conversion.materializing import materialize, on_meta
+    from .conversion.quantizing import LISTENERS as _LISTENERS
+    from .conversion.quantizing import dequantize, quantize
+    from .conversion.quantizing import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
+    from .conversion.sizing import QuantizePlan, plan_quantize
+    from .errors import (
+        ArgumentError,
+        CheckpointError,
+        ConversionError,
+        LawError,
+        LoadError,
+        OptimizerError,
+        RuleError,
+        SchemeError,
+        TetherError,
+        TieError,
+        TrainingWarning,
+        UnsupportedOpError,
+    )
+    from .exchange.optimizer_state import check_optimizer
+    from .exchange.scope import swapping
+    from .geometry.views import View
+    from .integrations import tell_libraries as _tell_libraries
+    from .integrations.adopting import adopt
+    from .loading.plan import LoadPlan, load, plan_load
+    from .loading.report import LoadReport
+    from .pictures import StorageDiff, StorageMap, storage_map
+    from .refitting.refit import refit
+    from .refitting.report import RefitReport
+    from .renaming.gguf_names import gguf_names
+    from .renaming.joining import Concat, Split, Stack
+    from .renaming.reordering import Rotary, Transpose
+    from .schemes import (
+        Affine,
+        Biased,
+        BlockScheme,
+        Codebook,
+        Mastered,
+        Plain,
+        ScaledFloat,
+        Scheme,
+        SuperBlocks,
+        fp4,
+        fp8,
+        int4,
+        int8,
+        mxfp4,
+        mxfp8,
+        nf4,
+        nvfp4,
+    )
+    from .ties.edit import tie, untie
+    from .ties.records import check_ties, find_ties
+    from .torch_private.versions import warn_if_untested as _warn_if_untested
+    from .weights import module_load as _module_load  # noqa: F401 - registers its rule
+    from .weights import ops as _ops  # noqa: F401 - registers the rules
+    from .weights.spec import Tie, WeightSpec
+    from .weights.weight import Weight
+    from .weights.weight import rebuild_weight as rebuild_weight
+    from .weights.wrapper import WrapperTensor
+    from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
 __version__ = "0.1.0"
 _warn_if_untested()
@@ -100,10 +107,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> _Any:
-    """Import ``distributed`` when it is first used: torch's DTensor takes as long to import as all the rest."""
-    if name == "distributed":
-        from importlib import import_module
+_LATE = ("distributed", "testing")
+"""Rooms that few programs use, imported when one does: torch's DTensor alone takes as long as all the rest."""
 
-        return import_module(f"{__name__}.distributed")
+
+def __getattr__(name: str) -> _Any:
+    if name in _LATE:
+        return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})
