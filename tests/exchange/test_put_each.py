@@ -10,8 +10,7 @@ from torchtether import ConversionError
 from torchtether.conversion.converting import convert
 from torchtether.exchange import exchange
 from torchtether.exchange.exchange import Exchange
-from torchtether.ties.components import find_components, split_shared
-from torchtether.ties.names import distinct_tensors
+from torchtether.ties.components import distinct_tensors, find_components, split_shared
 
 
 def facts(shot):

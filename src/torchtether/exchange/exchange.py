@@ -7,20 +7,31 @@ hooks, grads, attributes and class, lets optimizer state follow, and can take al
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .._interruptions import Arguments, Deferred, Result, renewed_after_fork, take
 from ..errors import ConversionError, TetherError
 from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards
+from ..torch_private.modules import (
+    flat_weight_refs,
+    forget_flat_weights,
+    forward_hooks_of,
+    pruned_name_of,
+    renew_flat_weights,
+)
 from ..torch_private.tensors import as_class, base_of, reset, swap_impl
 from ..weights.contents import can_put
-from .module_caches import Caches
+from ..weights.weight import Weight
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .refusals import check_held, check_place, format_names, is_distributed, names_of
 from .replacement import can_refill, is_simple, replace
@@ -56,7 +67,7 @@ class Exchange:
     ) -> None:
         if atomic not in ("checked", "full"):
             raise ConversionError(f"atomic={atomic!r} is neither 'checked' nor 'full'")
-        self._optimizers = optimizers_of(optimizer)
+        self._optimizers = () if optimizer is None else optimizers_of(optimizer)
         self._model, self._verb = model, verb
         self._journal: Journal | None = [] if atomic == "full" else None
         self._changes: dict[int, Before] = {}
@@ -76,7 +87,8 @@ class Exchange:
             self._grad_mode = torch.is_grad_enabled()
             self.modules = list(self._model.modules())
             check_place(self.modules, self._verb)
-            check_belongs(self._model, self._optimizers)
+            if self._optimizers:
+                check_belongs(self._model, self._optimizers)
             torch.clear_autocast_cache()  # holds C++ weak references, and casts of the old values
             self._caches = Caches(self.modules)
             self._caches.park()
@@ -111,7 +123,7 @@ class Exchange:
         Raises ConversionError naming all that cannot, with their aliases, who holds them, and what to do.
         """
         tensors = list({id(tensor): tensor for tensor in held}.values())
-        swapped = [tensor for tensor in tensors if not (stay_weights and can_refill(tensor))]
+        swapped = [t for t in tensors if not (stay_weights and isinstance(t, Weight) and can_refill(t))]
         check_held(tensors, self._model, self._verb, swapped=swapped)
         self._checked.update(map(id, tensors))
 
@@ -199,7 +211,7 @@ class Exchange:
         try:
             if error is None:
                 try:
-                    follow(self._optimizers, self._changes.values(), self._journal)
+                    self._follow()
                     self._renew()
                 except BaseException as late:
                     self._give_up(late)
@@ -212,6 +224,10 @@ class Exchange:
                 torch.set_grad_enabled(self._grad_mode)
             LOCK.release()
             self._signals.end()
+
+    def _follow(self) -> None:
+        if self._optimizers:
+            follow(self._optimizers, self._changes.values(), self._journal)
 
     def _renew(self, *, is_partial: bool = False) -> None:
         self._caches.renew(changed=bool(self._changes), is_partial=is_partial)
@@ -230,7 +246,7 @@ class Exchange:
             self._renew()
             return
         try:
-            follow(self._optimizers, self._changes.values())
+            self._follow()
         finally:
             self._renew(is_partial=True)
         if self._changes and isinstance(error, Exception):
@@ -244,3 +260,65 @@ class Exchange:
     def name(self, held: Tensor) -> str:
         """Return the names under which the model has ``held``, in words; they take a walk, so only errors ask."""
         return format_names(names_of(self._model).get(id(held), ()))
+
+
+class Caches:
+    """The weights that old-style ``weight_norm``, ``spectral_norm`` and ``prune`` compute, and the flat lists of RNNs.
+
+    The computed weight is a plain attribute at the end of a graph, and the graph holds the parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+        self._computed = [
+            (module, *found)
+            for module in modules
+            for hook in forward_hooks_of(module).values()
+            if (found := _reader(hook))
+        ]
+        self._parked: list[tuple[nn.Module, str, Callable[[nn.Module], Tensor], str]] = []
+
+    @property
+    def refs(self) -> set[int]:
+        """Return the ids of weak references that need not stop an exchange: RNNs keep them to their own weights."""
+        return flat_weight_refs(self._rnns)
+
+    def park(self, *, refs: bool = False) -> None:
+        """Put away what modules computed from parameters and keep; with ``refs`` also the weak references of RNNs."""
+        for module, attribute, compute, source in self._computed:
+            cached = module.__dict__.get(attribute)
+            if isinstance(cached, Tensor) and cached.grad_fn is not None:
+                self._parked.append((module, attribute, compute, source))
+                del module.__dict__[attribute]
+                cached = None
+        if refs:
+            for module in self._rnns:
+                forget_flat_weights(module)
+
+    def renew(self, *, changed: bool = True, is_partial: bool = False) -> None:
+        """Compute everything again that was put away, from the parameters as they are now.
+
+        With ``is_partial`` they may be of two dtypes, and what cannot be computed then is left to the next forward.
+        """
+        for module, attribute, compute, _ in self._parked:  # not forgotten: a rollback may ask once more
+            with torch.enable_grad(), suppress(RuntimeError) if is_partial else nullcontext():
+                module.__dict__[attribute] = compute(module)
+        for module, attribute, _, source in self._computed:
+            cached, held = module.__dict__.get(attribute), getattr(module, source, None)
+            if isinstance(cached, Tensor) and isinstance(held, Tensor) and cached.grad_fn is None:
+                module.__dict__[attribute] = cached.to(held.device, held.dtype)
+        if changed:
+            for rnn in self._rnns:
+                renew_flat_weights(rnn)
+
+
+def _reader(hook: object) -> tuple[str, Callable[[nn.Module], Tensor], str] | None:
+    """Return, for a hook that computes a weight, the attribute it sets, how, and the parameter from which."""
+    if isinstance(hook, WeightNorm):
+        return hook.name, hook.compute_weight, f"{hook.name}_v"
+    if isinstance(hook, SpectralNorm):
+        return hook.name, lambda module: hook.compute_weight(module, do_power_iteration=False), f"{hook.name}_orig"
+    if isinstance(hook, BasePruningMethod):
+        name = pruned_name_of(hook)
+        return name, hook.apply_mask, f"{name}_orig"
+    return None

@@ -1,7 +1,7 @@
 """Who holds a tensor, so that it cannot be exchanged: said in words that help to let go of it.
 
-The quick look (weak references, use counts) is cheap.  Only where it finds something, the whole process is searched for
-graphs and views; that takes some tenths of a second.
+For that the whole process is searched for graphs and views, which takes some tenths of a second.  ``refusals`` has a
+look first that is quick, and asks here only where it finds something.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -21,52 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_private.graphs import is_released, saved_by
-from ..torch_private.tensors import as_plain, base_of, find_cpp_weakly_held, has_gradient_edge, use_count, use_counts
-
-_DESCRIBED = 8
-"""Holders are searched by name for this many tensors; each search looks through the whole process."""
-
-
-def find_holders(
-    tensors: Sequence[Tensor],
-    *,
-    swapped: Sequence[Tensor],
-    by_torch: Sequence[Tensor] = (),
-    allowed: AbstractSet[int] = frozenset(),
-) -> dict[int, str]:
-    """Find what holds each tensor that cannot be exchanged now, by ``id``.
-
-    Those of ``swapped`` change their implementation, which weak references in C++ forbid; those of ``by_torch`` are
-    exchanged by ``torch.utils.swap_tensors``, which refuses weak references in Python too, but for the ids ``allowed``.
-
-    A graph that backward has run through and freed does not count, although a ``loss`` variable keeps it alive; nor do
-    views that are among ``tensors`` themselves.
-    """
-    found: dict[int, str] = {}
-    for tensor in find_cpp_weakly_held(swapped):
-        found[id(tensor)] = "a weak reference in C++ (an autocast cache, a CUDA graph)"
-    count_refs = weakref.getweakrefcount
-    for tensor in [tensor for tensor in by_torch if count_refs(tensor)]:
-        refs = [ref for ref in weakref.getweakrefs(tensor) if id(ref) not in allowed]
-        if refs:
-            found[id(tensor)] = _weak_holder(refs) if len(found) < _DESCRIBED else "a weak reference to it"
-    shared = [tensor for tensor, count in zip(tensors, use_counts(tensors), strict=True) if count > 1]
-    if not shared:
-        return found
-    with as_plain():
-        inner = Counter(id(base) for tensor in tensors if (base := base_of(tensor)) is not None)
-    counted = [t for t in shared if id(t) not in found and use_count(t) - inner[id(t)] > 1]
-    if counted:
-        survey = _Survey({id(tensor) for tensor in counted}, {id(tensor) for tensor in tensors}, inner)
-        for tensor in counted:
-            holder = survey.holder(tensor, detail=len(found) < _DESCRIBED)
-            if holder:
-                found[id(tensor)] = holder
-    return found
+from ..torch_private.tensors import as_plain, base_of, has_gradient_edge, use_count
 
 
 @dataclass
-class _Survey:
+class Survey:
     """One walk over every graph and view that Python can see."""
 
     wanted: set[int]
@@ -149,7 +107,7 @@ def _replica_of(tensor: Tensor) -> str:
     return ""
 
 
-def _weak_holder(refs: Sequence[Any]) -> str:
+def weak_holder(refs: Sequence[Any]) -> str:
     """Return the variable that keeps a weak reference, or the class of the container that it lies in; else its kind."""
     name = _name_of(refs[0])
     if name.startswith(("variable", "global")):

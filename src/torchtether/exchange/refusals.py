@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
@@ -16,9 +18,13 @@ from ..geometry.blocks import STOCK
 from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, is_forwarded
 from ..torch_private.modules import is_parametrization_cached
-from .holders import find_holders
+from ..torch_private.tensors import as_plain, base_of, find_cpp_weakly_held, use_count, use_counts
+from .holders import Survey, weak_holder
 
 _SHOWN = 3
+
+_DESCRIBED = 8
+"""Holders are searched by name for this many tensors; each search looks through the whole process."""
 
 
 def check_place(modules: Iterable[nn.Module], verb: str) -> None:
@@ -96,6 +102,44 @@ def check_held(
         raise ConversionError(_describe_group(f"{len(refused)} of {len(tensors)} tensors", refused), fix=fixes)
     text = "; ".join(_describe_group(str(len(group)), group) for group in groups.values())
     raise ConversionError(f"cannot {verb} {len(refused)} of {len(tensors)} tensors: {text}", fix=fixes)
+
+
+def find_holders(
+    tensors: Sequence[Tensor],
+    *,
+    swapped: Sequence[Tensor],
+    by_torch: Sequence[Tensor] = (),
+    allowed: AbstractSet[int] = frozenset(),
+) -> dict[int, str]:
+    """Find what holds each tensor that cannot be exchanged now, by ``id``.
+
+    Those of ``swapped`` change their implementation, which weak references in C++ forbid; those of ``by_torch`` are
+    exchanged by ``torch.utils.swap_tensors``, which refuses weak references in Python too, but for the ids ``allowed``.
+
+    A graph that backward has run through and freed does not count, although a ``loss`` variable keeps it alive; nor do
+    views that are among ``tensors`` themselves.
+    """
+    found: dict[int, str] = {}
+    for tensor in find_cpp_weakly_held(swapped):
+        found[id(tensor)] = "a weak reference in C++ (an autocast cache, a CUDA graph)"
+    count_refs = weakref.getweakrefcount
+    for tensor in [tensor for tensor in by_torch if count_refs(tensor)]:
+        refs = [ref for ref in weakref.getweakrefs(tensor) if id(ref) not in allowed]
+        if refs:
+            found[id(tensor)] = weak_holder(refs) if len(found) < _DESCRIBED else "a weak reference to it"
+    shared = [tensor for tensor, count in zip(tensors, use_counts(tensors), strict=True) if count > 1]
+    if not shared:
+        return found
+    with as_plain():
+        inner = Counter(id(base) for tensor in tensors if (base := base_of(tensor)) is not None)
+    counted = [t for t in shared if id(t) not in found and use_count(t) - inner[id(t)] > 1]
+    if counted:
+        survey = Survey({id(tensor) for tensor in counted}, {id(tensor) for tensor in tensors}, inner)
+        for tensor in counted:
+            holder = survey.holder(tensor, detail=len(found) < _DESCRIBED)
+            if holder:
+                found[id(tensor)] = holder
+    return found
 
 
 class _Fault(NamedTuple):

@@ -137,12 +137,12 @@ class Refill:
             self.held.grad = self.grad
 
 
-def can_refill(held: Tensor) -> bool:
+def can_refill(held: Weight) -> bool:
     """Return whether other contents on any device but ``meta`` can be put inside ``held``, if it is not there itself.
 
     A view would stay a view of what it was cut from.
     """
-    return isinstance(held, Weight) and base_of(held) is None and not held.is_inference()
+    return base_of(held) is None and not held.is_inference()
 
 
 def replace(
@@ -154,8 +154,7 @@ def replace(
     replaced: Collection[str] | None = None,
 ) -> Replacement | Refill:
     """Return what gives ``held`` the contents of ``new``, inside if that is possible; nothing has changed yet."""
-    if can_refill(held) and can_put(held, new) and not new.is_inference():
-        assert isinstance(held, Weight)
+    if isinstance(held, Weight) and can_refill(held) and can_put(held, new) and not new.is_inference():
         assert isinstance(new, Weight)
         return Refill(held, new, new_grad)
     return Replacement(held, new, new_grad, is_own, replaced)

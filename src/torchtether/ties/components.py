@@ -18,8 +18,9 @@ from ..errors import TieError
 from ..geometry.blocks import MemoryBlock, blocks_of, is_strided, lone_spans
 from ..geometry.groups import DisjointSets, overlapping
 from ..geometry.views import Shape, View
+from ..torch_private.modules import buffers_of, parameters_of
 from ..weights.weight import Weight
-from .names import Tensors, distinct_tensors, named_tensors
+from .names import Tensors, named_tensors
 
 
 class Member(NamedTuple):
@@ -180,3 +181,16 @@ def _aligned(spans: Sequence[MemoryBlock]) -> int:
         if all((span.start - start) % span.itemsize == 0 for span in spans):
             return start
     raise TieError("two tensors overlap at addresses that no common element size divides", fix="Clone one of them.")
+
+
+def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return every parameter and buffer of ``modules`` once."""
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for tensor in parameters_of(module).values():
+            if tensor is not None:
+                found[id(tensor)] = tensor
+        for buffer in buffers_of(module).values():
+            if buffer is not None:
+                found[id(buffer)] = buffer
+    return list(found.values())

@@ -43,19 +43,6 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
     return dict(sorted(model.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 
 
-def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return every parameter and buffer of ``modules`` once."""
-    found: dict[int, Tensor] = {}
-    for module in modules:
-        for tensor in parameters_of(module).values():
-            if tensor is not None:
-                found[id(tensor)] = tensor
-        for buffer in buffers_of(module).values():
-            if buffer is not None:
-                found[id(buffer)] = buffer
-    return list(found.values())
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the one of ``names`` that looks most like ``name``; empty if there are none."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)), "")

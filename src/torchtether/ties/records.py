@@ -46,16 +46,17 @@ def tie_of(component: Component, owner: str | None = None) -> Tie | None:
     """Return the tie of one component, ``None`` if it has one name; ``owner`` forces the choice of its owner."""
     if len(component.names) < 2:
         return None
-    for member in component.members:
-        if len(component.members) > 1 and (member.tensor.is_conj() or member.tensor.is_neg()):
+    members = component.members
+    for member in members if len(members) > 1 else ():
+        if member.tensor.is_conj() or member.tensor.is_neg():
             raise TieError(
                 "is a lazy conjugate or negative of memory that others share, which a tie cannot say",
                 name=member.names[0],
                 fix="Call .resolve_conj().resolve_neg() on it, or tt.untie.",
             )
-    chosen = min(component.members, key=lambda member: _rank(component, member, owner))
+    chosen = members[0] if len(members) == 1 else min(members, key=lambda member: _rank(component, member, owner))
     names, views, objects = [*_owner_first(chosen.names, owner)], [None] * len(chosen.names), [True] * len(chosen.names)
-    for member in component.members:
+    for member in members:
         if member is not chosen:
             view = _relative(component, member, chosen)
             names += member.names
