@@ -4,7 +4,7 @@ import pytest
 
 from torchtether.checkpoint import reader
 from torchtether.formats import FORMATS
-from torchtether.formats.evidence import may_recognise
+from torchtether.formats.entry import may_recognise
 
 
 def overlooked(contents):

@@ -10,7 +10,7 @@ from tests.formats.conftest import overlooked
 from torchtether.files import Record
 from torchtether.files.header import Stored
 from torchtether.formats import FORMATS, Contents
-from torchtether.formats.evidence import Evidence, may_recognise
+from torchtether.formats.entry import Evidence, may_recognise
 
 METHODS = """
 compressed-tensors compressed_tensors modelopt auto-round Intel/auto-round auto_round autoround intel/autoround GPTQ

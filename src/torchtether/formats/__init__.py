@@ -21,6 +21,7 @@ from . import (
     mxfp4,
     native,
     quanto,
+    refused,
     torchao,
 )
 from .entry import (
@@ -35,9 +36,8 @@ from .entry import (
     Variant,
     Writable,
     is_in_parts,
+    may_recognise,
 )
-from .evidence import may_recognise
-from .refused import check_refused
 from .rows import ByRows, Cut, cut_rows
 
 FORMATS: list[Format] = [
@@ -107,7 +107,8 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
         if found is not None:
             break
     else:
-        check_refused(contents)
+        if contents.method or refused.evidence.is_in(contents):
+            refused.check_refused(contents)
         format, found = None, Found()
     taken = {key for entry in found.weights.values() for key in entry.keys.values()} | found.spare
     entries = {name: entry for name, entry in found.weights.items() if name not in found.faults}

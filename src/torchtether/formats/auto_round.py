@@ -20,8 +20,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..files import Stored
 from . import awq, compressed_tensors, gptq
-from .entry import Contents, Entry, Found
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found
 from .linears import Settings, dynamic_overrides, extra_overrides, options_of
 from .refused import find_codes
 from .rows import Along

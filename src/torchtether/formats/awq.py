@@ -27,8 +27,7 @@ from ..files import Stored
 from ..schemes import Affine
 from ..schemes import bits as streams
 from ..schemes.blocks import CHUNK, pieces
-from .entry import Contents, Entry, Found, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, spec_of
 from .gptq import as_bytes
 from .linears import (
     FLOATS,

@@ -33,8 +33,7 @@ from ..schemes import Affine, Codebook, Scheme, scheme_to_text
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import Contents, Entry, Found, expect, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, expect, spec_of
 from .rows import Along, all_along
 
 name = "bitsandbytes"

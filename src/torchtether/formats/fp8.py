@@ -23,8 +23,7 @@ from ..errors import CheckpointError
 from ..files import Stored
 from ..geometry.views import Shape
 from ..schemes import ScaledFloat
-from .entry import Contents, Entry, Found, expect, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, expect, spec_of
 from .rows import Along, all_along
 
 name = "fp8"

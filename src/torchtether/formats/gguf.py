@@ -23,8 +23,7 @@ from ..schemes.bits import pack as packed
 from ..schemes.bits import unpack as unpacked
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import Contents, Entry, Found, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, spec_of
 from .gguf_blocks import CODECS
 from .rows import Along, all_along
 

@@ -31,8 +31,7 @@ from ..files import Stored
 from ..schemes import Affine
 from ..schemes import bits as streams
 from ..weights.spec import WeightSpec
-from .entry import Contents, Entry, Found, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, spec_of
 from .linears import (
     FLOATS,
     Options,

@@ -23,8 +23,7 @@ from ..geometry.views import Shape
 from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces
-from .entry import Contents, Entry, Found, expect, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, expect, spec_of
 
 name = "hqq"
 evidence = Evidence(methods=(name,), keys=(".W_q\n",))

@@ -23,8 +23,7 @@ from ..errors import CheckpointError
 from ..files import Stored
 from ..schemes import ScaledFloat, Scheme
 from ..schemes.biased import Biased
-from .entry import Contents, Entry, Found, expect, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, expect, spec_of
 from .rows import Along, all_along
 
 name = "mlx"

@@ -26,8 +26,7 @@ from torch import Tensor
 from ..files import Stored
 from ..geometry.views import Shape
 from ..schemes import ScaledFloat
-from .entry import NOTHING, Contents, Entry, Found, expect, spec_of
-from .evidence import Evidence
+from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, spec_of
 from .rows import Along, all_along
 
 name = "modelopt"

@@ -17,8 +17,7 @@ from torch import Tensor
 from ..files import Stored
 from ..schemes import ScaledFloat
 from ..weights.spec import WeightSpec
-from .entry import Contents, Entry, Found
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found
 from .rows import Along, all_along
 
 name = "mxfp4"

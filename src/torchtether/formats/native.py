@@ -16,8 +16,7 @@ from ..files.record import parse_weights
 from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import Contents, Entry, Found
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found
 
 name = "native"
 METHOD = "torchtether"

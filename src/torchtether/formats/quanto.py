@@ -25,8 +25,7 @@ from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.biased import Biased
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, pieces
-from .entry import Contents, Entry, Found, expect, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, expect, spec_of
 
 name = "quanto"
 evidence = Evidence(methods=(name,), files=("quanto_qmap.json",), config=("_quanto_qmap",), keys=("._data\n",))

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import CheckpointError
-from .entry import Contents
+from .entry import Contents, Evidence
 
 METHODS = {
     "aqlm": "AQLM (indices into learned codebooks)",
@@ -53,6 +53,9 @@ _SUFFIXES = {
     "spqr": ("dense_weights", "row_offsets"),
     "vptq": ("indices", "centroids.weight"),
 }
+evidence = Evidence(keys=tuple(f"{first}\n" for first, *_ in _SUFFIXES.values()))
+"""As the formats that are read have it; a ``quant_method`` that none of them reads is evidence too."""
+
 _CODES = (
     *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),

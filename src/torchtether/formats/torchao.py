@@ -30,8 +30,7 @@ from ..geometry.views import Shape
 from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, Block, pieces
-from .entry import Contents, Entry, Found, expect, spec_of
-from .evidence import Evidence
+from .entry import Contents, Entry, Evidence, Found, expect, spec_of
 from .rows import Along, all_along
 
 name = "torchao"

@@ -18,7 +18,7 @@ Before version 0.18 widths that do not divide 32 were packed as whole codes to e
 Source: https://github.com/vllm-project/compressed-tensors, checked against 0.20.0.
 """
 
-from ..evidence import Evidence
+from ..entry import Evidence
 from .reading import METHODS, recognise
 from .unpacking import rows, unpack
 from .writing import announce, announce_embeddings, layout, pack, variant_of
