@@ -21,7 +21,7 @@ from torchtether.ties.spans import member_view, span_tensor
 # an interrupt may come while a generator is closed, where Python reports it and goes on
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-FINELY = ("exchange.py", "_signals.py", "quantizing.py", "converting.py")
+FINELY = ("exchange.py", "_interruptions.py", "quantizing.py", "converting.py")
 SAMPLES, MANY = 30, 100
 
 

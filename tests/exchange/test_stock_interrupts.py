@@ -14,7 +14,7 @@ from torchtether.ties.records import find_ties
 # an interrupt may come while a generator is closed, where Python reports it and goes on
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-FINELY = ("scope.py", "stock_call.py", "_signals.py")
+FINELY = ("scope.py", "stock_call.py", "_interruptions.py")
 SAMPLES, MANY = 15, 50
 
 
