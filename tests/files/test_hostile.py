@@ -9,8 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 import torchtether as tt
 from torchtether.errors import CheckpointError
-from torchtether.files.beside import BESIDE
-from torchtether.files.opening import open_file, read_file
+from torchtether.files.opening import BESIDE, open_file, read_file
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
 

@@ -14,8 +14,7 @@ import torchtether as tt
 from torchtether.files import Store, TensorFile, system, write_tensors
 from torchtether.files import batch as batch_module
 from torchtether.files import together as together_module
-from torchtether.files.batch import Batch
-from torchtether.files.together import together
+from torchtether.files.batch import Batch, together
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +170,7 @@ def test_a_file_that_shrinks_is_named_and_the_model_stays_on_meta(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
 def test_encoding_rows_as_they_are_read_is_encoding_the_whole(tmp_path, monkeypatch, scheme):
-    monkeypatch.setattr(importlib.import_module("torchtether.loading.encoding"), "_ROWS", 600)
+    monkeypatch.setattr(importlib.import_module("torchtether.loading.contents"), "_ROWS", 600)
     source = nn.Linear(192, 17).bfloat16()
     tt.save(source, tmp_path / "x.safetensors")
     with torch.device("meta"):
@@ -186,7 +185,7 @@ def test_encoding_rows_as_they_are_read_is_encoding_the_whole(tmp_path, monkeypa
 
 
 def test_values_that_cannot_be_encoded_are_named_and_nothing_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("torchtether.loading.encoding"), "_ROWS", 64)
+    monkeypatch.setattr(importlib.import_module("torchtether.loading.contents"), "_ROWS", 64)
     source = nn.Linear(64, 8)
     source.weight.data[5, 3] = float("nan")
     tt.save(source, tmp_path / "x.safetensors")

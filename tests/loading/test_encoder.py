@@ -12,7 +12,7 @@ from torchtether import compiled
 from torchtether.compiled import room
 from torchtether.schemes import same_bits
 
-load_room = importlib.import_module("torchtether.loading.encoding")
+load_room = importlib.import_module("torchtether.loading.contents")
 
 
 @pytest.fixture

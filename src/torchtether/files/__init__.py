@@ -1,7 +1,6 @@
 """The only room with a door to the disk: safetensors files, their index, and the record of ties and weights."""
 
-from .batch import Batch
-from .beside import read_beside
+from .batch import THREADS, Batch, Scratch
 from .companions import CarriedOver, carry_over
 from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
@@ -14,11 +13,11 @@ from .hub import local_path
 from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
 from .memory import allocate, scratch
 from .names import INDEX_SUFFIX, SUFFIX
+from .opening import read_beside
 from .reader import TensorFile
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import FolderChange, beside, put_in_place, replacing
 from .store import Store
-from .together import THREADS, Scratch
 from .writer import check_writable, write_made, write_tensors
 
 __all__ = [

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .beside import BESIDE
 from .dcp import METADATA
 from .names import SUFFIX
-from .opening import open_file
+from .opening import BESIDE, open_file
 
 _SHARDS = (".distcp",)
 _WEIGHTS = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".ckpt", *_SHARDS)

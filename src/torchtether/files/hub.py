@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .beside import BESIDE
 from .companions import why_left_out
 from .index import GGUF_SUFFIX, PICKLED, parse_index
 from .names import INDEX_SUFFIX, SUFFIX
+from .opening import BESIDE
 
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(@(?P<revision>[^@\s]{1,200}))?", re.ASCII)
 _FILES = (SUFFIX, GGUF_SUFFIX, ".json", *PICKLED)

@@ -11,9 +11,8 @@ from typing import Any
 from ..errors import CheckpointError
 from .dcp import is_dcp
 from .header import HEADER_LIMIT
-from .names import INDEX_SUFFIX, SUFFIX, stem_of
+from .names import INDEX_SUFFIX, SUFFIX, check_whole, stem_of
 from .opening import read_file
-from .replacing import check_whole
 from .strict_json import check_extent, parse_object, short_repr
 
 GGUF_SUFFIX = ".gguf"

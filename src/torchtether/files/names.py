@@ -1,4 +1,7 @@
-"""Names of the files that a save makes: targets, the hidden ones in which they come into being, and the mark."""
+"""Names of the files that a save makes: targets, the hidden ones in which they come into being, and the mark.
+
+Where a mark stands, a save has not ended, and nothing is read.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import hashlib
 import os
 import re
 from pathlib import Path
+
+from ..errors import CheckpointError
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -52,3 +57,11 @@ def parse_hidden(name: str) -> tuple[str, int] | None:
 def mark_of(folder: Path, stem: str) -> Path:
     """Return where the mark of the files of ``stem`` in ``folder`` stands."""
     return folder / short(stem + MARK_SUFFIX)
+
+
+def check_whole(folder: Path, stem: str | None = None) -> None:
+    """Raise CheckpointError if a save into ``folder`` has not ended: one under ``stem``, or any."""
+    marks = [mark_of(folder, stem)] if stem else sorted(folder.glob(f"*{MARK_SUFFIX}"))
+    for mark in marks:
+        if os.path.lexists(mark):
+            raise CheckpointError("the save that began here did not end", name=str(mark), fix="Save again.")

@@ -34,10 +34,10 @@ from io import FileIO
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .beside import BESIDE
 from .leftovers import remove_leftovers
 from .locks import hold, locked
-from .names import INDEX_SUFFIX, MARK_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
+from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
+from .opening import BESIDE
 from .writer import write_bytes
 
 _MARK = b"A save that exchanges the files here has not ended. Save again.\n"
@@ -221,14 +221,6 @@ def _rename(temporary: Path, path: Path) -> Path:
 def _remove(path: Path) -> Path:
     path.unlink(missing_ok=True)
     return path
-
-
-def check_whole(folder: Path, stem: str | None = None) -> None:
-    """Raise CheckpointError if a save into ``folder`` has not ended: one under ``stem``, or any."""
-    marks = [mark_of(folder, stem)] if stem else sorted(folder.glob(f"*{MARK_SUFFIX}"))
-    for mark in marks:
-        if os.path.lexists(mark):
-            raise CheckpointError("the save that began here did not end", name=str(mark), fix="Save again.")
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,13 +13,13 @@ from ..errors import CheckpointError
 from ..geometry.views import Shape, View
 from ..progress import Tick, no_tick
 from .batch import Batch
-from .beside import read_beside
 from .dcp import DcpFile
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
 from .memory import allocate_each
 from .names import SUFFIX
+from .opening import read_beside
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
 from .record import KEY, Record, parse_record

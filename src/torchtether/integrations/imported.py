@@ -1,9 +1,18 @@
-"""Libraries that the user has imported, and that must know of Weights before they see one."""
+"""Libraries that the user has imported: they must know of Weights before they see one, and know names of their models.
+
+Nothing is imported for a library before that.
+"""
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
+
+from torch import nn
+
+from ..checkpoint.reader import Checkpoint
+from ..renaming.steps import Rename
+from ..ties.names import named_tensors
 
 
 def tell_peft() -> None:
@@ -11,3 +20,21 @@ def tell_peft() -> None:
     if "peft" in sys.modules:
         with suppress(ImportError):  # one of another version
             from . import peft  # noqa: F401 - does so
+
+
+def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
+    """Return the rename rules of a model of transformers; ``None`` where names and shapes are the model's already."""
+    if not is_of_transformers(model):
+        return None
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    if all(name in shapes and checkpoint.fit(name, shapes[name]) == shapes[name] for name in checkpoint):
+        return None
+    from .transformers_names import transformers_names
+
+    return transformers_names(model)  # type: ignore[arg-type]
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether ``model`` is one of transformers 5, which has a mapping of names."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(model, kind) and "transformers.conversion_mapping" in sys.modules

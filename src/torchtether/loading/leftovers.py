@@ -1,10 +1,16 @@
-"""The checks of a checkpoint as a whole: its ties, its copies, and the names that one side has alone."""
+"""The checks of a checkpoint as a whole: its ties, its copies, and the names that one side has alone.
+
+Of what no file has, the model's library may know the values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import nn
+
 from ..errors import CheckpointError
+from ..integrations.imported import is_of_transformers
 from ..ties.names import nearest
 from .steps import Draft, format_keys
 
@@ -60,6 +66,23 @@ def check_copies(draft: Draft) -> None:
             checkpoint.check_copy(alias)
         except CheckpointError as error:
             draft.faults.append(str(error))
+
+
+def take_initial_values(draft: Draft, model: nn.Module) -> None:
+    """Have ``draft`` fill what no file has with what the model's library computes there, where it always does so."""
+    if not (draft.lost or draft.missing) or not any(map(is_of_transformers, model.modules())):
+        return
+    from ..integrations.transformers_values import initial_values, optional_names
+
+    alone = {
+        name: one.members[0].tensor for one in draft.targets.components if len(one.members) == 1 for name in one.names
+    }
+    optional = {name for name in optional_names(model, draft.missing) if name in alone}
+    draft.optional = {name for name in optional if not alone[name].is_meta}
+    wanted = [name for name in (*draft.lost, *sorted(optional - draft.optional)) if name in alone]
+    draft.computed = initial_values(model, wanted)
+    draft.lost = [name for name in draft.lost if name not in draft.computed]
+    draft.missing = [name for name in draft.missing if name not in draft.computed]
 
 
 def check_leftovers(draft: Draft) -> None:

@@ -14,12 +14,12 @@ from ..conversion import materializing
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape, View
+from ..integrations.imported import names_of_library
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
-from .leftovers import check_copies, check_file_ties, check_leftovers
-from .libraries import names_of_library, take_initial_values
+from .leftovers import check_copies, check_file_ties, check_leftovers, take_initial_values
 from .options import FLOATS, LoadOptions, fault, find_targets
 from .steps import Draft, Source, Step
 

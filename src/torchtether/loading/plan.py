@@ -24,8 +24,7 @@ from ..renaming.steps import Rename
 from ..ties.edit import tie, untie
 from ..ties.names import named_tensors
 from ..weights.weight import Weight
-from .contents import is_mappable
-from .encoding import encoder_name
+from .contents import encoder_name, is_mappable
 from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
 from .report import LoadReport, raise_faults
@@ -95,7 +94,8 @@ class LoadPlan:
 
     def check(self) -> None:
         """Raise LoadError, with every fault in its text, if there is one."""
-        raise_faults(self.faults, str(self.checkpoint.path), "All of them are in tt.plan_load(...).faults.")
+        if self.faults:
+            raise_faults(self.faults, str(self.checkpoint.path), "All of them are in tt.plan_load(...).faults.")
 
     def apply(self, *, only: str | Sequence[str] | None = None, progress: Progress = None) -> LoadReport:
         """Load what is ``left``; with ``only``, the names that a glob matches and the names tied to them.
@@ -258,7 +258,8 @@ def make_plan(
     check_module(model)
     check_flag(options.strict, "strict")
     check_flag(mmap, "mmap")
-    optimizer = optimizers_of(optimizer)
+    if optimizer is not None:
+        optimizer = optimizers_of(optimizer)
     with uncollected():
         checkpoint = Checkpoint(path, revision=revision)
         try:

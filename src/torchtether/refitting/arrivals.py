@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import describe
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import TetherError
-from ..loading.libraries import names_of_library
+from ..integrations.imported import names_of_library
 from ..loading.matching import SAME_VALUES, match_component
 from ..loading.options import LoadOptions, fault, find_targets
 from ..loading.steps import Draft

@@ -16,7 +16,7 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import ArgumentError
 from ..exchange.exchange import Atomic
 from ..exchange.optimizer_state import check_optimizer, optimizers_of
-from ..loading.libraries import names_of_library
+from ..integrations.imported import names_of_library
 from ..loading.options import LoadOptions, fault
 from ..loading.report import raise_faults
 from ..loading.steps import Draft

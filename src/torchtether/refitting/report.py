@@ -9,10 +9,9 @@ from functools import partial
 
 from torch import Tensor
 
-from ..files.batch import SLICE
+from ..files.batch import SLICE, Scratch, together
 from ..files.checksum import joined
 from ..files.memory import memory_of
-from ..files.together import Scratch, together
 from ..pictures.drawing import describe_bytes
 from ..progress import no_tick
 from ..weights.weight import Weight

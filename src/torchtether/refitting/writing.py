@@ -14,13 +14,11 @@ from .._interruptions import Deferred
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import LoadError, SchemeError, TetherError
 from ..files import Batch, Scratch
-from ..files.batch import SLICE
+from ..files.batch import SLICE, Job, together
 from ..files.memory import pieces
-from ..files.together import Job, together
 from ..geometry.blocks import STOCK
 from ..geometry.views import overlaps_itself
-from ..loading.contents import encode_whole
-from ..loading.encoding import encode_rows_into
+from ..loading.contents import encode_rows_into, encode_whole
 from ..loading.options import fault
 from ..loading.steps import Source, Step
 from ..progress import no_tick
