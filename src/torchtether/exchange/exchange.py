@@ -263,9 +263,10 @@ class Exchange:
 
 
 class Caches:
-    """The weights that old-style ``weight_norm``, ``spectral_norm`` and ``prune`` compute, and the flat lists of RNNs.
+    """Put away what modules compute from their parameters and keep, before an exchange, and make it again after it.
 
-    The computed weight is a plain attribute at the end of a graph, and the graph holds the parameters.
+    These are the weights that old-style ``weight_norm``, ``spectral_norm`` and ``prune`` compute, and the flat lists of
+    RNNs. A computed weight is a plain attribute at the end of a graph, and the graph holds the parameters.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
