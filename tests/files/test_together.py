@@ -13,19 +13,18 @@ from torch import nn
 import torchtether as tt
 from torchtether.files import Store, TensorFile, system, write_tensors
 from torchtether.files import batch as batch_module
-from torchtether.files import together as together_module
 from torchtether.files.batch import Batch, together
 
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
     """Three threads for anything, in small slices; afterwards none is left."""
-    monkeypatch.setattr(together_module, "THREADS", 3)
+    monkeypatch.setattr(batch_module, "THREADS", 3)
     monkeypatch.setattr(batch_module, "_WORTHWHILE", 0)
     monkeypatch.setattr(batch_module, "SLICE", 64)
     monkeypatch.setattr(batch_module, "_NEIGHBOURS", 3)
     monkeypatch.setattr(batch_module, "_FEW", 2)
-    monkeypatch.setattr(together_module, "_TOLD", 0)
+    monkeypatch.setattr(batch_module, "_TOLD", 0)
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "torchtether"]
 
