@@ -48,15 +48,13 @@ _TOLD = 16 * 2**20
 """Bytes after which a thread says what it did: the calling thread wakes then, and takes a core from the others."""
 
 
-def together(jobs: Sequence[Job], tick: Callable[[int], None], *, is_small: bool = False) -> None:
+def together(jobs: Sequence[Job], tick: Callable[[int], None]) -> None:
     """Do every job, by a few threads, begun in the order given; ``tick`` is told how much, on this thread.
-
-    What ``is_small`` is done on this thread too.
 
     After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are waited
     for, and the error is raised. No thread is left in any case.
     """
-    if is_small or len(jobs) < 2 or THREADS < 2:
+    if len(jobs) < 2 or THREADS < 2:
         space = Scratch()
         for job in jobs:
             tick(job(space))
@@ -231,7 +229,12 @@ class Batch:
         """Read everything, and use it. Raise CheckpointError, naming the file and the key."""
         jobs = sorted([*self._jobs, *self._joined()], key=itemgetter(0, 1))
         self._reads, self._jobs = [], []
-        together([job for _, _, job in jobs], tick, is_small=self._nbytes <= _WORTHWHILE)
+        if self._nbytes > _WORTHWHILE:
+            together([job for _, _, job in jobs], tick)
+        else:
+            space = Scratch()
+            for _, _, job in jobs:
+                tick(job(space))
 
     def _joined(self) -> list[tuple[int, int, Job]]:
         """Return the reads as jobs: what follows each other in a file is one, of at most ``SLICE``.
