@@ -111,6 +111,40 @@ def fit_affine(
     return best
 
 
+def encode_biased(
+    x: Tensor, width: int, scale: Tensor, bias: Tensor, *, bias_first: bool, top: int, reach: int
+) -> Tensor | None:
+    """Return the codes up to ``top`` that decode nearest to ``x`` in the dtype of ``scale`` and ``bias``, (R, K) uint8.
+
+    ``reach`` is how far from the rounded position they are looked for.
+    """
+    library = library_for(x, scale)
+    if library is None or not can_read(x):
+        return None
+    (by, stride), its = _one_per_run(scale), _one_per_run(bias)[0]
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    library.encode_biased(
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, by.data_ptr(), its.data_ptr(), stride),
+        *(bias_first, top, reach, DTYPES[scale.dtype], codes.data_ptr()),
+    )
+    return codes
+
+
+def fit_biased(
+    x: Tensor, width: int, scale: Tensor, bias: Tensor, *, bias_first: bool, top: int, weights: tuple[float, ...]
+) -> Tensor | None:
+    """Return ``bias`` (R, groups) as ``half_quadratic`` moves it, a round for each of ``weights``."""
+    library = library_for(x, scale)
+    if library is None or not can_read(x):
+        return None
+    moved, by, rounds = bias.to(torch.float32, copy=True), scale.float().contiguous(), torch.tensor(weights)
+    library.fit_biased(
+        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, by.data_ptr(), moved.data_ptr()),
+        *(bias_first, top, DTYPES[bias.dtype], rounds.data_ptr(), len(rounds)),
+    )
+    return moved.to(bias.dtype)
+
+
 def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
     """Write x / scale (or times), within ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
     library = library_for(x, scale, codes)

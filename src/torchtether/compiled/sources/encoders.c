@@ -376,6 +376,8 @@ static void fit_affine(const void *x, int dtype, count rows, count columns, coun
     }
 }
 
+#include "biased.h"
+
 /* ---- codes to numbers ------------------------------------------------------------------------------------------ */
 
 /* ((q - zero) * scale) * unit; codes are unsigned, or signed where bits is -8 */
@@ -440,6 +442,8 @@ const encoders NAME(LEVEL) = {
     .encode_float8 = all_encode_float8,
     .encode_nearest = all_encode_nearest,
     .fit_affine = fit_affine,
+    .encode_biased = encode_biased,
+    .fit_biased = fit_biased,
     .encode = encode,
     .encode_file = encode_file,
     .decode_affine = all_decode_affine,

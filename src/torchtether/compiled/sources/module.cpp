@@ -225,6 +225,8 @@ PyMethodDef METHODS[] = {
     LOOP(encode_float8),
     LOOP(encode_nearest),
     LOOP(fit_affine),
+    LOOP(encode_biased),
+    LOOP(fit_biased),
     LOOP(encode),
     LOOP(encode_file),
     LOOP(decode_affine),
