@@ -58,6 +58,8 @@ def test_large_tensors_go_in_pieces(scheme, monkeypatch):
         tt.int4(32), tt.int4(40, symmetric=True), tt.int8(), Affine(3, block=(1, 24), scale_dtype=torch.float16),
         Affine(5, block=(1, None), reciprocal=True, symmetric=False), Affine(2, False, False, (1, 16)),
         Affine(8, block=(1, None), unit=1 / 127, narrow_range=True), Affine(1, symmetric=False, block=(1, 8)),
+        tt.nf4(), tt.nf4(block_size=24), tt.nf4(True), tt.fp4(), Codebook(tt.nf4().table, 40, flat=False),
+        Codebook((-1.0, -0.5, 0.75), 16), Codebook((0.25, 1.0), 8, flat=False),
         Biased(4, (1, 32)), Biased(3, (1, 24), torch.float16, torch.float32), Biased(8, (1, None), bias_first=True),
         Biased(5, (1, 64), torch.bfloat16, torch.bfloat16), Biased(2, (1, 16), torch.float16, torch.float16, True),
     ]),

@@ -17,6 +17,7 @@ from .loops import (
     extremes,
     fit_affine,
     fit_biased,
+    fit_table,
     is_at_hand,
     magnitudes,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "extremes",
     "fit_affine",
     "fit_biased",
+    "fit_table",
     "is_at_hand",
     "magnitudes",
     "native",

@@ -210,8 +210,8 @@ class Biased(Blocked):
 
     def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         numbers = self._numbers(grid, parts, start, stop)
-        options = {"bias_first": self.bias_first, "top": self._steps, "reach": self._reach}
-        codes = compiled.encode_biased(x, grid.run, *numbers, **options)
+        top, reach = self._steps, self._reach
+        codes = compiled.encode_biased(x, grid.run, *numbers, bias_first=self.bias_first, top=top, reach=reach)
         if codes is None:
             codes = self._nearest(*grid.align(x, *numbers)).reshape(stop - start, grid.columns).to(torch.uint8)
         pack_into(codes, self.bits, out)

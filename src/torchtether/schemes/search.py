@@ -47,32 +47,6 @@ def least_squares(
     return best
 
 
-def compiled_least_squares(
-    grid: Grid,
-    values: Tensor,
-    ends: tuple[Tensor, Tensor],
-    fitted: Callable[[Tensor, Tensor], Fitted],
-    best: Callable[[Tensor, Fitted], Tensor | None],
-) -> Fitted | None:
-    """Return what ``least_squares`` does, by the compiled loops; ``None`` where they do not.
-
-    ``ends`` are the extremes of the blocks, which ``fitted`` takes in any shape; ``best(x, tried)`` says which of the
-    candidates (candidates, rows, groups) loses least in each block of the rows ``x``.
-    """
-    if grid.height != 1 or not compiled.can_read(values):
-        return None
-    ratios, (low, high) = torch.tensor(RATIOS), (end.reshape(grid.rows, grid.groups) for end in ends)
-    kept = torch.empty_like(high)
-    for start, stop in grid.chunks():
-        tried = fitted(*(end[start:stop] * ratios.view(-1, 1, 1) for end in (low, high)))
-        found = best(values.view(grid.rows, grid.columns)[start:stop], tried)
-        if found is None:
-            return None
-        kept[start:stop] = ratios[found.long()]
-    kept = kept.view(ends[1].shape)
-    return fitted(ends[0] * kept, ends[1] * kept)
-
-
 def _error(
     grid: Grid,
     values: Tensor,
@@ -98,8 +72,8 @@ def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, t
     """
     if grid.height == 1 and compiled.can_read(values):
         x, flat = values.view(grid.rows, grid.columns), (grid.rows, grid.groups)
-        options = {"bias_first": bias_first, "top": top, "weights": _WEIGHTS}
-        found = compiled.fit_biased(x, grid.run, scale.reshape(flat), bias.reshape(flat), **options)
+        numbers = scale.reshape(flat), bias.reshape(flat)
+        found = compiled.fit_biased(x, grid.run, *numbers, bias_first=bias_first, top=top, weights=_WEIGHTS)
         if found is not None:
             return found.view(bias.shape)
     own, step = bias.float(), scale.float()

@@ -2,10 +2,6 @@
  * encoders.c; sums are of integers, so that their order makes no difference.
  */
 
-static inline float to_dtype(float x, int dtype) {
-    return dtype == FLOAT32 ? x : dtype == BFLOAT16 ? float_of((uint32_t)to_bfloat16(x) << 16) : from_half(to_half(x));
-}
-
 /* Where n numbers lie among the codes. */
 static inline void positions(const float *restrict x, count n, float by, float bias, int bias_first, float *restrict to) {
     if (bias_first)

@@ -225,6 +225,7 @@ PyMethodDef METHODS[] = {
     LOOP(encode_float8),
     LOOP(encode_nearest),
     LOOP(fit_affine),
+    LOOP(fit_table),
     LOOP(encode_biased),
     LOOP(fit_biased),
     LOOP(encode),
