@@ -116,7 +116,7 @@ def fit_affine(
     low, high = None if low is None else low.contiguous(), high.contiguous()
     parts, best = torch.tensor(ratios), torch.empty(high.shape, dtype=torch.uint8)
     library.fit_affine(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, None if low is None else low.data_ptr(), high.data_ptr()),
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, None if low is None else low.data_ptr(), high.data_ptr()),
         *(parts.data_ptr(), len(parts), span, unit, smallest, DTYPES[scale_dtype], divides, *limits, best.data_ptr()),
     )
     return best
@@ -135,7 +135,7 @@ def fit_table(
     high, parts, edges = high.contiguous(), torch.tensor(ratios), torch.tensor(thresholds)
     best = torch.empty(high.shape, dtype=torch.uint8)
     library.fit_table(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, high.data_ptr(), parts.data_ptr(), len(parts)),
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, high.data_ptr(), parts.data_ptr(), len(parts)),
         *(values.data_ptr(), edges.data_ptr(), len(values), best.data_ptr()),
     )
     return best
@@ -157,7 +157,7 @@ def encode_biased(
     (by, stride), its = _one_per_run(scale), _one_per_run(bias)[0]
     codes = torch.empty(x.shape, dtype=torch.uint8)
     library.encode_biased(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, by.data_ptr(), its.data_ptr(), stride),
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, by.data_ptr(), its.data_ptr(), stride),
         *(bias_first, top, reach, DTYPES[scale.dtype], codes.data_ptr()),
     )
     return codes
@@ -172,7 +172,7 @@ def fit_biased(
         return None
     moved, by, rounds = bias.to(torch.float32, copy=True), scale.float().contiguous(), torch.tensor(weights)
     library.fit_biased(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, by.data_ptr(), moved.data_ptr()),
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, by.data_ptr(), moved.data_ptr()),
         *(bias_first, top, DTYPES[bias.dtype], rounds.data_ptr(), len(rounds)),
     )
     return moved.to(bias.dtype)

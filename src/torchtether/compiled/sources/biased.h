@@ -38,11 +38,12 @@ INLINE void nearest_biased(const float *restrict x, const float *restrict positi
 }
 
 /* One code a byte; `arithmetic` is the dtype to which decoding rounds each of its two steps, as bias and scale are already. */
-static void encode_biased(const void *x, int dtype, count rows, count columns, count width, const float *scale,
+static void encode_biased(const void *x, int dtype, count begin, count rows, count columns, count width, const float *scale,
                           const float *bias, count scale_stride, int bias_first, int top, int reach, int arithmetic,
                           uint8_t *out) {
     float numbers[STRETCH], position[STRETCH];
-    for (count row = 0; row < rows; row++, scale += scale_stride, bias += scale_stride) {
+    scale += begin * scale_stride, bias += begin * scale_stride;
+    for (count row = begin; row < rows; row++, scale += scale_stride, bias += scale_stride) {
         for (count start = 0, n; start < columns; start += n) {
             float by = scale[start / width], its = bias[start / width], divisor = by == 0 ? 1.0f : by;
             n = least(least(STRETCH, columns - start), width - start % width);
@@ -84,10 +85,12 @@ INLINE void half_quadratic(const float *restrict position, count n, float away, 
 
 /* Moves each bias, of the dtype `kept`, by at most a step to where the 3/4-norm of the errors of its run is least; each
  * round has a weight. */
-static void fit_biased(const void *x, int dtype, count rows, count columns, count width, const float *scale, float *bias,
+static void fit_biased(const void *x, int dtype, count begin, count rows, count columns, count width, const float *scale, float *bias,
                        int bias_first, int top, int kept, const float *weights, count rounds) {
     float numbers[STRETCH], position[STRETCH];
-    for (count row = 0; row < rows; row++) {
+    count before = begin * ((columns + width - 1) / width);
+    scale += before, bias += before;
+    for (count row = begin; row < rows; row++) {
         for (count start = 0; start < columns; start += width, scale++, bias++) {
             count end = least(start + width, columns);
             float by = *scale, own = *bias, now = own, fewest = 0, limit = bias_first ? 1.0f : by, size = (float)(end - start);

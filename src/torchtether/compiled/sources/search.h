@@ -190,8 +190,10 @@ static inline void try_integers(const search *s, float low, float high, tried *t
 }
 
 /* `low` is null where the candidates have no zero point. */
-static void search_runs(const search *s, const void *x, int dtype, count rows, count columns, count width, const float *low,
+static void search_runs(const search *s, const void *x, int dtype, count begin, count rows, count columns, count width, const float *low,
                         const float *high, uint8_t *best) {
+    count before = begin * ((columns + width - 1) / width);
+    low += low ? before : 0, high += before, best += before;
     float numbers[LONGEST], lost[CANDIDATES], rough[CANDIDATES];
     tried t;
 #define EACH_PIECE(WORK)                                                                       \
@@ -202,7 +204,7 @@ static void search_runs(const search *s, const void *x, int dtype, count rows, c
         }                                                                                      \
         WORK;                                                                                  \
     }
-    for (count row = 0; row < rows; row++) {
+    for (count row = begin; row < rows; row++) {
         for (count start = 0; start < columns; start += width, low += low != 0, high++, best++) {
             lanes least_of = {0}, most_of = {0};
             float found = 0, bound = float_of(0x7f800000);
@@ -236,20 +238,20 @@ static void search_runs(const search *s, const void *x, int dtype, count rows, c
     }
 }
 
-static void fit_affine(const void *x, int dtype, count rows, count columns, count width, const float *low, const float *high,
+static void fit_affine(const void *x, int dtype, count begin, count rows, count columns, count width, const float *low, const float *high,
                        const float *ratios, int candidates, float span, float unit, float smallest, int kept, int divides,
                        int lowest, int highest, uint8_t *best) {
     search s = {{0}, candidates, low != 0, kept, divides, span, unit, smallest, (float)lowest, (float)highest, 0};
     for (int c = 0; c < CANDIDATES; c++) s.ratios[c] = ratios[c < candidates ? c : candidates - 1];
-    search_runs(&s, x, dtype, rows, columns, width, low, high, best);
+    search_runs(&s, x, dtype, begin, rows, columns, width, low, high, best);
 }
 
-static void fit_table(const void *x, int dtype, count rows, count columns, count width, const float *high, const float *ratios,
+static void fit_table(const void *x, int dtype, count begin, count rows, count columns, count width, const float *high, const float *ratios,
                       int candidates, const float *values, const float *edges, int size, uint8_t *best) {
     codebook t;
     search s = {{0}, candidates, .table = &t};
     for (int j = 0; j < 16; j++) t.values[j] = values[j < size ? j : size - 1];
     for (int j = 0; j < 15; j++) t.edges[j] = j < size - 1 ? edges[j] : float_of(0x7f800000);
     for (int c = 0; c < CANDIDATES; c++) s.ratios[c] = ratios[c < candidates ? c : candidates - 1];
-    search_runs(&s, x, dtype, rows, columns, width, 0, high, best);
+    search_runs(&s, x, dtype, begin, rows, columns, width, 0, high, best);
 }
