@@ -39,8 +39,8 @@ class Affine(Blocked):
     ``reciprocal`` multiplies by ``1 / scale`` (torchao) where the default divides (compressed-tensors): ties at half
     a step differ.  Scales are rounded to ``scale_dtype`` before they divide.  ``unit`` is a constant that multiplies
     last, ``w ≈ ((q - zero_point) * scale) * unit``: bitsandbytes stores row maxima, and 1/127 is its unit.
-    ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors, which takes 26 times as
-    long.  It says how to encode and not what is held, so it makes no difference between two schemes.
+    ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors, which takes 4 to 13
+    times as long.  It says how to encode and not what is held, so it makes no difference between two schemes.
 
     Error: half a step, ``scale / 2``, plus what rounding the scale took off the range; at its ends what was clipped.
 
