@@ -78,6 +78,21 @@ def test_what_is_found_does_not_depend_on_what_is_compiled(scheme, fit, rows, co
 
 
 @pytest.mark.parametrize(
+    "scheme", [tt.int4(32, fit="mse"), tt.nf4(fit="mse"), Biased(4, (1, 40), fit="hqq"), Biased(4)], ids=str
+)
+def test_threads_that_share_the_rows_make_no_difference(scheme):
+    w, before, found = laws.make((301, 400), "normal", 0), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(scheme.encode(w))
+    finally:
+        torch.set_num_threads(before)
+    laws.assert_same_parts(found[0], found[1])
+    laws.assert_same_parts(found[0], found[2])
+
+
+@pytest.mark.parametrize(
     ("scheme", "gain"),
     [(tt.int4(128, symmetric=True), 0.5), (tt.int4(128), 0.25), (tt.nf4(), 0.1), (Affine(bits=2, block=(1, 64)), 2)],
 )
