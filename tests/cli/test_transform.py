@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torchtether.cli import transform
 from torchtether.cli.main import main
 from torchtether.files import companions, write_tensors
 from torchtether.formats import bitsandbytes
+from torchtether.progress import Meter
 from torchtether.schemes import NAMED, scheme_from_text, scheme_to_text
 
 
@@ -69,6 +71,38 @@ def test_quantize_makes_what_loading_makes(source, tmp_path, scheme, capsys):
     assert isinstance(again.emb.weight, tt.Weight)
     assert torch.equal(again.turned.dequantize(), model.emb.weight.dequantize().t())
     assert main(["verify", str(tmp_path / "made"), "--against", str(source)]) == 0
+
+
+@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "nf4", "int8"])
+def test_quantize_with_a_fit_makes_what_loading_makes(source, tmp_path, scheme):
+    """Scales are searched for, under rules too, and the file is that of a model that was loaded so."""
+    searched = replace(scheme_from_text(scheme), fit="mse")
+    assert main(["quantize", str(source), str(tmp_path / "a"), "--scheme", scheme, "--fit", "mse"]) == 0
+    rules = [f"--rule={glob}={scheme}" for glob in ("emb.weight", "mid.weight")]
+    assert main(["quantize", str(source), str(tmp_path / "b"), *rules, "--fit", "mse"]) == 0
+    assert main(["quantize", str(source), str(tmp_path / "plain"), "--scheme", scheme]) == 0
+    model = build(Net, meta=True, seed=2)
+    tt.load(model, source, quantize=dict.fromkeys(RULES, searched))
+    tt.save(model, tmp_path / "wanted")
+    wanted, a, b, plain = (files_of(tmp_path / name)["model.safetensors"] for name in ("wanted", "a", "b", "plain"))
+    assert a == b == wanted
+    assert a != plain
+
+
+def test_a_fit_needs_schemes_that_have_one(source, tmp_path, capsys):
+    assert main(["quantize", str(source), str(tmp_path / "made"), "--scheme", "fp8", "--fit", "mse"]) == 1
+    assert "fp8: its scales come from the range of a block, got fit 'mse'. Take int8" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_quantize_holds_one_tensor_at_a_time_with_a_fit_too(tmp_path):
+    """Of 8 tensors of 4 MiB it holds the numbers of one, its codes, and a few MiB to work in."""
+    torch.manual_seed(0)
+    save_file({f"{i}.weight": torch.randn(1024, 1024) for i in range(8)}, tmp_path / "x.safetensors")
+    transform.quantize_checkpoint(tmp_path / "x.safetensors", tmp_path / "first", "int4", fit="mse")
+    with Meter() as meter:
+        transform.quantize_checkpoint(tmp_path / "x.safetensors", tmp_path / "made", "int4", fit="mse")
+    assert meter.peak is None or meter.peak < 16 << 20
 
 
 def test_embeddings_are_left_alone_unless_a_head_is_tied_to_them(source, tmp_path):

@@ -21,6 +21,7 @@ from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, describe_bytes
 from ..schemes import NAMED, Plain, Scheme, scheme_from_text, scheme_to_text
+from ..schemes.search import FITS
 from .made import print_made, print_plan
 from .tables import print_table
 from .transform import convert_checkpoint, quantize_checkpoint, ties_of
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb: Verb = parsed.verb
     if verb is _quantize and parsed.scheme is not None and parsed.target_size is not None:
         parser.error("quantize takes --scheme or --target-size, not both")
+    if verb is _quantize and parsed.fit is not None and parsed.target_size is not None:
+        parser.error("quantize takes --fit with --scheme or --rule, not with --target-size")
     is_asked = verb is not _quantize or parsed.scheme is not None or parsed.target_size is not None
     if not is_asked and (parsed.include or not parsed.rule):
         parser.error("quantize needs --scheme, or rules that say all: --rule GLOB=SCHEME, or --target-size")
@@ -86,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     quantize.formatter_class = argparse.RawDescriptionHelpFormatter
     quantize.add_argument(
         "--scheme", type=_scheme, help="how what no rule speaks of is stored, such as int8 or 'int4(group_size=64)'"
+    )
+    quantize.add_argument(
+        "--fit",
+        choices=FITS,
+        help="how scales are found: from the range of each block (range), or by least squares (mse)",
     )
     quantize.add_argument(
         "--target-size",
@@ -319,6 +327,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         arguments.target,
         arguments.scheme,
         rules={glob: rules[glob] for glob, _ in arguments.rule},
+        fit=arguments.fit,
         include=arguments.include,
         exclude=arguments.exclude,
         format=arguments.format,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ def quantize_checkpoint(
     scheme: Scheme | str | None,
     *,
     rules: Mapping[str, Scheme | str | None] | None = None,
+    fit: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     format: str = "native",
@@ -69,9 +70,10 @@ def quantize_checkpoint(
     dimension and are never among them. With ``include`` the globs say instead. Before that, ``rules`` give what a glob
     matches another scheme, or ``None``, the first match wins; with a ``scheme`` of ``None`` they say all. ``exclude``
     takes away from either. A glob that matches any name of a tied group speaks for the group, which is quantized once.
-    Where ``format`` has a spelling of its own of a scheme (int8 of bitsandbytes), values are encoded in that. With
-    ``target_size`` (bytes of all tensors, or "4GB") what would get ``scheme`` gets one each, as ``tt.plan_quantize``
-    chooses them; ``show`` is given the plan before anything is written.
+    Where ``format`` has a spelling of its own of a scheme (int8 of bitsandbytes), values are encoded in that. ``fit``
+    is that of all schemes, which must have one. With ``target_size`` (bytes of all tensors, or "4GB") what would get
+    ``scheme`` gets one each, as ``tt.plan_quantize`` chooses them; ``show`` is given the plan before anything is
+    written.
 
     See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing or what cannot be
     quantized, and SchemeError if the scheme does not fit a shape or met values that are not finite.
@@ -80,7 +82,9 @@ def quantize_checkpoint(
 
     def resolved(one: Scheme | str | None) -> Scheme | None:
         made = None if one is None else resolve(one)
-        return made if made is None or not isinstance(written, Variant) else written.variant_of(made)
+        if made is not None and isinstance(written, Variant):
+            made = written.variant_of(made)
+        return made if made is None or fit is None else _fitted(made, fit)
 
     default, asked = resolved(scheme), {glob: resolved(one) for glob, one in (rules or {}).items()}
     holds_embeddings = not isinstance(written, AboutEmbeddings) or written.holds_embeddings
@@ -101,6 +105,13 @@ def quantize_checkpoint(
         ]
 
     return _transform(source, target, written, groups_of, max_shard_size, progress, "quantize")
+
+
+def _fitted(scheme: Scheme, fit: str) -> Scheme:
+    if not hasattr(scheme, "fit"):
+        said = f"its scales come from the range of a block, got fit {fit!r}"
+        raise SchemeError(said, name=scheme_to_text(scheme), fix="Take int8, int4 or nf4, or leave the fit out.")
+    return replace(scheme, fit=fit)  # type: ignore[type-var]
 
 
 def convert_checkpoint(

@@ -92,23 +92,90 @@ def encode_affine(
 
 
 def fit_affine(
-    x: Tensor, width: int, scale: Tensor, zero: Tensor | None, *, divides: bool, limits: tuple[int, int]
+    x: Tensor,
+    width: int,
+    ends: tuple[Tensor | None, Tensor],
+    ratios: tuple[float, ...],
+    *,
+    span: float,
+    unit: float,
+    scale_dtype: torch.dtype,
+    smallest: float,
+    divides: bool,
+    limits: tuple[int, int],
 ) -> Tensor | None:
-    """Return which candidate loses least in each run of ``x`` (R, K), as integers within ``limits``: (R, groups) uint8.
+    """Return which of the ``ratios`` of its extremes loses least in each run of ``x`` (R, K): (R, groups) uint8.
 
-    ``scale`` and ``zero`` are (candidates, R, groups). The error is the sum of squares, rounded to float32; the first
-    of equals is taken.
+    ``ends`` are the extremes, (R, groups) float32, the lower ones ``None`` where there is no zero point; ``limits`` are
+    those of the integers. The scale is the range over ``span``, at least ``smallest``, and a step ``unit`` of it. The
+    error is the sum of squares, rounded to float32; the first of equals is taken.
     """
-    library = library_for(x, scale)
-    if library is None or not can_read(x) or len(scale) > 64:
+    library, (low, high) = library_for(x, ends[1]), ends
+    if library is None or not can_read(x) or len(ratios) > _CANDIDATES:
         return None
-    scale, zero = scale.float().contiguous(), None if zero is None else zero.float().contiguous()
-    best = torch.empty(scale.shape[1:], dtype=torch.uint8)
+    low, high = None if low is None else low.contiguous(), high.contiguous()
+    parts, best = torch.tensor(ratios), torch.empty(high.shape, dtype=torch.uint8)
     library.fit_affine(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), None if zero is None else zero.data_ptr()),
-        *(len(scale), divides, *limits, best.data_ptr()),
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, None if low is None else low.data_ptr(), high.data_ptr()),
+        *(parts.data_ptr(), len(parts), span, unit, smallest, DTYPES[scale_dtype], divides, *limits, best.data_ptr()),
     )
     return best
+
+
+def fit_table(
+    x: Tensor, width: int, high: Tensor, ratios: tuple[float, ...], values: Tensor, thresholds: tuple[float, ...]
+) -> Tensor | None:
+    """Return which of the ``ratios`` of its largest magnitude, ``high`` (R, groups), loses least in each run of ``x``.
+
+    As ``fit_affine`` does, with the ascending ``values`` of a codebook and the ``thresholds`` between them.
+    """
+    library = library_for(x, high, values)
+    if library is None or not can_read(x) or len(ratios) > _CANDIDATES or len(values) > 16:
+        return None
+    high, parts, edges = high.contiguous(), torch.tensor(ratios), torch.tensor(thresholds)
+    best = torch.empty(high.shape, dtype=torch.uint8)
+    library.fit_table(
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, high.data_ptr(), parts.data_ptr(), len(parts)),
+        *(values.data_ptr(), edges.data_ptr(), len(values), best.data_ptr()),
+    )
+    return best
+
+
+_CANDIDATES = 32  # CANDIDATES of search.h
+
+
+def encode_biased(
+    x: Tensor, width: int, scale: Tensor, bias: Tensor, *, bias_first: bool, top: int, reach: int
+) -> Tensor | None:
+    """Return the codes up to ``top`` that decode nearest to ``x`` in the dtype of ``scale`` and ``bias``, (R, K) uint8.
+
+    ``reach`` is how far from the rounded position they are looked for.
+    """
+    library = library_for(x, scale)
+    if library is None or not can_read(x):
+        return None
+    (by, stride), its = _one_per_run(scale), _one_per_run(bias)[0]
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    library.encode_biased(
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, by.data_ptr(), its.data_ptr(), stride),
+        *(bias_first, top, reach, DTYPES[scale.dtype], codes.data_ptr()),
+    )
+    return codes
+
+
+def fit_biased(
+    x: Tensor, width: int, scale: Tensor, bias: Tensor, *, bias_first: bool, top: int, weights: tuple[float, ...]
+) -> Tensor | None:
+    """Return ``bias`` (R, groups) as ``half_quadratic`` moves it, a round for each of ``weights``."""
+    library = library_for(x, scale)
+    if library is None or not can_read(x):
+        return None
+    moved, by, rounds = bias.to(torch.float32, copy=True), scale.float().contiguous(), torch.tensor(weights)
+    library.fit_biased(
+        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, by.data_ptr(), moved.data_ptr()),
+        *(bias_first, top, DTYPES[bias.dtype], rounds.data_ptr(), len(rounds)),
+    )
+    return moved.to(bias.dtype)
 
 
 def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:

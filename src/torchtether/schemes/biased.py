@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .. import compiled
 from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
@@ -159,21 +160,16 @@ class Biased(Blocked):
         if self.fit == "range" or values.numel() == 0:
             return fitted
 
+        if self.fit == "hqq":
+            scale, bias = fitted["scale"], fitted["bias"]
+            moved = half_quadratic(grid, values, scale, bias, top=self._steps, bias_first=self.bias_first)
+            return {"scale": scale, "bias": moved}
+
         def rounded(x: Tensor, parts: Parts, start: int, stop: int) -> Tensor:
             x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))
             codes = self._nearest(x, scale, bias).to(self.arithmetic)
             return self._value(codes, scale, bias).float().reshape(stop - start, grid.columns)
 
-        if self.fit == "hqq":
-            own, step = fitted["bias"].float(), fitted["scale"].float().abs()
-            limit = torch.ones_like(step) if self.bias_first else step
-
-            def moved(now: Parts, distance: Tensor) -> dict[str, Tensor]:
-                bias = now["bias"].float() + (distance / step if self.bias_first else distance)
-                bias = torch.minimum(torch.maximum(bias, own - limit), own + limit)
-                return {"scale": now["scale"], "bias": bias.to(self.scale_dtype)}
-
-            return half_quadratic(grid, values, fitted, rounded, moved)
         middle, half = (low + high) / 2, (high - low) / 2
 
         def clipped(ratio: float) -> dict[str, Tensor]:
@@ -213,21 +209,28 @@ class Biased(Blocked):
         return near.reshape(size), far.reshape(size)
 
     def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
-        x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))
-        codes = self._nearest(x, scale, bias).reshape(stop - start, grid.columns)
-        pack_into(codes.to(torch.uint8), self.bits, out)
+        numbers = self._numbers(grid, parts, start, stop)
+        top, reach = self._steps, self._reach
+        codes = compiled.encode_biased(x, grid.run, *numbers, bias_first=self.bias_first, top=top, reach=reach)
+        if codes is None:
+            codes = self._nearest(*grid.align(x, *numbers)).reshape(stop - start, grid.columns).to(torch.uint8)
+        pack_into(codes, self.bits, out)
 
     def _numbers(self, grid: Grid, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return the scales and the biases of the rows, in ``arithmetic``."""
         scale, bias = (grid.pick(parts[name], start, stop).to(self.arithmetic) for name in ("scale", "bias"))
         return scale, bias
 
+    @property
+    def _reach(self) -> int:
+        """Return how far from the rounded position the nearest code may be: how many codes a rounding can merge."""
+        return 1 + int(self._steps * torch.finfo(self.arithmetic).eps)
+
     def _nearest(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         """Return the codes that decode nearest to ``x``; neighbours of the rounded position are tried too."""
         middle = self._position(x, scale.float(), bias.float()).round_().clamp_(0, self._steps)
         best, error = middle, self._error(middle, x, scale, bias)
-        reach = 1 + int(self._steps * torch.finfo(self.arithmetic).eps)  # how many codes a rounding can merge
-        for away in (sign * distance for distance in range(1, reach + 1) for sign in (-1, 1)):
+        for away in (sign * distance for distance in range(1, self._reach + 1) for sign in (-1, 1)):
             other = (middle + away).clamp_(0, self._steps)
             its = self._error(other, x, scale, bias)
             best, error = torch.where(its < error, other, best), torch.minimum(its, error)

@@ -322,6 +322,15 @@ class Codebook(TableUpdates):
         """Return, for each block, the part of ``amax`` under which its values lose least."""
         if 0 in values.shape:
             return amax
+        thresholds, order = self._nearest
+        if compiled.can_read(values):
+            is_whole = self.flat and values.numel() % self.block_size == 0  # blocks as rows of their own
+            rows_of = -1 if is_whole else 1 if self.flat else grid.rows
+            x = values.view(rows_of, self.block_size) if is_whole else values.view(rows_of, -1)
+            ascending = torch.tensor([self.table[code] for code in order])
+            found = compiled.fit_table(x, self.block_size, amax.view(len(x), -1), RATIOS, ascending, thresholds)
+            if found is not None:
+                return amax * torch.tensor(RATIOS)[found.int()].view(amax.shape)
         best = amax.clone()
         entries = best.view(-1) if self.flat else best.view(grid.rows, -1)
         for start, stop in flat_ranges(values.numel(), self.block_size) if self.flat else grid.chunks():
@@ -342,7 +351,8 @@ class Codebook(TableUpdates):
         ascending = torch.tensor([self.table[code] for code in order], device=x.device)
         nearest = count_above((x * reciprocal(wide)).contiguous(), thresholds)
         decoded = ascending.index_select(0, nearest.view(-1).int()).view(x.shape)
-        return fold((x - decoded * wide).square_(), self.block_size, x.dim() - 1, torch.sum)
+        squares = (x - decoded * wide).double().square_()  # the order of a sum then hardly matters
+        return fold(squares, self.block_size, x.dim() - 1, torch.sum).float()
 
     def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         if self.bits != 4:

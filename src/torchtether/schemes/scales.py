@@ -12,10 +12,15 @@ TINY = float(torch.finfo(torch.float32).tiny)
 """The smallest normal float32: a device that flushes subnormals must not turn a scale into 0."""
 
 
+def smallest_scale(dtype: torch.dtype) -> float:
+    """Return the smallest scale that is not rounded to 0 by ``dtype`` or by a device without subnormals."""
+    info = torch.finfo(dtype)
+    return max(TINY, info.smallest_normal * info.eps)  # the product: the smallest subnormal
+
+
 def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
     """Round ``scale`` to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
-    info = torch.finfo(dtype)
-    scale = scale.clamp_min(max(TINY, info.smallest_normal * info.eps))  # the product: the smallest subnormal
+    scale = scale.clamp_min(smallest_scale(dtype))
     stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
     if not torch.compiler.is_compiling() and not bool(torch.isfinite(stored).all()):
         raise SchemeError(

@@ -180,20 +180,23 @@ INLINE halving halved(const float *e) {
                      _mm256_setr_ps(e[0], e[14], e[12], e[10], e[8], e[6], e[4], e[2])};
 }
 
-/* How many of 15 thresholds lie below each of 32 products. */
+/* How many of 15 thresholds lie below each number, negative; and whether the middle one does. */
+INLINE __m256i halve(const halving *h, __m256 y, __m256 *is_high) {
+    __m256 above = *is_high = _mm256_cmp_ps(y, h->half, _CMP_GT_OQ);
+    __m256i code = _mm256_castps_si256(above);
+    above = _mm256_cmp_ps(y, _mm256_blendv_ps(h->first, h->third, above), _CMP_GT_OQ);
+    code = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
+    above = _mm256_cmp_ps(y, _mm256_permutevar8x32_ps(h->quarters, code), _CMP_GT_OQ);
+    code = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
+    above = _mm256_cmp_ps(y, _mm256_permutevar8x32_ps(h->eighths, code), _CMP_GT_OQ);
+    return _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
+}
+
+/* The same of each of 32 products. */
 INLINE void nearest_32(const halving *h, int dtype, const void *x, float by, uint8_t *to) {
+    __m256 is_high;
     __m256i codes[4];
-    for (int j = 0; j < 4; j++) {
-        __m256 y = _mm256_mul_ps(eight(x, dtype, 8 * j), _mm256_set1_ps(by));
-        __m256 above = _mm256_cmp_ps(y, h->half, _CMP_GT_OQ);
-        __m256i code = _mm256_castps_si256(above);
-        above = _mm256_cmp_ps(y, _mm256_blendv_ps(h->first, h->third, above), _CMP_GT_OQ);
-        code = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
-        above = _mm256_cmp_ps(y, _mm256_permutevar8x32_ps(h->quarters, code), _CMP_GT_OQ);
-        code = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
-        above = _mm256_cmp_ps(y, _mm256_permutevar8x32_ps(h->eighths, code), _CMP_GT_OQ);
-        codes[j] = _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
-    }
+    for (int j = 0; j < 4; j++) codes[j] = halve(h, _mm256_mul_ps(eight(x, dtype, 8 * j), _mm256_set1_ps(by)), &is_high);
     _mm256_storeu_si256((__m256i *)to, _mm256_sub_epi8(_mm256_setzero_si256(), signed_bytes(codes)));
 }
 

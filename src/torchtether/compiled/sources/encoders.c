@@ -59,6 +59,11 @@ static inline uint16_t to_bfloat16(float x) {
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
+/* as it is when it is stored */
+static inline float to_dtype(float x, int dtype) {
+    return dtype == FLOAT32 ? x : dtype == BFLOAT16 ? float_of((uint32_t)to_bfloat16(x) << 16) : from_half(to_half(x));
+}
+
 /* n elements of a tensor, from the index at, as float32 */
 static inline void fetch(const void *x, int dtype, count at, count n, float *restrict out) {
     if (dtype == FLOAT32) {
@@ -276,105 +281,8 @@ static void all_encode_nearest(const void *x, int dtype, count rows, count colum
 
 #include "encode.h"
 
-/* ---- searching ---------------------------------------------------------------------------------------------------- */
-
-#define CANDIDATES 64
-#define ROUGH 32
-#define TINY_SQUARES float_of(37u << 23) /* 2**-90: below it squares lose bits of float32 */
-
-/* The squared error of n numbers as integers of one scale and zero point. */
-static inline double squared_error(const float *restrict x, count n, float by, float zero, int divides, float lowest,
-                                   float highest) {
-    double sums[8] = {0};
-    float inverse = 1.0f / by;
-    for (count i = 0; i < n; i += 8) {
-        for (int j = 0; j < 8; j++) {
-            float y = divides ? x[i + j] / by : x[i + j] * inverse;
-            y = y + zero;
-            y = y < lowest ? lowest : y;
-            y = y > highest ? highest : y;
-            double error = (double)(x[i + j] - ((y + MAGIC) - MAGIC - zero) * by);
-            sums[j] += error * error;
-        }
-    }
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-
-/* The same but for what float32 sums and a reciprocal lose: at most SLACK of it, and LAST_BITS of the numbers' squares. */
-#define SLACK (1.0f / 8192)
-#define LAST_BITS float_of(87u << 23) /* 2**-40: squares of the last bits of numbers, where errors are nothing else */
-static inline float rough_error(const float *restrict x, count n, float by, float zero, float lowest, float highest) {
-    float sums[8] = {0}, inverse = 1.0f / by;
-#ifdef FAST
-    const __m256 scale = _mm256_set1_ps(by), factor = _mm256_set1_ps(inverse), shift = _mm256_set1_ps(zero);
-    const __m256 low = _mm256_set1_ps(lowest), high = _mm256_set1_ps(highest);
-    __m256 squares[ROUGH / 8] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (count i = 0; i < n; i += ROUGH)
-#pragma GCC unroll 4
-        for (int j = 0; j < ROUGH / 8; j++) {
-            __m256 number = _mm256_loadu_ps(x + i + 8 * j), code = _mm256_fmadd_ps(number, factor, shift);
-            code = _mm256_min_ps(_mm256_max_ps(code, low), high);
-            code = _mm256_round_ps(code, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-            number = _mm256_fnmadd_ps(_mm256_sub_ps(code, shift), scale, number);
-            squares[j] = _mm256_fmadd_ps(number, number, squares[j]);
-        }
-    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_add_ps(squares[0], squares[1]), _mm256_add_ps(squares[2], squares[3])));
-#else
-    for (count i = 0; i < n; i += ROUGH) {
-        for (int j = 0; j < ROUGH; j++) {
-            float y = x[i + j] * inverse + zero;
-            y = y < lowest ? lowest : y;
-            y = y > highest ? highest : y;
-            float error = x[i + j] - ((y + MAGIC) - MAGIC - zero) * by;
-            sums[j % 8] += error * error;
-        }
-    }
-#endif
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-
-/* n numbers from the index at, and zeros up to a multiple of ROUGH, whose error is 0; how many these are. */
-static inline count fetch_padded(const void *x, int dtype, count at, count n, float *to) {
-    fetch(x, dtype, at, n, to);
-    for (; n % ROUGH; n++) to[n] = 0;
-    return n;
-}
-
-/* Which of the candidates (scale and zero are (candidates, runs)) loses least in each run, by float32 of the squared error;
- * the first of equals.  Only those that may be the one are computed in full. */
-static void fit_affine(const void *x, int dtype, count rows, count columns, count width, const float *scale,
-                       const float *zero, count candidates, int divides, int lowest, int highest, uint8_t *best) {
-    float numbers[STRETCH], low = (float)lowest, high = (float)highest;
-    count runs = rows * ((columns + width - 1) / width);
-    if (candidates > CANDIDATES) candidates = CANDIDATES;
-    for (count row = 0; row < rows; row++) {
-        for (count start = 0; start < columns; start += width, scale++, zero += zero != 0, best++) {
-            float rough[CANDIDATES] = {0}, bound, found = 0;
-            count end = least(start + width, columns), n;
-            for (count at = start; at < end; at += STRETCH) {
-                n = fetch_padded(x, dtype, row * columns + at, least(STRETCH, end - at), numbers);
-                for (count c = 0; c < candidates; c++)
-                    rough[c] += rough_error(numbers, n, scale[c * runs], zero ? zero[c * runs] : 0.0f, low, high);
-            }
-            bound = rough[0];
-            for (count c = 1; c < candidates; c++) bound = rough[c] < bound ? rough[c] : bound;
-            float reach = scale[0] * (high - low + 1), lost = (float)(end - start) * (reach * reach) * LAST_BITS;
-            bound = bound > TINY_SQUARES ? bound * (1 + 4 * SLACK) + lost : float_of(0x7f800000);
-            count close = 0;
-            for (count c = candidates; c-- > 0;)
-                if (!(rough[c] > bound)) *best = (uint8_t)c, close++;
-            for (count c = *best, first = c; close > 1 && c < candidates; c++) {
-                if (rough[c] > bound) continue;
-                double error = 0;
-                for (count at = start; at < end; at += STRETCH) {
-                    if (end - start > STRETCH) n = fetch_padded(x, dtype, row * columns + at, least(STRETCH, end - at), numbers);
-                    error += squared_error(numbers, n, scale[c * runs], zero ? zero[c * runs] : 0.0f, divides, low, high);
-                }
-                if (c == first || (float)error < found) *best = (uint8_t)c, found = (float)error;
-            }
-        }
-    }
-}
+#include "search.h"
+#include "biased.h"
 
 /* ---- codes to numbers ------------------------------------------------------------------------------------------ */
 
@@ -440,6 +348,9 @@ const encoders NAME(LEVEL) = {
     .encode_float8 = all_encode_float8,
     .encode_nearest = all_encode_nearest,
     .fit_affine = fit_affine,
+    .fit_table = fit_table,
+    .encode_biased = encode_biased,
+    .fit_biased = fit_biased,
     .encode = encode,
     .encode_file = encode_file,
     .decode_affine = all_decode_affine,

@@ -34,8 +34,17 @@ typedef struct {
     void (*encode_nearest)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                            count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
                            const uint8_t *order, uint8_t *out, count out_stride);
-    void (*fit_affine)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
-                       const float *zero, count candidates, int divides, int lowest, int highest, uint8_t *best);
+    /* those below do the rows from `begin` to `rows` */
+    void (*fit_affine)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *low, const float *high,
+                       const float *ratios, int candidates, float span, float unit, float smallest, int kept, int divides,
+                       int lowest, int highest, uint8_t *best);
+    void (*fit_table)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *high, const float *ratios,
+                      int candidates, const float *values, const float *edges, int size, uint8_t *best);
+    void (*encode_biased)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *scale,
+                          const float *bias, count scale_stride, int bias_first, int top, int reach, int arithmetic,
+                          uint8_t *out);
+    void (*fit_biased)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *scale, float *bias,
+                       int bias_first, int top, int kept, const float *weights, count rounds);
     int (*encode)(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes);
     int (*encode_file)(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale,
                        uint8_t *zero, uint8_t *codes);

@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -134,6 +135,7 @@ template <class T> PyTypeObject* add_class(PyObject* module, const char* name, n
 Layout* layout_in(PyObject* object) { return Py_TYPE(object) == layout_type ? &((LayoutObject*)object)->layout : nullptr; }
 
 #include "tensors.h"
+#include "threads.h"
 #include "dispatcher.h"
 #include "calls.h"
 #include "entries.h"
@@ -170,6 +172,31 @@ template <class R, class... A> PyObject* check_count(R (*function)(A...), PyObje
 
 template <auto member> PyObject* loop(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return check_count(level->loops->*member, given, count);
+}
+
+// The same by several threads, each with some of the rows: the third and the fourth argument say which.
+template <class... A, size_t... I>
+PyObject* share_rows(void (*function)(A...), PyObject* const* given, std::index_sequence<I...>) {
+    std::tuple<A...> arguments;
+    (from(given[I], &std::get<I>(arguments)), ...);
+    if (PyErr_Occurred()) return nullptr;
+    const int64_t rows = std::get<3>(arguments), columns = std::get<4>(arguments);
+    aside(true, [&] {
+        in_threads(rows, columns < 16384 ? 16384 / columns : 1, rows * columns > 65536, [&](Shares& shares) {
+            auto mine = arguments;
+            while (shares.take(&std::get<2>(mine), &std::get<3>(mine))) function(std::get<I>(mine)...);
+        });
+    });
+    return none();
+}
+
+template <class... A> PyObject* check_shared(void (*function)(A...), PyObject* const* given, Py_ssize_t count) {
+    if (count != sizeof...(A)) return refuse("a loop over rows is given another number of arguments than it takes");
+    return or_memory_error([&] { return share_rows(function, given, std::index_sequence_for<A...>()); });
+}
+
+template <auto member> PyObject* shared_loop(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    return check_shared(level->loops->*member, given, count);
 }
 
 // -- the module -------------------------------------------------------------------------------------------------------------
@@ -211,6 +238,7 @@ PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t count) {
 #define TEXT(word) TEXT_OF(word)
 #define METHOD(name, function) {name, (PyCFunction)(void*)(function), METH_FASTCALL, nullptr}
 #define LOOP(name) METHOD(#name, loop<&encoders::name>)
+#define SHARED(name) METHOD(#name, shared_loop<&encoders::name>)
 PyMethodDef METHODS[] = {
     METHOD("bind", bind),
     METHOD("linear", enter_linear),
@@ -224,7 +252,10 @@ PyMethodDef METHODS[] = {
     LOOP(encode_affine),
     LOOP(encode_float8),
     LOOP(encode_nearest),
-    LOOP(fit_affine),
+    SHARED(fit_affine),
+    SHARED(fit_table),
+    SHARED(encode_biased),
+    SHARED(fit_biased),
     LOOP(encode),
     LOOP(encode_file),
     LOOP(decode_affine),
