@@ -7,6 +7,7 @@ of memory for an input of some kilobytes, more than ten seconds, or the end of t
 import argparse
 import hashlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -59,12 +60,12 @@ def run_group(names, seconds, given):
         options += ["--corpus", str(given.corpus)] if given.corpus else []
         command = [sys.executable, "-m", "tests.fuzzing", *options]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        counts = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("stat::number_of_executed")]
-        total += int(counts[0]) if counts else 0
-        print(f"{', '.join(names)}: {counts[0] if counts else '?'} inputs", flush=True)
-        if not counts:
+        counts = re.findall(r"^(?:#|stat::number_of_executed_units: )(\d+)", done.stderr, re.M)
+        total += int(counts[-1]) if counts else 0
+        print(f"{', '.join(names)}: {counts[-1] if counts else 0} inputs", flush=True)
+        if "stat::" not in done.stderr:
             print(done.stderr[-3000:], file=sys.stderr, flush=True)
-            (given.finds / f"ended-{int(time.time())}.txt").write_text(done.stderr[-3000:])
+            (given.finds / f"ended-{'+'.join(names)}-{int(time.time())}.txt").write_text(done.stderr[-3000:])
     return total
 
 
@@ -99,7 +100,7 @@ def fuzz(names, seconds, finds, kept):
                 seen.add(where)
                 path = finds / f"{name.decode()}-{hashlib.sha256(where.encode()).hexdigest()[:10]}"
                 path.write_bytes(payload)
-                path.with_suffix(".txt").write_text(traceback.format_exc())
+                path.with_suffix(".txt").write_text(traceback.format_exc(), errors="backslashreplace")
 
     def mutate(data, longest, seed, other=None):
         name, _, payload = data.partition(b":")

@@ -352,7 +352,7 @@ def format(data):
     files = {name: one for name, one in given["beside"].items() if isinstance(one, dict)}
     found_record = parse_record(metadata[KEY], fake.tensors, name="x") if KEY in metadata else Record()
     made, found, entries = recognise(Contents(fake.tensors, metadata, found_record, files, fake.read))
-    assert all("\n" not in what for what in found.faults.values())
+    assert all("\n" not in what and what.encode() for what in found.faults.values())
     for name, entry in entries.items():
         assert name not in found.faults
         layouts = tuple((role, fake.tensors[key]) for role, key in entry.keys.items())
