@@ -142,10 +142,7 @@ def header(data):
 
 
 def record(data):
-    found = parse_record(data.decode("utf-8", "replace"), stored(), name="x")
-    found.metadata()
-    for tie in found.ties:
-        assert all(isinstance(name, str) for name in tie.names)
+    parse_record(data.decode("utf-8", "replace"), stored(), name="x").metadata()
 
 
 def index(data):
