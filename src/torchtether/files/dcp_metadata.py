@@ -67,8 +67,8 @@ class MetadataUnpickler(_UnpicklerInPython):  # type: ignore[misc]
     """
 
     stack: list[Any]
-    dispatch: ClassVar = {  # without sets, whose items would be hashed too
-        code: run for code, run in _UnpicklerInPython.dispatch.items() if code not in b"\x8f\x90\x91"
+    dispatch: ClassVar = {  # without sets, whose items would be hashed too, and bytearrays, filled before they are read
+        code: run for code, run in _UnpicklerInPython.dispatch.items() if code not in b"\x8f\x90\x91\x96\x97\x98"
     }
 
     def load_setitems(self) -> None:
