@@ -159,8 +159,8 @@ def _private_uses(path, own):
                 yield node.attr, node.lineno
 
 
-OF_PYTHON = {"_getframe", "_exit", "_fields", "_asdict", "_replace", "_at_fork_reinit", "_slotnames"}
-"""Names of Python's own that begin with an underscore: frames, named tuples, fork, slots."""
+OF_PYTHON = {"_getframe", "_exit", "_fields", "_asdict", "_replace", "_at_fork_reinit", "_slotnames", "_Unpickler"}
+"""Names of Python's own that begin with an underscore: frames, named tuples, fork, slots, pickle's twin of its C."""
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(SOURCE)))

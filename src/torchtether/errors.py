@@ -40,7 +40,8 @@ class TetherError(Exception):
         text = f"{name}: {what}" if name else what
         if fix:
             text = f"{text.rstrip('.')}. {fix}"
-        super().__init__(" ".join(text.split()))
+        line = " ".join(text.split())
+        super().__init__(line.encode(errors="backslashreplace").decode())  # JSON can spell half a character: print it
 
     def named(self, name: str) -> TetherError:
         """Return the same error about ``name``; a name that is already there stays."""

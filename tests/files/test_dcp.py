@@ -151,10 +151,10 @@ def retype(metadata):
     ("change", "said"),
     [
         (lie("relative_path", "../folder/__0_0.distcp"), "is said to be in"),
-        (lie("relative_path", "gone.distcp"), "cannot be read"),
-        (lie("offset", 10**9), "cannot be read"),
+        (lie("relative_path", "gone.distcp"), "is not there"),
+        (lie("offset", 10**9), "is said to take"),
         (lie("offset", -5), "bad sizes"),
-        (lie("length", 40), "cannot be read"),
+        (lie("length", 40), "is said to take"),
         (lie("transform_descriptors", ["zip"]), "compressed"),
         (grow, "hold 24 of 30 elements"),
         (twice, "overlap"),

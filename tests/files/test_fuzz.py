@@ -68,13 +68,6 @@ def test_mutated_bytes(valid, tmp_path_factory, edits, cut):
     open_and_read(tmp_path_factory.getbasetemp() / "fuzz.safetensors", mutated(valid, edits, cut))
 
 
-@pytest.mark.slow
-@settings(max_examples=5_000)
-@given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
-def test_many_mutated_bytes(valid, tmp_path_factory, edits, cut):
-    open_and_read(tmp_path_factory.getbasetemp() / "fuzz.safetensors", mutated(valid, edits, cut))
-
-
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -262,13 +255,6 @@ def one_gguf(valid_gguf, tmp_path_factory, edits, cut):
 @settings(max_examples=300)
 @given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
 def test_mutated_gguf(valid_gguf, tmp_path_factory, edits, cut):
-    one_gguf(valid_gguf, tmp_path_factory, edits, cut)
-
-
-@pytest.mark.slow
-@settings(max_examples=5_000)
-@given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
-def test_many_mutated_gguf(valid_gguf, tmp_path_factory, edits, cut):
     one_gguf(valid_gguf, tmp_path_factory, edits, cut)
 
 

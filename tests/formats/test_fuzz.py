@@ -4,11 +4,9 @@ Whatever is asked of one, the answer is tensors of the shapes that were promised
 the file and the key; and a model into which it could not be loaded is as it was.
 """
 
-import contextlib
 import json
 import math
 import struct
-import sys
 import warnings
 from pathlib import Path
 
@@ -19,6 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchtether as tt
+from tests.fuzzing.limits import little_memory
+from tests.fuzzing.mutators import ODD as ODD_VALUES
 from torchtether.files.dtypes import DTYPES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -93,23 +93,6 @@ def check(sample, folder):
         return _read(folder) + _load(sample, folder)
 
 
-@contextlib.contextmanager
-def little_memory():
-    """Inside, whoever asks for much more memory than a sample and a few threads take gets an error that is not ours."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (taken + 2**30, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
 def _read(folder):
     try:
         checkpoint = tt.open(folder)
@@ -155,13 +138,7 @@ def _load(sample, folder):
 
 # -- mutations --------------------------------------------------------------------------------------------------------
 
-_ODD = [
-    *(None, True, False, -1, 0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 64, 128, 2**31, 2**40, 2**63, 2**64, 10**400),
-    *(1.5, -0.0, 1e300, math.nan, math.inf, "", "x", "4", "int4", "re:[", "\ud800", "a\nb"),
-    *([], {}, [None], [[]], [{}], {"": None}, [1, 2], [-1, 0], [2**40, 2**40], [128, 128], ["x"]),
-    *("gptq", "awq", "fp8", "group", "channel", "tensor", "float", "Linear", "gemm", "marlin"),
-]
-ODD = st.sampled_from(_ODD)
+ODD = st.sampled_from(ODD_VALUES)
 
 
 def _paths(value, path=()):
@@ -357,7 +334,7 @@ def test_a_description_of_a_plain_tensor_that_cannot_be_is_a_fault(folder):
     assert "not a list of names" in _faulty("self_attn.q_proj.bias", folder)
 
 
-@pytest.mark.parametrize("odd", _ODD, ids=lambda odd: repr(odd)[:20])
+@pytest.mark.parametrize("odd", ODD_VALUES, ids=lambda odd: repr(odd)[:20])
 def test_every_field_of_a_quant_state_may_be_anything(folder, odd):
     """The one JSON text that a tensor holds; also bytes that are no JSON, and JSON without an end."""
     given = Sample("bnb_nf4_dq_bf16")

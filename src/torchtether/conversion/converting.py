@@ -89,8 +89,7 @@ def convert(
                 exchange.put(member.tensor, converted(member.tensor, dtype, place))
                 continue
             span = converted(span_tensor(component), dtype, place)
-            for member in component.members:
-                exchange.put(member.tensor, member_view(span, member))
+            exchange.put_together((member.tensor, member_view(span, member)) for member in component.members)
     return model
 
 

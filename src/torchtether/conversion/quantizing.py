@@ -136,8 +136,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
 
 def _put(exchange: Exchange, members: Sequence[Member], made: list[Any]) -> None:
     """Put the contents; apart, so that no variable keeps old ones alive while the next tensor is made."""
-    for member, new in zip(members, made, strict=True):
-        exchange.put(member.tensor, new)
+    exchange.put_together((member.tensor, new) for member, new in zip(members, made, strict=True))
 
 
 def _is_held_in(component: Component, scheme: Scheme) -> bool:

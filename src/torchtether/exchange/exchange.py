@@ -165,33 +165,54 @@ class Exchange:
         now on; with ``is_own`` nobody else has it, and it may become anything.  With ``replaced``, which names what the
         class of ``held`` keeps on it, class, shape and these attributes go.
         """
-        if id(held) not in self._checked:
-            self.check([held], stay_weights=can_put(held, new))
-        if new is held:
-            return
-        if new.shape != held.shape and replaced is None:
-            raise ConversionError(
-                f"holds shape {tuple(held.shape)}, its new contents have {tuple(new.shape)}",
-                name=self.name(held),
-                fix="Give contents of the same shape.",
-            )
-        if self._journal is None and is_simple(held, new):
+        is_ready = id(held) in self._checked and new is not held and held.shape == new.shape
+        if self._journal is None and is_ready and is_simple(held, new):
             self._swap(held, as_class(type(held), new, held.requires_grad))
-            return
+        else:
+            self.put_together([(held, new)], is_own=is_own, replaced=replaced)
+
+    def put_together(
+        self,
+        pairs: Iterable[tuple[Tensor, Tensor]],
+        *,
+        is_own: bool = False,
+        replaced: Collection[str] | None = None,
+    ) -> None:
+        """Put each of several tensors, such as those that share memory, as ``put`` does: after an error none of them.
+
+        All that needs memory, the grads too, is made before the first of them changes.
+        """
+        made = []
+        for held, new in pairs:
+            if id(held) not in self._checked:
+                self.check([held], stay_weights=can_put(held, new))
+            if new is held:
+                continue
+            if new.shape != held.shape and replaced is None:
+                raise ConversionError(
+                    f"holds shape {tuple(held.shape)}, its new contents have {tuple(new.shape)}",
+                    name=self.name(held),
+                    fix="Give contents of the same shape.",
+                )
+            try:
+                made.append((held, replace(held, new, is_own=is_own, replaced=replaced)))
+            except TetherError as error:
+                raise error.named(self.name(held)) from None
+        begun, noted = [], []
         try:
-            replacement = replace(held, new, is_own=is_own, replaced=replaced)
-        except TetherError as error:
-            raise error.named(self.name(held)) from None
-        if self._journal is not None:
-            self._journal.append(replacement.undo)  # before the first step, so that any of them can be taken back
-        change = (held, held.dtype, held.device)
-        noted = self._changes.setdefault(id(held), change)  # first: state follows, whenever an interrupt comes
-        try:
-            replacement.apply()
+            for held, replacement in made:
+                if self._journal is not None:
+                    self._journal.append(replacement.undo)  # before the first step, so that any can be taken back
+                begun.append(replacement)
+                if id(held) not in self._changes:
+                    noted.append(id(held))
+                    self._changes[id(held)] = (held, held.dtype, held.device)  # first: state follows at any interrupt
+                replacement.apply()
         except BaseException:
-            replacement.undo()  # in either mode no object is left half exchanged
-            if noted is change:
-                del self._changes[id(held)]
+            for replacement in reversed(begun):
+                replacement.undo()  # in either mode nothing is left half exchanged
+            for key in noted:
+                self._changes.pop(key, None)
             raise
 
     def _swap(self, held: Tensor, shell: Tensor) -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +23,15 @@ from ..geometry.views import Shape
 from ..torch_private.tensors import checkpoint_offset_of
 from ..weights.spec import WeightSpec
 from .batch import Buffer
+from .dcp_metadata import MetadataUnpickler
 from .dtypes import CODES
-from .header import Header, Stored
+from .header import HEADER_LIMIT, Header, Stored
 from .memory import memory_of
 from .opening import open_file
 from .pickle_calls import check_calls
 from .reader import TensorFile
 from .record import KEY, layout_of, part_key
+from .strict_json import short_repr
 
 METADATA = ".metadata"
 """The file in such a folder that says what the others hold."""
@@ -39,56 +40,6 @@ OPTIMIZER = "torchtether.optimizer."
 """How the keys begin under which we store an optimizer's state."""
 
 _LIMIT = 2**30  # bytes of a .metadata file; that of a model of 10,000 tensors on 1,000 ranks has some hundred million
-
-
-class _Bag:
-    """Stands for a dataclass of torch.distributed.checkpoint: its fields, and no code."""
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.__dict__["values"] = state
-
-
-def _ignored(*given: Any) -> None:
-    """Ignore what a pickle says of layouts and memory formats."""
-
-
-_BAGS = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex"
-        " StorageMeta"
-    ).split(),
-    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-}
-_IGNORED = {
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    *(
-        (module, name)
-        for module in ("pathlib", "pathlib._local")  # the latter is what Python 3.13 writes
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
-    ),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes that the metadata is made of, as bags of fields, and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _BAGS.get(module, ()):
-            return _Bag
-        if (module, name) in _IGNORED:
-            return _ignored
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 @dataclass
@@ -134,6 +85,7 @@ class DcpFile(TensorFile):
         self._dtypes: dict[str, torch.dtype] = {}
         self._shapes: dict[str, Shape] = {}
         self._open: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
         self._folder = Path(path)
         super().__init__(self._folder / METADATA)
@@ -145,7 +97,7 @@ class DcpFile(TensorFile):
             if size > _LIMIT:
                 raise CheckpointError(f"its metadata takes {size} bytes", name=str(self._folder))
             with os.fdopen(os.dup(self._descriptor), "rb") as file:
-                found = _Unpickler(file).load()
+                found = MetadataUnpickler(file).load()
             tensors = self._tensors(found)
         except CheckpointError:
             raise
@@ -155,6 +107,8 @@ class DcpFile(TensorFile):
         record = tensors.pop(KEY, None)
         if record is None or self._prefix:
             return Header(tensors, {})
+        if record.nbytes > HEADER_LIMIT:
+            raise CheckpointError(f"its record takes {record.nbytes} bytes", name=str(self._folder))
         text = bytearray(record.nbytes)
         self._fill(KEY, memoryview(text), 0)
         noted = text.decode("utf-8", "replace")
@@ -163,8 +117,8 @@ class DcpFile(TensorFile):
     def _tensors(self, found: Any) -> dict[str, Stored]:
         places = {}
         for index, info in found.storage_data.items():
-            if getattr(index, "offset", None) is not None:  # what is no tensor has none
-                places[index.fqn, tuple(index.offset)] = info
+            if getattr(index, "offset", None) is not None and isinstance(index.fqn, str):  # what is no tensor has none
+                places[index.fqn, _counts(index.offset, f"{self._folder}: {index.fqn}")] = info
         tensors: dict[str, Stored] = {}
         at = 0
         for name in sorted(found.state_dict_metadata):
@@ -176,13 +130,28 @@ class DcpFile(TensorFile):
                 continue
             key, where = name.removeprefix(self._prefix), f"{self._folder}: {name}"
             dtype, shape = _kind(entry.properties), _counts(entry.size, where)
-            if dtype not in CODES:
-                raise CheckpointError(f"it has dtype {dtype}, which cannot be read", name=where)
+            if not isinstance(dtype, torch.dtype) or dtype not in CODES:
+                raise CheckpointError(f"it has dtype {short_repr(dtype)}, which cannot be read", name=where)
             self._chunks[key] = self._chunks_of(name, entry.chunks, shape, places, where)
             self._dtypes[key], self._shapes[key] = dtype, shape
+            for chunk in self._chunks[key]:
+                self._check_place(chunk, math.prod(chunk.sizes) * dtype.itemsize, where)
             tensors[key] = Stored(dtype, shape, at)
             at += tensors[key].nbytes
         return tensors
+
+    def _check_place(self, chunk: _Chunk, nbytes: int, where: str) -> None:
+        """Raise CheckpointError unless the file of ``chunk`` is there and can hold its ``nbytes`` bytes of values."""
+        size = self._sizes.get(chunk.file)
+        if size is None:
+            path = self._folder / chunk.file
+            if not path.is_file():
+                what = "not a file to read" if path.exists() else "not there"
+                raise CheckpointError(f"its chunk is in {chunk.file}, which is {what}", name=where)
+            size = self._sizes[chunk.file] = path.stat().st_size
+        if nbytes > chunk.nbytes or chunk.start + chunk.nbytes > size:
+            what = f"its chunk of {nbytes} bytes is said to take {chunk.nbytes} from byte {chunk.start} of {chunk.file}"
+            raise CheckpointError(f"{what}, which has {size}", name=where, fix="Fetch the whole file.")
 
     def _chunks_of(
         self, name: str, given: Sequence[Any], shape: Shape, places: Mapping[Any, Any], where: str
@@ -201,7 +170,7 @@ class DcpFile(TensorFile):
                 raise CheckpointError(f"its chunk at {offsets} {what}", name=where)
             file = info.relative_path
             if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"its chunk is said to be in {str(file)[:80]!r}", name=where)
+                raise CheckpointError(f"its chunk is said to be in {short_repr(file)}", name=where)
             start, nbytes = _counts((info.offset, info.length), where)
             chunks.append(_Chunk(offsets, sizes, file, start, nbytes))
         if _is_overlapping(chunks):
@@ -339,7 +308,7 @@ def _kind(properties: Any) -> Any:
 def _counts(values: Any, where: str) -> tuple[int, ...]:
     found = tuple(values)
     if len(found) > 64 or not all(type(value) is int and 0 <= value < 2**60 for value in found):
-        raise CheckpointError(f"{METADATA} holds the bad sizes {str(found)[:80]}", name=where)
+        raise CheckpointError(f"{METADATA} holds the bad sizes {short_repr(found)}", name=where)
     return found
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 
 _LIMIT = 2**23
 """Instructions: those of about two hundred thousand tensors. Each can take Python some hundred bytes."""
+
+_TUPLE_LIMIT = 2**12
+"""Values in a tuple, tuples within it counted whole: forty instructions make one of 2**40, which nobody can hash."""
 
 _CALLED = {
     "collections.OrderedDict",
@@ -31,6 +34,8 @@ _CALLED = {
 _CALLS = {"REDUCE", "NEWOBJ"}
 _GETS = {"BINGET", "LONG_BINGET"}
 _PUTS = {"BINPUT", "LONG_BINPUT"}
+_TUPLES = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+_TEXTS = {"BINUNICODE", "SHORT_BINSTRING"}
 _OTHERS = set(
     "PROTO STOP MARK GLOBAL BINPERSID BUILD APPEND APPENDS SETITEM SETITEMS EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET"
     " TUPLE TUPLE1 TUPLE2 TUPLE3 NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE"
@@ -38,31 +43,53 @@ _OTHERS = set(
 )
 
 
+class _Value(NamedTuple):
+    """Stands for a value on the stack of the unpickler."""
+
+    name: str = ""
+    """The full name of a global; empty for anything else."""
+    text: str = ""
+    """What a string says; empty for anything else."""
+    parts: tuple[_Value, ...] = ()
+    """What is in a tuple."""
+    size: int = 1
+    """How many values a tuple holds, those in its tuples and itself counted; 1 for anything else."""
+
+
+_ANYTHING = _Value()
+
+
 def check_calls(pickle: bytes, *, name: str) -> None:
     """Raise CheckpointError if reading ``pickle`` would call what a state dict has no need of.
 
-    ``weights_only`` runs nothing foreign, but lets a file call ``bytearray(2**40)``, or ``torch.Tensor``.
+    ``weights_only`` runs nothing foreign, but lets a file call ``bytearray(2**40)``, or ``torch.Tensor``. Nor may it
+    hold a tuple that takes for ever to hash or to print.
     """
-    for called in _calls(pickle, name):
+    for called, given in _calls(pickle, name):
         if called == "torch._utils._rebuild_sparse_tensor":  # torch 2.15 cannot load one to meta
             raise CheckpointError("it holds a sparse tensor", name=name, fix="Save it with .to_dense(), or without it.")
         if called not in _CALLED:
             raise CheckpointError(
                 f"it calls {called}, which no state dict needs", name=name, fix="Save model.state_dict() alone."
             )
+        if called == "_codecs.encode" and [part.text for part in given.parts[1:]] != ["latin1"]:
+            raise CheckpointError(
+                "it encodes text by a codec that pickle does not use", name=name
+            )  # some are quadratic
 
 
-def _calls(pickle: bytes, name: str) -> Iterator[str]:
-    """Yield each callable by its full name; a stack of names and ``""`` stands for that of the unpickler."""
-    stack: list[str] = []
+def _calls(pickle: bytes, name: str) -> Iterator[tuple[str, _Value]]:
+    """Yield each callable by its full name, and what it is called with; runs on stand-ins for the values."""
+    stack: list[_Value] = []
     marks: list[int] = []
-    memo: dict[int, str] = {}
+    memo: dict[int, _Value] = {}
     argument: Any
     for count, (code, argument, _) in enumerate(pickletools.genops(pickle)):
         if count > _LIMIT:
             raise CheckpointError(f"its pickle has more than {_LIMIT} instructions", name=name)
+        taken: list[_Value] = []
         if code.name in _CALLS:
-            yield stack[-2] or "what it has made itself"
+            yield stack[-2].name or "what it has made itself", stack[-1]
         elif code.name in _PUTS:
             memo[argument] = stack[-1]
             continue
@@ -71,13 +98,23 @@ def _calls(pickle: bytes, name: str) -> Iterator[str]:
         if code.name == "MARK":
             marks.append(len(stack))
         elif pickletools.markobject in code.stack_before:
-            del stack[marks.pop() - code.stack_before.index(pickletools.markobject) :]
+            start = marks.pop()
+            taken = stack[start:]
+            del stack[start - code.stack_before.index(pickletools.markobject) :]
         elif code.stack_before:
+            taken = stack[-len(code.stack_before) :]
             del stack[-len(code.stack_before) :]
         if code.name == "GLOBAL":
             module, _, attribute = argument.partition(" ")
-            stack.append(f"{'builtins' if module == '__builtin__' else module}.{attribute}")
+            stack.append(_Value(f"{'builtins' if module == '__builtin__' else module}.{attribute}"))
         elif code.name in _GETS:
             stack.append(memo[argument])
+        elif code.name in _TUPLES:
+            size = 1 + sum(part.size for part in taken)
+            if size > _TUPLE_LIMIT:
+                raise CheckpointError(f"a tuple in its pickle holds more than {_TUPLE_LIMIT} values", name=name)
+            stack.append(_Value(parts=tuple(taken), size=size))
+        elif code.name in _TEXTS:
+            stack.append(_Value(text=argument))
         elif code.name != "MARK":
-            stack += [""] * len(code.stack_after)
+            stack += [_ANYTHING] * len(code.stack_after)

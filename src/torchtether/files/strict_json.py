@@ -26,6 +26,7 @@ _UNMARKED = bytes(byte for byte in range(256) if byte not in b'"{}[],:')
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlist = _SHORT.maxtuple = 10
+_SHORT.maxlevel = 3  # a pickle can put one list into another ten times, and that one again
 _HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 
 

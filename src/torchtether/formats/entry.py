@@ -154,7 +154,8 @@ class Found:
 
     def fault(self, name: str, what: str, keys: Mapping[str, str] | None = None) -> None:
         """Record that ``name`` cannot be read because of ``what``; its ``keys`` are no tensors of the model either."""
-        self.faults.setdefault(name, " ".join(what.split()))  # one line, whatever the file has put into it
+        line = " ".join(what.split())  # one, whatever the file has put into it
+        self.faults.setdefault(name, line.encode(errors="backslashreplace").decode())
         self.spare.update((keys or {}).values())
 
 

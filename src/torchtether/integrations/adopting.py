@@ -74,8 +74,9 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
         for component, tie, foreign, bias in tensors:
             exchange.safe_point()
             weight = Weight(exchange.during(foreign.parts), foreign.spec.replace(tie=tie))
-            for member in component.members:
-                exchange.put(member.tensor, weight, replaced=foreign.attributes)
+            exchange.put_together(
+                ((member.tensor, weight) for member in component.members), replaced=foreign.attributes
+            )
             if bias is not None:
                 exchange.put(bias, bias.detach().to(weight.dtype))
             keep_loading(model, exchange, component.names)

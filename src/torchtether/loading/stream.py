@@ -96,14 +96,12 @@ def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer
         exchange.check([member.tensor for component in components for member in component.members])
         for component in components:
             span = span_tensor(component).to(places[component.names[0]])
-            for member in component.members:
-                exchange.put(member.tensor, member_view(span, member))
+            exchange.put_together((member.tensor, member_view(span, member)) for member in component.members)
 
 
 def _put(exchange: Exchange, step: Step, contents: Sequence[Tensor]) -> None:
     """Put ``contents`` into the members: a function of its own, so that no variable keeps them alive afterwards."""
-    for member, new in zip(step.component.members, contents, strict=True):
-        exchange.put(member.tensor, new)
+    exchange.put_together((member.tensor, new) for member, new in zip(step.component.members, contents, strict=True))
 
 
 def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:

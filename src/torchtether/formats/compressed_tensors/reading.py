@@ -347,7 +347,7 @@ def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int 
     size = args.group_size
     if strategy == "group" and size is None:
         groups = stored.shape[-1]
-        if columns % max(groups, 1) or not groups:
+        if not groups or not columns or columns % groups:
             raise Fault(
                 f"its weight_scale has {groups} groups for {columns} columns; group_size in config.json is missing"
             )

@@ -1,0 +1,105 @@
+"""The pickle that torch.distributed.checkpoint writes as ``.metadata``, read without running anything it names."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, ClassVar
+
+import torch
+
+
+class _Bag:
+    """Stands for a dataclass of torch.distributed.checkpoint: its fields, and no code."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.__dict__["values"] = state
+
+
+class _Ignored:
+    """Ignores what a pickle says of layouts and memory formats; no instruction can set anything on it."""
+
+    __slots__ = ()
+
+    def __call__(self, *given: Any) -> None:
+        """Return nothing, whatever is given."""
+
+
+_IGNORE = _Ignored()
+
+
+def _empty_dict() -> dict[Any, Any]:
+    """Return an OrderedDict as a pickle calls for it; what it holds comes afterwards, key by key."""
+    return {}
+
+
+_KEYS = (str, int, _Bag)
+"""What the keys of a dict can be: short to hash and to print."""
+
+_BAGS = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex"
+        " StorageMeta"
+    ).split(),
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+}
+_IGNORED = {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    *(
+        (module, name)
+        for module in ("pathlib", "pathlib._local")  # the latter is what Python 3.13 writes
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+    ),
+}
+
+
+_UnpicklerInPython: Any = pickle._Unpickler
+
+
+class MetadataUnpickler(_UnpicklerInPython):  # type: ignore[misc]
+    """Knows the classes that the metadata is made of, as bags of fields, and no others.
+
+    It is Python's own in Python: that in C keeps a list as long as the largest number of a PUT, which a file of ten
+    bytes makes fill the memory, and hashes any key, which takes for ever where tuples hold each other.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar = {  # without sets, whose items would be hashed too, and bytearrays, filled before they are read
+        code: run for code, run in _UnpicklerInPython.dispatch.items() if code not in b"\x8f\x90\x91\x96\x97\x98"
+    }
+
+    def load_setitems(self) -> None:
+        """Put pairs into a dict, whose keys are text, numbers or bags."""
+        pairs = self.pop_mark()
+        if type(self.stack[-1]) is not dict or not all(type(key) in _KEYS for key in pairs[::2]):
+            raise pickle.UnpicklingError("it puts other things into a dict than a checkpoint needs")
+        self.stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
+
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+    def load_setitem(self) -> None:
+        """Put one pair into a dict."""
+        pair = self.stack[-2:]
+        del self.stack[-2:]
+        self.metastack.append(self.stack)
+        self.stack = pair
+        self.load_setitems()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _BAGS.get(module, ()):
+            return _Bag
+        if (module, name) in _IGNORED:
+            return _IGNORE
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return _empty_dict
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
