@@ -45,6 +45,7 @@ from .schemes import (
     Biased,
     BlockScheme,
     Codebook,
+    ColumnScaled,
     Mastered,
     Plain,
     ScaledFloat,
@@ -58,6 +59,7 @@ from .schemes import (
     mxfp8,
     nf4,
     nvfp4,
+    sinq,
 )
 from .ties.edit import tie, untie
 from .ties.records import check_ties, find_ties
@@ -91,7 +93,8 @@ __all__ = [
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
     "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain", "Mastered",
-    "int8", "int4", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
+    "ColumnScaled",
+    "int8", "int4", "sinq", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",
     "SchemeError", "TieError", "UnsupportedOpError", "LawError", "TrainingWarning",
