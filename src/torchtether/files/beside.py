@@ -10,7 +10,12 @@ from typing import Any
 from ..errors import CheckpointError
 from .opening import read_file
 
-BESIDE = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
+SINQ_SETTINGS = "model.safetensors.index.json.meta.json"
+
+BESIDE = (
+    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json"),
+    SINQ_SETTINGS,
+)
 """Their names; all but the first speak of nothing else."""
 
 _LIMIT = 64 * 2**20  # bytes

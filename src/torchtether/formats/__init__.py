@@ -21,6 +21,7 @@ from . import (
     mxfp4,
     native,
     quanto,
+    sinq,
     torchao,
 )
 from .entry import (
@@ -51,6 +52,7 @@ FORMATS: list[Format] = [
     awq,
     bitsandbytes,
     quanto,
+    sinq,
     hqq,
     mlx,
     mxfp4,
