@@ -12,6 +12,7 @@ from torchtether.errors import SchemeError
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.schemes.column_scaled import COLUMNS
 from torchtether.weights.ops import graph_ops
+from torchtether.weights.products import rounding
 
 SCHEMES = (
     tt.sinq(),
@@ -177,6 +178,17 @@ def test_in_a_compiled_graph_a_product_is_that_of_eager():
     with torch.no_grad():
         made = torch.compile(F.linear, backend="aot_eager", fullgraph=True)(x, weight)
         assert torch.equal(made, F.linear(x, weight))
+
+
+def test_inputs_that_are_rounded_are_so_before_they_are_scaled():
+    weight = tt.Weight.encode(torch.randn(48, 256) * torch.logspace(-1, 1, 256), tt.sinq())
+    x = torch.randn(2, 256)
+    with torch.no_grad():
+        exact = F.linear(x, weight)
+        weight.set_activations("int8")
+        made = F.linear(x, weight)
+    expected = F.linear(rounding.rounded(x, "int8"), weight.dequantize())
+    assert (made - expected).norm() < 1e-3 * (made - exact).norm()
 
 
 def test_inputs_that_do_not_fit_are_torchs_to_refuse():
