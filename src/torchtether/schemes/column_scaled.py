@@ -111,7 +111,7 @@ class ColumnScaled(Scheme):
         return out
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
-        wide = out if out.dtype == torch.float32 else torch.empty(out.shape, device=out.device)
+        wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self.scheme.decode_into(self._inner(parts), shape, start, stop, wide)
         matrix = torch.arange(start, stop, device=out.device) // max(shape[-2], 1)
         scale = parts[COLUMNS].view(-1, shape[-1])
