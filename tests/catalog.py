@@ -72,6 +72,7 @@ SCHEMES = [
     SchemeRow("nf4-rows", tt.Codebook(table=tt.nf4().table, block_size=16, flat=False)),
     SchemeRow("codebook-uneven", tt.Codebook(table=(-0.9, -0.2, 0.0, 0.3, 0.7), block_size=8)),
     SchemeRow("codebook-5", _codebook(5, block_size=8)),
+    SchemeRow("sinq", tt.sinq(), ranks=(2, 3)),
     SchemeRow("int8-mastered", tt.Mastered(tt.int8())),
     SchemeRow("nf4-mastered", tt.Mastered(tt.nf4(), torch.bfloat16)),
     SchemeRow("codebook-256", _codebook(256, block_size=16, flat=False)),

@@ -52,6 +52,7 @@ with _uncollected():  # of the time of this import, one look through all objects
         Biased,
         BlockScheme,
         Codebook,
+        ColumnScaled,
         Mastered,
         Plain,
         ScaledFloat,
@@ -65,6 +66,7 @@ with _uncollected():  # of the time of this import, one look through all objects
         mxfp8,
         nf4,
         nvfp4,
+        sinq,
     )
     from .ties.edit import tie, untie
     from .ties.records import check_ties, find_ties
@@ -98,7 +100,8 @@ __all__ = [
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
     "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain", "Mastered",
-    "int8", "int4", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
+    "ColumnScaled",
+    "int8", "int4", "sinq", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",
     "SchemeError", "TieError", "UnsupportedOpError", "LawError", "TrainingWarning",

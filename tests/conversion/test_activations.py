@@ -17,7 +17,6 @@ from tests.catalog import each_quantized
 from tests.weights.kernel_cases import rounded as rounded_as_here
 from torchtether import compiled
 from torchtether.weights import weight as weight_module
-from torchtether.weights.ops import linear as linear_module
 from torchtether.weights.ops import product
 from torchtether.weights.products import rounding
 
@@ -97,8 +96,7 @@ def test_compiled_kernels_round_as_torch_does(scheme, dtype, monkeypatch):
     x[2] *= 300
     x[3, 5] = 1000
     by_kernel = layer(x)
-    for module in (linear_module, product):
-        monkeypatch.setattr(module, "by_kernel", lambda *_: None)
+    monkeypatch.setattr(product, "by_kernel", lambda *_: None)
     monkeypatch.setattr(weight_module, "SHORTCUTS", {})
     by_torch = layer(x)
     for one, other in zip(by_kernel, by_torch, strict=True):

@@ -12,7 +12,7 @@ from tests.conversion.models import snapshot
 from tests.exchange.model import HALF, NEW, OLD, Model, Tensor
 from tests.interrupts import nothing_held
 from torchtether.exchange import optimizer_state, replacement
-from torchtether.exchange.module_caches import Caches
+from torchtether.exchange.exchange import Caches
 
 converting = importlib.import_module("torchtether.conversion.converting")
 exchange = importlib.import_module("torchtether.exchange.exchange")

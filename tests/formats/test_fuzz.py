@@ -50,6 +50,7 @@ class Sample:
             for key, what in header.items()
         }
         self.config = json.loads((folder / "config.json").read_text())
+        self.beside = {path.name: path.read_text() for path in folder.glob("model.*.json")}
         self.shapes = {name: what["shape"] for name, what in json.loads((folder / "expected.json").read_text()).items()}
 
     def write(self, folder):
@@ -62,6 +63,8 @@ class Sample:
         whole = struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in self.tensors.values())
         (folder / "model.safetensors").write_bytes(whole)
         (folder / "config.json").write_text(json.dumps(self.config))
+        for name, text in self.beside.items():
+            (folder / name).write_text(text)
 
     def model(self):
         """A module with every tensor that it decodes to, under its name, on meta."""
@@ -162,7 +165,12 @@ def edited(value, path, draw):
 
 
 def change_config(sample, draw):
-    """Any value of the config; the whole of it may become no object at all."""
+    """Any value of the config, or of what else stands beside; the whole of it may become no object at all."""
+    for name, text in sample.beside.items():
+        if draw(st.booleans()):
+            content = json.loads(text)
+            sample.beside[name] = json.dumps(edited(content, draw(st.sampled_from(list(_paths(content)))), draw))
+            return
     sample.config = edited(sample.config, draw(st.sampled_from(list(_paths(sample.config)))), draw)
 
 

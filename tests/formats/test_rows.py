@@ -14,7 +14,7 @@ from torchtether.files import TensorFile
 from torchtether.formats import awq, gptq
 from torchtether.weights.ops.rows import part_rows
 
-WHOLE = ("quanto_qint2", "quanto_qint4", "hqq")
+WHOLE = ("quanto_qint2", "quanto_qint4", "hqq", "sinq")
 
 
 def _bits(part):

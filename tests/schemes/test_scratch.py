@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtether.schemes import Affine, Biased, Codebook, fp8, int4, int8, mxfp4, nf4, nvfp4
+from torchtether.schemes import Affine, Biased, Codebook, fp8, int4, int8, mxfp4, nf4, nvfp4, sinq
 from torchtether.schemes.tables import NF4
 
 MIB = 1 << 20
@@ -15,6 +15,7 @@ SCHEMES = {
     "int4": int4(),
     "int3 ragged": Affine(bits=3, block=(1, 100)),
     "biased": Biased(8, (1, 64), torch.bfloat16, torch.bfloat16),
+    "sinq": sinq(),
     "fp8": fp8(),
     "fp8 block": fp8("block"),
     "mxfp4": mxfp4(),

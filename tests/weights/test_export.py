@@ -98,7 +98,7 @@ def test_weights_that_require_grad_run_from_a_package(tmp_path):
 
 
 @own_warnings
-@pytest.mark.parametrize("scheme", NAMES)
+@pytest.mark.parametrize("scheme", [pytest.param(one, marks=[pytest.mark.slow] * (one == "sinq")) for one in NAMES])
 def test_compiled_encoding_gives_the_same_bits(scheme):
     torch._dynamo.reset()
     kind, held = tt.quantize(torch.nn.Linear(256, 16), scheme).weight.scheme, torch.ones(16, 256)

@@ -45,7 +45,12 @@ def read_file(path: Path | str, limit: int) -> bytes:
     return bytes(made)
 
 
-BESIDE = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json")
+SINQ_SETTINGS = "model.safetensors.index.json.meta.json"
+
+BESIDE = (
+    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json"),
+    SINQ_SETTINGS,
+)
 """Their names; all but the first speak of nothing else."""
 
 _LIMIT = 64 * 2**20  # bytes

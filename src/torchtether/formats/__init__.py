@@ -22,6 +22,7 @@ from . import (
     native,
     quanto,
     refused,
+    sinq,
     torchao,
 )
 from .entry import (
@@ -51,6 +52,7 @@ FORMATS: list[Format] = [
     awq,
     bitsandbytes,
     quanto,
+    sinq,
     hqq,
     mlx,
     mxfp4,

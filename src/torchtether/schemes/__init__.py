@@ -5,9 +5,10 @@ from .biased import Biased
 from .bits import same_bits
 from .codebook import Codebook
 from .coded import BlockScheme
+from .column_scaled import ColumnScaled
 from .flattened import Flattened
 from .mastered import Mastered
-from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve
+from .named import NAMED, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4, resolve, sinq
 from .plain import Plain
 from .scaled_float import ScaledFloat
 from .scheme import SCHEMES, Part, Parts, Scheme, scheme_from_json
@@ -21,6 +22,7 @@ __all__ = [
     "Biased",
     "BlockScheme",
     "Codebook",
+    "ColumnScaled",
     "Flattened",
     "Mastered",
     "Part",
@@ -42,4 +44,5 @@ __all__ = [
     "scheme_from_json",
     "scheme_from_text",
     "scheme_to_text",
+    "sinq",
 ]

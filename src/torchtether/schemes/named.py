@@ -11,6 +11,7 @@ from .._checks import check_flag
 from ..errors import RuleError, SchemeError
 from .affine import Affine
 from .codebook import Codebook
+from .column_scaled import ColumnScaled
 from .scaled_float import ScaledFloat
 from .scheme import Scheme
 from .tables import FP4, NF4
@@ -53,6 +54,27 @@ def int4(
     """
     check_flag(symmetric, "symmetric")
     return Affine(bits=4, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit)
+
+
+def sinq(
+    bits: int = 4,
+    group_size: int | None = 64,
+    symmetric: bool = False,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    fit: str = "range",
+) -> ColumnScaled:
+    """Return integers of 1 to 8 ``bits`` as in ``int4``, with one more scale for each column.
+
+    Columns and rows are balanced by Sinkhorn's iteration before they are rounded (arXiv 2509.22944), which needs no
+    data. A group of columns has a zero point unless ``symmetric``. Only for tensors of two dimensions and more.
+    Raises SchemeError for ``bits``, a ``group_size``, ``scale_dtype`` or ``fit`` that there is not.
+
+    >>> sinq().nbytes((64, 64), torch.bfloat16)
+    2624
+    """
+    check_flag(symmetric, "symmetric")
+    return ColumnScaled(Affine(bits=bits, symmetric=symmetric, block=(1, group_size), scale_dtype=scale_dtype, fit=fit))
 
 
 FP8_BLOCKS: dict[str, tuple[int | None, int | None]] = {
@@ -143,6 +165,7 @@ def nvfp4(*, global_divides: bool = False) -> ScaledFloat:
 NAMED: dict[str, Callable[[], Scheme]] = {
     "int8": int8,
     "int4": int4,
+    "sinq": sinq,
     "fp8": fp8,
     "nf4": nf4,
     "fp4": fp4,

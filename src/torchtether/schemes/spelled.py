@@ -14,6 +14,7 @@ import torch
 
 from .._dtypes import dtype_from_name, dtype_name
 from ..errors import RuleError, SchemeError
+from .column_scaled import ColumnScaled
 from .named import FP8_BLOCKS, NAMED, resolve
 from .scheme import Scheme
 
@@ -71,11 +72,12 @@ def scheme_to_text(scheme: Scheme) -> str:
     >>> scheme_to_text(NAMED["int4"]()), scheme_to_text(NAMED["int4"](group_size=64, scale_dtype=torch.bfloat16))
     ('int4', 'int4(group_size=64, scale_dtype=bfloat16)')
     """
+    held = scheme.scheme if isinstance(scheme, ColumnScaled) else scheme
     for name, make in NAMED.items():
         parameters = inspect.signature(make).parameters
         keys = [key for key in parameters if key != "fit"]  # which says how to encode, not what is held
         try:
-            options = {key: _OPTIONS[key](scheme) if key in _OPTIONS else getattr(scheme, key) for key in keys}
+            options = {key: _OPTIONS[key](held) if key in _OPTIONS else getattr(held, key) for key in keys}
             if make(**options) != scheme:
                 continue
         except (AttributeError, KeyError, TypeError, IndexError, SchemeError):  # a scheme of another family

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...torch_private.observers import is_observed
 from ..weight import Weight
 from .graph_ops import in_graph
-from .product import by_kernel, decoded_linear, gradient, rounded_linear, same
+from .product import by_parts, decoded_linear, gradient, rounded_linear, same
 
 aten = torch.ops.aten
 
@@ -49,8 +49,5 @@ def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         return made
     if is_gradient:
         return gradient(x, base)
-    layout = None if is_observed() else base.kernel_layout
-    made = None
-    if layout is not None:
-        made = by_kernel(layout, layout.pick_from(base), x, bias, base.dtype)
+    made = None if is_observed() else by_parts(base, x, bias)
     return decoded_linear(torch.nn.functional.linear, x, base, bias) if made is None else made

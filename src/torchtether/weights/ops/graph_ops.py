@@ -13,7 +13,7 @@ from torch import Tensor
 from ..products import Layout, cpu, kernels_for, layout_of
 from ..spec import WeightSpec
 from ..weight import Weight
-from .product import by_kernel, decoded_linear, gradient
+from .product import by_columns, by_kernel, decoded_linear, gradient, layout_below_columns
 
 LIBRARY = torch.library.Library("torchtether", "DEF")
 """The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
@@ -30,10 +30,12 @@ LIBRARY.define("gradient(Tensor x, Tensor[] parts, str weight) -> Tensor")
 
 
 def in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -> Tensor | None:
-    layout = base.kernel_layout
+    layout, dtype = base.kernel_layout, base.dtype
+    if layout is None:
+        layout, dtype = layout_below_columns(base), torch.float32
     if layout is None or torch.compiler.is_exporting() or base.device.type != "cpu":
         return None  # the compiler fuses the decoding
-    if not kernels_for(layout, base.dtype):
+    if not kernels_for(layout, dtype):
         return None
     parts, weight = list(base.parts.values()), text_of(base.spec)
     if is_gradient:
@@ -85,7 +87,9 @@ def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight:
         if made is not None:
             cpu.remember(weight, known.layout, len(parts), known.order)
             return made
-    return decoded_linear(torch.nn.functional.linear, x, _weight_of(known, parts), bias)
+    held = _weight_of(known, parts)
+    made = by_columns(held, x, bias)
+    return decoded_linear(torch.nn.functional.linear, x, held, bias) if made is None else made
 
 
 torch.library.impl(LIBRARY, "linear", "CompositeExplicitAutograd")(linear_in_graph)

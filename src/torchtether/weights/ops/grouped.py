@@ -19,7 +19,7 @@ from ..dispatch import rule
 from ..products import chunks
 from ..weight import Weight
 from .graph_ops import LIBRARY, spec_from, text_of, weight_from
-from .product import by_kernel, decoded_linear, decoder, gradient, rows_at_once, same
+from .product import by_parts, decoded_linear, decoder, gradient, rows_at_once, same
 from .views import select
 
 aten = torch.ops.aten
@@ -82,8 +82,8 @@ def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: T
         values = base.values_of()[group]
         return rows @ (values.t() if is_transposed else values)
     layout = None if is_observed() else matrix.kernel_layout
-    if layout is not None and is_transposed:
-        made = by_kernel(layout, layout.pick_from(matrix), rows, None, matrix.dtype)
+    if is_transposed and not is_observed():
+        made = by_parts(matrix, rows, None)
         if made is not None:
             return made
     if layout is None or scratch is None or matrix.spec.activations is not None:

@@ -12,7 +12,7 @@ from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..products import cpu, rounding
 from ..weight import Weight
-from .product import by_kernel, decoded_linear, is_batch, is_strided, plain_linear, records_graph, traced
+from .product import by_parts, decoded_linear, is_batch, is_strided, plain_linear, records_graph, traced
 
 
 @rule(torch.nn.functional.linear)
@@ -30,9 +30,8 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
         return plain_linear(op, input if kind is None else rounding.rounded(input, kind), values, bias)
     if records_graph(input, weight, bias):
         return plain_linear(op, input, weight, bias)
-    layout = weight.kernel_layout
-    if layout is not None and not is_seen:
-        made = by_kernel(layout, layout.pick_from(weight), input, bias, weight._spec.dtype)
+    if not is_seen:
+        made = by_parts(weight, input, bias)
         if made is not None:
             SHORTCUTS[op] = cpu.shortcut_linear  # next time
             return made

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
+from ...schemes import ColumnScaled
+from ...schemes.column_scaled import COLUMNS
 from ...torch_private.observers import is_observed, untraced
 from ...torch_private.tensors import any_requires_grad, as_plain
-from ..products import ANY, Layout, chunks, cpu, int8pack, int_mm, kernels_for, rounding
+from ..products import ANY, DTYPES, Layout, chunks, cpu, int8pack, int_mm, kernels_for, layout_of, rounding
 from ..weight import Weight
 from .rows import cut_rows
 
@@ -74,6 +76,46 @@ def by_kernel(
     return None
 
 
+def by_parts(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return the product by a kernel that reads the parts as they lie, ``None`` if none does."""
+    layout = weight.kernel_layout
+    if layout is None:
+        return by_columns(weight, x, bias)
+    return by_kernel(layout, layout.pick_from(weight), x, bias, weight._spec.dtype)
+
+
+def by_columns(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return the product with a Weight of scaled columns by a kernel for what they scale, ``None`` if none takes it.
+
+    It is computed in float32 and rounded once: inputs of 16 bits, times scales, would be rounded themselves.
+    """
+    layout, size = layout_below_columns(weight), weight.shape[-1]
+    if (
+        layout is None
+        or x.dtype is not weight.dtype
+        or x.dtype not in DTYPES
+        or not x.is_cpu
+        or x.shape[-1:] != (size,)
+    ):
+        return None
+    if x.shape[-1:] != (size,) or not any(x.numel() <= n * size for _, n in kernels_for(layout, torch.float32)):
+        return None
+    scaled, added = x.float() * weight.parts[COLUMNS], None if bias is None else bias.float()
+    made = by_kernel(layout, layout.pick_from(weight), scaled, added, torch.float32)
+    return None if made is None else made.to(x.dtype)
+
+
+def layout_below_columns(weight: Weight) -> Layout | None:
+    """Return how the kernels see what the columns of ``weight`` scale; ``None`` if they cannot, or nothing scales them.
+
+    Inputs that are to be rounded would be so after the scales, not before: such products decode.
+    """
+    scheme, spec = weight.scheme.decoder, weight.spec
+    if not isinstance(scheme, ColumnScaled) or spec.activations is not None or not spec.is_contiguous:
+        return None
+    return layout_of(scheme.scheme, spec.shape)
+
+
 def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if weight.spec.activations is not None:
         return rounded_linear(op, input, weight, bias)
@@ -110,10 +152,7 @@ def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> T
 def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
     if torch.compiler.is_compiling():
         return plain_linear(op, x, weight.values_of(), None)
-    layout = None if is_observed() else weight.kernel_layout
-    made = None
-    if layout is not None:
-        made = by_kernel(layout, layout.pick_from(weight), x, None, weight.dtype)
+    made = None if is_observed() else by_parts(weight, x, None)
     return decoded_linear(op, x, weight, None) if made is None else made
 
 

@@ -9,11 +9,12 @@ called on CUDA. No GPU has run any of that: fake tensors say that the calls fit.
 """
 
 from . import chunks, cpu, int8pack, int_mm, rounding
-from .layout import PREFIX, Layout, layout_of
+from .layout import DTYPES, PREFIX, Layout, layout_of
 from .table import ANY, TABLE, choose, kernels_for
 
 __all__ = [
     "ANY",
+    "DTYPES",
     "PREFIX",
     "TABLE",
     "Layout",

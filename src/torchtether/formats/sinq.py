@@ -1,0 +1,155 @@
+"""SINQ: integers with scales of groups and of columns; what is no tensor stands in one JSON file beside the index.
+
+    m.W_q                   (R / codes in a word, group_size): groups of columns; the highest bits of the words hold the
+                            first groups, the lowest the last. uint8, or int32 of 30 bits for 3, 5 and 6 bits
+    m.meta.scale, .zero     (R, 1), or each as 8-bit codes: .x * .s + .m, in the dtype of .s, laid out (R, 1)
+    m.meta.scale2           (1, K): of the columns
+    model.safetensors.index.json.meta.json    by module: shape, packing, method, compute_dtype, ...
+
+A value is ``((q - zero) * scale) * scale2``: each step is rounded to the wider of compute_dtype and theirs, and the
+last once more to compute_dtype.  Read are integers in tiles of one dimension, ``tiling_mode="1D"``.
+Source: sinq 0.2.0 quantizer.py (quantize, dequantize, rtn8, dq8), bitpack.py, patch_model.py
+(save_weights_safetensors); transformers 5.23 integrations/sinq.py, whose models are saved by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..files.opening import SINQ_SETTINGS
+from ..geometry.views import Shape
+from ..schemes import Biased, ColumnScaled
+from ..schemes.bits import pack
+from ..schemes.column_scaled import COLUMNS
+from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, spec_of
+from .hqq import DTYPES
+
+name = "sinq"
+evidence = Evidence(methods=(name,), keys=(".meta.scale2\n",))
+
+PACKINGS = {
+    "8bit_u8": (8, 1),
+    "6bit_32": (6, 5),
+    "5bit_32": (5, 6),
+    "4bit_u8": (4, 2),
+    "3bit_32": (3, 10),
+    "2bit_u8": (2, 4),
+    "1bit_u8": (1, 8),
+}
+"""Bits of a code, and codes in a word."""
+
+_TABLES = ("nf4", "nf3")
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Return every ``W_q`` with what its ``meta`` says; codes of tables and tiles of two dimensions are faults."""
+    if contents.method != name and (contents.method or ".meta.scale2\n" not in contents.key_text):
+        return None
+    found, settings = Found(), contents.beside.get(SINQ_SETTINGS, NOTHING)
+    modules = {key.removesuffix(".W_q"): {"packed": key} for key in contents.tensors if key.endswith(".W_q")}
+    for key in contents.tensors:
+        module, dot, role = key.partition(".meta.")
+        if dot and module in modules:
+            modules[module][role] = key
+    for module, keys in modules.items():
+        found.spare.update(keys.values())
+        own = settings.get(module)
+        try:
+            meta = own.get("meta") if isinstance(own, Mapping) else None
+            if not isinstance(meta, Mapping):
+                raise CheckpointError(f"its settings are absent from {SINQ_SETTINGS}")
+            found.weights[f"{module}.weight"] = _entry(contents, module, keys, meta)
+        except CheckpointError as error:
+            found.fault(f"{module}.weight", error.what, keys)
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
+    assert entry.spec is not None
+    layout = entry.spec.scheme.layout(entry.spec.base)
+    (bits, count), words = entry.options["packing"], tensors["packed"]
+    fields = ((words >> (bits * (count - 1 - i))) & ((1 << bits) - 1) for i in range(count))
+    parts = {
+        "qdata": torch.cat([pack(field.to(torch.uint8), bits) for field in fields])[: entry.options["groups"]],
+        "scale": _numbers(tensors, "scale"),
+        "bias": -_numbers(tensors, "zero"),
+        COLUMNS: tensors["scale2"].float(),
+    }
+    return {role: part.reshape(layout[role].shape) for role, part in parts.items()}
+
+
+def _numbers(tensors: Mapping[str, Tensor], role: str) -> Tensor:
+    """Return scales or zeros, of which there may be codes."""
+    if role in tensors:
+        return tensors[role]
+    codes, scale, offset = (tensors[f"{role}.{one}"] for one in "xsm")
+    return codes.to(scale.dtype) * scale + offset
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def _entry(contents: Contents, module: str, keys: Mapping[str, str], meta: Mapping[str, Any]) -> Entry:
+    """Return the weight of one module.
+
+    Raise CheckpointError for what is absent, contradicts itself or is stored in another way.
+    """
+    packing, dtype = _known(meta, "packing", PACKINGS), _known(meta, "compute_dtype", DTYPES)
+    method = str(meta.get("method"))[:60]
+    if meta.get("view_as_float") or any(one in method.lower() for one in _TABLES):
+        raise CheckpointError(f"its method is {method!r}: codes of tables, or as floats, are not read")
+    shape = _shape(meta.get("shape"))
+    words = contents.tensors[keys["packed"]]
+    group_size = words.shape[-1] if len(words.shape) == 2 else 0
+    if not 0 < group_size <= shape[1] or shape[1] % group_size:
+        raise CheckpointError(f"its W_q of shape {words.shape} has no groups of the rows of {shape}")
+    groups, (bits, count) = shape[0] * (shape[1] // group_size), PACKINGS[packing]
+    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {
+        "packed": ((torch.uint8 if packing.endswith("u8") else torch.int32,), (-(-groups // count), group_size)),
+        "scale2": (tuple(DTYPES.values()), (1, shape[1])),
+    }
+    stored: list[torch.dtype] = []
+    for role in ("scale", "zero"):
+        key = keys.get(role) or keys.get(f"{role}.s")
+        if key is None:
+            raise CheckpointError(f"its {role} is absent")
+        stored.append(contents.tensors[key].dtype)
+        if role in keys:
+            wanted[role] = ((*DTYPES.values(),), (groups, 1))
+            continue
+        if _shape(meta.get(f"{role}.shape")) != (groups, 1):
+            raise CheckpointError(f"its {role} is of shape {meta.get(f'{role}.shape')!r}: only (groups, 1) is read")
+        tile = 32 if role == "scale" else groups  # codes in rows of which each column has numbers of its own
+        if groups % tile:
+            raise CheckpointError(f"its {groups} scales are not in {tile} rows")
+        row = (1, groups // tile)
+        wanted |= {f"{role}.x": ((torch.uint8,), (tile, row[1]))}
+        wanted |= {f"{role}.{one}": (tuple(DTYPES.values()), row) for one in "sm"}
+    roles = {role: key for role, key in keys.items() if role in wanted}
+    if wrong := expect(contents.tensors, roles, wanted):
+        raise CheckpointError(wrong)
+    if len({*stored, *(contents.tensors[keys[f"{r}.m"]].dtype for r in ("scale", "zero") if f"{r}.m" in roles)}) > 1:
+        raise CheckpointError(f"its scales and zeros are {stored[0]} and {stored[1]}, not of one dtype")
+    arithmetic = torch.promote_types(dtype, stored[0])
+    scheme = ColumnScaled(Biased(bits, (1, group_size), stored[0], arithmetic, bias_first=True))
+    return Entry.of(roles, spec_of(shape, dtype, scheme, name=f"{module}.weight"), packing=(bits, count), groups=groups)
+
+
+def _known(meta: Mapping[str, Any], setting: str, known: Mapping[str, Any]) -> Any:
+    """Return the packing by its name, or the dtype that a name means. Raise CheckpointError for other names."""
+    value = meta.get(setting)
+    if not isinstance(value, str) or value not in known:
+        raise CheckpointError(f"its {setting} is {str(value)[:60]!r}, read are {', '.join(known)}")
+    return value if known is PACKINGS else known[value]
+
+
+def _shape(given: Any) -> Shape:
+    if not isinstance(given, list) or len(given) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in given):
+        raise CheckpointError(f"its shape is {str(given)[:60]!r}, not rows and columns")
+    return tuple(given)
