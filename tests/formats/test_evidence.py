@@ -19,7 +19,7 @@ awq bitsandbytes quanto hqq mxfp4 FP8 fbgemm_fp8 torchao eetq
 LEAVES = """
 weight weight_packed weight_scale weight_scale_inv weight_scale_2 qweight qzeros scales biases g_idx SCB W_q
 weight.absmax weight.quant_state.bitsandbytes__nf4 weight._data weight._data._data weight._scale weight._shift
-gate_blocks gate_scales bias
+gate_blocks gate_scales bias comfy_quant scale_weight scaled_fp8
 """.split()
 BESIDE = ["quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json"]
 CONFIGS = [
@@ -31,6 +31,7 @@ CONFIGS = [
     {"quantization_config": {"bits": 4, "group_size": 32}},
 ]
 SIDES = [{}, {"quantization": {}}, {"w_bit": 4}, {"is_marlin_format": True}, {"quant_method": "awq"}, {"bits": 4}]
+METADATA = [{"tensor_names": "[]"}, {"_quantization_metadata": '{"layers": {"m": {"format": "nvfp4"}}}'}]
 DTYPES = [torch.float32, torch.uint8, torch.int8, torch.int32, torch.uint32, torch.float8_e4m3fn, torch.bfloat16]
 SHAPES = [(8, 8), (64, 8), (8,), (2, 8, 4, 16), ()]
 
@@ -44,7 +45,7 @@ def _contents(draw):
     config = dict(draw.choice(CONFIGS)) if draw.random() < 0.4 else {}
     if draw.random() < 0.4:
         config["quantization_config"] = {"quant_method": draw.choice(METHODS)}
-    metadata = {"tensor_names": "[]"} if draw.random() < 0.1 else {}
+    metadata = draw.choice(METADATA) if draw.random() < 0.2 else {}
     return Contents(tensors, metadata, Record(), beside | {"config.json": config}, lambda key: torch.zeros(1))
 
 

@@ -343,10 +343,11 @@ def test_a_description_of_a_plain_tensor_that_cannot_be_is_a_fault(folder):
 
 
 @pytest.mark.parametrize("odd", ODD_VALUES, ids=lambda odd: repr(odd)[:20])
-def test_every_field_of_a_quant_state_may_be_anything(folder, odd):
-    """The one JSON text that a tensor holds; also bytes that are no JSON, and JSON without an end."""
-    given = Sample("bnb_nf4_dq_bf16")
-    key = next(key for key in given.tensors if key.endswith("bitsandbytes__nf4"))
+@pytest.mark.parametrize(("sample", "ends"), [("bnb_nf4_dq_bf16", "bitsandbytes__nf4"), ("comfy_mixed", "comfy_quant")])
+def test_every_field_of_json_in_a_tensor_may_be_anything(folder, sample, ends, odd):
+    """Where a tensor holds a JSON text; also bytes that are no JSON, and JSON without an end."""
+    given = Sample(sample)
+    key = next(key for key in given.tensors if key.endswith(ends))
     code, _, data = given.tensors[key]
     record = json.loads(data)
     texts = [json.dumps({**record, field: odd}).encode() for field in record]
