@@ -386,6 +386,7 @@ TARGETS = {
     for name, prefix in {
         "awq": "awq_",
         "bitsandbytes": "bnb_",
+        "comfy": "comfy_",
         "compressed-tensors": "ct_",
         "fp8": "fp8_",
         "gptq": "gptq_",
