@@ -196,17 +196,21 @@ class SuperBlocks(Blocked):
         return (x * scale).sub_(low).reshape(stop - start, grid.columns)
 
     def _fit(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the scales and minima that fit ``values``: none clips by more than it would be rounded."""
+        """Return the scales and minima by which levels reach all ``values``.
+
+        Smaller ones, under which the ends of each block lose half a step, make the squared error of Gaussians a little
+        smaller. But all errors of a block then have one sign, which sums over many columns keep: the perplexity of
+        SmolLM2 with 4 bits and minima is 20.9 against 22.8, and that of its own Q4_1 weights 12.1 against 5e7.
+        """
         blocks, supers = self._grids(tuple(values.shape))
         low, high = blocks.reduce(values, torch.amin), blocks.reduce(values, torch.amax)
         check_finite(torch.maximum(high.abs(), low.abs()), values)
-        return self._fitted(supers, low, high, self._half_gaps())
+        return self._fitted(supers, low, high)
 
-    def _fitted(self, supers: Grid, low: Tensor, high: Tensor, gaps: list[float]) -> dict[str, Tensor]:
-        """Return the scales and minima by which levels, with the ``gaps`` beside them, reach ``low`` and ``high``."""
+    def _fitted(self, supers: Grid, low: Tensor, high: Tensor) -> dict[str, Tensor]:
+        """Return the scales and minima by which levels reach ``low`` and ``high``."""
         low, parts = -low, {}
-        top = max(level + gap for level, gap in zip(self._levels, gaps, strict=True))
-        bottom = -min(level - gap for level, gap in zip(self._levels, gaps, strict=True))
+        top, bottom = max(self._levels) or 0.5, -min(self._levels)  # one bit has no level above 0: half a step
         if self.minimum:
             parts["min"], parts["super_min"] = self._under_supers(low.clamp_min(0), supers)
             lowest = self._over_blocks(parts["super_min"].float(), supers) * parts["min"].float()
@@ -245,7 +249,7 @@ class SuperBlocks(Blocked):
         if not torch.compiler.is_compiling() and bool(whole.all()):
             return held
         whole |= find_unchanged(lambda start, stop: self._rows(supers, held, start, stop), supers, values)
-        return {**held, **self._chosen(whole, supers, held, self._fitted(supers, low, high, [0.0] * len(self._levels)))}
+        return {**held, **self._chosen(whole, supers, held, self._fitted(supers, low, high))}
 
     def _chosen(self, keep: Tensor, supers: Grid, held: Parts, other: Parts) -> dict[str, Tensor]:
         """Return the numbers of ``held`` in the super-blocks to ``keep``, and those of ``other`` in the rest."""
