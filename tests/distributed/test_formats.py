@@ -10,7 +10,7 @@ from tests.distributed.nets import same_rows
 from tests.distributed.spawn import spawn
 from tests.formats.test_golden import GOLDEN, SAMPLES, _file, _model
 
-IN_HALVES = ("quanto_qint2", "quanto_qint4", "hqq")
+IN_HALVES = ("quanto_qint2", "quanto_qint4", "hqq", "sinq")
 """How the samples begin of which a word has codes of rows far apart, so that every rank reads all."""
 
 
