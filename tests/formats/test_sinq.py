@@ -83,6 +83,13 @@ def test_without_config_its_keys_are_enough():
         assert torch.equal(checkpoint["m.weight"].dequantize(), values)
 
 
+def test_dimensions_of_1_may_lie_anywhere():
+    tensors, said, values = made(32, 64, 32, 4)
+    turned = {key: tensor.t().contiguous() if 1 in tensor.shape else tensor for key, tensor in tensors.items()}
+    with opened(turned, config=CONFIG, **{BESIDE: said}) as checkpoint:
+        assert torch.equal(checkpoint["m.weight"].dequantize(), values)
+
+
 GOOD, SAID, _ = made(32, 64, 32, 4)
 
 

@@ -16,7 +16,7 @@ from torchtether.refitting import writing
 # an interrupt may come while a generator is closed, where Python reports it and goes on
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 FINELY = ("refit.py", "writing.py", "arrivals.py", "_interruptions.py")
-SAMPLES, MANY = 40, 400
+SAMPLES, MANY = 40, 150
 
 
 @each_source

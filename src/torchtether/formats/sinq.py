@@ -88,8 +88,8 @@ def _numbers(tensors: Mapping[str, Tensor], role: str) -> Tensor:
     """Return scales or zeros, of which there may be codes."""
     if role in tensors:
         return tensors[role]
-    codes, scale, offset = (tensors[f"{role}.{one}"] for one in "xsm")
-    return codes.to(scale.dtype) * scale + offset
+    scale, offset = (tensors[f"{role}.{one}"].reshape(-1) for one in "sm")
+    return tensors[f"{role}.x"].reshape(-1, len(scale)).to(scale.dtype) * scale + offset
 
 
 # -- settings -----------------------------------------------------------------------------------------------------
