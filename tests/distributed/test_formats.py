@@ -13,6 +13,9 @@ from tests.formats.test_golden import GOLDEN, SAMPLES, _file, _model
 IN_HALVES = ("quanto_qint2", "quanto_qint4", "hqq", "sinq")
 """How the samples begin of which a word has codes of rows far apart, so that every rank reads all."""
 
+IN_TILES = "comfy"
+"""How those begin whose scales lie in tiles of 128 rows, which every rank reads; their codes are read by rows."""
+
 
 def loads():
     """By sample: what a rank read, beside what one process read; or the fault."""
@@ -49,4 +52,4 @@ def test_every_sample_gives_each_rank_its_rows_or_a_fault(world):
         for sample in set(SAMPLES) - faults:
             if not sample.startswith(IN_HALVES):
                 most, whole = max(found[sample][0] for found in ranks), ranks[0][sample][1]
-                assert most < 0.56 * whole, (sample, most, whole)
+                assert most < (0.75 if sample.startswith(IN_TILES) else 0.56) * whole, (sample, most, whole)
