@@ -1,4 +1,4 @@
-"""What fuzzing has found stays mended, and a quarter of a minute of it finds nothing more: ``python -m tests.fuzzing``."""
+"""What fuzzing has found stays mended, and a few seconds of it find nothing more: ``python -m tests.fuzzing``."""
 
 import faulthandler
 import os
