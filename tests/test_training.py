@@ -80,7 +80,7 @@ NOTHING = [(row, (4, 64)) for row in SCHEMES[1:]]
 NOTHING += [(row, shape) for row in SCHEMES if row.id in UNEVEN for shape in ((1, 1), (3, 7), (5, 33))]
 
 
-@pytest.mark.parametrize(("row", "shape"), NOTHING, ids=[f"{row.id}-{len(s)}" for row, s in NOTHING])
+@pytest.mark.parametrize(("row", "shape"), NOTHING, ids=[f"{row.id}-{list(shape)}" for row, shape in NOTHING])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_of_nothing_changes_no_bit(row, shape, dtype):
     weight = _trained(row.scheme, shape, dtype=dtype)

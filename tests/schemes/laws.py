@@ -245,3 +245,10 @@ def check_compiles(scheme: Scheme, w: Tensor) -> None:
     assert_same_parts(torch.compile(scheme.encode, backend="aot_eager", fullgraph=True)(w), parts)
     compiled = torch.compile(scheme.decode, backend="aot_eager", fullgraph=True)
     assert same(compiled(parts, shape, torch.bfloat16), scheme.decode(parts, shape, torch.bfloat16))
+
+
+def check_parts(scheme, w):
+    """Every law of parts that needs no more than values."""
+    for law in (check_layout, check_bound, check_dtypes, check_decode_into, check_cuts, check_strides):
+        law(scheme, w)
+    check_gather(scheme, w, 0)
