@@ -34,10 +34,17 @@ def child(code, **environment):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
 
 
-@pytest.mark.parametrize("word", ["0", "off", "False"])
-def test_switched_off(word):
-    found = child(PRODUCT, TORCHTETHER_COMPILE=word)
+def test_switched_off():
+    found = child(PRODUCT, TORCHTETHER_COMPILE="0")
     assert (found.stdout, found.stderr) == ("off by TORCHTETHER_COMPILE\n", "")
+
+
+@pytest.mark.parametrize("word", ["0", "off", "False"])
+def test_words_that_switch_it_off(monkeypatch, word):
+    monkeypatch.setattr(room, "_module", None)
+    monkeypatch.setattr(room, "_state", "")
+    monkeypatch.setenv("TORCHTETHER_COMPILE", word)
+    assert (compiled.native(), compiled.state()) == (None, "off by TORCHTETHER_COMPILE")
 
 
 @needs_room

@@ -194,7 +194,7 @@ class Rig:
 
 def rig(kind: Callable[[], nn.Module], optimizer: str = "adamw", *, steps: int = 1) -> Rig:
     """The same model, state, grads, hooks and attributes every time that it is called."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     made = Rig(kind(), None, [], [])
     made.optimizer = OPTIMIZERS[optimizer](made.model.parameters())
     for name, parameter in made.model.named_parameters():

@@ -241,7 +241,7 @@ def test_own_contents_are_taken_back():
 def test_contents_of_its_own_are_put_as_any_others_without_hooks(kind):
     found = []
     for is_quick in (True, False):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = kind()
         before = kept(model)
         with Exchange(model) as exchange:
@@ -259,7 +259,7 @@ def test_contents_of_its_own_are_put_as_any_others_without_hooks(kind):
 def test_a_weight_of_its_own_is_put_as_any_other(is_view, is_held):
     found = []
     for is_quick in (True, False):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = nn.Linear(4, 4)
         tie = tt.Tie(("weight", "elsewhere"))
         if is_held:

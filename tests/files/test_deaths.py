@@ -71,7 +71,15 @@ CHANGES = [
 
 
 def prepared(folder, kind):
+    """Make a folder with a config, a tokenizer and a checkpoint, which is copied where it has been saved before."""
     shutil.rmtree(folder, ignore_errors=True)
+    template = folder.parent / f"template of {kind}"
+    if not template.exists():
+        _prepare(template, kind)
+    shutil.copytree(template, folder)
+
+
+def _prepare(folder, kind):
     folder.mkdir()
     (folder / "config.json").write_text(CONFIG_TEXT)
     (folder / "tokenizer.json").write_text("{}")
@@ -170,15 +178,15 @@ def test_a_save_that_dies_leaves_the_old_the_new_or_says_that_it_is_torn(tmp_pat
 def test_any_save_repairs_what_another_kind_has_torn(tmp_path, then):
     model, more = KINDS["compressed-tensors shards"](2)
     count, repaired = 10, 0
+    other, options = KINDS[then](3)
+    prepared(tmp_path / "wanted", None)
+    tt.save(other, tmp_path / "wanted", **options)
     while True:
         prepared(tmp_path / "there", "plain")
         if not dies_at(count, lambda: tt.save(model, tmp_path / "there", **more)):
             break
         repaired += isinstance(values(tmp_path / "there"), str)
-        other, options = KINDS[then](3)
         tt.save(other, tmp_path / "there", **options)
-        prepared(tmp_path / "wanted", None)
-        tt.save(other, tmp_path / "wanted", **options)
         for name in file_names(tmp_path / "wanted"):
             assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
         assert file_names(tmp_path / "there") == file_names(tmp_path / "wanted")

@@ -84,7 +84,7 @@ MODELS = (Tied, Turned, Fused, Slices, Storage, Odd)
 
 def build(kind, *, meta=False, seed=1, dtype=torch.float32):
     """A model of ``kind``; what ``torch.device("meta")`` does not catch is put there."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def build(seed, scheme=None):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     model = Net().eval()
     with torch.no_grad():
         model.norm.running_mean.uniform_()

@@ -33,7 +33,7 @@ SCHEMES = {
 
 
 def weights(scheme, shapes, seed=0):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return [tt.Weight.encode(torch.randn(shape).to(torch.bfloat16), scheme) for shape in shapes]
 
 
@@ -158,7 +158,7 @@ def test_pieces_in_different_schemes_are_a_fault(tmp_path):
 
 @pytest.mark.parametrize("meta", [True, False])
 def test_float_pieces_are_encoded_once_as_a_whole(tmp_path, meta):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     stored = {f"{n}_proj.weight": torch.randn(8, 8) for n in "qkv"}
     tt.save(stored, tmp_path / "x")
     model = torch.nn.Module()

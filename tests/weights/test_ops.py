@@ -31,7 +31,7 @@ def _name(op):
 
 
 def _run(op, weight):
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     args, kwargs = sample(op)(weight)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch says so once per process
