@@ -58,7 +58,7 @@ def wanted():
 
 
 def read(file, given):
-    """Everything that is wanted, through ``given``; pairs of what came, as the device's next work sees it, and is to."""
+    """Everything that is wanted, through ``given``: what came, as the next work of the device sees it, and should."""
     todo, pairs, kept = Batch(given), [], []
     for key, out, expected, first in wanted():
         pairs.append((out, expected))

@@ -198,9 +198,9 @@ def test_a_device_without_memory_changes_nothing(tmp_path, monkeypatch, at):
     """``torch.OutOfMemoryError`` for the scratch, for a copy, and in what is computed."""
     tt.save(net(1), tmp_path)
     for method in ("copy", "allocate", "compute"):
-        calls = iter(range(10**6))
+        calls, ours = iter(range(10**6)), getattr(Lane, method)
 
-        def full(self, *args, calls=calls, original=getattr(Lane, method)):
+        def full(self, *args, calls=calls, original=ours):
             if next(calls) == at:
                 raise torch.OutOfMemoryError("injected")
             return original(self, *args)
