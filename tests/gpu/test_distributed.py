@@ -11,10 +11,9 @@ from tests.gpu.models import check_same, meta, net, same, step, tensors_of
 
 @pytest.fixture
 def mesh(device, tmp_path):
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    place = {} if device.type == "cpu" else {"device_id": device}
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1, **place)
     try:
         yield init_device_mesh(device.type, (1,))
     finally:

@@ -19,6 +19,8 @@ def there(device, monkeypatch):
         return values.to(device)
 
     monkeypatch.setattr(draws, "filled", filled)
+    with torch.device(device):
+        yield
 
 
 SOME = [

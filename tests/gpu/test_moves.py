@@ -153,8 +153,8 @@ def test_memory_that_really_ends_changes_nothing(device, gpu):
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     before = snapshot(model, optimizer)
     gpu.empty_cache()
-    free, total = gpu.mem_get_info()
-    gpu.set_per_process_memory_fraction((total - free + 8 * 2**20) / total)
+    total = gpu.mem_get_info()[1]
+    gpu.set_per_process_memory_fraction((gpu.memory_reserved() + 8 * 2**20) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             tt.convert(model, device=device, optimizer=optimizer, atomic="full")
