@@ -131,7 +131,7 @@ class Ring:
 
     def __init__(self, slots: int = SLOTS) -> None:
         self._idle: deque[tuple[Tensor, Event]] = deque()
-        self._left = self._slots = slots
+        self._left = slots
         self._changed = threading.Condition()
         self._used: dict[torch.device, Lane] = {}
 
