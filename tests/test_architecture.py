@@ -20,7 +20,7 @@ SOURCE = Path(torchtether.__file__).parent
 LEVELS = [
     {"_interruptions", "errors", "progress"},
     {"_checks", "_dtypes", "torch_private"},
-    {"compiled", "geometry"},
+    {"compiled", "geometry", "gpu"},
     {"schemes"},
     {"weights"},
     {"ties"},

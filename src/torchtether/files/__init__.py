@@ -17,6 +17,7 @@ from .opening import read_beside
 from .reader import TensorFile
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import FolderChange, beside, put_in_place, replacing
+from .ring import STAGED, Ring
 from .store import Store
 from .writer import check_writable, write_made, write_tensors
 
@@ -47,6 +48,8 @@ __all__ = [
     "beside",
     "Header",
     "Record",
+    "Ring",
+    "STAGED",
     "Scratch",
     "Store",
     "Stored",

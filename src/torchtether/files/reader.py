@@ -21,6 +21,7 @@ from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, allocate, memory_of, private_map, scratch
 from .opening import open_file
+from .ring import Ring
 
 
 def begins_with(path: Path, magic: bytes) -> bool:
@@ -133,13 +134,13 @@ class TensorFile:
         self.read_into(key, made, tick)
         return made
 
-    def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
+    def read_into(self, key: str, out: Tensor, tick: Tick = no_tick, ring: Ring | None = None) -> None:
         """Fill ``out``, of the shape of ``key`` and any strides, dtype and device, with its values.
 
         Where ``out`` is contiguous, on the CPU and of the stored dtype, the bytes go straight there; otherwise they go
-        through pieces of bounded size.
+        through pieces of bounded size, to a device with streams through ``ring``.
         """
-        batch = Batch()
+        batch = Batch(ring)
         self.read_later(key, out, batch)
         torch.autograd.graph.increment_version(out)  # autograd will not see the bytes arrive
         batch.run(tick)

@@ -23,6 +23,7 @@ from .opening import read_beside
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
 from .record import KEY, Record, parse_record
+from .ring import Ring
 from .strict_json import short_repr
 
 _ZIP = b"PK\x03\x04"
@@ -34,6 +35,7 @@ class Store:
     header   what all files store, and their metadata
     record   what they remember: ties, weights, strides, checksums
     flat     ``alias: owner`` pairs of other writers, to be believed for a name that somebody asks for, never listed
+    ring     the pinned buffers through which everything goes that is read to a device
     """
 
     index: Index | None
@@ -44,6 +46,7 @@ class Store:
     def __init__(self, path: Path | str) -> None:
         self.path: Path = Path(path)
         self.name: str = str(path)
+        self.ring: Ring = Ring()
         paths, self.index = find_files(path)
         self.files: list[TensorFile] = []
         try:
@@ -79,7 +82,7 @@ class Store:
 
     def read_into(self, key: str, out: Tensor, tick: Tick = no_tick) -> None:
         """Fill ``out`` with the values of ``key``, whatever its strides, dtype and device."""
-        self._home[key].read_into(key, out, tick)
+        self._home[key].read_into(key, out, tick, self.ring)
 
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
         """Have ``read_into`` done, from row ``first`` on, when ``batch`` runs."""
@@ -140,6 +143,7 @@ class Store:
         """Close the files: nothing can be read afterwards; tensors that were read stay."""
         for file in self.files:
             file.close()
+        self.ring.close()
 
     def __enter__(self) -> Store:
         return self

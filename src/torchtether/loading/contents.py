@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import compiled
 from ..errors import SchemeError
-from ..files import Batch, Scratch, allocate
+from ..files import STAGED, Batch, Scratch, allocate
 from ..geometry.blocks import STOCK
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
@@ -88,7 +88,7 @@ def fill(step: Step, given: RenamedCheckpoint, tick: Tick) -> None:
             elif step.kept is not None:
                 held.set_parts(encode_whole(step, given, tick).parts)
             else:
-                held.copy_(given.read_briefly(source.name, tick))
+                held.copy_(_read_values(source.name, held.device, given, tick))
 
 
 def encode_whole(step: Step, given: RenamedCheckpoint, tick: Tick) -> Weight:
@@ -99,7 +99,7 @@ def encode_whole(step: Step, given: RenamedCheckpoint, tick: Tick) -> Weight:
     assert step.scheme is not None
     held, name = step.held, step.sources[0].name
     if len(step.component.members) == 1 or step.component.nbytes == 0:
-        values = given.read_briefly(name, tick).to(step.device)
+        values = _read_values(name, step.device, given, tick)
     else:
         owner = next(i for i, member in enumerate(step.component.members) if step.name in member.names)
         values = _read_plain(step, given, tick, dtype=given.spec(name).dtype)[owner]
@@ -139,6 +139,18 @@ def _for_members(step: Step, weight: Weight) -> Sequence[Tensor]:
         order = None if view is None else order_of(view, owner)
         made.append(weight.detach() if order is None else weight.permute(order))
     return made
+
+
+def _read_values(name: str, device: torch.device, given: RenamedCheckpoint, tick: Tick) -> Tensor:
+    """Return the values of ``name`` on ``device``, to be dropped soon; see ``RenamedCheckpoint.read_briefly``."""
+    place = given.rows_in(name)
+    if place is None or device.type == "cpu":
+        return given.read_briefly(name, tick).to(device)
+    (key, first), spec, store = place, given.spec(name), given.checkpoint.store
+    values, batch = allocate(spec.shape, spec.dtype, device), Batch(store.ring)
+    store.read_later(key, values, batch, first)
+    batch.run(tick)
+    return values
 
 
 # -- plain tensors ----------------------------------------------------------------------------------------------------
@@ -246,28 +258,30 @@ def encode_rows_into(
     ``None`` is returned if its rows cannot be encoded one by one. For ``encode_whole`` see ``encode_by_rows``.
     """
     scheme, place, shape = step.scheme, given.rows_in(step.sources[0].name), tuple(step.held.shape)
-    if place is None or step.kept is not None or step.device.type != "cpu":
+    if place is None or step.kept is not None:
         return None
     assert scheme is not None
     key, first = place[0], place[1] or 0
-    store = given.checkpoint.store
+    store, device = given.checkpoint.store, step.device if batch.passage(step.device) is not None else None
     stored, layout = store.stored(key).dtype, scheme.layout(shape)
-    count = _rows_at_once(layout, shape, stored)
+    if device is None and step.device.type != "cpu":
+        return None
+    count = _rows_at_once(layout, shape, stored, is_staged=device is not None)
     if count is None:
         return None
     if parts is None:
         parts = {role: allocate(part.shape, part.dtype or stored, step.device) for role, part in layout.items()}
     encoder = _RowEncoder(step.name, scheme, parts, encode_whole)
-    for rows, recipe, cuts in _jobs(scheme, layout, shape, stored, count):
+    for rows, recipe, cuts in _jobs(scheme, layout, shape, stored, count, is_compiled=device is None):
         encode, encode_file = partial(encoder.encode, cuts=cuts), None
         if recipe is not None:
             units = len(rows) * math.prod(shape[1:]) * stored.itemsize // recipe.row
             encode_file = partial(encoder.encode_file, recipe=recipe, rows=units, cuts=cuts)
-        batch.rows(store.file_of(key), key, first + rows.start, first + rows.stop, encode, encode_file)
+        batch.rows(store.file_of(key), key, first + rows.start, first + rows.stop, encode, encode_file, device)
     return parts
 
 
-def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype) -> int | None:
+def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype, *, is_staged: bool) -> int | None:
     """Return the number of rows that one job encodes, whole blocks; ``None`` if only all rows can be encoded."""
     spans = [part.span for part in layout.values()]
     if len(shape) < 2 or 0 in shape or 0 in spans or not stored.is_floating_point:
@@ -276,19 +290,20 @@ def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype)
         return None
     row = math.prod(shape[1:])
     unit = math.lcm(*(span // math.gcd(span, row) for span in spans))
-    count = max(_ROWS // row // unit, 1) * unit
-    if count * row > _LARGEST_ROWS:
+    count = max((STAGED // stored.itemsize if is_staged else _ROWS) // row // unit, 1) * unit
+    if count * row > (STAGED if is_staged else _LARGEST_ROWS):
         return None
-    if compiled.is_at_hand():
+    if compiled.is_at_hand() and not is_staged:
         count = max(count, _COMPILED_ROWS // (row * stored.itemsize) // unit * unit)
     return count
 
 
 def _jobs(
-    scheme: Scheme, layout: Mapping[str, Part], shape: Shape, stored: torch.dtype, count: int
+    scheme: Scheme, layout: Mapping[str, Part], shape: Shape, stored: torch.dtype, count: int, *, is_compiled: bool
 ) -> Iterator[tuple[range, compiled.Recipe | None, Mapping[str, slice | None]]]:
     """Yield the rows of each job, the recipe of the compiled loops for them, and the slices of each part."""
-    recipes = {n: scheme.recipe((n, *shape[1:]), stored) for n in (count, shape[0] % count) if n}
+    sizes = [n for n in (count, shape[0] % count) if n]
+    recipes = {n: scheme.recipe((n, *shape[1:]), stored) if is_compiled else None for n in sizes}
     for start in range(0, shape[0], count):
         rows = range(start, min(start + count, shape[0]))
         yield rows, recipes[len(rows)], part_rows(layout, shape, rows.start, rows.stop)

@@ -48,6 +48,7 @@ def stream(
     new: list[Step] = []
     renewed: list[Step] = []
     filled: list[Step] = []
+    store = given.checkpoint.store
     for step in steps:
         is_meta = step.held.is_meta
         entry = given.stored(step.name) if step.is_as_stored and is_meta and step.device == _CPU else None
@@ -59,20 +60,21 @@ def stream(
         if not is_meta and step.is_encoded:
             encode_whole(step, given, tick)
     if filled or renewed:
-        given.checkpoint.store.check_sizes()
+        store.check_sizes()
     if plain or new or renewed or computed:
         with Exchange(model, optimizer=optimizer, verb="load") as exchange:
             held = [step.held for step in plain] + [m.tensor for step in new for m in step.component.members]
             held += [tensor for tensor, _ in computed]
             exchange.check(held + [member.tensor for step in renewed for member in step.component.members])
-            batch = Batch()
-            made = given.checkpoint.store.make_later(stored, batch)
+            batch = Batch(store.ring)
+            made = store.make_later(stored, batch)
             for step in new:
                 exchange.safe_point()
                 made += (
                     mapped_contents(step, given, tick) if id(step) in mapped else new_contents(step, given, tick, batch)
                 )
             exchange.during(batch.run, tick)
+            exchange.during(store.ring.drain)
             made += [value for _, value in computed]
             exchange.put_each(held, made, is_own=True)
             know_weights(model, exchange, names_of_weights(new))
@@ -85,6 +87,7 @@ def stream(
                 done.update(step.component.names)
     if filled:
         _fill(given, steps, filled, done, tick)
+    store.ring.close()  # so that any stream sees the values from now on
 
 
 def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer: Any) -> None:

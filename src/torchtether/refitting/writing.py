@@ -13,7 +13,7 @@ from torch import Tensor
 from .._interruptions import Deferred
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import LoadError, SchemeError, TetherError
-from ..files import Batch, Scratch
+from ..files import Batch, Ring, Scratch
 from ..files.batch import SLICE, Job, together
 from ..files.memory import pieces
 from ..geometry.blocks import STOCK
@@ -61,6 +61,7 @@ class Writer:
         self._checksums: dict[str, Future[int] | int] = {}
         self._encoded: dict[str, str] = {}
         self._bytes = self._nbytes = 0
+        self._ring = Ring()
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -123,7 +124,7 @@ class Writer:
                 for step in some:
                     for tensor in _memory(step):
                         self._undo.append((tensor, tensor.clone()))
-            batch = Batch()
+            batch = Batch(self._ring)
             for step in some:
                 for source in reversed(step.sources):  # the first source is written last, so that it wins
                     with torch.no_grad():
@@ -141,7 +142,7 @@ class Writer:
         self._bytes, self._nbytes = self._bytes + step.nbytes, self._nbytes + memory.nbytes
         if isinstance(held, Weight) and not held.scheme.transparent:
             self._encoded[step.name] = str(held.scheme)
-        is_large = memory.nbytes > _WORTHWHILE
+        is_large = memory.nbytes > _WORTHWHILE and memory.device.type == "cpu"  # another thread has another stream
         self._checksums[step.name] = self._aside.submit(checksum_of, memory) if is_large else checksum_of(memory)
 
     def report(self, seconds: float, left: Sequence[str], waiting: int) -> RefitReport:
@@ -154,6 +155,7 @@ class Writer:
     def close(self) -> None:
         """Let the thread of the checksums end."""
         self._aside.shutdown()
+        self._ring.close()
         torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
 
     def undo(self) -> bool:

@@ -1,0 +1,200 @@
+"""Bytes reach a device whole and in order, through a few buffers, however late the device works."""
+
+import pytest
+import torch
+
+import torchtether as tt
+from tests.simulated import SimulatedEvent, SimulatedLane, SimulatedRing
+from torchtether.files import Batch, TensorFile, batch, ring
+from torchtether.files.ring import Passage, Ring
+
+SLOT, STAGED = 512, 2048
+
+
+@pytest.fixture(autouse=True)
+def sizes_are_small(monkeypatch):
+    for module, name, value in (
+        (ring, "SLOT", SLOT),
+        (batch, "SLICE", SLOT),
+        (ring, "STAGED", STAGED),
+        (batch, "STAGED", STAGED),
+        (batch, "_WORTHWHILE", 0),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def rand(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+TENSORS = {
+    "large": rand(40, 33),
+    "half": rand(50, 64, dtype=torch.bfloat16, seed=1),
+    **{f"small{i}": rand(5, seed=i) for i in range(20)},
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 3),
+    "mask": torch.arange(700) % 3 == 0,
+    "complex": rand(90).to(torch.complex64) * 1j,
+    "f8": rand(900).to(torch.float8_e4m3fn),
+    "codes": torch.arange(2000, dtype=torch.int16),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    tt.save(TENSORS, tmp_path / "x.safetensors")
+    with TensorFile(tmp_path / "x.safetensors") as opened:
+        yield opened
+
+
+def wanted():
+    """What is asked of the file: as stored, in another dtype, in other strides, rows."""
+    for key, tensor in TENSORS.items():
+        yield key, torch.zeros_like(tensor), tensor, None
+    yield "large", torch.zeros(40, 33, dtype=torch.bfloat16), TENSORS["large"].bfloat16(), None
+    yield "half", torch.zeros(50, 64), TENSORS["half"].float(), None
+    yield "half", torch.zeros(64, 50, dtype=torch.bfloat16).t(), TENSORS["half"], None
+    yield "large", torch.zeros(7, 33), TENSORS["large"][11:18], 11
+
+
+def read(file, given):
+    """Everything that is wanted, through ``given``: what came, as the next work of the device sees it, and should."""
+    todo, pairs, kept = Batch(given), [], []
+    for key, out, expected, first in wanted():
+        pairs.append((out, expected))
+        file.read_later(key, out, todo, first)
+    for start in range(0, 40, 9):
+        rows = torch.zeros(min(9, 40 - start), 33, dtype=torch.float64)
+        todo.rows(file, "large", start, start + len(rows), rows.copy_, device=torch.device("cpu"))
+        pairs.append((rows, TENSORS["large"][start : start + 9].double()))
+    for lane in given.lanes:  # what the memory was used for before is still being computed
+        for out, _ in pairs:
+            lane.work.add(lambda out=out: out.fill_(1))
+    todo.run(lambda nbytes: None)
+    for lane in given.lanes:
+        lane.work.add(lambda: kept.extend(out.clone() for out, _ in pairs)).synchronize()
+    return kept, [expected for _, expected in pairs]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 16])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_every_byte_arrives(file, slots, threads, monkeypatch):
+    monkeypatch.setattr(batch, "DEVICE_THREADS", threads)
+    given = SimulatedRing(slots)
+    came, expected = read(file, given)
+    assert all(
+        torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
+        for one, other in zip((c.contiguous() for c in came), expected, strict=True)
+        if one.dim()
+    )
+    assert all(
+        torch.equal(one.double(), other.double())
+        for one, other in zip(came, expected, strict=True)
+        if not one.dtype.is_complex
+    )
+    assert 0 < len(given.buffers) <= slots
+    assert set(given.buffers) == {SLOT}
+    assert sum(given.scratch) <= threads * STAGED
+
+
+class NoBegin(SimulatedLane):
+    def begin(self):
+        pass
+
+
+class NoEvent(SimulatedLane):
+    def copied(self):
+        super().copied()
+        return SimulatedEvent(self.copies, 0)
+
+
+class NoWait(SimulatedLane):
+    def wait(self, event):
+        pass
+
+
+class NoEnd(SimulatedLane):
+    def end(self):
+        pass
+
+
+class NoAfter(SimulatedLane):
+    def compute(self, use, after):
+        return super().compute(use, SimulatedEvent(self.copies, 0))
+
+
+@pytest.mark.parametrize(("lane", "slots"), [(NoBegin, 2), (NoEvent, 2), (NoWait, 2), (NoEnd, 2), (NoAfter, 99)])
+def test_the_simulated_device_notices_what_is_not_waited_for(file, lane, slots, monkeypatch):
+    monkeypatch.setattr(batch, "DEVICE_THREADS", 1)
+    monkeypatch.setattr(SimulatedRing, "lanes_are", lane)
+    came, expected = read(file, SimulatedRing(slots))
+    assert any(not torch.equal(one, other) for one, other in zip(came, expected, strict=True))
+
+
+def test_devices_share_the_buffers(file):
+    given = SimulatedRing(3)
+    todo = Batch(given)
+    outs = []
+    for name in ("cuda:0", "cuda:1"):
+        passage = todo._passages[torch.device(name)] = Passage(given, torch.device(name), given.lane(name))
+        out = torch.zeros(TENSORS["large"].nbytes, dtype=torch.uint8)
+        todo.fill([(file, "large", file.stored("large").start, out)], passage)
+        outs.append(out)
+    todo.run(lambda nbytes: None)
+    given.drain()
+    assert all(torch.equal(out.view(torch.float32).view(40, 33), TENSORS["large"]) for out in outs)
+    assert len(given.buffers) <= 3
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_after_an_error_nothing_is_under_way(file, threads, monkeypatch):
+    """Also in a read that fails, every buffer comes back, and the device has nothing more to do."""
+    monkeypatch.setattr(batch, "DEVICE_THREADS", threads)
+    given = SimulatedRing(2)
+    todo = Batch(given)
+    for key in TENSORS:
+        file.read_later(key, torch.zeros_like(TENSORS[key]), todo)
+    with open(file.path, "r+b") as opened:
+        opened.truncate(file.stored("large").start + 100)
+    with pytest.raises(tt.CheckpointError, match="ended at byte"):
+        todo.run(lambda nbytes: None)
+    for lane in given.lanes:
+        for order in (lane.copies, lane.work):
+            assert order.is_done(order._added)
+    assert len(given._idle) + given._left == 2
+
+
+def test_an_interrupt_ends_every_thread(file, monkeypatch):
+    monkeypatch.setattr(batch, "_TOLD", 0)
+    given = SimulatedRing(2)
+    todo = Batch(given)
+    for key in TENSORS:
+        file.read_later(key, torch.zeros_like(TENSORS[key]), todo)
+
+    def tick(nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        todo.run(tick)
+    assert len(given._idle) + given._left == 2
+
+
+def test_a_buffer_that_cannot_be_made_stops_nobody(file, monkeypatch):
+    class Poor(SimulatedRing):
+        def pinned(self, nbytes):
+            raise MemoryError("injected")
+
+    todo = Batch(Poor(1))
+    for key in TENSORS:
+        file.read_later(key, torch.zeros_like(TENSORS[key]), todo)
+    with pytest.raises(MemoryError, match="injected"):
+        todo.run(lambda nbytes: None)
+
+
+def test_without_a_device_no_buffer_is_made():
+    given = Ring()
+    assert given.lane(torch.device("cpu")) is None
+    assert given.lane(torch.device("meta")) is None
+    if not torch.cuda.is_available():
+        assert given.lane(torch.device("cuda:0")) is None
+    assert given.pinned(10).nbytes == 10

@@ -1,0 +1,258 @@
+"""What products, encoders and loads take on the device, beside dense products, its bandwidth, and peers.
+
+Contenders take turns within a round; a figure is the median over the rounds of a ratio within one. Each call of a
+product takes another copy of its weight, so that none is found in the cache of the device.
+"""
+
+import importlib.util
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchtether as tt
+
+BF16 = torch.bfloat16
+SCHEMES = {
+    "int8": tt.int8(),
+    "int4": tt.int4(),
+    "nf4": tt.nf4(),
+    "fp8": tt.fp8(),
+    "mxfp4": tt.mxfp4(),
+    "nvfp4": tt.nvfp4(),
+}
+SIZES = {  # shapes (N, K) of products, bytes beyond the cache, elements to encode, layers and width to load
+    "full": (((4096, 4096), (28672, 8192)), 2**28, (8192, 16384), (64, 4096)),
+    "small": (((64, 128),), 2**16, (64, 256), (4, 64)),
+}
+BARS = {("int8", 1): 0.6, ("int4", 1): 0.4, ("nf4", 1): 0.4, ("fp8, rounded inputs", 4096): 0.65}
+"""The most of a dense product's time; of others 1.0 up to 16 rows, and 1.15 with 4096."""
+LOADERS = ("fastsafetensors", "instanttensor", "runai_model_streamer")
+PEERS = ("bitsandbytes", "torchao", "gemlite")
+
+
+def seconds(run, device, repeats):
+    """Seconds of one of ``repeats`` calls."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - start) / repeats
+    module = torch.get_device_module(device)
+    first, last = (module.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(repeats):
+        run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3 / repeats
+
+
+def measure(contenders, device, rounds, slice=0.02):
+    """Seconds of every round, by contender, and why those that failed did."""
+    repeats, failed = {}, {}
+    for name, run in contenders.items():
+        try:
+            run()
+            seconds(run, device, 3)
+            repeats[name] = max(3, min(500, int(slice / max(seconds(run, device, 3), 1e-7))))
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    found = {name: [] for name in repeats}
+    for _ in range(rounds):
+        for name, repeat in repeats.items():
+            found[name].append(seconds(contenders[name], device, repeat))
+    return found, failed
+
+
+def rows_of(group, case, found, failed, base, bars=None):
+    """A row for each contender, with the ratio to ``base``."""
+    for name, times in found.items():
+        ratio = statistics.median(a / b for a, b in zip(times, found[base], strict=True)) if base in found else None
+        row = {"group": group, "case": case, "contender": name, "seconds": statistics.median(times), "ratio": ratio}
+        bar = (bars or {}).get(name)
+        if bar is not None and ratio is not None:
+            row |= {"bar": bar, "held": ratio <= bar}
+        yield row
+    yield from ({"group": group, "case": case, "contender": name, "failed": why} for name, why in failed.items())
+
+
+def copied(weight):
+    """What makes products with copies of ``weight``."""
+    return lambda: partial(_linear, weight.clone())
+
+
+def _linear(weight, x):
+    return F.linear(x, weight)
+
+
+def turning(make, x, nbytes, limit):
+    """A call that multiplies by the next of some copies of one weight."""
+    copies = itertools.cycle([make() for _ in range(max(1, min(16, math.ceil(limit / nbytes))))])
+    return lambda: next(copies)(x)
+
+
+def peer_modules(shape, device):
+    """By name, what makes a linear module of a peer."""
+    n, k = shape
+
+    def dense():
+        return nn.Linear(k, n, bias=False, device=device, dtype=BF16)
+
+    found = {}
+    if importlib.util.find_spec("bitsandbytes"):
+        import bitsandbytes as bnb
+
+        def four():
+            made = bnb.nn.Linear4bit(k, n, bias=False, compute_dtype=BF16, quant_type="nf4")
+            made.load_state_dict(dense().state_dict())
+            return made.to(device)
+
+        found["bitsandbytes nf4"] = four
+    if importlib.util.find_spec("torchao"):
+        from torchao.quantization import (
+            Float8DynamicActivationFloat8WeightConfig,
+            Int4WeightOnlyConfig,
+            Int8WeightOnlyConfig,
+            quantize_,
+        )
+
+        def converted(config):
+            made = nn.Sequential(dense())
+            quantize_(made, config)
+            return made
+
+        found["torchao int8"] = lambda: converted(Int8WeightOnlyConfig())
+        found["torchao int4"] = lambda: converted(Int4WeightOnlyConfig(group_size=128))
+        found["torchao fp8"] = lambda: converted(Float8DynamicActivationFloat8WeightConfig())
+    if importlib.util.find_spec("gemlite"):
+        from gemlite.helper import A16W4_HQQ_INT4, A16W8_INT8
+
+        found["gemlite int8"] = lambda: A16W8_INT8(device=str(device)).from_linear(dense())
+        found["gemlite int4"] = lambda: A16W4_HQQ_INT4(device=str(device)).from_linear(dense())
+    return found
+
+
+def products(device, size, rounds):
+    shapes, limit, *_ = SIZES[size]
+    for shape, rows in itertools.product(shapes, (1, 16, 4096)):
+        x, values = (
+            torch.randn(rows, shape[1], device=device, dtype=BF16),
+            torch.randn(shape, device=device, dtype=BF16),
+        )
+        contenders = {"dense": turning(copied(values), x, values.nbytes, limit)}
+        bars = {}
+        weights = {name: tt.Weight.encode(values, scheme) for name, scheme in SCHEMES.items()}
+        for name in ("int8", "fp8") if rows > 16 else ():
+            weight = weights[f"{name}, rounded inputs"] = weights[name].clone()
+            weight.set_activations(name)
+        for name, weight in weights.items():
+            contenders[f"ours {name}"] = turning(copied(weight), x, weight.nbytes, limit)
+            bars[f"ours {name}"] = BARS.get((name, rows), 1.0 if rows <= 16 else 1.15)
+        broken = {}
+        for name, make in peer_modules(shape, device).items():
+            try:
+                contenders[name] = turning(make, x, values.nbytes / 2, limit)
+            except Exception as error:
+                broken[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        with torch.no_grad():
+            found, failed = measure(contenders, device, rounds)
+        yield from rows_of("products", f"{shape[0]}x{shape[1]}, {rows} rows", found, failed | broken, "dense", bars)
+
+
+def encoders(device, size, rounds):
+    """Bytes read each second, against those that a copy on the device reads and writes."""
+    shape = SIZES[size][2]
+    values = torch.randn(shape, device=device, dtype=BF16)
+    out = torch.empty_like(values)
+    contenders = {"copy": lambda: out.copy_(values)}
+    weights = {name: tt.Weight.encode(values, scheme) for name, scheme in SCHEMES.items()}
+    contenders |= {f"encode {name}": partial(tt.Weight.encode, values, scheme) for name, scheme in SCHEMES.items()}
+    contenders |= {f"decode {name}": weight.dequantize for name, weight in weights.items()}
+    found, failed = measure(contenders, device, rounds)
+    bandwidth = 2 * values.nbytes / statistics.median(found["copy"])
+    for row in rows_of("encoders", f"{shape[0]}x{shape[1]}", found, failed, "copy"):
+        if "seconds" in row:
+            scheme = row["contender"].split()[-1]
+            moved = values.nbytes + (values.nbytes if scheme == "copy" else weights[scheme].nbytes)
+            row |= {"gbps": moved / row["seconds"] / 1e9, "share": moved / row["seconds"] / bandwidth}
+            if row["contender"] in ("encode int8", "encode fp8", "encode nf4"):
+                row |= {"bar": 0.5, "held": row["share"] >= 0.5}
+        yield row
+
+
+class Layers(nn.Module):
+    def __init__(self, count, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=BF16) for _ in range(count))
+
+
+def loads(device, size, rounds):
+    """From files in the page cache; against a bare copy of as many bytes from pinned memory."""
+    count, width = SIZES[size][3]
+    nbytes = count * width * width * 2
+    pinned = torch.empty(min(nbytes, 2**28), dtype=torch.uint8, pin_memory=device.type != "cpu")
+    there = torch.empty_like(pinned, device=device)
+
+    def bare():
+        for _ in range(nbytes // pinned.nbytes):
+            there.copy_(pinned, non_blocking=True)
+        settle(device)
+
+    def load(folder, scheme):
+        with torch.device("meta"):
+            model = Layers(count, width)
+        tt.load(model, folder, device=device, quantize=scheme)
+        settle(device)
+
+    def plain(folder):
+        from safetensors.torch import load_file
+
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            load_file(file, device=str(device))
+        settle(device)
+
+    with tempfile.TemporaryDirectory() as folder:
+        tt.save(Layers(count, width), folder)
+        contenders = {"bare": bare, "ours": partial(load, folder, None), "safetensors": partial(plain, folder)}
+        contenders |= {f"ours {name}": partial(load, folder, scheme) for name, scheme in SCHEMES.items()}
+        found = {name: [] for name in contenders}
+        for _ in range(rounds + 1):
+            for name, run in contenders.items():
+                start = time.perf_counter()
+                run()
+                found[name].append(time.perf_counter() - start)
+        found = {name: times[1:] for name, times in found.items()}  # the first round reads, pins and compiles
+    bars = {"ours": 1 / 0.9} | {f"ours {scheme}": 1.1 for scheme in SCHEMES}
+    for row in rows_of("loads", f"{nbytes / 1e9:.1f} GB", found, {}, "bare", bars):
+        yield row | {"gbps": nbytes / row["seconds"] / 1e9}
+    absent = [name for name in LOADERS if importlib.util.find_spec(name) is None]
+    if absent:
+        yield {"group": "loads", "case": "not installed", "contender": ", ".join(absent), "failed": "not installed"}
+
+
+def settle(device):
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+GROUPS = {"products": products, "encoders": encoders, "loads": loads}
+
+
+def line(row):
+    """One row of the table."""
+    head = f"{row['group']:9} {row['case']:24} {row['contender']:26}"
+    if "failed" in row:
+        return f"{head} {row['failed']}"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:8.2f}"
+    extra = f" {row['gbps']:8.1f} GB/s" if "gbps" in row else ""
+    extra += f" {row['share']:6.2f} of bandwidth" if "share" in row else ""
+    bar = f"  bar {row['bar']:.2f} {'held' if row['held'] else 'MISSED'}" if "bar" in row else ""
+    return f"{head} {row['seconds'] * 1e6:12.1f} us {ratio}{extra}{bar}"

@@ -1,0 +1,242 @@
+"""A load to a device gives what a load to the CPU gives, however late the device works, and in bounded memory."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchtether as tt
+from tests.catalog import each_scheme
+from tests.loading.models import MODELS, build
+from tests.simulated import SimulatedLane, SimulatedRing
+from torchtether.files import batch, ring, store
+from torchtether.loading import contents, stream
+
+SLOT, STAGED = 512, 4096
+
+
+class Lane(SimulatedLane):
+    """Has ops run at once that are called outside a batch, as they do on the CPU: so all before them is done."""
+
+    is_late = True
+
+    def end(self):
+        self.synchronize()
+
+    def compute(self, use, after):
+        if self.is_late:
+            return super().compute(use, after)
+        after.synchronize()  # as on a device from which a check takes a number
+        use()
+        return self.work.add(lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def rings(monkeypatch):
+    """Every load goes through a simulated device; gives the rings there were."""
+    made = []
+
+    class Noted(SimulatedRing):
+        lanes_are = Lane
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    for module, name, value in (
+        (ring, "SLOT", SLOT),
+        (batch, "SLICE", SLOT),
+        (ring, "STAGED", STAGED),
+        (batch, "STAGED", STAGED),
+        (contents, "STAGED", STAGED),
+        (batch, "_WORTHWHILE", 2 * SLOT),
+        (store, "Ring", Noted),
+        (batch, "Ring", Noted),
+        (stream, "_CPU", torch.device("meta")),  # else what needs no change is read straight
+    ):
+        monkeypatch.setattr(module, name, value)
+    return made
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(96, 64)
+        self.a, self.b = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("steps", torch.arange(700))
+
+
+def net(seed, **kwargs):
+    torch.manual_seed(seed)
+    return Net().to(**kwargs)
+
+
+def meta(kind=Net):
+    with torch.device("meta"):
+        return kind()
+
+
+def bits(model):
+    found = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        is_encoded = isinstance(tensor, tt.Weight) and not tensor.scheme.transparent
+        parts = tensor.parts if is_encoded else {"": tensor.values_of() if isinstance(tensor, tt.Weight) else tensor}
+        for role, part in parts.items():
+            raw = part.detach().contiguous().reshape(-1).view(torch.uint8)
+            found[f"{name}.{role}"] = (tuple(part.shape), part.stride(), part.dtype, raw.tolist())
+    return found
+
+
+def straight(monkeypatch, make, *args, **kwargs):
+    """The same load as it is to the CPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "Ring", ring.Ring)
+        patch.setattr(batch, "Ring", ring.Ring)
+        model = make()
+        tt.load(model, *args, **kwargs)
+        return model
+
+
+def check(rings, monkeypatch, make, folder, **kwargs):
+    expected = straight(monkeypatch, make, folder, **kwargs)
+    model = make()
+    before = dict(model.named_parameters())
+    tt.load(model, folder, **kwargs)
+    assert bits(model) == bits(expected)
+    assert tt.find_ties(model) == tt.find_ties(expected)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert any(one.buffers for one in rings)
+    for one in rings:
+        assert sum(one.buffers) <= ring.SLOTS * SLOT
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("is_meta", [True, False], ids=["meta", "real"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["stored", "bf16"])
+def test_ties_views_strides_and_dtypes(rings, monkeypatch, tmp_path, kind, is_meta, dtype):
+    if dtype is not None and kind.__name__ in ("Storage", "Odd"):
+        pytest.skip("it has memory of two dtypes, or complex values")
+    tt.save(build(kind), tmp_path)
+    check(rings, monkeypatch, lambda: build(kind, meta=is_meta, seed=2), tmp_path, dtype=dtype)
+
+
+@each_scheme
+def test_every_scheme_is_encoded_there(rings, monkeypatch, tmp_path, row):
+    tt.save(net(1), tmp_path)
+    model = check(rings, monkeypatch, meta, tmp_path, quantize=row.scheme)
+    assert isinstance(model.a.weight, tt.Weight)
+
+
+@each_scheme
+def test_every_scheme_is_loaded_as_stored(rings, monkeypatch, tmp_path, row):
+    tt.save(tt.quantize(net(1), row.scheme), tmp_path)
+    check(rings, monkeypatch, meta, tmp_path)
+    check(rings, monkeypatch, lambda: tt.quantize(net(2), row.scheme), tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", tt.int4(32)], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_values_are_encoded_into_weights_that_are_there(rings, monkeypatch, tmp_path, scheme, stored):
+    tt.save(net(1, dtype=stored), tmp_path)
+    check(rings, monkeypatch, lambda: tt.quantize(net(2), scheme), tmp_path)
+    check(rings, monkeypatch, lambda: net(2), tmp_path, quantize=scheme, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("compressed-tensors", "int8"), ("bitsandbytes", "nf4")])
+def test_published_formats(rings, monkeypatch, tmp_path, name, scheme):
+    model = tt.quantize(net(1, dtype=torch.float16), {"a.weight": scheme, "b.weight": scheme})
+    tt.save(model, tmp_path, format=name)
+    check(rings, monkeypatch, meta, tmp_path)
+
+
+def test_renamed_joined_and_cut(rings, monkeypatch, tmp_path):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(64, 40, bias=False), nn.Linear(64, 24, bias=False)
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qk = nn.Linear(64, 64, bias=False)
+
+    torch.manual_seed(3)
+    rule = tt.Concat(["q.weight", "k.weight"], "qk.weight")
+    tt.save(Parts(), tmp_path)
+    for rules in (None, "int8"):
+        check(rings, monkeypatch, lambda: meta(Joined), tmp_path, rename=rule, quantize=rules)
+
+
+def test_the_optimizer_follows_and_some_at_a_time(rings, monkeypatch, tmp_path):
+    tt.save(net(1), tmp_path)
+    expected = bits(straight(monkeypatch, meta, tmp_path, quantize="int8"))
+    model = meta()
+    plan = tt.plan_load(model, tmp_path, quantize="int8", optimizer=torch.optim.AdamW(model.parameters()))
+    plan.apply(only="a.*")
+    plan.apply()
+    plan.close()
+    assert bits(model) == expected
+    assert sum(rings[-1].buffers) <= 2 * ring.SLOTS * SLOT  # each ``apply`` lets its own go
+
+
+def test_values_that_no_scheme_holds_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Lane, "is_late", False)
+    source = net(1)
+    with torch.no_grad():
+        source.b.weight[3, 5] = torch.nan
+    tt.save(source, tmp_path)
+    model = meta()
+    with pytest.raises(tt.SchemeError, match=r"b\.weight: "):
+        tt.load(model, tmp_path, quantize="int8")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("at", range(0, 12, 3))
+def test_a_device_without_memory_changes_nothing(tmp_path, monkeypatch, at):
+    """``torch.OutOfMemoryError`` for the scratch, for a copy, and in what is computed."""
+    tt.save(net(1), tmp_path)
+    for method in ("copy", "allocate", "compute"):
+        calls, ours = iter(range(10**6)), getattr(Lane, method)
+
+        def full(self, *args, calls=calls, original=ours):
+            if next(calls) == at:
+                raise torch.OutOfMemoryError("injected")
+            return original(self, *args)
+
+        model = meta()
+        with monkeypatch.context() as patch:
+            patch.setattr(Lane, method, full)
+            patch.setattr(batch, "DEVICE_THREADS", 1)
+            try:
+                tt.load(model, tmp_path, quantize="int8")
+            except torch.OutOfMemoryError:
+                assert all(parameter.is_meta for parameter in model.parameters())
+            else:
+                assert next(calls) <= at
+        if at == 0:
+            tt.load(model, tmp_path, quantize="int8")
+            assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_refit(rings, monkeypatch, tmp_path, scheme):
+    tt.save(net(1), tmp_path)
+    expected = straight(monkeypatch, meta, tmp_path, quantize=scheme)
+    model = tt.quantize(net(2), scheme)
+    pointers = [part.data_ptr() for part in model.a.weight.parts.values()]
+    tt.refit(model, tmp_path)
+    assert bits(model) == bits(expected)
+    assert pointers == [part.data_ptr() for part in model.a.weight.parts.values()]
+
+
+def test_a_plan_names_devices_without_touching_them(tmp_path):
+    """Where there is no such device, that is a fault in one line."""
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    tt.save(net(1), tmp_path)
+    plan = tt.plan_load(meta(), tmp_path, device={"a.*": "cuda:0"})
+    assert len(plan.faults) == 1
+    assert plan.faults[0].startswith("device: a.*: ")
+    plan.close()

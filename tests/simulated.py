@@ -1,0 +1,105 @@
+"""A device that does everything as late as it may: nothing is copied or computed before somebody has waited for it.
+
+Its memory is that of the CPU. A buffer that is used again too early, or a tensor that is read before its event, has
+wrong values here every time; on a GPU it has them now and then.
+"""
+
+import threading
+
+import torch
+
+from torchtether.files import Ring
+
+
+class Order:
+    """What a device is to do in one order; each entry is done when something after it is waited for."""
+
+    def __init__(self, lock):
+        self._lock, self._todo, self._added, self._done = lock, [], 0, 0
+
+    def add(self, function):
+        """Append ``function``; return the event after it."""
+        with self._lock:
+            self._todo.append(function)
+            self._added += 1
+            return SimulatedEvent(self, self._added)
+
+    def run(self, until):
+        with self._lock:
+            while self._done < until:
+                self._done += 1
+                self._todo[self._done - 1]()
+                self._todo[self._done - 1] = None
+
+    def is_done(self, until):
+        return self._done >= until
+
+
+class SimulatedEvent:
+    def __init__(self, order, place):
+        self._order, self._place = order, place
+
+    def query(self):
+        return self._order.is_done(self._place)
+
+    def synchronize(self):
+        self._order.run(self._place)
+
+
+class SimulatedLane:
+    def __init__(self, ring):
+        self._lock, self._ring = threading.RLock(), ring
+        self.copies, self.work = Order(self._lock), Order(self._lock)
+
+    def begin(self):
+        self.wait(self.work.add(lambda: None))
+
+    def copy(self, out, given):
+        assert out.dtype == given.dtype == torch.uint8
+        assert out.is_contiguous()
+        self.copies.add(lambda: out.copy_(given))
+
+    def copied(self):
+        return self.copies.add(lambda: None)
+
+    def allocate(self, nbytes):
+        made = torch.empty(nbytes, dtype=torch.uint8)
+        self.wait(self.work.add(lambda: made.fill_(0xA5)))  # of its last owner
+        self._ring.scratch.append(made.nbytes)
+        return made
+
+    def compute(self, use, after):
+        def late():
+            after.synchronize()
+            with torch.no_grad():
+                use()
+
+        return self.work.add(late)
+
+    def wait(self, event):
+        self.copies.add(event.synchronize)
+
+    def end(self):
+        self.work.add(self.copied().synchronize)
+
+    def synchronize(self):
+        self.copied().synchronize()
+        self.work.add(lambda: None).synchronize()
+
+
+class SimulatedRing(Ring):
+    """A ring to the CPU as if it were such a device; counts the buffers on both sides."""
+
+    lanes_are = SimulatedLane
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.buffers, self.scratch, self.lanes = [], [], []
+
+    def lane(self, device):
+        self.lanes.append(self.lanes_are(self))
+        return self.lanes[-1]
+
+    def pinned(self, nbytes):
+        self.buffers.append(nbytes)
+        return torch.full((nbytes,), 0x5A, dtype=torch.uint8)
