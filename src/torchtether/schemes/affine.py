@@ -15,6 +15,7 @@ from ..geometry.views import Shape
 from .bits import pack_into, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .looking import is_true
 from .scales import cover_scale, divide, rounded_off, smallest_scale, store_scale
 from .scheme import Part, Parts
 from .search import FITS, RATIOS, SMALLEST, least_squares
@@ -175,7 +176,7 @@ class Affine(Blocked):
             zero = held["zero_point"].float() - self._zero_offset
             low, high = low + zero, high + zero
         keep = is_used & (low >= self._lowest - 0.5) & (high <= self._highest + 0.5)
-        if not bool(keep.all()):
+        if not is_true(keep.all(), unseen=False):
             again = self.encode(values, like=held)
             keep |= find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values, g_idx)
         chosen = {name: torch.where(keep, held[name], part) for name, part in fitted.items()}
@@ -252,7 +253,7 @@ class Affine(Blocked):
         if g_idx is None:
             return torch.arange(grid.columns, device=device) // (self.block[1] or 1)
         whole = not (g_idx.dtype.is_floating_point or g_idx.dtype.is_complex)
-        if not whole or g_idx.shape != (grid.columns,) or bool(((g_idx < 0) | (g_idx >= grid.groups)).any()):
+        if not whole or g_idx.shape != (grid.columns,) or is_true(((g_idx < 0) | (g_idx >= grid.groups)).any(), unseen=False):
             got = f"{tuple(g_idx.shape)} {dtype_name(g_idx.dtype)}"
             raise SchemeError(f"g_idx must hold {grid.columns} group numbers below {grid.groups}, got {got}")
         return g_idx

@@ -12,6 +12,7 @@ from .. import compiled
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from .blocks import Block, Grid, check_finite, floats, grid_over, rows, source
+from .looking import is_true
 from .scheme import Part, Parts, Scheme
 from .stochastic import PIECE, USED, choose
 from .unchanged import find_unchanged
@@ -137,7 +138,7 @@ class Blocked(Scheme):
         first, last = torch.minimum(*ends), torch.maximum(*ends)
         fits = (low >= first) & (high <= last)
         keep = fits & self._is_used(low, high, first, last) if shrink else fits
-        if not torch.compiler.is_compiling() and bool(keep.all()):
+        if is_true(keep.all(), unseen=False):
             return held
         keep |= find_unchanged(lambda start, stop: self._rows(grid, held, start, stop), grid, values, g_idx)
         return {**held, **_either(keep, held, self._cover(grid, low, high, held))}

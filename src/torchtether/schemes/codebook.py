@@ -28,6 +28,7 @@ from .blocks import (
     source,
     stream_part,
 )
+from .looking import is_true
 from .nearest import count_above, half_gaps, nearest_code, nearest_codes
 from .nested import ARITHMETIC, nest, nesting_error, unnest
 from .scales import TINY, reciprocal
@@ -139,14 +140,14 @@ class Codebook(TableUpdates):
         keep = (amax >= absmax * (min(ends) * (1 - _KEEP))) & (amax <= absmax * (1 + _KEEP))
         if self.nested and 0.0 in self.table:  # a nested absmax is not 0 above zeros, and suits them as any does
             keep |= amax == 0
-        if keep.all():
+        if is_true(keep.all(), unseen=False):
             return self.encode(values, like=held)
         if self.nested:  # an absmax of 8 bits can be so far off that no value of its block decodes to it
             again = self.encode(values, like=held)
-            if torch.equal(self.decode(again, tuple(values.shape), values.dtype), values):
+            if is_true((self.decode(again, tuple(values.shape), values.dtype) == values).all(), unseen=False):
                 return again
         parts = self.encode(values)  # checks the values, too
-        if not keep.any():
+        if not is_true(keep.any(), unseen=True):
             return parts
         chosen = torch.where(keep, absmax, parts["absmax"] if not self.nested else amax)
         self._store_absmax(chosen, parts)
