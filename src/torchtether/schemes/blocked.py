@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import compiled
 from ..errors import SchemeError
 from ..geometry.views import Shape
+from . import encoders
 from .blocks import Block, Grid, check_finite, floats, grid_over, rows, source
 from .looking import is_true
 from .scheme import Part, Parts, Scheme
@@ -157,7 +158,7 @@ class Blocked(Scheme):
 
     def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
         """Write the codes of ``values`` under the scales in ``parts``: by a compiled loop, or else by torch ops."""
-        if values.numel() == 0 or (compiled.can_read(values) and self._try_quantize(grid, values, parts)):
+        if values.numel() == 0 or (encoders.can_read(values) and self._try_quantize(grid, values, parts)):
             return
         table = parts["qdata"].view(grid.rows, -1)
         for x, start, stop in floats(grid, values):

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import compiled
 from ..errors import SchemeError
 from ..geometry.views import Shape
+from . import encoders
 from .bits import lookup, pack, pack_into, table_of
 from .blocks import (
     Block,
@@ -361,7 +362,7 @@ class Codebook(TableUpdates):
         thresholds, order = self._nearest
         rows, width = (1, self.block_size) if self.flat else (grid.rows, grid.run)
         x, scale, codes = values.view(rows, -1), parts["absmax"].view(rows, -1), parts["qdata"].view(rows, -1)
-        return compiled.encode_nearest(
+        return encoders.encode_nearest(
             x, width, reciprocal(scale), codes, divides=False, thresholds=thresholds, order=order
         )
 
@@ -374,7 +375,7 @@ class Codebook(TableUpdates):
         if not self.flat:
             super()._quantize(grid, values, parts)
             return
-        if values.numel() == 0 or (compiled.can_read(values) and self._try_quantize(grid, values, parts)):
+        if values.numel() == 0 or (encoders.can_read(values) and self._try_quantize(grid, values, parts)):
             return
         stream, memory = parts["qdata"].view(-1), None
         for start, stop in flat_ranges(values.numel(), self.block_size):

@@ -9,7 +9,7 @@ from ..torch_private.tensors import is_fake
 
 
 def is_true(flag: Tensor, *, unseen: bool) -> bool:
-    """Return the truth of ``flag`` (); ``unseen`` while the compiler traces, and of fake tensors, which have no numbers.
+    """Return the truth of ``flag`` (); ``unseen`` while the compiler traces, and of fake tensors: they have no numbers.
 
     >>> is_true(torch.ones(3).all(), unseen=False)
     True

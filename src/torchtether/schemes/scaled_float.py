@@ -14,6 +14,7 @@ from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
+from . import encoders
 from .bits import lookup, pack_into, table_of
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
@@ -351,8 +352,8 @@ class ScaledFloat(Blocked):
         scale, divides = self._divided(grid, parts, 0, grid.rows)
         x, codes = values.view(grid.rows, grid.columns), parts["qdata"].view(grid.rows, -1)
         if element.dtype is not None:
-            return compiled.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
-        return compiled.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
+            return encoders.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
+        return encoders.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
 
     def _try_decode(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
         if self._element.bits == 6:

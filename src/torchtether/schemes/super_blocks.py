@@ -16,7 +16,7 @@ from .blocked import Blocked
 from .blocks import Block, Grid, check_finite, code_part, fold, grid_over, source
 from .looking import is_true
 from .nearest import nearest_code, nearest_codes
-from .scales import TINY
+from .scales import TINY, divide
 from .scheme import Part, Parts
 from .stochastic import USED, around
 from .unchanged import find_unchanged
@@ -215,10 +215,10 @@ class SuperBlocks(Blocked):
         if self.minimum:
             parts["min"], parts["super_min"] = self._under_supers(low.clamp_min(0), supers)
             lowest = self._over_blocks(parts["super_min"].float(), supers) * parts["min"].float()
-            scale = (high + lowest).clamp_min(0) / top
+            scale = divide((high + lowest).clamp_min(0), top)
             scale = torch.where((high > 0) | (low > 0), scale, 0.0)
         else:
-            scale = torch.maximum(high / top, low / bottom).clamp_min(0)
+            scale = torch.maximum(divide(high, top), divide(low, bottom)).clamp_min(0)
         if self.scale_bits:
             parts["scale"], parts["super_scale"] = self._under_supers(scale, supers)
         else:
@@ -278,7 +278,7 @@ class SuperBlocks(Blocked):
         largest = (1 << (self.scale_bits if self.minimum else self.scale_bits - 1)) - 1
         ratio = self.super_block_size // self.block_size
         top = fold(scale, ratio, scale.dim() - 1, torch.amax) if scale.numel() else scale.new_zeros(supers.scale_shape)
-        over = _rounded_up(top / largest)
+        over = _rounded_up(divide(top, largest))
         times = (scale / self._over_blocks(over.float(), supers)).ceil().clamp(0, largest)
         return times.to(torch.uint8 if self.minimum else torch.int8), over
 
