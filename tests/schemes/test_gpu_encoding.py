@@ -28,7 +28,7 @@ each_scheme = pytest.mark.parametrize(
 )
 
 
-# -- fakes: nothing asks for a number, and all parts are where the values are --------------------------------------------
+# -- fakes: nothing asks for a number, and all parts are where the values are ---------------------------------------
 
 
 @each_scheme
@@ -73,7 +73,7 @@ def test_a_fake_model_is_quantized(scheme):
         assert model(torch.empty(3, 64, device=DEVICE, dtype=torch.bfloat16)).shape == (3, 32)
 
 
-# -- Triton -------------------------------------------------------------------------------------------------------------
+# -- Triton --------------------------------------------------------------------------------------------------------
 
 
 @needs_triton

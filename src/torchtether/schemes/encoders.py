@@ -33,12 +33,15 @@ def encode_rows(recipe: compiled.Recipe | None, values: Tensor, parts: Mapping[s
 
 
 def encode_affine(x: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return (gpu if gpu.can_read(x) else compiled).encode_affine(x, *args, **kwargs)
+    encode = gpu.encode_affine if gpu.can_read(x) else compiled.encode_affine
+    return encode(x, *args, **kwargs)
 
 
 def encode_float8(x: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return (gpu if gpu.can_read(x) else compiled).encode_float8(x, *args, **kwargs)
+    encode = gpu.encode_float8 if gpu.can_read(x) else compiled.encode_float8
+    return encode(x, *args, **kwargs)
 
 
 def encode_nearest(x: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return (gpu if gpu.can_read(x) else compiled).encode_nearest(x, *args, **kwargs)
+    encode = gpu.encode_nearest if gpu.can_read(x) else compiled.encode_nearest
+    return encode(x, *args, **kwargs)
