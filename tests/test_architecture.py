@@ -40,6 +40,7 @@ NEEDED_ELSEWHERE = {
     "compiled/setup_build.py": {"setuptools"},
     "testing/strategies.py": {"hypothesis"},
     "files/hub.py": {"huggingface_hub"},
+    "gpu/encoding_kernels.py": {"triton"},
     "integrations/accelerate.py": {"accelerate"},
     "integrations/bitsandbytes.py": {"bitsandbytes"},
     "integrations/peft.py": {"peft"},

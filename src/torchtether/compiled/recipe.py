@@ -18,7 +18,9 @@ from .room import native
 class Recipe(NamedTuple):
     """How the rows of a tensor are encoded; ``parts`` are the names of the codes, the scales and the zero points."""
 
-    native: Any  # ``recipe`` of encoders.h
+    native: Any  # ``recipe`` of encoders.h; None where the loops are not there
+    fields: Mapping[str, Any]
+    """What it is made of, for encoders of other devices."""
     parts: tuple[str, ...]
     row: int
     """Bytes of one row, as it is read."""
@@ -39,16 +41,14 @@ def recipe(
     order: tuple[int, ...] = tuple(range(16)),
     **more: float,
 ) -> Recipe | None:
-    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``.
-
-    ``None`` if the loops know no such, or are not there.
+    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if there is no such.
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
     NEAREST ``thresholds`` and ``order``, as ``encode_nearest`` has them.
     """
     module = native()
-    if module is None or dtype not in DTYPES or columns < 1 or bits not in (4, 8):
+    if dtype not in DTYPES or columns < 1 or bits not in (4, 8):
         return None
     if bits == 4 and width % 2 and width < columns:
         return None
@@ -66,7 +66,8 @@ def recipe(
         "order": order,
         "is_ordered": tuple(order) == tuple(range(len(order))),
     }
-    return Recipe(module.Recipe(**(fields | more)), parts, columns * dtype.itemsize)
+    made = None if module is None else module.Recipe(**(fields | more))
+    return Recipe(made, fields | more, parts, columns * dtype.itemsize)
 
 
 def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:
@@ -74,7 +75,7 @@ def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tenso
 
     They do not where the loops are not at hand, or a number is not finite.
     """
-    if recipe is None or not can_read(values):
+    if recipe is None or recipe.native is None or not can_read(values):
         return False
     places = [parts[name] for name in recipe.parts]
     library = library_for(values, *places)
@@ -94,7 +95,7 @@ def encode_file(
 
     It is also not done where the file cannot be read.
     """
-    if recipe is None:
+    if recipe is None or recipe.native is None:
         return False
     places = [parts[name] for name in recipe.parts]
     library = library_for(space, *places)

@@ -15,6 +15,7 @@ from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..progress import Progress, ticking
 from ..schemes import Mastered, Scheme
+from ..schemes.looking import is_true
 from ..ties.components import Component, Member, find_components
 from ..ties.names import is_sharded
 from ..ties.records import tie_of
@@ -182,23 +183,23 @@ def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None
         return
     values = plain_values(tensor)
     rows = values.view(1) if values.dim() == 0 else values
-    step = max(_CHUNK // max(rows[:1].numel(), 1), 1)
-    is_large = False
-    for chunk in rows.split(step) if rows.numel() else ():
-        largest = chunk.float().abs().max()
-        if not torch.isfinite(largest):
-            bad = int((~torch.isfinite(chunk.float())).sum())
-            raise SchemeError(
-                f"{bad} or more of its {values.numel()} values are not finite in float32, so {scheme} cannot hold it",
-                name=component.names[0],
-                fix="Repair the values, or exclude it with a rule of None.",
-            )
-        is_large = is_large or bool(largest > _LARGE)
-    if is_large:
-        try:
-            scheme.encode(values)
-        except SchemeError as error:
-            raise error.named(component.names[0]) from None
+    if rows.numel() == 0:
+        return
+    chunks = rows.split(max(_CHUNK * rows.shape[0] // rows.numel(), 1))
+    largest = torch.stack([chunk.float().abs().amax() for chunk in chunks]).amax()
+    if is_true(largest <= _LARGE, unseen=True):  # looked at once a tensor: on a GPU that waits
+        return
+    if not torch.isfinite(largest):
+        bad = next(count for chunk in chunks if (count := int((~torch.isfinite(chunk.float())).sum())))
+        raise SchemeError(
+            f"{bad} or more of its {values.numel()} values are not finite in float32, so {scheme} cannot hold it",
+            name=component.names[0],
+            fix="Repair the values, or exclude it with a rule of None.",
+        )
+    try:
+        scheme.encode(values)
+    except SchemeError as error:
+        raise error.named(component.names[0]) from None
 
 
 # -- stock load_state_dict afterwards ---------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from .. import compiled
 from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
+from . import encoders
 from .bits import pack_into, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .looking import is_true
 from .scales import cover_scale, divide, rounded_off, smallest_scale, store_scale
 from .scheme import Part, Parts
 from .search import FITS, RATIOS, SMALLEST, least_squares
@@ -175,7 +177,7 @@ class Affine(Blocked):
             zero = held["zero_point"].float() - self._zero_offset
             low, high = low + zero, high + zero
         keep = is_used & (low >= self._lowest - 0.5) & (high <= self._highest + 0.5)
-        if not bool(keep.all()):
+        if not is_true(keep.all(), unseen=False):
             again = self.encode(values, like=held)
             keep |= find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values, g_idx)
         chosen = {name: torch.where(keep, held[name], part) for name, part in fitted.items()}
@@ -251,8 +253,8 @@ class Affine(Blocked):
     def _order(self, grid: Grid, g_idx: Tensor | None, device: torch.device) -> Tensor:
         if g_idx is None:
             return torch.arange(grid.columns, device=device) // (self.block[1] or 1)
-        whole = not (g_idx.dtype.is_floating_point or g_idx.dtype.is_complex)
-        if not whole or g_idx.shape != (grid.columns,) or bool(((g_idx < 0) | (g_idx >= grid.groups)).any()):
+        fits = not (g_idx.dtype.is_floating_point or g_idx.dtype.is_complex) and g_idx.shape == (grid.columns,)
+        if not fits or is_true(((g_idx < 0) | (g_idx >= grid.groups)).any(), unseen=False):
             got = f"{tuple(g_idx.shape)} {dtype_name(g_idx.dtype)}"
             raise SchemeError(f"g_idx must hold {grid.columns} group numbers below {grid.groups}, got {got}")
         return g_idx
@@ -315,7 +317,7 @@ class Affine(Blocked):
     def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
         low, high = low.clamp_max(0), high.clamp_min(0)
         if self.symmetric:
-            step = torch.maximum(high / self._highest, low / self._lowest)
+            step = torch.maximum(divide(high, self._highest), divide(low, self._lowest))
             return {"scale": cover_scale(divide(step, self.unit), step, self.scale_dtype)}
         extent = high - low
         middle = self._lowest - low / torch.where(extent > 0, extent, 1.0) * self._steps
@@ -336,9 +338,8 @@ class Affine(Blocked):
 
     def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
         scale = grid.pick(parts["scale"], start, stop).float()
-        zero = scale.new_zeros(1, 1).expand(scale.shape)
-        if not self.symmetric:
-            zero = self._zero_points(grid, parts, start, stop)
+        zeros = scale.new_zeros(1, 1).expand(scale.shape)
+        zero = zeros if self.symmetric else self._zero_points(grid, parts, start, stop)
         x, scale, zero = grid.align(x, scale, zero, g_idx=parts.get("g_idx"))
         below = (x / _divisor(self._step(scale))).add_(zero).floor_().clamp_(self._lowest, self._highest - 1).sub_(zero)
         size = (stop - start, grid.columns)
@@ -349,9 +350,8 @@ class Affine(Blocked):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Round the float32 rows ``x`` to signed integers, in place; return them with their steps and zero points."""
         scale = _divisor(self._step(grid.pick(parts["scale"], start, stop)))
-        zero = scale.new_zeros(1, 1).expand(scale.shape)
-        if not self.symmetric:
-            zero = self._zero_points(grid, parts, start, stop)
+        zeros = scale.new_zeros(1, 1).expand(scale.shape)
+        zero = zeros if self.symmetric else self._zero_points(grid, parts, start, stop)
         x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
         x = x.mul_(1.0 / scale) if self.reciprocal else x.div_(scale)
         x = x if self.symmetric else x.add_(zero)
@@ -360,10 +360,9 @@ class Affine(Blocked):
     def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         if self.act_order:
             return False
-        scale, zero = _divisor(self._step(grid.pick(parts["scale"], 0, grid.rows))), None
-        if not self.symmetric:
-            zero = self._zero_points(grid, parts, 0, grid.rows)
-        return compiled.encode_affine(
+        scale = _divisor(self._step(grid.pick(parts["scale"], 0, grid.rows)))
+        zero = None if self.symmetric else self._zero_points(grid, parts, 0, grid.rows)
+        return encoders.encode_affine(
             values.view(grid.rows, grid.columns),
             grid.run,
             1.0 / scale if self.reciprocal else scale,

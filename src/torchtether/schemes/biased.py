@@ -15,6 +15,7 @@ from ..geometry.views import Shape
 from .bits import pack_into, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .looking import is_true
 from .scales import cover_scale, divide, rounded_off, store_scale
 from .scheme import Part, Parts
 from .search import FITS, SMALLEST, half_quadratic, least_squares
@@ -95,7 +96,7 @@ class Biased(Blocked):
         low, high = torch.minimum(first, last), torch.maximum(first, last)
         suits = (low >= -0.5) & (high <= self._steps + 0.5) & (high - low >= self._steps - 0.51)
         keep = suits | find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
-        if bool(keep.all()):
+        if is_true(keep.all(), unseen=False):
             return again
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fitted.items()})
 
@@ -151,7 +152,7 @@ class Biased(Blocked):
         extent = torch.maximum(high - low, torch.maximum(high.abs(), low.abs()))
         check_finite(extent, values)
         largest = 0.99 * torch.finfo(self.arithmetic).max
-        if not torch.compiler.is_compiling() and bool((extent > largest).any()):
+        if is_true((extent > largest).any(), unseen=False):
             raise SchemeError(
                 f"a range of {float(extent.max()):.4g} does not fit {dtype_name(self.arithmetic)}",
                 fix="Use arithmetic=torch.float32.",

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..torch_private.observers import is_direct
+from ..torch_private.tensors import is_fake
 
 # Spreading a byte by viewing a wider integer as bytes is 14 times faster than stacking, where bytes lie low first.
 _VIEWABLE = sys.byteorder == "little"
@@ -146,7 +147,10 @@ _AS_ONE = {4: torch.float32, 8: torch.float64, 16: torch.complex128}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits: ``torch.equal``, also for float8 and NaN."""
+    """Return whether two tensors have the same shape, dtype and bits: ``torch.equal``, also for float8 and NaN.
+
+    Fake tensors have no numbers; of them it is True.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+    return is_fake(one) or torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))

@@ -11,7 +11,9 @@ from torch import Tensor
 from .. import compiled
 from ..errors import SchemeError
 from ..geometry.views import Shape
+from . import encoders
 from .blocks import Block, Grid, check_finite, floats, grid_over, rows, source
+from .looking import is_true
 from .scheme import Part, Parts, Scheme
 from .stochastic import PIECE, USED, choose
 from .unchanged import find_unchanged
@@ -137,7 +139,7 @@ class Blocked(Scheme):
         first, last = torch.minimum(*ends), torch.maximum(*ends)
         fits = (low >= first) & (high <= last)
         keep = fits & self._is_used(low, high, first, last) if shrink else fits
-        if not torch.compiler.is_compiling() and bool(keep.all()):
+        if is_true(keep.all(), unseen=False):
             return held
         keep |= find_unchanged(lambda start, stop: self._rows(grid, held, start, stop), grid, values, g_idx)
         return {**held, **_either(keep, held, self._cover(grid, low, high, held))}
@@ -156,7 +158,7 @@ class Blocked(Scheme):
 
     def _quantize(self, grid: Grid, values: Tensor, parts: Parts) -> None:
         """Write the codes of ``values`` under the scales in ``parts``: by a compiled loop, or else by torch ops."""
-        if values.numel() == 0 or (compiled.can_read(values) and self._try_quantize(grid, values, parts)):
+        if values.numel() == 0 or (encoders.can_read(values) and self._try_quantize(grid, values, parts)):
             return
         table = parts["qdata"].view(grid.rows, -1)
         for x, start, stop in floats(grid, values):

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import compiled
 from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
+from . import encoders
+from .looking import is_true
 from .scheme import Part
 
 CHUNK = 1 << 20
@@ -121,8 +122,8 @@ class Grid(NamedTuple):
         the extreme of the rounded values; NaN stays visible.
         """
 
-        if magnitude and g_idx is None and op is torch.amax and compiled.can_read(values):
-            found = compiled.magnitudes(values.view(self.rows, self.columns), self.run)
+        if magnitude and g_idx is None and op is torch.amax and encoders.can_read(values):
+            found = encoders.magnitudes(values.view(self.rows, self.columns), self.run)
             if found is not None:
                 return self._fold_rows(found, op)
 
@@ -144,8 +145,8 @@ class Grid(NamedTuple):
 
     def extremes(self, values: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return ``reduce`` with ``torch.amin`` and with ``torch.amax``."""
-        if g_idx is None and compiled.can_read(values):
-            found = compiled.extremes(values.view(self.rows, self.columns), self.run)
+        if g_idx is None and encoders.can_read(values):
+            found = encoders.extremes(values.view(self.rows, self.columns), self.run)
             if found is not None:
                 return self._fold_rows(found[0], torch.amin), self._fold_rows(found[1], torch.amax)
         is_wide = values.dtype.itemsize > 4  # rounding to float32 keeps the order, and may lose what is finite
@@ -332,8 +333,8 @@ def flat_ranges(count: int, block_size: int) -> list[tuple[int, int]]:
 
 def flat_magnitudes(values: Tensor, block_size: int) -> Tensor:
     """Return the largest magnitude of each block of the flattened ``values``, (blocks,) float32."""
-    if compiled.can_read(values):
-        found = compiled.magnitudes(values.view(1, -1), block_size)
+    if encoders.can_read(values):
+        found = encoders.magnitudes(values.view(1, -1), block_size)
         if found is not None:
             return found.view(-1)
     amax = torch.zeros(-(-values.numel() // block_size), dtype=torch.float32, device=values.device)
@@ -376,7 +377,7 @@ def check_finite(stats: Tensor, values: Tensor) -> None:
 
     Beyond that a value that is rounded up may leave float32.
     """
-    if torch.compiler.is_compiling() or bool((stats.abs() < 2.0**127).all()):  # a compiled graph cannot look at values
+    if is_true((stats.abs() < 2.0**127).all(), unseen=True):
         return
     nan = infinite = 0
     for start, stop in pieces(0, values.numel(), CHUNK):

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import compiled
 from ..errors import SchemeError
 from ..geometry.views import Shape
+from . import encoders
 from .bits import lookup, pack, pack_into, table_of
 from .blocks import (
     Block,
@@ -28,6 +29,7 @@ from .blocks import (
     source,
     stream_part,
 )
+from .looking import is_true
 from .nearest import count_above, half_gaps, nearest_code, nearest_codes
 from .nested import ARITHMETIC, nest, nesting_error, unnest
 from .scales import TINY, reciprocal
@@ -139,14 +141,14 @@ class Codebook(TableUpdates):
         keep = (amax >= absmax * (min(ends) * (1 - _KEEP))) & (amax <= absmax * (1 + _KEEP))
         if self.nested and 0.0 in self.table:  # a nested absmax is not 0 above zeros, and suits them as any does
             keep |= amax == 0
-        if keep.all():
+        if is_true(keep.all(), unseen=False):
             return self.encode(values, like=held)
         if self.nested:  # an absmax of 8 bits can be so far off that no value of its block decodes to it
             again = self.encode(values, like=held)
-            if torch.equal(self.decode(again, tuple(values.shape), values.dtype), values):
+            if is_true((self.decode(again, tuple(values.shape), values.dtype) == values).all(), unseen=False):
                 return again
         parts = self.encode(values)  # checks the values, too
-        if not keep.any():
+        if not is_true(keep.any(), unseen=True):
             return parts
         chosen = torch.where(keep, absmax, parts["absmax"] if not self.nested else amax)
         self._store_absmax(chosen, parts)
@@ -360,7 +362,7 @@ class Codebook(TableUpdates):
         thresholds, order = self._nearest
         rows, width = (1, self.block_size) if self.flat else (grid.rows, grid.run)
         x, scale, codes = values.view(rows, -1), parts["absmax"].view(rows, -1), parts["qdata"].view(rows, -1)
-        return compiled.encode_nearest(
+        return encoders.encode_nearest(
             x, width, reciprocal(scale), codes, divides=False, thresholds=thresholds, order=order
         )
 
@@ -373,7 +375,7 @@ class Codebook(TableUpdates):
         if not self.flat:
             super()._quantize(grid, values, parts)
             return
-        if values.numel() == 0 or (compiled.can_read(values) and self._try_quantize(grid, values, parts)):
+        if values.numel() == 0 or (encoders.can_read(values) and self._try_quantize(grid, values, parts)):
             return
         stream, memory = parts["qdata"].view(-1), None
         for start, stop in flat_ranges(values.numel(), self.block_size):

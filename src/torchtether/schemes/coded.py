@@ -14,6 +14,7 @@ from ..geometry.views import Shape
 from .bits import pack_into, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
+from .looking import is_true
 from .scales import TINY
 from .scheme import Part, Parts
 from .stochastic import USED
@@ -117,7 +118,7 @@ class BlockScheme(Blocked):
         if shrink:
             first, last = self._span(grid, values, fitted)
             keep &= high - low >= USED * (last - first)
-        if not torch.compiler.is_compiling() and bool(keep.all()):
+        if is_true(keep.all(), unseen=False):
             return held
         keep |= find_unchanged(lambda start, stop: self._rows(grid, held, start, stop), grid, values)
         return {**held, **{name: torch.where(keep, held[name], part) for name, part in fitted.items()}}
@@ -161,7 +162,7 @@ class BlockScheme(Blocked):
     def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
         x, *numbers = self._aligned(grid, parts, x, start, stop)
         codes = self._whole(self.to_codes(x, *numbers), x, "to_codes").round().clamp(0, (1 << self.bits) - 1)
-        if not torch.compiler.is_compiling() and bool(codes.isnan().any()):
+        if is_true(codes.isnan().any(), unseen=False):
             fix = "Divide by no number that may be 0: only `scale` is never."
             raise SchemeError("to_codes gives codes that are not a number", name=type(self).__name__, fix=fix)
         pack_into(codes.reshape(stop - start, grid.columns).to(torch.uint8), self.bits, out)
@@ -208,7 +209,7 @@ class BlockScheme(Blocked):
                 fix="Reduce the last dimension, without keepdim; say in `numbers` what there is.",
             )
         for name, one in found.items():
-            if not torch.compiler.is_compiling() and not bool(one.isfinite().all()):
+            if not is_true(one.isfinite().all(), unseen=True):
                 fix = "A block may hold one value, or only zeros: its range is 0 then."
                 raise SchemeError(f"fit gives a {name} that is not finite", name=type(self).__name__, fix=fix)
         if "scale" in found:

@@ -13,6 +13,7 @@ from .._checks import describe
 from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
+from ..torch_private.tensors import is_fake
 from .bits import same_bits
 from .blocks import source
 from .scheme import Part, Parts, Scheme
@@ -81,7 +82,7 @@ class Mastered(Scheme):
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """Encode afresh, unless the master has these values."""
-        if torch.compiler.is_compiling() or values.is_meta:
+        if torch.compiler.is_compiling() or values.is_meta or is_fake(values):
             return self.encode(values)
         master = values.to(self.dtype).reshape(held[MASTER].shape)
         return dict(held) if same_bits(master, held[MASTER]) else self.encode(values)

@@ -8,12 +8,13 @@ nested_offset () float32
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .bits import table_of
 from .blocks import fold
 from .nearest import count_above, half_gaps, nearest_codes
-from .scales import reciprocal
+from .scales import divide, reciprocal
 from .scheme import Parts
 from .tables import DYNAMIC
 
@@ -28,8 +29,8 @@ def nest(amax: Tensor, block_size: int, parts: Parts) -> None:
     if amax.numel() == 0:
         parts["nested_offset"].zero_()
         return
-    mean = amax.mean()
-    mean = torch.where(mean.isfinite(), mean, (amax * 2.0**-64).mean() * 2.0**64)  # a sum that leaves float32
+    mean = _mean(amax)
+    mean = torch.where(mean.isfinite(), mean, _mean(amax * 2.0**-64) * 2.0**64)  # a sum that leaves float32
     offset = torch.where(amax.max() > _EXTREME * mean, torch.zeros_like(mean), mean)
     rest = amax - offset
     scale = fold(rest.abs(), block_size, 0, torch.amax)
@@ -37,6 +38,16 @@ def nest(amax: Tensor, block_size: int, parts: Parts) -> None:
     parts["absmax"].copy_(count_above(rest * reciprocal(each), _THRESHOLDS))
     parts["nested_absmax"].copy_(scale)
     parts["nested_offset"].copy_(offset)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Return the mean of ``x`` (n,), summed in pairs of halves, whose order no device changes."""
+    count = x.shape[0]
+    x = F.pad(x, (0, (1 << (count - 1).bit_length()) - count))
+    while x.shape[0] > 1:
+        low, high = x.chunk(2)
+        x = low + high
+    return divide(x.view(()), count)
 
 
 def nest_above(amax: Tensor, held: Parts, block_size: int) -> dict[str, Tensor]:

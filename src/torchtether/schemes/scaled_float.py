@@ -14,9 +14,11 @@ from .._dtypes import dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
+from . import encoders
 from .bits import lookup, pack_into, table_of
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .looking import is_true
 from .nearest import count_above
 from .scales import TINY, cover_scale, divide, raise_to, rounded_off, store_scale
 from .scheme import Part, Parts
@@ -182,7 +184,7 @@ class ScaledFloat(Blocked):
         self._fit(amax, fitted)
         if self.global_scale:
             change = fitted["global_scale"] / held["global_scale"] - 1
-            if not bool(change.abs() < _KEEP):
+            if not is_true(change.abs() < _KEEP, unseen=False):
                 return self.encode(values, like=fitted)
             self._fit(amax, fitted, held["global_scale"])
         # an e4m3 scale is so coarse that the largest value may have become the second largest code
@@ -270,7 +272,7 @@ class ScaledFloat(Blocked):
                     unit = torch.where((amax > 0).any(), unit, 1.0)
                 parts["global_scale"].copy_(unit)
                 ratio = ratio * unit if self.global_divides else ratio / unit
-            elif not torch.compiler.is_compiling() and bool((ratio > _E4M3_LARGEST).any()):
+            elif is_true((ratio > _E4M3_LARGEST).any(), unseen=False):
                 raise SchemeError(
                     f"a scale of {float(ratio.max()):.4g} does not fit float8_e4m3fn", fix="Use global_scale=True."
                 )
@@ -350,8 +352,8 @@ class ScaledFloat(Blocked):
         scale, divides = self._divided(grid, parts, 0, grid.rows)
         x, codes = values.view(grid.rows, grid.columns), parts["qdata"].view(grid.rows, -1)
         if element.dtype is not None:
-            return compiled.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
-        return compiled.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
+            return encoders.encode_float8(x, grid.run, scale, codes, divides=divides, largest=element.largest)
+        return encoders.encode_nearest(x, grid.run, scale, codes, divides=divides, thresholds=_BELOW[self.element])
 
     def _try_decode(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
         if self._element.bits == 6:

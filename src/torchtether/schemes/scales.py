@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._dtypes import dtype_name
 from ..errors import SchemeError
+from .looking import is_true
 
 TINY = float(torch.finfo(torch.float32).tiny)
 """The smallest normal float32: a device that flushes subnormals must not turn a scale into 0."""
@@ -22,7 +23,7 @@ def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
     """Round ``scale`` to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
     scale = scale.clamp_min(smallest_scale(dtype))
     stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
-    if not torch.compiler.is_compiling() and not bool(torch.isfinite(stored).all()):
+    if not is_true(torch.isfinite(stored).all(), unseen=True):
         raise SchemeError(
             f"a scale of {float(scale.max()):.4g} does not fit {dtype_name(dtype)}",
             fix="Use scale_dtype=torch.float32.",

@@ -18,6 +18,7 @@ from .. import compiled
 from .._dtypes import dtype_from_name, dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
+from . import encoders
 
 Parts = Mapping[str, Tensor]
 
@@ -129,10 +130,10 @@ class Scheme:
         return None
 
     def _try_encode(self, values: Tensor, parts: Parts) -> bool:
-        """Write all of ``parts`` by the compiled loops; return whether they know this scheme. No tracer sees it."""
-        if not compiled.can_read(values):
+        """Write all of ``parts`` by loops or kernels; return whether they know this scheme. No tracer sees it."""
+        if not encoders.can_read(values):
             return False
-        return compiled.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts)
+        return encoders.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts)
 
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
         """Write the rows from ``start`` to ``stop`` to ``out`` (stop - start, K), of any float dtype.

@@ -14,8 +14,9 @@ from ..geometry.views import Shape
 from .bits import lookup, pack_into, table_of, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_finite, code_part, fold, grid_over, source
+from .looking import is_true
 from .nearest import nearest_code, nearest_codes
-from .scales import TINY
+from .scales import TINY, divide
 from .scheme import Part, Parts
 from .stochastic import USED, around
 from .unchanged import find_unchanged
@@ -128,7 +129,7 @@ class SuperBlocks(Blocked):
         again = self.encode(values, like=held)
         _, supers = self._grids(tuple(values.shape))
         keep = find_unchanged(lambda start, stop: self._rows(supers, again, start, stop), supers, values)
-        if bool(keep.all()):
+        if is_true(keep.all(), unseen=False):
             return again
         return self.encode(values, like=self._chosen(keep, supers, held, self._fit(values)))
 
@@ -214,10 +215,10 @@ class SuperBlocks(Blocked):
         if self.minimum:
             parts["min"], parts["super_min"] = self._under_supers(low.clamp_min(0), supers)
             lowest = self._over_blocks(parts["super_min"].float(), supers) * parts["min"].float()
-            scale = (high + lowest).clamp_min(0) / top
+            scale = divide((high + lowest).clamp_min(0), top)
             scale = torch.where((high > 0) | (low > 0), scale, 0.0)
         else:
-            scale = torch.maximum(high / top, low / bottom).clamp_min(0)
+            scale = torch.maximum(divide(high, top), divide(low, bottom)).clamp_min(0)
         if self.scale_bits:
             parts["scale"], parts["super_scale"] = self._under_supers(scale, supers)
         else:
@@ -246,7 +247,7 @@ class SuperBlocks(Blocked):
             keep &= (high - low >= USED * (last - first)) | ((high >= USED * last) | (low <= USED * first))
         ratio = self.super_block_size // self.block_size
         whole = fold(keep.float(), ratio, keep.dim() - 1, torch.amin) > 0
-        if not torch.compiler.is_compiling() and bool(whole.all()):
+        if is_true(whole.all(), unseen=False):
             return held
         whole |= find_unchanged(lambda start, stop: self._rows(supers, held, start, stop), supers, values)
         return {**held, **self._chosen(whole, supers, held, self._fitted(supers, low, high))}
@@ -277,7 +278,7 @@ class SuperBlocks(Blocked):
         largest = (1 << (self.scale_bits if self.minimum else self.scale_bits - 1)) - 1
         ratio = self.super_block_size // self.block_size
         top = fold(scale, ratio, scale.dim() - 1, torch.amax) if scale.numel() else scale.new_zeros(supers.scale_shape)
-        over = _rounded_up(top / largest)
+        over = _rounded_up(divide(top, largest))
         times = (scale / self._over_blocks(over.float(), supers)).ceil().clamp(0, largest)
         return times.to(torch.uint8 if self.minimum else torch.int8), over
 
@@ -324,7 +325,7 @@ def _rounded_up(scale: Tensor, empty: int = 1) -> Tensor:
     bits = stored.view(torch.int16)  # of a number that is not negative, the next larger one has the next bits
     stored = torch.where(stored.float() < scale, bits + 1, bits).clamp_min(1).view(_HALF)
     stored = torch.where(scale > 0, stored, torch.full_like(stored, empty))
-    if not torch.compiler.is_compiling() and not bool(stored.isfinite().all()):
+    if not is_true(stored.isfinite().all(), unseen=True):
         raise SchemeError(
             f"a scale of {float(scale.max()):.4g} does not fit float16", fix="Leave this tensor unquantized."
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from .blocked import Blocked
 from .blocks import Grid, grid_over, source
 from .nested import nest_above, unnest
-from .scales import TINY, reciprocal
+from .scales import TINY, divide, reciprocal
 from .scheme import Parts
 from .stochastic import around
 
@@ -72,7 +72,7 @@ class TableUpdates(Blocked):
         return parts["absmax"] * min(self.table), parts["absmax"] * max(self.table)
 
     def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
-        absmax = torch.maximum(low / min(self.table), high / max(self.table))
+        absmax = torch.maximum(divide(low, min(self.table)), divide(high, max(self.table)))
         return {"absmax": torch.where(absmax > 0, absmax.clamp_min(TINY), 0.0)}
 
     def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,241 @@
+"""Encoding on a GPU, by Triton kernels: extremes of runs, codes under given scales, and both with scales in one pass.
+
+They take what the loops of ``compiled`` take, and give the same bits.  ``x`` (R, K) is contiguous, of a dtype that
+``can_read`` knows; ``scale`` and ``zero``, float32, (R or 1, groups) have one entry per ``width`` columns; ``codes``
+(R, bytes) may be the first columns of a wider table.  Nothing waits for the GPU but ``encode_rows``, once, for whether
+all numbers were finite.  No GPU has run them: Triton's interpreter has, and they compile for sm_80 and sm_90.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .serving import serves
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+AFFINE, FLOAT8, NEAREST = range(3)
+
+_BLOCK = 4096
+"""Numbers that a program encodes at once."""
+
+_WIDE = 8192
+"""Columns of a run that a program holds in registers; of longer ones it reads the numbers twice."""
+
+_LONGEST = 1 << 17
+"""Columns of a run that one program goes through; longer ones, of which there may be one, are left to torch ops."""
+
+
+def can_read(values: Tensor) -> bool:
+    """Return whether the kernels can walk ``values`` where they lie."""
+    if not serves(values) or values.dtype not in FLOATS or not values.is_contiguous():
+        return False
+    return values.numel() > 0 and not (torch.is_grad_enabled() and values.requires_grad)
+
+
+def magnitudes(x: Tensor, width: int) -> Tensor | None:
+    """Return the largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN where there is one."""
+    found = _extremes(x, width, signed=False)
+    return None if found is None else found[1]
+
+
+def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
+    """Return the smallest and the largest value of each run of ``width`` columns, (R, groups) float32.
+
+    NaN in one of them.
+    """
+    return _extremes(x, width, signed=True)
+
+
+def _extremes(x: Tensor, width: int, *, signed: bool) -> tuple[Tensor, Tensor] | None:
+    if not can_read(x) or width > _LONGEST:
+        return None
+    (rows, columns), groups = x.shape, -(-x.shape[1] // width)
+    high = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    low = torch.empty_like(high) if signed else high
+    width = min(width, columns)
+    (block, runs), total, is_flat = _tile(width, _WIDE), rows * groups, columns % width == 0
+    _launch(
+        "find_extremes", -(-total // runs), x, low, high, total, width, columns, groups,
+        SIGNED=signed, FLAT=is_flat, FULL=is_flat and width % block == 0, LOOPS=block < width, RUNS=runs, BLOCK=block,
+    )  # fmt: skip
+    return low, high
+
+
+def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, ...]) -> bool:
+    """Write scales and codes of all ``values`` in one pass; return whether ``parts`` hold them, or else anything.
+
+    ``fields`` are those of the compiled loops' recipe; ``parts`` the codes, the scales and the zero points, contiguous.
+    They do not hold them where a number is not finite, or too large. That is looked at, which waits for the GPU.
+    """
+    columns, width = fields["columns"], fields["width"]
+    if not can_read(values) or not _suits(width, columns, fields["bits"]) or width > _LONGEST:
+        return False
+    if not serves(values, *parts) or not all(map(Tensor.is_contiguous, parts)):
+        return False
+    codes, scale, *zero = parts
+    bad = torch.zeros(1, dtype=torch.int32, device=values.device)
+    _encode(
+        values.view(-1, columns), width, scale, zero[0] if zero else scale, codes, bad,
+        kind=fields["kind"], bits=fields["bits"], stride=fields["stride"], divides=fields["kind"] != NEAREST,
+        shifts=bool(zero), span=fields["span"], unit=fields["unit"], limits=(fields["lowest"], fields["highest"]),
+        offset=fields["offset"], zero_offset=fields["zero_offset"], mantissa=fields["mantissa"], bias=fields["bias"],
+        edges=fields["edges"], order=() if fields["is_ordered"] else fields["order"],
+    )  # fmt: skip
+    for part in parts:
+        _note_written(part)
+    return not bool(bad)
+
+
+def encode_affine(
+    x: Tensor,
+    width: int,
+    scale: Tensor,
+    zero: Tensor | None,
+    codes: Tensor,
+    *,
+    divides: bool,
+    limits: tuple[int, int],
+    offset: int,
+    bits: int,
+) -> bool:
+    """Write round(x / scale + zero), within ``limits``, and ``offset`` above that, to ``codes``; 4 or 8 bits."""
+    if not _can_encode(x, width, scale, codes, bits):
+        return False
+    return _encode(
+        x, width, scale, scale if zero is None else zero, codes, None,
+        kind=AFFINE, bits=bits, stride=codes.stride(0), divides=divides, shifts=zero is not None,
+        limits=limits, offset=offset,
+    )  # fmt: skip
+
+
+def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
+    """Write x / scale (or times), within ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
+    if codes.dtype not in _FLOAT8 or not _can_encode(x, width, scale, codes, 8):
+        return False
+    mantissa, bias = _FLOAT8[codes.dtype]
+    return _encode(
+        x, width, scale, scale, codes, None,
+        kind=FLOAT8, bits=8, stride=codes.stride(0), divides=divides, limits=(-largest, largest),
+        mantissa=mantissa, bias=bias,
+    )  # fmt: skip
+
+
+_FLOAT8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # bits of the mantissa, bias of the exponent
+
+
+def encode_nearest(
+    x: Tensor,
+    width: int,
+    scale: Tensor,
+    codes: Tensor,
+    *,
+    divides: bool,
+    thresholds: tuple[float, ...],
+    order: tuple[int, ...] | None = None,
+) -> bool:
+    """Write to ``codes``, two to a byte, between which ascending ``thresholds`` x / scale (or times) lies.
+
+    With ``order`` they are those of a table; without, they count for magnitudes, and 8 is added for the sign.
+    """
+    size = 7 if order is None else 15
+    if len(thresholds) > size or not _can_encode(x, width, scale, codes, 4):
+        return False
+    return _encode(
+        x, width, scale, scale, codes, None,
+        kind=NEAREST, bits=4, stride=codes.stride(0), divides=divides,
+        edges=(*thresholds, *[float("inf")] * (size - len(thresholds))),
+        order=() if order is None or tuple(order) == tuple(range(len(order))) else tuple(order),
+    )  # fmt: skip
+
+
+def _can_encode(x: Tensor, width: int, scale: Tensor, codes: Tensor, bits: int) -> bool:
+    if not can_read(x) or not serves(x, scale, codes) or codes.stride(-1) != 1:
+        return False
+    return _suits(width, x.shape[1], bits)
+
+
+def _suits(width: int, columns: int, bits: int) -> bool:
+    """Return whether each run begins with a byte."""
+    return bits == 8 or (bits == 4 and (width % 2 == 0 or width >= columns))
+
+
+def _tile(width: int, most: int) -> tuple[int, int]:
+    """Return the columns of a run that a program takes, a power of two, and the runs."""
+    block = max(2, min(1 << (width - 1).bit_length(), most if width <= most else _BLOCK))
+    return block, max(1, _BLOCK // block)
+
+
+def _encode(
+    x: Tensor,
+    width: int,
+    scale: Tensor,
+    zero: Tensor,
+    codes: Tensor,
+    bad: Tensor | None,
+    *,
+    kind: int,
+    bits: int,
+    stride: int,
+    divides: bool,
+    shifts: bool = False,
+    span: float = 1.0,
+    unit: float = 1.0,
+    limits: tuple[float, float] = (0.0, 0.0),
+    offset: int = 0,
+    zero_offset: int = 0,
+    mantissa: int = 0,
+    bias: int = 0,
+    edges: tuple[float, ...] = (),
+    order: tuple[int, ...] = (),
+) -> bool:
+    """Encode under the given scales, or, where ``bad`` is given, under scales that are found and written too."""
+    (rows, columns), fits = x.shape, bad is not None
+    width, groups = min(width, columns), -(-columns // width)
+    is_shared = not fits and scale.shape[0] == 1
+    if not fits:
+        scale, zero = scale.float().contiguous(), zero.float().contiguous()
+    block, runs = _tile(width, _WIDE if fits else _BLOCK)
+    pieces = 1 if fits else -(-width // block)
+    words = [0, 0]
+    for place, code in enumerate(order):
+        words[place // 8] |= code << place % 8 * 4
+    signed = tuple(word - (word >> 31 << 32) for word in words)
+    total, is_flat = rows * groups, columns % width == 0 and (stride * 8 == columns * bits or rows == 1)
+    _launch(
+        "encode", -(-total // runs) * pieces,
+        x, scale, _bytes(zero) if fits else zero, _bytes(codes), scale if bad is None else bad,
+        total, width, columns, groups, stride, pieces, float(span), float(unit), float(limits[0]), float(limits[1]),
+        offset, zero_offset,
+        KIND=kind, BITS=bits, FITS=fits, LOOPS=fits and block < width, DIVIDES=divides, SHIFTS=shifts,
+        FLAT=is_flat, SHARED=is_shared, MANTISSA=mantissa, BIAS=bias,
+        EDGES=edges, ORDER=signed if order else (), FULL=is_flat and width % block == 0, RUNS=runs, BLOCK=block,
+    )  # fmt: skip
+    return True
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes if codes.dtype == torch.uint8 or codes.itemsize != 1 else codes.view(torch.uint8)
+
+
+def _launch(name: str, programs: int, *args: Any, **constants: Any) -> None:
+    """Start ``programs`` of a kernel on the device of the first argument.
+
+    Products and sums must not become one step (``enable_fp_fusion``), which rounds once where torch ops round twice.
+    """
+    kernel = getattr(import_module(".encoding_kernels", __package__), name)
+    device = args[0].device
+    warps = 8 if constants["BLOCK"] * constants["RUNS"] > _BLOCK else 4
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*args, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def _note_written(out: Tensor) -> None:
+    """Tell autograd of a write, as any in-place op does."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)

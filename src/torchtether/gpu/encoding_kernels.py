@@ -1,0 +1,239 @@
+"""The Triton kernels that encode; ``encoding`` calls them. Imported when a tensor on a GPU is first encoded.
+
+A *run* is what shares a scale: ``width`` columns of a row, the last one of a row perhaps shorter. A program takes
+``RUNS`` runs of up to ``BLOCK`` columns, or a piece of ``BLOCK`` columns of a longer one.  With FLAT, runs follow each
+other without gaps, in the numbers and in the codes, and no row has to be found; with FULL they also fill their blocks.
+
+Bits are those of torch ops: divisions are IEEE's (``div_rn``; ``/`` is approximate), products and sums stay two steps
+(the calls say ``enable_fp_fusion=False``), and numbers are rounded by adding a constant, half to even.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TINY = tl.constexpr(2.0**-126)
+LIMIT = tl.constexpr(2.0**127)  # beyond it a number that is rounded up may leave float32
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: in a sum with it the last bit is 1
+AFFINE, FLOAT8, NEAREST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ordered(x):
+    """Return integers in the order of the floats; NaN is beyond infinity. It maps back what it has made, too."""
+    bits = _bits(x)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _begins(run, width, columns, groups, FLAT: tl.constexpr):
+    """Return where runs begin, among the numbers, and how many columns they have."""
+    if FLAT:
+        return run * width, width + 0 * run
+    else:
+        return run // groups * columns + run % groups * width, tl.minimum(width, columns - run % groups * width)
+
+
+@triton.jit
+def _read(x_ptr, begin, column, count, valid, FULL: tl.constexpr):
+    inside = valid[:, None] & (column[None, :] >= 0 if FULL else column[None, :] < count[:, None])
+    x = tl.load(x_ptr + begin[:, None] + column[None, :], mask=inside, other=0.0)
+    if x.dtype == tl.bfloat16:  # Triton's interpreter gets subnormal ones wrong
+        return _float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16), inside
+    else:
+        return x.to(tl.float32), inside
+
+
+@triton.jit
+def _ends(x, inside, SIGNED: tl.constexpr):
+    """Return the ends of each row of ``x``, as ordered integers: 0 and the largest magnitude without SIGNED."""
+    if SIGNED:
+        ordered = _ordered(x)
+        low = tl.min(tl.where(inside, ordered, 0x7FFFFFFF), 1)
+        return low, tl.max(tl.where(inside, ordered, -0x7FFFFFFF), 1)
+    else:
+        high = tl.max(tl.where(inside, _bits(x) & 0x7FFFFFFF, 0), 1)
+        return high * 0, high
+
+
+@triton.jit
+def _ends_of_runs(
+    x_ptr, begin, count, valid, width,
+    SIGNED: tl.constexpr, LOOPS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    x, inside = _read(x_ptr, begin, column, count, valid, FULL)
+    low, high = _ends(x, inside, SIGNED)
+    if LOOPS:
+        for start in range(BLOCK, width, BLOCK):
+            x, inside = _read(x_ptr, begin, start + column, count, valid, FULL)
+            its_low, its_high = _ends(x, inside, SIGNED)
+            low, high = tl.minimum(low, its_low), tl.maximum(high, its_high)
+    return low, high
+
+
+@triton.jit
+def find_extremes(
+    x_ptr, low_ptr, high_ptr, total, width, columns, groups,
+    SIGNED: tl.constexpr, FLAT: tl.constexpr, FULL: tl.constexpr, LOOPS: tl.constexpr,
+    RUNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the extremes of each run, or (not SIGNED) its largest magnitude; NaN where it holds one."""
+    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    valid = run < total
+    begin, count = _begins(run, width, columns, groups, FLAT)
+    low, high = _ends_of_runs(x_ptr, begin, count, valid, width, SIGNED, LOOPS, FULL, BLOCK)
+    if SIGNED:
+        tl.store(low_ptr + run, _float(low ^ ((low >> 31) & 0x7FFFFFFF)), mask=valid)
+        high = high ^ ((high >> 31) & 0x7FFFFFFF)
+    tl.store(high_ptr + run, _float(high), mask=valid)
+
+
+@triton.jit
+def _clamped(x, lowest, highest):
+    return tl.minimum(tl.maximum(x, lowest), highest)
+
+
+@triton.jit
+def _fit(low, high, span, unit, lowest, highest, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """Return the scales to store, what divides (NEAREST: multiplies) numbers, what is added, and what cannot be."""
+    if KIND == NEAREST:
+        scale = tl.where(high > 0, tl.maximum(high, TINY), 0.0)
+        return scale, tl.div_rn(1.0, tl.where(scale < TINY, 1.0, scale)), tl.zeros_like(scale), ~(high < LIMIT)
+    else:
+        extent = high - low
+        scale = tl.div_rn(extent, span)
+        bad = ~(extent < LIMIT) | ~(scale < LIMIT)
+        scale = tl.where(extent > 0, tl.maximum(scale, TINY), 1.0)
+        by = scale * unit
+        zero = tl.zeros_like(scale)
+        if SIGNED:
+            zero = (_clamped(lowest - tl.div_rn(low, by), lowest, highest) + MAGIC) - MAGIC
+        return scale, by, zero, bad | (by == 0)
+
+
+@triton.jit
+def _above(y, E: tl.constexpr):
+    """Return how many of 15 ascending thresholds lie below ``y``, by halving."""
+    a = y > E[7]
+    b = y > tl.where(a, E[11], E[3])
+    c = y > tl.where(a, tl.where(b, E[13], E[9]), tl.where(b, E[5], E[1]))
+    high = tl.where(b, tl.where(c, E[14], E[12]), tl.where(c, E[10], E[8]))
+    d = y > tl.where(a, high, tl.where(b, tl.where(c, E[6], E[4]), tl.where(c, E[2], E[0])))
+    return tl.where(a, 8, 0) + tl.where(b, 4, 0) + tl.where(c, 2, 0) + tl.where(d, 1, 0)
+
+
+@triton.jit
+def _above_7(y, E: tl.constexpr):
+    a = y > E[3]
+    b = y > tl.where(a, E[5], E[1])
+    c = y > tl.where(a, tl.where(b, E[6], E[4]), tl.where(b, E[2], E[0]))
+    return tl.where(a, 4, 0) + tl.where(b, 2, 0) + tl.where(c, 1, 0)
+
+
+@triton.jit
+def _codes(
+    x, by, shift, lowest, highest, offset,
+    KIND: tl.constexpr, DIVIDES: tl.constexpr, SHIFTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    EDGES: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """Return the codes of ``x``, integers of which the lowest byte counts."""
+    y = tl.div_rn(x, by) if DIVIDES else x * by
+    if SHIFTS:
+        y = y + shift
+    if KIND == AFFINE:
+        return _bits(_clamped(y, lowest, highest) + MAGIC) + offset
+    elif KIND == FLOAT8:
+        CUT: tl.constexpr = 23 - MANTISSA
+        UNIT: tl.constexpr = (128 - BIAS + CUT) << 23
+        bits = _bits(_clamped(y, lowest, highest))
+        rest = bits & 0x7FFFFFFF
+        normal = (rest - ((127 - BIAS) << 23) + ((1 << (CUT - 1)) - 1) + ((rest >> CUT) & 1)) >> CUT
+        subnormal = _bits(_float(rest) + _float(tl.full(rest.shape, UNIT, tl.int32))) - UNIT
+        return ((bits >> 24) & 0x80) | tl.where(rest < ((128 - BIAS) << 23), subnormal, normal)
+    elif len(EDGES) == 7:  # of magnitudes; the sign is the highest of four bits
+        bits = _bits(y)
+        return ((bits >> 28) & 8) | _above_7(_float(bits & 0x7FFFFFFF), EDGES)
+    elif len(ORDER) == 0:
+        return _above(y, EDGES)
+    else:
+        place = _above(y, EDGES)
+        return (tl.where(place > 7, ORDER[1], ORDER[0]) >> ((place & 7) * 4)) & 15
+
+
+@triton.jit
+def _store(
+    codes_ptr, codes, begin, column, count, valid,
+    BITS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Store codes from the byte ``begin`` of each run on, ``column`` being the first of them."""
+    at = column + tl.arange(0, BLOCK)
+    inside = at[None, :] >= 0 if FULL else at[None, :] < count[:, None]
+    if BITS == 4:
+        codes = tl.where(inside, codes & 15, 0)  # beside a last code that is alone there are zeros
+        low, high = tl.split(tl.reshape(codes, [RUNS, BLOCK // 2, 2]))
+        codes = low | (high << 4)
+        at = column // 2 + tl.arange(0, BLOCK // 2)
+        inside = at[None, :] >= 0 if FULL else at[None, :] * 2 < count[:, None]
+    tl.store(codes_ptr + begin[:, None] + at[None, :], codes.to(tl.uint8), mask=valid[:, None] & inside)
+
+
+@triton.jit
+def encode(
+    x_ptr, scale_ptr, zero_ptr, codes_ptr, bad_ptr,
+    total, width, columns, groups, stride, pieces, span, unit, lowest, highest, offset, zero_offset,
+    KIND: tl.constexpr, BITS: tl.constexpr, FITS: tl.constexpr, LOOPS: tl.constexpr, DIVIDES: tl.constexpr,
+    SHIFTS: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    EDGES: tl.constexpr, ORDER: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of each run, under the given scales (SHARED: of one row for all), or (FITS) under its own.
+
+    With FITS scales and zero points are written too, and 1 to ``bad`` where a number is not finite or too large.
+    Without, scales and zero points are float32, and a long run is cut into ``pieces``; with LOOPS a program takes one.
+    """
+    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    first = 0
+    if not FITS:
+        first = (tl.program_id(0) % pieces) * BLOCK
+        run = tl.program_id(0).to(tl.int64) // pieces * RUNS + tl.arange(0, RUNS)
+    valid = run < total
+    begin, count = _begins(run, width, columns, groups, FLAT)
+    to = run * width * BITS // 8 if FLAT else run // groups * stride + run % groups * width * BITS // 8
+    if FITS:
+        low, high = _ends_of_runs(x_ptr, begin, count, valid, width, SHIFTS, LOOPS, FULL, BLOCK)
+        if SHIFTS:
+            low, high = tl.minimum(low, 0), tl.maximum(high, 0)  # 0 is its own ordered integer
+            low, high = low ^ ((low >> 31) & 0x7FFFFFFF), high ^ ((high >> 31) & 0x7FFFFFFF)
+        scale, by, shift, bad = _fit(_float(low), _float(high), span, unit, lowest, highest, KIND, SHIFTS)
+        tl.store(scale_ptr + run, scale, mask=valid)
+        if SHIFTS:
+            tl.store(zero_ptr + run, (_bits(shift + MAGIC) + zero_offset).to(tl.uint8), mask=valid)
+        tl.store(bad_ptr + 0 * run, tl.full([RUNS], 1, tl.int32), mask=valid & bad)
+    else:
+        at = run % groups if SHARED else run
+        by = tl.load(scale_ptr + at, mask=valid, other=1.0)
+        shift = by
+        if SHIFTS:
+            shift = tl.load(zero_ptr + at, mask=valid, other=0.0)
+    by, shift = by[:, None], shift[:, None]
+    x, _ = _read(x_ptr, begin, first + tl.arange(0, BLOCK), count, valid, FULL)
+    codes = _codes(x, by, shift, lowest, highest, offset, KIND, DIVIDES, SHIFTS, MANTISSA, BIAS, EDGES, ORDER)
+    _store(codes_ptr, codes, to, first, count, valid, BITS, FULL, BLOCK, RUNS)
+    if LOOPS:
+        for start in range(BLOCK, width, BLOCK):
+            x, _ = _read(x_ptr, begin, start + tl.arange(0, BLOCK), count, valid, FULL)
+            codes = _codes(x, by, shift, lowest, highest, offset, KIND, DIVIDES, SHIFTS, MANTISSA, BIAS, EDGES, ORDER)
+            _store(codes_ptr, codes, to, start, count, valid, BITS, FULL, BLOCK, RUNS)

@@ -1,0 +1,161 @@
+"""Encoding on a GPU, as far as it can be proven without one: shapes, bits under Triton's interpreter, compilation."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchtether as tt
+from tests.catalog import SCHEMES, few_schemes
+from tests.schemes import laws
+from torchtether.gpu import encoding, serving
+from torchtether.schemes import Affine, ScaledFloat, fp4, fp8, int4, int8, mxfp4, nf4
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+DEVICE = "cuda" if torch.backends.cuda.is_built() else "cpu"  # a torch built for the CPU cannot slice a fake of CUDA
+each_scheme = pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.id, marks=[pytest.mark.slow] * (getattr(row.scheme, "fit", "range") != "range"))
+        for row in SCHEMES
+    ],
+)
+
+
+# -- fakes: nothing asks for a number, and all parts are where the values are ---------------------------------------
+
+
+@each_scheme
+def test_no_scheme_asks_fake_values_for_numbers(row):
+    scheme, shape = row.scheme, (8, 64)
+    with FakeTensorMode():
+        values = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+        parts = scheme.encode(values)
+        for made in (parts, scheme.reencode(values, parts), scheme.update(values, parts)):
+            if made is not None:
+                assert {name: (tuple(p.shape), p.device.type) for name, p in made.items()} == {
+                    name: (tuple(part.shape), DEVICE) for name, part in scheme.layout(shape).items()
+                }
+        scheme.encode_into(values, parts)
+        index = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        for made, size in (
+            (scheme.decode(parts, shape, torch.float32), shape),
+            (scheme.gather(parts, shape, index, torch.float32), (3, 64)),
+        ):
+            assert (tuple(made.shape), made.device.type) == (size, DEVICE)
+        assert scheme.bound(parts, shape).device.type == DEVICE
+
+
+@few_schemes
+def test_writes_to_fake_weights(row):
+    with FakeTensorMode(), torch.no_grad():
+        weight = tt.Weight.encode(torch.empty(8, 64, dtype=torch.bfloat16, device=DEVICE), row.scheme)
+        weight.mul_(2)
+        weight.copy_(torch.empty(8, 64, device=DEVICE))
+        if row.id != "nf4-double":  # its blocks of blocks are larger than some rows
+            weight[2:4] = 1.0
+        assert {part.device.type for part in weight.parts.values()} == {DEVICE}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
+def test_a_fake_model_is_quantized(scheme):
+    with FakeTensorMode():
+        model = torch.nn.Linear(64, 32, device=DEVICE, dtype=torch.bfloat16)
+        tt.quantize(model, scheme)
+        assert isinstance(model.weight, tt.Weight)
+        assert {part.device.type for part in model.weight.parts.values()} == {DEVICE}
+        assert model(torch.empty(3, 64, device=DEVICE, dtype=torch.bfloat16)).shape == (3, 32)
+
+
+# -- Triton --------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_interpreted_kernels_give_the_bits_of_torch_ops():
+    """In a process of its own: Triton reads ``TRITON_INTERPRET`` when it is imported."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(
+        [str(Path(tt.__file__).parents[1]), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            Path(__file__).with_name("interpreted_encoding.py"),
+        ],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+LAUNCHES = {
+    "int8": (int8(), (8, 4096)),
+    "int4": (int4(), (8, 256)),
+    "fp8 of long rows": (fp8(), (2, 12288)),
+    "nf4": (nf4(), (8, 256)),
+    "int8 reciprocal": (Affine(symmetric=False, reciprocal=True, scale_dtype=torch.bfloat16), (8, 20000)),
+    "e5m2 by tensor": (ScaledFloat("e5m2", block=(None, None)), (8, 256)),
+    "fp4 ragged": (fp4(), (3, 50)),
+    "mxfp4": (mxfp4(), (8, 256)),
+}
+
+
+def launches(monkeypatch, scheme, values):
+    """What encoding ``values`` starts: kernels, their arguments and constants."""
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "DEVICES", {"cuda", "cpu"})
+        patch.setattr(encoding, "_launch", lambda name, _, *args, **constants: found.append((name, args, constants)))
+        scheme.encode(values)
+    return found
+
+
+def compiled_for(target, name, args, constants):
+    """The PTX of a kernel as these arguments would have it; ptxas comes with Triton and takes it, too."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from torchtether.gpu import encoding_kernels
+
+    kernel = getattr(encoding_kernels, name)
+    pointers = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8"}
+    pointers |= {torch.int32: "*i32"}
+    kinds = [
+        pointers[a.dtype] if isinstance(a, torch.Tensor) else "fp32" if isinstance(a, float) else "i32" for a in args
+    ]
+    signature = dict(zip(kernel.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).asm
+
+
+@needs_triton
+@pytest.mark.parametrize("target", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("int8", "int4", "nf4"))) for n in LAUNCHES]
+)
+def test_kernels_compile_and_divide_as_torch_does(name, target, monkeypatch):
+    scheme, shape = LAUNCHES[name]
+    found = launches(monkeypatch, scheme, laws.make(shape, "normal", 1, torch.bfloat16))
+    assert found
+    divisions = 0
+    for kernel in found:
+        made = compiled_for(target, *kernel)
+        assert made["cubin"]
+        assert not re.search(r"fma\.\w+\.f32|div\.(approx|full)|\.ftz|rcp\.approx", made["ptx"])
+        divisions += made["ptx"].count("div.rn.f32")
+    assert divisions or name == "int8 reciprocal"
