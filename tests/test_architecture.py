@@ -38,6 +38,7 @@ THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 # Modules that nothing in the package imports before its user has imported those libraries.
 NEEDED_ELSEWHERE = {
     "compiled/setup_build.py": {"setuptools"},
+    "gpu/decoding_kernels.py": {"triton"},
     "testing/strategies.py": {"hypothesis"},
     "files/hub.py": {"huggingface_hub"},
     "gpu/encoding_kernels.py": {"triton"},

@@ -1,0 +1,232 @@
+"""Triton kernels that decode tiles of a weight: one family, which ``CodeFormat`` turns into the code of each scheme.
+
+A product of few rows decodes tiles to registers and never writes them. Decoding takes the steps of ``schemes`` in their
+order, in float32, so it must be launched with ``enable_fp_fusion=False``: a contracted multiply and add rounds once
+where they round twice.
+"""
+# Triton reads annotations of arguments as what they are compiled for.
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _table(VALUES: tl.constexpr, SIZE: tl.constexpr):
+    """Return the numbers whose bits are ``VALUES``, (SIZE,), which is a power of two; missing ones are 0."""
+    place = tl.arange(0, SIZE)
+    made = tl.zeros((SIZE,), tl.int32)
+    for i in tl.static_range(len(VALUES)):
+        made = tl.where(place == i, VALUES[i], made)
+    return made.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _look_up(table, codes):
+    """Return ``table[codes]`` of a tile of codes."""
+    found = tl.gather(table, tl.reshape(codes.to(tl.int32), (codes.numel,)), 0)
+    return tl.reshape(found, codes.shape)
+
+
+@triton.jit
+def _from_e4m3(codes):
+    """Return the numbers of bytes; by way of float16, which has room for all of them, and which every GPU reads."""
+    byte = codes.to(tl.uint16)
+    half = ((byte & 0x80) << 8 | (byte & 0x7F) << 7).to(tl.float16, bitcast=True)
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """Return ``x`` rounded to ``DTYPE``, as float32."""
+    if DTYPE == "bfloat16":
+        x = x.to(tl.bfloat16).to(tl.float32)
+    if DTYPE == "float16":
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _codes(codes, n, is_row, k, columns, row_bytes, FORMAT: tl.constexpr, K: tl.constexpr):
+    """Return the codes of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K)."""
+    BITS: tl.constexpr = FORMAT.bits
+    if 8 % BITS == 0 and not FORMAT.is_flat:
+        EACH: tl.constexpr = 8 // BITS
+        at = k // EACH + tl.arange(0, K // EACH)
+        mask = is_row[:, None] & (at < row_bytes)[None, :]
+        made = tl.load(codes + n[:, None] * row_bytes + at[None, :], mask, other=0)
+        if BITS <= 4:  # halves of bytes, then halves of these: each goes before its neighbour
+            made = tl.interleave(made & 15, made >> 4)
+        if BITS <= 2:
+            made = tl.interleave(made & 3, made >> 2)
+        if BITS == 1:
+            made = tl.interleave(made & 1, made >> 1)
+    else:
+        column = k + tl.arange(0, K)
+        mask = is_row[:, None] & (column < columns)[None, :]
+        if FORMAT.is_flat:
+            bit = (n[:, None] * columns + column[None, :]) * BITS
+        else:
+            bit = n[:, None] * row_bytes * 8 + (column * BITS)[None, :]
+        shift, at = (bit & 7).to(tl.int32), codes + (bit >> 3)
+        made = tl.load(at, mask, other=0).to(tl.int32)
+        if 8 % BITS != 0:  # some codes end in the next byte
+            made = made | tl.load(at + 1, mask & (shift + BITS > 8), other=0).to(tl.int32) << 8
+        made = made >> shift & ((1 << BITS) - 1)
+    return made
+
+
+@triton.jit
+def _levels(codes, FORMAT: tl.constexpr):
+    if FORMAT.source == "table":
+        made = _look_up(_table(FORMAT.table, 1 << FORMAT.bits), codes)
+    elif FORMAT.source == "e4m3":
+        made = _from_e4m3(codes)
+    elif FORMAT.source == "e5m2":  # the first byte of a float16
+        made = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        made = codes.to(tl.float32)
+    return made
+
+
+@triton.jit
+def _scales(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
+    """Return the scales numbered ``at``, float32."""
+    made = tl.load(scale + at, mask, other=0)
+    if FORMAT.scale == "e8m0":
+        bits = tl.where(made == 0, 0x400000, made.to(tl.int32) << 23)
+        made = tl.where(made == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    elif FORMAT.scale == "e4m3":
+        made = _from_e4m3(made)
+    elif FORMAT.scale == "nested":
+        made = _look_up(_table(FORMAT.dynamic, 256), made)
+        made = made * tl.load(extra + at // FORMAT.nested, mask, other=0) + tl.load(offset)
+    else:
+        made = made.to(tl.float32)
+    if FORMAT.global_scale == "multiplies":
+        made = made * tl.load(extra)
+    if FORMAT.global_scale == "divides":
+        made = tl.div_rn(made, tl.load(extra))  # a plain division is rounded twice
+    return made
+
+
+@triton.jit
+def _spread(values, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr):
+    """Repeat each of the columns of ``values`` (N, S) for the ``K`` columns of a tile; one is left to broadcast."""
+    if S > 1 and S < K:
+        values = tl.reshape(tl.broadcast_to(values[:, :, None], (N, S, K // S)), (N, K))
+    return values
+
+
+@triton.jit
+def _values(
+    codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Return the values of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K) float32.
+
+    ``S`` is how many groups of columns there are in a tile: 1, some, each as wide, or K where they lie unevenly.
+    """
+    x = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
+    column = k + tl.arange(0, S) * (K // S)
+    is_column = column < columns
+    mask = is_row[:, None] & is_column[None, :]
+    if FORMAT.is_flat:
+        at = (n[:, None] * columns + column[None, :]) // FORMAT.group
+    elif FORMAT.family == "ordered":
+        at = (n // height * groups)[:, None] + tl.load(extra + column, is_column, other=0)[None, :]
+    else:
+        at = (n // height * groups)[:, None] + (column // FORMAT.group)[None, :]
+    if FORMAT.family == "super":
+        supers = tl.cdiv(groups, FORMAT.nested)
+        wide = (n * supers)[:, None] + (column // FORMAT.group // FORMAT.nested)[None, :]
+        by = tl.load(extra + wide, mask, other=0).to(tl.float32)
+        if scale is not None:
+            by = by * tl.load(scale + at, mask, other=0).to(tl.float32)
+        if FORMAT.offset != 0.0:
+            x = x - FORMAT.offset
+        x = x * _spread(by, N, K, S)
+        if zero is not None:
+            low = tl.load(offset + wide, mask, other=0).to(tl.float32)
+            x = x - _spread(low * tl.load(zero + at, mask, other=0).to(tl.float32), N, K, S)
+    elif FORMAT.family == "biased" or FORMAT.family == "biased_first":
+        by = _rounded(tl.load(scale + at, mask, other=0).to(tl.float32), FORMAT.rounds)
+        bias = _rounded(tl.load(zero + at, mask, other=0).to(tl.float32), FORMAT.rounds)
+        by, bias = _spread(by, N, K, S), _spread(bias, N, K, S)
+        if FORMAT.family == "biased_first":
+            x = _rounded(_rounded(x + bias, FORMAT.rounds) * by, FORMAT.rounds)
+        else:
+            x = _rounded(_rounded(x * by, FORMAT.rounds) + bias, FORMAT.rounds)
+    else:
+        by = _scales(scale, extra, offset, at, mask, FORMAT)
+        if zero is not None:
+            x = x - _spread(tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset, N, K, S)
+        elif FORMAT.offset != 0.0:
+            x = x - FORMAT.offset
+        x = x * _spread(by, N, K, S)
+        if FORMAT.unit != 1.0:
+            x = x * FORMAT.unit
+    return x
+
+
+@triton.jit(do_not_specialize=["start", "count", "rows"])
+def decode_rows(
+    out, index, start, count, rows,
+    codes, scale, zero, extra, offset, columns, row_bytes, groups, height,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Write ``count`` rows to ``out``: those from ``start``, or those that ``index`` names, nan where it names none."""
+    tile = tl.program_id(0)
+    across = tl.cdiv(columns, K)
+    i = (tile // across).to(tl.int64) * N + tl.arange(0, N)
+    k = tile % across * K
+    is_row = i < count
+    is_there = is_row
+    if index is None:
+        n = start + i
+    else:
+        n = tl.load(index + i, is_row, other=0).to(tl.int64)
+        is_there = is_row & (n >= 0) & (n < rows)
+    x = _values(
+        codes, scale, zero, extra, offset, n, is_there, k, columns, row_bytes, groups, height, FORMAT, N, K, S
+    )  # fmt: skip
+    if index is not None:
+        x = tl.where(is_there[:, None], x, float("nan"))
+    column = k + tl.arange(0, K)
+    mask = is_row[:, None] & (column < columns)[None, :]
+    tl.store(out + i[:, None] * columns + column[None, :], x.to(out.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def multiply_rows(
+    out, x, bias, count, stride, rows,
+    codes, scale, zero, extra, offset, columns, row_bytes, groups, height,
+    FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write ``x @ values.T + bias``; where ``M``, the most rows, is not 1, values are rounded to the dtype of ``x``."""
+    n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    is_row = n < rows
+    m = tl.arange(0, M).to(tl.int64)
+    sums = tl.zeros((N, K if M == 1 else M), tl.float32)
+    for k in range(0, columns, K):
+        w = _values(
+            codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, FORMAT, N, K, S
+        )  # fmt: skip
+        column = k + tl.arange(0, K)
+        is_column = column < columns
+        if not IS_EVEN:  # a scale that is not finite would make nan of nothing
+            w = tl.where(is_column[None, :], w, 0.0)
+        if M == 1:
+            sums += w * tl.load(x + column, is_column, other=0).to(tl.float32)[None, :]
+        else:
+            mask = is_column[:, None] & (m < count)[None, :]
+            some = tl.load(x + m[None, :] * stride + column[:, None], mask, other=0)
+            sums = tl.dot(w.to(some.dtype), some, sums, input_precision="ieee")
+    made = tl.sum(sums, 1)[:, None] if M == 1 else sums
+    if bias is not None:
+        made += tl.load(bias + n, is_row, other=0).to(tl.float32)[:, None]
+    mask = is_row[:, None] & (m < count)[None, :]
+    tl.store(out + m[None, :] * rows + n[:, None], made.to(out.dtype.element_ty), mask)

@@ -1,0 +1,136 @@
+"""Calls of the Triton kernels, with the signatures of ``cpu.py``: products of few rows, and decoding, on a GPU.
+
+Each answers ``None``, with nothing computed, where the kernels do not suit: torch ops are right.
+None of them waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...gpu import decoding, serves
+from ...gpu.code_format import WHOLE, CodeFormat, bits_of
+from .layout import DTYPES, Layout
+
+_SOURCES = {0: "signed", 1: "unsigned", 2: "e4m3", 3: "e5m2", 4: "table", 7: "table"}
+_FAMILIES = ("simple", "biased", "biased_first", "super", "ordered")
+_SCALES = {3: "e8m0", 4: "e4m3", 7: "nested"}
+_GLOBALS = ("none", "multiplies", "divides")
+_ROUNDED = ("float32", "bfloat16", "float16")
+_TINY = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return ``x @ weight.T + bias`` by the kernel that reads the parts as they lie, without a graph.
+
+        x (..., K) float32, bfloat16 or float16, up to 16 rows, any strides; bias (N,) of the same dtype
+        result (..., N)
+
+    Sums, with the bias, are float32 and rounded once to the dtype of ``x``. From two rows on, values are rounded to it
+    before they are multiplied.
+    """
+    rows, columns = layout.rows, layout.columns
+    if x.dtype not in DTYPES or x.shape[-1:] != (columns,) or x.numel() > decoding.MOST_ROWS * columns:
+        return None
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (rows,)):
+        return None
+    form = form_of(layout) if not layout.fields["activations"] else None
+    if form is None or not serves(x, *parts, *(() if bias is None else (bias,))):
+        return None
+    codes = _codes(layout, parts)
+    if codes is None:
+        return None
+    inputs = x.resolve_neg().reshape(-1, columns)
+    inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
+    out = inputs.new_empty(inputs.shape[0], rows)
+    added = None if bias is None else bias.resolve_neg().contiguous()
+    return out.view(*x.shape[:-1], rows) if decoding.multiply(form, codes, inputs, added, out) else None
+
+
+def decode(
+    layout: Layout,
+    parts: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``.
+
+        (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
+
+    Written into the beginning of ``out`` where that is given.
+    """
+    stop, form = layout.rows if stop is None else stop, form_of(layout)
+    if form is None or dtype not in DTYPES or not 0 <= start <= stop <= layout.rows:
+        return None
+    if not serves(*parts, *(() if out is None else (out,))) or (codes := _codes(layout, parts)) is None:
+        return None
+    shape = (stop - start, layout.columns)
+    made = parts[0].new_empty(shape, dtype=dtype) if out is None else out[: stop - start]
+    if made.shape != shape or made.dtype is not dtype or not made.is_contiguous():
+        return None
+    return made if decoding.decode(form, codes, made, rows=layout.rows, start=start) else None
+
+
+def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
+    """Return the rows that ``index`` (int64 or int32, any shape and strides) names, as ``Scheme.decode`` does.
+
+        (*index.shape, K) of ``dtype``, which is float32, bfloat16 or float16
+
+    An index that names no row gives a row of nan.
+    """
+    form = form_of(layout)
+    if form is None or dtype not in DTYPES or index.dtype not in (torch.int64, torch.int32):
+        return None
+    if not serves(index, *parts) or (codes := _codes(layout, parts)) is None:
+        return None
+    names = index.reshape(-1).contiguous()
+    made = parts[0].new_empty((names.shape[0], layout.columns), dtype=dtype)
+    if not decoding.decode(form, codes, made, rows=layout.rows, index=names):
+        return None
+    return made.view(*index.shape, layout.columns)
+
+
+@lru_cache(maxsize=4096)
+def form_of(layout: Layout) -> CodeFormat | None:
+    """Return what the kernels are compiled for, ``None`` where columns are too many for 32 bits."""
+    fields = layout.fields
+    if layout.columns > WHOLE:
+        return None
+    source, scale = _SOURCES[fields["source"]], _SCALES.get(fields["scale"], "float")
+    return CodeFormat(
+        bits=fields["bits"],
+        source=source,
+        scale=scale,
+        family=_FAMILIES[fields["family"]],
+        rounds=_ROUNDED[fields["arithmetic"]],
+        offset=fields["offset"],
+        unit=fields["unit"],
+        group=fields["group"] if fields["groups"] > 1 else WHOLE,
+        nested=max(fields["nested"], 1),
+        global_scale=_GLOBALS[fields["global_scale"]],
+        is_flat=bool(fields["is_flat"]),
+        table=bits_of(fields["levels"] or fields["table"]) if source == "table" else (),
+        dynamic=bits_of(fields["dynamic"]),
+    )
+
+
+def _codes(layout: Layout, parts: Sequence[Tensor]) -> decoding.Codes | None:
+    """Return the parts as the kernels take them, ``None`` if they are not where the layout says."""
+    fields, given = layout.fields, iter(parts)
+    slots = [next(given) if there >= 0 else None for there in fields["types"]]
+    for part, count in zip(slots, fields["counts"], strict=True):
+        if part is not None and (part.numel() != count or not part.is_contiguous() or not part.data_ptr()):
+            return None
+    # Triton knows no e8m0, and old GPUs no float8: all are bytes
+    code, *others = (part.view(torch.uint8) if part is not None and part.dtype in _TINY else part for part in slots)
+    assert code is not None
+    scale, zero, extra, offset = others
+    columns, row_bytes, groups, height = (fields[name] for name in ("columns", "row_bytes", "groups", "height"))
+    return decoding.Codes(code, scale, zero, extra, offset, columns, row_bytes, groups, height)

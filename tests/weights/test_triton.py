@@ -1,0 +1,170 @@
+"""Triton's kernels, which no GPU of this machine runs: their numbers from its interpreter, and code for absent GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchtether as tt
+from torchtether.gpu import decoding, serving
+from torchtether.weights.products import gpu
+
+needs_triton = pytest.mark.skipif(not serving.has_triton(), reason="triton is not installed")
+
+
+def wrong_cases(folder, *arguments, interprets):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.weights.triton_cases", *arguments]
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder)}
+    environment["TRITON_INTERPRET"] = "1" if interprets else "0"
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return json.loads(found.stdout)
+
+
+@needs_triton
+def test_numbers_are_those_of_torch_ops_for_every_scheme(tmp_path):
+    """Decoded bit for bit, all rows, some, or those that are named; products as near to float64 as those of a CPU."""
+    assert not wrong_cases(tmp_path, "interpret", "0", interprets=True)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5, 6, 7])
+def test_numbers_are_those_of_torch_ops_for_every_scheme_and_shape(tmp_path, seed):
+    assert not wrong_cases(tmp_path, "interpret", str(seed), interprets=True)
+
+
+@needs_triton
+def test_kernels_compile_to_machine_code(tmp_path):
+    """What interprets need not compile; and no instruction flushes small numbers, nor contracts where bits count."""
+    assert not wrong_cases(tmp_path, "compile", "90", "nvfp4", "q6_k", interprets=False)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
+def test_kernels_compile_to_machine_code_for_every_scheme(tmp_path, capability):
+    assert not wrong_cases(tmp_path, "compile", capability, interprets=False)
+
+
+# -- what they leave to torch ops -------------------------------------------------------------------------------------
+
+
+def answers(weight, x, bias=None, dtype=torch.bfloat16, **kwargs):
+    """Whether the three calls take a weight, in the order linear, decode, gather."""
+    layout = weight.kernel_layout
+    parts = layout.pick_from(weight)
+    index = torch.zeros(2, dtype=torch.int64, device=x.device)
+    made = (
+        gpu.linear(layout, parts, x, bias),
+        gpu.decode(layout, parts, dtype, **kwargs),
+        gpu.gather(layout, parts, dtype, index),
+    )
+    return [one is not None for one in made]
+
+
+@pytest.fixture
+def takes_cpu(monkeypatch):
+    """As if tensors here were on a GPU that runs kernels, which write nothing."""
+    kernel = mock.MagicMock()
+    monkeypatch.setattr(serving, "DEVICES", {"cpu"})
+    monkeypatch.setattr(serving, "has_triton", lambda: True)
+    monkeypatch.setattr(decoding, "kernels", lambda device: kernel)
+    return kernel
+
+
+def weight_of(scheme, dtype=torch.bfloat16):
+    return tt.Weight.encode(torch.randn(24, 256), scheme).to(dtype)
+
+
+def test_tensors_that_are_not_on_a_gpu_are_left():
+    assert answers(weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()) == [False] * 3
+
+
+def test_tensors_that_something_looks_on_are_left(takes_cpu):
+    weight, x = weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()
+    assert answers(weight, x) == [True] * 3
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(x)
+    layout = weight.kernel_layout
+    parts = [mode.from_tensor(part) for part in layout.pick_from(weight)]
+    assert gpu.linear(layout, parts, fake, None) is None
+    assert gpu.decode(layout, parts, torch.bfloat16) is None
+    with mode:
+        assert gpu.linear(layout, parts, fake, None) is None
+        assert gpu.decode(layout, parts, torch.bfloat16) is None
+    assert torch.func.vmap(
+        lambda x: torch.tensor(float(gpu.linear(layout, layout.pick_from(weight), x, None) is None))
+    )(x)
+
+
+def test_products_that_do_not_fit_are_left(takes_cpu):
+    weight = weight_of(tt.int8())
+    zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)  # noqa: E731
+    for x in (
+        zeros(16, 256),
+        zeros(256),
+        zeros(2, 8, 256),
+        zeros(0, 256),
+        zeros(256, 3).t(),
+        zeros(1, 256).expand(9, 256),
+    ):
+        assert answers(weight, x, zeros(24))[0]
+    for x in (zeros(17, 256), zeros(1, 255), zeros(), zeros(1, 256, dtype=torch.float64)):
+        assert not answers(weight, x)[0]
+    for bias in (zeros(23), zeros(24, dtype=torch.float32), zeros(1, 24)):
+        assert not answers(weight, zeros(1, 256), bias)[0]
+    weight.set_activations("int8")
+    assert not answers(weight, zeros(1, 256))[0]
+
+
+def test_rows_that_do_not_fit_are_left(takes_cpu):
+    weight, x = weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()
+    assert answers(weight, x, dtype=torch.float64)[1:] == [False, False]
+    wide = torch.zeros(24, 512).bfloat16()
+    for wrong in ({"start": -1}, {"stop": 25}, {"start": 3, "stop": 2}, {"out": wide[:, :256]}, {"out": wide.float()}):
+        assert not answers(weight, x, **wrong)[1]
+    layout = weight.kernel_layout
+    assert gpu.gather(layout, layout.pick_from(weight), torch.bfloat16, torch.zeros(2, dtype=torch.int16)) is None
+
+
+def test_parts_whose_memory_is_not_there_are_left(takes_cpu):
+    weight, x = weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()
+    weight.parts["qdata"].untyped_storage().resize_(0)
+    assert answers(weight, x) == [False] * 3
+    weight = weight_of(tt.int8())
+    layout = weight.kernel_layout
+    codes, scale = layout.pick_from(weight)
+    for parts in (
+        (codes[:23], scale),
+        (codes, torch.cat((scale, scale), 1)[:, :1]),
+        (codes.t().contiguous().t(), scale),
+    ):
+        assert gpu.decode(layout, parts, torch.bfloat16) is None
+
+
+def test_kernels_that_cannot_be_built_are_left_with_a_warning(monkeypatch):
+    weight, x = weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()
+    monkeypatch.setattr(serving, "DEVICES", {"cpu"})
+    monkeypatch.setattr(serving, "has_triton", lambda: True)
+    monkeypatch.setitem(sys.modules, "torchtether.gpu.decoding_kernels", None)
+    decoding.kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="gpu: Triton cannot build kernels for cpu"):
+            assert answers(weight, x) == [False] * 3
+        assert answers(weight, x) == [False] * 3
+    finally:
+        decoding.kernels.cache_clear()
+
+
+def test_import_leaves_triton_alone():
+    code = "import sys, torchtether; from torchtether.weights.products import gpu; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

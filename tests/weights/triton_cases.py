@@ -1,0 +1,215 @@
+"""Triton's kernels without a GPU, in a process of their own: run by its interpreter, or compiled for absent GPUs.
+
+    TRITON_INTERPRET=1 python -m tests.weights.triton_cases interpret SEED
+    python -m tests.weights.triton_cases compile CAPABILITY [ID ...]
+
+prints a JSON list of what was wrong. Triton reads the variable when it is imported, hence the process.
+"""
+
+import json
+import sys
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+import torchtether as tt
+from tests.catalog import SCHEMES, SchemeRow
+from tests.weights.kernel_cases import EPS, KINDS, inputs, moved, pick, unrounded
+from torchtether.gpu import decoding, serving
+from torchtether.schemes import Biased, SuperBlocks
+from torchtether.schemes.bits import same_bits
+from torchtether.weights.products import gpu, layout_of
+
+F = torch.nn.functional
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(1, 1), (3, 7), (5, 100), (17, 64), (18, 33), (20, 200), (33, 384), (6, 1030)]
+ORDERED = [
+    SchemeRow("int4-ordered", tt.Affine(bits=4, symmetric=False, block=(1, 16), act_order=True)),
+    SchemeRow("int8-ordered", tt.Affine(block=(1, 8), act_order=True)),
+    SchemeRow("int3-ordered-tall", tt.Affine(bits=3, block=(4, 32), act_order=True)),
+]
+WIDE = [
+    SchemeRow("int8-group512", tt.int8(512)),
+    SchemeRow("int4-group24", tt.int4(24)),
+    SchemeRow("int4-group1024", tt.int4(1024, symmetric=True)),
+    SchemeRow("nf4-uneven", tt.Codebook(tt.nf4().table, block_size=24)),
+    SchemeRow("nf4-uneven-double", tt.Codebook(tt.nf4().table, block_size=24, nested=True, nested_block_size=16)),
+    SchemeRow("biased8-fp16", Biased(8, (4, 32), torch.float16, torch.float16)),
+    SchemeRow("biased1-tensor", Biased(1, (None, None), torch.float16, torch.bfloat16, bias_first=True)),
+    SchemeRow("super-blocks-wide", SuperBlocks(4, 128, 2048, minimum=True)),
+]
+ROWS = [
+    row
+    for row in [*SCHEMES, *ORDERED, *WIDE]
+    if 2 in row.ranks and row.scheme.decoder is row.scheme and layout_of(row.scheme, (32, 256)) is not None
+]
+
+
+def interpret_rightly():
+    """Let the interpreter have bfloat16 as GPUs do: it cuts off where they round, and multiplies bits for numbers."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def cast_impl(self, src, dst_type):
+        pair = (src.dtype.scalar, dst_type.scalar)
+        if pair == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16()
+            return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        if pair == (tl.bfloat16, tl.float32):
+            return TensorHandle((src.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return cast(self, src, dst_type)
+
+    def create_dot(self, a, b, *args):
+        wide = [cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *wide, *args)
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+
+
+@contextmanager
+def as_if_on_a_gpu():
+    serving.DEVICES.add("cpu")
+    try:
+        yield
+    finally:
+        serving.DEVICES.discard("cpu")
+
+
+def any_codes(weight):
+    """The same scales over all codes that there are, also those that ``encode`` does not write; and all of e8m0."""
+
+    def changed(name, part):
+        if name == "qdata" or part.dtype == torch.float8_e8m0fnu:
+            bits = torch.arange(part.numel()) * 85 % 256  # 0 and 255, which may mean nan, are among the first
+            return bits.to(torch.uint8).view(part.dtype).view(part.shape)
+        return part
+
+    return tt.Weight({name: changed(name, part) for name, part in weight.parts.items()}, weight.spec)
+
+
+def same(got, expected):
+    """The same bits; of nan there are many, and they may differ."""
+    if got is None or got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    return same_bits(got.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0)) and same_bits(got.isnan(), expected.isnan())
+
+
+def wrong_decoding(weight, dtype, generator):
+    """Whole weights in each dtype; some rows, and rows that are named, in ``dtype``."""
+    layout, (rows, columns) = weight.kernel_layout, weight.shape
+    parts = layout.pick_from(weight)
+    for each in DTYPES:
+        if not same(gpu.decode(layout, parts, each), weight.to(each).dequantize()):
+            yield f"decode {each}"
+    expected = weight.to(dtype).dequantize()
+    start = int(torch.randint(rows, (), generator=generator))
+    stop = int(torch.randint(start, rows + 1, (), generator=generator))
+    out = torch.full((rows, columns), 5.0, dtype=dtype)
+    made = gpu.decode(layout, parts, dtype, start=start, stop=stop, out=out)
+    if not same(made, expected[start:stop]) or bool((out[stop - start :] != 5).any()):
+        yield f"decode {dtype} {start}:{stop}"
+    index = torch.randint(-1, rows + 1, pick(generator, [(), (5,), (2, 3), (0,)]), generator=generator)
+    index = index.to(pick(generator, [torch.int64, torch.int32]))
+    index = index.t() if index.dim() == 2 else index
+    named = (index >= 0) & (index < rows)  # of others, a row is nan
+    taken = expected[index.long().clamp(0, rows - 1)].where(named.unsqueeze(-1), torch.nan)
+    if not same(gpu.gather(layout, parts, dtype, index), taken):
+        yield f"gather {dtype} {tuple(index.shape)} {index.dtype}"
+
+
+def wrong_product(weight, count, dtype, kind, generator):
+    layout, weight = weight.kernel_layout, weight.to(dtype)
+    x = inputs(generator, count, weight.shape[1], dtype, kind)
+    bias = torch.randn(2 * weight.shape[0], generator=generator).to(dtype)
+    bias = pick(generator, (None, bias[: weight.shape[0]], bias[::2]))
+    got = gpu.linear(layout, layout.pick_from(weight), x, bias)
+    values = weight.to(torch.float32).dequantize().double()
+    expected = F.linear(x.double(), values, None if bias is None else bias.double())
+    what = f"linear {dtype} {kind} {tuple(x.shape)} {'bias' if bias is not None else ''}"
+    if got is None or got.shape != expected.shape or got.dtype != dtype:
+        return f"{what}: {None if got is None else tuple(got.shape)}"
+    wide = x.double().abs()
+    allowed = EPS[dtype] * (F.linear(wide, values.abs()) + expected.abs()) + 1e-6
+    allowed = allowed + F.linear(wide, (unrounded(weight) - values).abs())
+    error = float(((got.double() - expected).abs() / allowed).nan_to_num(float("inf")).max())
+    return None if error <= 1 else f"{what}: {error}"
+
+
+def interpret(seed):
+    interpret_rightly()
+    wrong = []
+    for number, row in enumerate(ROWS, seed):
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        rows, columns = SHAPES[number % len(SHAPES)]
+        given = torch.randn(rows, columns, generator=generator)
+        weight = tt.Weight.encode(given, row.scheme)
+        if "g_idx" in weight.parts:
+            groups = weight.parts["g_idx"][torch.randperm(columns, generator=generator)]
+            weight = tt.Weight(row.scheme.encode(given, g_idx=groups), weight.spec)
+        move = partial(moved, generator=generator)
+        weight = weight.map(move)
+        found = list(wrong_decoding(any_codes(weight).map(move), DTYPES[number % 3], generator))
+        count = (1, 3, 16)[number // 3 % 3]
+        kind = pick(generator, [kind for kind in KINDS if "cube" not in kind or count < 9])
+        found.append(wrong_product(weight, count, DTYPES[number % 3], kind, generator))
+        wrong += [f"{row.id} {rows}x{columns}: {what}" for what in found if what]
+    return wrong
+
+
+def compile_all(capability, ids):
+    """Compile, where they would be launched, the kernels of the schemes ``ids``, or of all."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from torchtether.gpu import decoding_kernels
+
+    class Driver:
+        """A GPU as the compiler asks for it, without one."""
+
+        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
+
+    triton.runtime.driver.set_active(Driver())
+
+    class Kernel:
+        def __init__(self, name):
+            self.kernel = getattr(decoding_kernels, name)
+
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, *args, enable_fp_fusion):
+            made = self.kernel.warmup(*args, grid=(1,), enable_fp_fusion=enable_fp_fusion)
+            assert made.asm["cubin"]
+            assert ".ftz" not in made.asm["ptx"], "small numbers become 0"
+            assert enable_fp_fusion or "fma.rn.f32" not in made.asm["ptx"], "a product and a sum are rounded once"
+
+    found = SimpleNamespace(decode_rows=Kernel("decode_rows"), multiply_rows=Kernel("multiply_rows"))
+    decoding.kernels = lambda device: found
+    wrong = []
+    for number, row in enumerate(ROWS):
+        if ids and row.id not in ids:
+            continue
+        weight = tt.Weight.encode(torch.randn(32, 4096), row.scheme)
+        layout = weight.kernel_layout
+        parts = layout.pick_from(weight)
+        dtype = DTYPES[number % 3]
+        try:
+            gpu.decode(layout, parts, dtype)
+            gpu.gather(layout, parts, dtype, torch.arange(3))
+            for count in (1, 16):
+                gpu.linear(layout, parts, torch.zeros(count, 4096, dtype=dtype), torch.zeros(32, dtype=dtype))
+        except Exception as error:  # of many types
+            wrong.append(f"{row.id} {dtype}: {error!r}")
+    return wrong
+
+
+if __name__ == "__main__":
+    what, number, *ids = sys.argv[1:]
+    with as_if_on_a_gpu():
+        print(json.dumps(interpret(int(number)) if what == "interpret" else compile_all(int(number), ids)))
