@@ -2,8 +2,8 @@
 
 They compute what ``schemes`` computes with torch ops, with the same bits; each function says whether it did the work.
 Where it did not (no Triton, another device or dtype, a tracer that must see the ops) nothing is written, and the caller
-goes on with torch ops. Triton comes with torch where torch is built for CUDA; it is imported when a tensor on a GPU first
-needs it. ``TRITON_INTERPRET=1`` runs the kernels on the CPU, which is how they are tested where there is no GPU.
+goes on with torch ops. Triton comes with torch where torch is built for CUDA; it is imported when a tensor on a GPU
+first needs it. ``TRITON_INTERPRET=1`` runs the kernels on the CPU, which is how they are tested where there is no GPU.
 """
 
 from .serving import serves
