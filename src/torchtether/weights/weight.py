@@ -195,10 +195,7 @@ class Weight(Exporting):
         if spec.scheme.transparent:
             (tensor,) = self.parts.values()
             return tensor
-        parts = self.parts
-        values = None if parts[self._names[0]].is_cpu else decoding.values(spec.scheme, parts, spec.base, spec.dtype)
-        if values is None:
-            values = spec.scheme.decode(parts, spec.base, spec.dtype)
+        values = decoding.values(spec.scheme, self.parts, spec.base, spec.dtype)
         return values if spec.is_contiguous else values.permute(spec.order)
 
     def map(

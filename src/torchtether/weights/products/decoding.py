@@ -54,13 +54,12 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
     return None if kernel is None else kernel(layout, parts, dtype, index)
 
 
-def values(scheme: Scheme, parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor | None:
-    """Return what ``scheme.decode`` does, by a kernel; ``None`` if none takes it, or a mode must see torch's ops."""
-    if is_observed():
-        return None
-    layout = _rows_of(scheme, tuple(shape))
-    made = None if layout is None else decode(layout, [parts[name] for name in layout.parts], dtype)
-    return None if made is None else made.view(shape)
+def values(scheme: Scheme, parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return what ``scheme.decode`` does, which has the compiled loops itself; elsewhere by a kernel that takes it."""
+    if next(iter(parts.values())).is_cpu or is_observed() or (layout := _rows_of(scheme, tuple(shape))) is None:
+        return scheme.decode(parts, shape, dtype)
+    made = decode(layout, [parts[name] for name in layout.parts], dtype)
+    return scheme.decode(parts, shape, dtype) if made is None else made.view(shape)
 
 
 @lru_cache(maxsize=4096)
