@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_module_simplified
 
 import torchtether as tt
-from tests.catalog import SCHEMES, few_schemes
+from tests.catalog import SCHEMES, few_schemes, slow_but
 from tests.fake_cuda import CopyError, NoCopies, fake_cuda
 from torchtether import compiled
 from torchtether.schemes.bits import table_of
@@ -25,10 +25,12 @@ from torchtether.weights.products import (
 MATRICES = [row for row in SCHEMES if 2 in row.ranks]
 QUANTIZED = [row for row in MATRICES if not row.scheme.transparent]
 STACKS = [row for row in SCHEMES if 3 in row.ranks and not row.scheme.transparent]
+QUICK = {"int8", "int4-sym-group32", "biased4", "q4_k", "fp8-block", "nvfp4", "nf4-double", "sinq"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS, COLUMNS = 128, 256
 EPS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-each_scheme = pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: row.id)
+each_scheme = pytest.mark.parametrize("row", slow_but(QUANTIZED, QUICK))
+each_stack = pytest.mark.parametrize("row", slow_but(STACKS, QUICK))
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +94,7 @@ def test_embeddings_and_values(row):
             assert facts(weight.t().dequantize()) == ((COLUMNS, ROWS), dtype, "cuda:0")
 
 
-@pytest.mark.parametrize("row", STACKS, ids=lambda row: row.id)
+@each_stack
 def test_experts(row, monkeypatch):
     """As many rows as groups or more, fewer, and pieces of the matrices; forward and backward."""
     for limit in (product.ON_DEVICE, 1 << 14):
@@ -298,7 +300,7 @@ def test_pieces_that_are_written_in_place(row, has_bias):
         chunks.in_place(x.view(38, COLUMNS // 2), bias, 2 * ROWS, COLUMNS, 64, product.decoder(weight))
 
 
-@pytest.mark.parametrize("row", STACKS, ids=lambda row: row.id)
+@each_stack
 @pytest.mark.parametrize("counts", [[0, 2, 0, 1], [3, 0, 0, 0], [5, 1, 4, 9]], ids=str)
 @pytest.mark.parametrize("limit", [1 << 27, 1 << 14], ids=["whole", "in pieces"])
 def test_experts_in_use_are_found_without_waiting(row, counts, limit, monkeypatch):
