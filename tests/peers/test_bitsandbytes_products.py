@@ -7,6 +7,7 @@ import torchtether as tt
 from torchtether.schemes.tables import FP4
 from torchtether.weights.products import bitsandbytes_4bit, decoding, kernels_for
 
+pytestmark = pytest.mark.peers
 pytest.importorskip("bitsandbytes")
 
 SCHEMES = [
