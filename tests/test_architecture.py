@@ -35,7 +35,8 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
-# Modules that nothing in the package imports before its user has imported those libraries.
+# Modules that nothing in the package imports before its user has imported those libraries, or that import them when
+# they are called.
 NEEDED_ELSEWHERE = {
     "compiled/setup_build.py": {"setuptools"},
     "gpu/decoding_kernels.py": {"triton"},
@@ -48,6 +49,7 @@ NEEDED_ELSEWHERE = {
     "integrations/transformers.py": {"transformers"},
     "integrations/transformers_names.py": {"transformers"},
     "integrations/transformers_values.py": {"transformers"},
+    "weights/products/bitsandbytes_4bit.py": {"bitsandbytes"},
 }
 
 

@@ -10,7 +10,6 @@ import torch.ao.quantization.fx._decomposed
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchtether as tt
 from tests.catalog import each_quantized
@@ -329,65 +328,3 @@ def test_unknown_activations_of_a_file_are_refused():
     record = {**layer_of(tt.int8()).weight.spec.to_json(), "activations": "int3"}
     with pytest.raises(tt.SchemeError, match="unknown activations 'int3'"):
         tt.WeightSpec.from_json(record)
-
-
-# -- products of 8 bits with 8 bits: on GPUs, of which there is none here ----------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", [tt.int8(), tt.Affine(block=(None, None), narrow_range=True, unit=1 / 127)], ids=str)
-def test_integers_with_integers(scheme):
-    weight, x = tt.Weight.encode(gaussian(48, 64), scheme), gaussian(32, 64, seed=3)
-    expected = rounded(x, "int8") @ weight.dequantize().double().T
-    assert error(rounding.int_mm(x, scheme, weight.parts), expected) <= 1e-3
-    x[0, 1], x[1, 1] = torch.nan, torch.inf
-    assert rounding.int_mm(x, scheme, weight.parts)[:2].isnan().all()
-
-
-ON_GPU = [(tt.int8(), "int8", "int_mm"), (tt.fp8(), "float8", "scaled_mm")]
-
-
-@pytest.mark.parametrize(("scheme", "to", "engine"), ON_GPU, ids=str)
-@pytest.mark.parametrize("is_below", [False, True], ids=["linear", "below autograd"])
-def test_on_a_gpu_torch_multiplies_codes_with_codes(scheme, to, engine, is_below, monkeypatch):
-    """Fake tensors: shapes, dtypes and which product is called."""
-    called = []
-    for name, real in rounding.ENGINES.items():
-        monkeypatch.setitem(rounding.ENGINES, name, lambda *a, name=name, real=real: called.append(name) or real(*a))
-    monkeypatch.setattr(product, "capability", lambda device: (9, 0))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        layout = scheme.layout((48, 256))
-        parts = {n: torch.empty(p.shape, dtype=p.dtype or torch.bfloat16, device="cuda") for n, p in layout.items()}
-        spec = tt.WeightSpec.of((48, 256), torch.bfloat16, scheme).replace(activations=to)
-        weight = tt.Weight(parts, spec)
-        x = torch.empty(2, 16, 256, dtype=torch.bfloat16, device="cuda")
-        bias = torch.empty(48, dtype=torch.bfloat16, device="cuda")
-        with torch.no_grad():
-            flat = torch.addmm(bias, x.view(32, 256), weight.t()) if is_below else F.linear(x, weight, bias)
-        out = flat.view(2, 16, 48)
-    assert (out.shape, out.dtype, out.device.type) == ((2, 16, 48), torch.bfloat16, "cuda")
-    assert called == [engine]
-
-
-@pytest.mark.parametrize(
-    ("shape", "rows", "dtype", "capability"),
-    [
-        ((48, 60), 32, torch.bfloat16, (9, 0)),
-        ((44, 64), 32, torch.bfloat16, (9, 0)),
-        ((48, 64), 16, torch.bfloat16, (7, 0)),
-        ((48, 64), 32, torch.bfloat16, (0, 0)),
-        ((3, 48, 64), 32, torch.bfloat16, (9, 0)),
-    ],
-)
-def test_what_those_products_do_not_take(shape, rows, dtype, capability):
-    for scheme, to, _ in ON_GPU:
-        assert rounding.engine_for(to, scheme, shape, rows, dtype, capability) is None
-
-
-@both
-@pytest.mark.parametrize(
-    "scheme",
-    [tt.int8(32), tt.int8(symmetric=False), tt.int4(32), tt.nf4(), tt.fp8("block"), tt.fp8("tensor"), tt.mxfp4()],
-    ids=str,
-)
-def test_schemes_that_those_products_do_not_know(scheme, to):
-    assert rounding.engine_for(to, scheme, (48, 256), 32, torch.bfloat16, (9, 0)) is None

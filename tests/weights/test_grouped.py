@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.catalog import SCHEMES
+from tests.fake_cuda import fake_cuda
 
 GROUPS, OUT, IN = 5, 48, 64
 FITTING = [row for row in SCHEMES if 3 in row.ranks]
@@ -109,9 +110,7 @@ def test_only_the_matrices_of_groups_with_rows_are_decoded(monkeypatch):
 
 
 def test_fake_tensors_have_the_shape():
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
+    with fake_cuda():
         parts = tt.int8().empty((GROUPS, OUT, IN), torch.bfloat16, "cuda")
         weight = tt.Weight(parts, tt.WeightSpec.of((GROUPS, OUT, IN), torch.bfloat16, tt.int8()))
         rows = torch.empty(7, IN, dtype=torch.bfloat16, device="cuda")

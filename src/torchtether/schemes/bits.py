@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -106,14 +107,23 @@ def _spread(packed: Tensor, bits: int) -> Tensor:
 def table_of(values: Sequence[float], device: torch.device) -> Tensor:
     """Return ``values`` as a float32 tensor, (len(values),).
 
-    Of single numbers where torch exports: its decompositions lose constants that are made inside a subclass.
+    Of single numbers where torch exports: its decompositions lose constants that are made inside a subclass.  Tables on
+    other devices are kept: a copy to them waits for the device, and cannot be part of a CUDA graph.
 
     >>> table_of((0.5, 1.0), torch.device("cpu"))
     tensor([0.5000, 1.0000])
     """
     if torch.compiler.is_exporting():
         return torch.cat([torch.full((1,), value, dtype=torch.float32, device=device) for value in values])
+    if device.type != "cpu" and is_direct():
+        return _kept_table(tuple(values), device)
     return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _kept_table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:

@@ -194,8 +194,13 @@ def _take_rows(
 
 
 def _is_reshapable(scheme: Scheme, block: Block, old: Shape, new: Shape) -> bool:
-    """Return whether blocks and padding lie over ``new`` as over ``old`` (same last dimension and element count)."""
-    if block[0] is not None and block[0] > 1 and old[-2:] != new[-2:]:
+    """Return whether blocks and padding lie over ``new`` as over ``old`` (same last dimension and element count).
+
+    Those of several rows do where matrices are stacked, or parted, between two of them.
+    """
+    height = block[0] or 0
+    has_tiles = height > 1 and old[-2:] != new[-2:]
+    if has_tiles and (not len(old) > 1 < len(new) or old[-2] % height or new[-2] % height):
         return False
     try:
         before, after = scheme.layout(old), scheme.layout(new)

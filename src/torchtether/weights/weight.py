@@ -21,7 +21,7 @@ from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SH
 from .exporting import Exporting
 from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
-from .products import PREFIX, Layout, layout_of
+from .products import PREFIX, Layout, decoding, layout_of
 from .spec import Tie, WeightSpec
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
@@ -195,7 +195,7 @@ class Weight(Exporting):
         if spec.scheme.transparent:
             (tensor,) = self.parts.values()
             return tensor
-        values = spec.scheme.decode(self.parts, spec.base, spec.dtype)
+        values = decoding.values(spec.scheme, self.parts, spec.base, spec.dtype)
         return values if spec.is_contiguous else values.permute(spec.order)
 
     def map(

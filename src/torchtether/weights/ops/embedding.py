@@ -10,7 +10,7 @@ from torch import Tensor
 from ...torch_private.observers import is_observed, is_tracing
 from ...torch_private.tensors import as_plain
 from ..dispatch import SHORTCUTS, rule
-from ..products import cpu
+from ..products import cpu, decoding
 from ..weight import Weight
 from .product import records_graph, traced
 
@@ -56,7 +56,7 @@ def gather(weight: Weight, indices: Tensor) -> Tensor:
     """Return the decoded rows that ``indices`` (any shape, integer) name: ``(*indices.shape, *weight.shape[1:])``."""
     layout = None if _is_compiling() else weight.kernel_layout  # none where strides are turned
     if layout is not None and not is_observed():
-        made = cpu.gather(layout, layout.pick_from(weight), weight._spec.dtype, indices)
+        made = decoding.gather(layout, layout.pick_from(weight), weight._spec.dtype, indices)
         if made is not None:
             return made
     if not weight.spec.is_contiguous or weight.scheme.transparent:

@@ -33,10 +33,10 @@ def in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) ->
     layout, dtype = base.kernel_layout, base.dtype
     if layout is None:
         layout, dtype = layout_below_columns(base), torch.float32
-    if layout is None or torch.compiler.is_exporting() or base.device.type != "cpu":
+    if layout is None or torch.compiler.is_exporting() or not kernels_for(layout, dtype, device := base.device.type):
         return None  # the compiler fuses the decoding
-    if not kernels_for(layout, dtype):
-        return None
+    if device != "cpu" and base.spec.activations is not None:
+        return None  # torch's own ops multiply: the compiler fuses the rounding
     parts, weight = list(base.parts.values()), text_of(base.spec)
     if is_gradient:
         return torch.ops.torchtether.gradient.default(x, parts, weight)  # type: ignore[no-any-return]
@@ -85,7 +85,8 @@ def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight:
     if known.layout is not None:
         made = by_kernel(known.layout, [parts[i] for i in known.order], x, bias, x.dtype)
         if made is not None:
-            cpu.remember(weight, known.layout, len(parts), known.order)
+            if x.is_cpu:
+                cpu.remember(weight, known.layout, len(parts), known.order)
             return made
     held = _weight_of(known, parts)
     made = by_columns(held, x, bias)
@@ -96,7 +97,7 @@ torch.library.impl(LIBRARY, "linear", "CompositeExplicitAutograd")(linear_in_gra
 torch.library.impl(LIBRARY, "any_linear", "CPU")(linear_in_graph)
 
 
-@torch.library.impl(LIBRARY, "gradient", "CPU")
+@torch.library.impl(LIBRARY, "gradient", "CompositeExplicitAutograd")
 def gradient_in_graph(x: Tensor, parts: list[Tensor], weight: str) -> Tensor:
     """Return ``x @ weight``."""
     return gradient(x, _weight_of(_known(weight), parts))

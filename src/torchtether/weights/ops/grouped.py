@@ -1,7 +1,8 @@
 """``F.grouped_mm``: rows in groups, each times a matrix of its own, as mixtures of experts call it.
 
-Only the matrices of groups that have rows are decoded, one at a time. Autograd calls the same op for the gradient of
-the rows, with the Weight transposed.
+Only the matrices of groups that have rows are decoded: on the CPU one at a time, on CUDA as many as there may be, in
+pieces that torch's own op multiplies. Autograd calls the same op for the gradient of the rows, with the Weight
+transposed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ...torch_private.tensors import is_fake
 from ..dispatch import rule
 from ..products import chunks
 from ..weight import Weight
+from .embedding import gather
 from .graph_ops import LIBRARY, spec_from, text_of, weight_from
-from .product import by_parts, decoded_linear, decoder, gradient, rows_at_once, same
-from .views import select
+from .product import ON_DEVICE, by_parts, decoded_linear, decoder, gradient, rows_at_once, same
+from .views import select, view
 
 aten = torch.ops.aten
 
@@ -52,7 +54,7 @@ def grouped_mm(
             return _plain(op, rows, weight, offs, bias, out_dtype)
         parts = list(base.parts.values())
         return torch.ops.torchtether.grouped.default(rows, offs, parts, text_of(base.spec), is_transposed)  # type: ignore[no-any-return]
-    if rows.is_meta or offs.is_meta or is_fake(offs):
+    if rows.is_meta or offs.is_meta:
         return rows.new_empty(rows.shape[0], weight.shape[2])
     return _product(rows, base, offs, is_transposed)
 
@@ -64,6 +66,10 @@ def _plain(op: Any, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 def _product(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
     """Return the product of each group with its matrix of ``base`` (G, N, K), or (G, K, N) if not ``is_transposed``."""
+    if rows.is_cuda and torch_multiplies(rows, base, offs):
+        return without_waiting(rows, base, offs, is_transposed)
+    if is_fake(offs):
+        return rows.new_empty(rows.shape[0], base.shape[1 if is_transposed else 2])
     made = rows.new_zeros(rows.shape[0], base.shape[1 if is_transposed else 2])
     start, scratch = 0, rows.new_empty(base.shape[1:]) if base.is_cpu else None
     for group, stop in enumerate(offs.tolist()):
@@ -93,6 +99,72 @@ def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: T
     decode, (count, columns) = decoder(matrix), matrix.shape
     product = partial(chunks.linear, rows, None) if is_transposed else partial(chunks.product, rows)
     return product(count, columns, rows_at_once(matrix) or count, lambda start, stop, _: decode(start, stop, scratch))
+
+
+# -- on CUDA ----------------------------------------------------------------------------------------------------------
+
+_ALIGNED = 16
+"""Sides are multiples of it: then all rows that ``torch._grouped_mm`` reads begin at multiples of 16 bytes."""
+
+
+def torch_multiplies(rows: Tensor, base: Weight, offs: Tensor) -> bool:
+    """Return whether ``torch._grouped_mm`` takes them, whose dtype is bfloat16; elsewhere groups are looked at."""
+    sides = base.spec.shape[1:]
+    is_typed = rows.dtype is torch.bfloat16 and offs.dtype is torch.int32 and base.spec.activations is None
+    return is_typed and rows.shape[0] > 0 and not any(side % _ALIGNED for side in sides) and matrix_of(base) is not None
+
+
+def matrix_of(base: Weight) -> Weight | None:
+    """Return (G, N, K) as a matrix of G * N rows, ``None`` where a block of its scheme lies across rows."""
+    groups, count, columns = base.spec.shape
+    try:
+        return view(aten.view.default, base, [groups * count, columns])  # type: ignore[no-any-return]
+    except UnsupportedOpError:
+        return None
+
+
+def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
+    """Return the product of each group with its matrix of ``base``; the GPU is not asked which groups have rows.
+
+    No more groups have rows than there are rows: the matrices of so many, those in use first, are decoded, in pieces
+    of rows of each, and torch multiplies. Sizes follow from those of the arguments alone, as CUDA graphs need.
+    """
+    groups, count, columns = base.spec.shape
+    matrix, used = matrix_of(base), min(rows.shape[0], groups)
+    assert matrix is not None
+    rows, (numbers, ends) = aligned(rows), in_use(offs, used)
+    step = max(ON_DEVICE // (used * columns * rows.dtype.itemsize) // 128 * 128, 128)
+    made = []
+    for start in range(0, count, step):
+        some = torch.arange(start, min(start + step, count), device=rows.device)
+        values = gather(matrix, numbers.unsqueeze(1) * count + some)  # (used, some, columns)
+        if is_transposed:
+            made.append(torch._grouped_mm(rows, values.transpose(1, 2), offs=ends))
+        else:
+            more = torch._grouped_mm(rows[:, start : start + step], values, offs=ends)
+            made = [more.float() if step < count else more] if start == 0 else [made[0].add_(more)]
+    product = made[0] if len(made) == 1 else torch.cat(made, -1)
+    behind = torch.arange(rows.shape[0], device=rows.device) >= offs[-1]
+    return product.to(rows.dtype).masked_fill_(behind.unsqueeze(1), 0)
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Return ``rows``, or a copy of them, of which each begins at a multiple of 16 bytes of its storage."""
+    fits = rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and rows.stride(0) % 8 == 0
+    return rows if fits and rows.storage_offset() % 8 == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def in_use(offs: Tensor, used: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the groups that have rows, in order, others behind them, ``used`` in all; and their ends.
+
+    >>> in_use(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 3)
+    (tensor([1, 3, 0]), tensor([2, 5, 5], dtype=torch.int32))
+    """
+    if used == offs.shape[0]:
+        return torch.arange(used, device=offs.device), offs
+    is_empty = torch.diff(offs, prepend=offs.new_zeros(1)) <= 0
+    numbers = torch.argsort(is_empty.int(), stable=True)[:used]
+    return numbers, torch.cummax(offs[numbers], 0).values
 
 
 # -- in compiled graphs -----------------------------------------------------------------------------------------------

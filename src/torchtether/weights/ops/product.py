@@ -13,7 +13,21 @@ from ...schemes import ColumnScaled
 from ...schemes.column_scaled import COLUMNS
 from ...torch_private.observers import is_observed, untraced
 from ...torch_private.tensors import any_requires_grad, as_plain
-from ..products import ANY, DTYPES, Layout, chunks, cpu, int8pack, int_mm, kernels_for, layout_of, rounding
+from ..products import (
+    ANY,
+    DTYPES,
+    Layout,
+    bitsandbytes_4bit,
+    chunks,
+    cpu,
+    decoding,
+    int8pack,
+    int_mm,
+    kernels_for,
+    layout_of,
+    rounding,
+    scaled_mm,
+)
 from ..weight import Weight
 from .rows import cut_rows
 
@@ -23,10 +37,16 @@ SCRATCH = 32 * 2**20
 CACHED = 8 * 2**20
 """The same for dtypes of 16 bits, so that chunks stay in the cache. In float32 the bits of one product count more."""
 
+ON_DEVICE = 128 * 2**20
+"""The same on all devices but CPUs: a piece is four launches or so, and 8192 x 28672 in 16 bits four pieces. Not
+measured."""
+
 KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
     "compiled": cpu.linear,
     "int8pack": int8pack.linear,
     "int_mm": int_mm.linear,
+    "scaled_mm": scaled_mm.linear,
+    "bitsandbytes": bitsandbytes_4bit.linear,
 }
 
 
@@ -68,7 +88,7 @@ def by_kernel(
     """Return the product by the first kernel of the table that takes it, ``None`` if none does."""
     if x.dtype is not dtype:
         return None
-    for kernel, most in layout.choices.get(dtype) or kernels_for(layout, dtype):
+    for kernel, most in (x.is_cpu and layout.choices.get(dtype)) or kernels_for(layout, dtype, x.device.type):
         if most == ANY or x.numel() <= most * layout.columns:
             made = KERNELS[kernel](layout, parts, x, bias)
             if made is not None:
@@ -90,15 +110,9 @@ def by_columns(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
     It is computed in float32 and rounded once: inputs of 16 bits, times scales, would be rounded themselves.
     """
     layout, size = layout_below_columns(weight), weight.shape[-1]
-    if (
-        layout is None
-        or x.dtype is not weight.dtype
-        or x.dtype not in DTYPES
-        or not x.is_cpu
-        or x.shape[-1:] != (size,)
-    ):
+    if layout is None or x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1:] != (size,):
         return None
-    if not any(x.numel() <= n * size for _, n in kernels_for(layout, torch.float32)):
+    if not any(x.numel() <= n * size for _, n in kernels_for(layout, torch.float32, x.device.type)):
         return None
     scaled, added = x.float() * weight.parts[COLUMNS], None if bias is None else bias.float()
     made = by_kernel(layout, layout.pick_from(weight), scaled, added, torch.float32)
@@ -138,14 +152,16 @@ def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> T
     if not fits or x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type):
         x = rounding.rounded(x, kind) if fits else x  # what it becomes, or why it cannot, is torch's to say
         return plain_linear(op, x, exact.values_of(), bias)
-    made = _by_engine(kind, x, exact)
-    if made is None:
-        units, scale = rounding.units_of(x, kind)
-        if chunks.is_slow(x):
-            units, wide = units.float(), exact.to(torch.float32)
-            assert isinstance(wide, Weight)
-            exact = wide
-        made = _unrounded(op, units, exact).to(scale.dtype) * scale
+    if not x.is_cpu and weight.kernel_layout is not None:  # torch's own ops, which modes and compilers may see
+        made = by_parts(weight, x, bias)
+        if made is not None:
+            return made
+    units, scale = rounding.units_of(x, kind)
+    if chunks.is_slow(x):
+        units, wide = units.float(), exact.to(torch.float32)
+        assert isinstance(wide, Weight)
+        exact = wide
+    made = _unrounded(op, units, exact).to(scale.dtype) * scale
     return (made if bias is None else made + bias).to(x.dtype)
 
 
@@ -156,26 +172,11 @@ def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
     return decoded_linear(op, x, weight, None) if made is None else made
 
 
-def _by_engine(kind: str, x: Tensor, weight: Weight) -> Tensor | None:
-    """Return the product of 8-bit codes with 8-bit codes, ``None`` where torch has none for them."""
-    if not x.is_cuda or not weight.is_cuda or not weight.spec.is_contiguous:
-        return None
-    rows = x.numel() // x.shape[-1]
-    engine = rounding.engine_for(kind, weight.scheme, tuple(weight.shape), rows, x.dtype, capability(x.device))
-    if engine is None:
-        return None
-    made = rounding.ENGINES[engine](x.reshape(rows, x.shape[-1]), weight.scheme, weight.parts)
-    return made.view(*x.shape[:-1], made.shape[-1])
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of the GPU, (0, 0) without one: fake tensors have absent devices."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
-
-
 def rows_at_once(weight: Weight) -> int | None:
     """Return how many rows to decode at once; ``None``: all, if they are few or cannot be cut."""
-    limit = min(SCRATCH, CACHED) if weight.dtype.itemsize == 2 and weight.is_cpu else SCRATCH
+    limit = ON_DEVICE
+    if weight.is_cpu:
+        limit = min(SCRATCH, CACHED) if weight.dtype.itemsize == 2 else SCRATCH
     if weight.dim() != 2 or weight.scheme.transparent or not weight.spec.is_contiguous:
         return None
     if weight.numel() * weight.dtype.itemsize <= limit:
@@ -192,7 +193,7 @@ def decoder(weight: Weight) -> chunks.Decode:
 
     def decode(start: int, stop: int, out: Tensor | None) -> Tensor:
         if layout is not None:
-            made = cpu.decode(layout, parts, weight.dtype, start=start, stop=stop, out=out)
+            made = decoding.decode(layout, parts, weight.dtype, start=start, stop=stop, out=out)
             if made is not None:
                 return made
         shape = (stop - start, weight.shape[1])

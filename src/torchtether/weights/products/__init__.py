@@ -3,12 +3,12 @@
 ``table.py`` says which kernel is used when, with its measurement. No layout but the scheme's own exists, so nothing is
 derived, kept, or invalidated: moving, saving, ties, in-place writes and rows of embeddings see the same storage.
 
-On CUDA devices (and all others) weights are decoded, a chunk of rows at a time, and multiplied by torch; in a compiled
-graph the compiler fuses the decoding. Where inputs are rounded, too (``rounding.py``), torch's products of 8 bits are
-called on CUDA. No GPU has run any of that: fake tensors say that the calls fit.
+Where no kernel suits, and on all devices but CPUs and CUDA's, weights are decoded, a chunk of rows at a time, and
+multiplied by torch; in a compiled graph the compiler fuses the decoding. No GPU has run any of that: fake tensors say
+that the calls fit, and the CPU that their numbers are right, where torch has the op there, too.
 """
 
-from . import chunks, cpu, int8pack, int_mm, rounding
+from . import bitsandbytes_4bit, chunks, cpu, decoding, int8pack, int_mm, rounding, scaled_mm
 from .layout import DTYPES, PREFIX, Layout, layout_of
 from .table import ANY, TABLE, choose, kernels_for
 
@@ -18,6 +18,7 @@ __all__ = [
     "PREFIX",
     "TABLE",
     "Layout",
+    "bitsandbytes_4bit",
     "choose",
     "chunks",
     "int8pack",
@@ -25,5 +26,7 @@ __all__ = [
     "kernels_for",
     "layout_of",
     "cpu",
+    "decoding",
     "rounding",
+    "scaled_mm",
 ]

@@ -18,6 +18,8 @@ def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, d
 
     x (..., columns)    result (..., rows)
     """
+    if not x.is_cpu:
+        return in_place(x, bias, rows, columns, step, decode)
     outs, scratch = [], x.new_empty(step, columns)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -26,12 +28,29 @@ def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, d
     return torch.cat(outs, dim=-1)
 
 
+def in_place(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
+    """Return what ``linear`` does; each product is written where it belongs, for joining them is a pass over all.
+
+    Nothing is decoded into a scratch of ours: on a GPU the memory of one piece is that of the next one at once.
+    """
+    inputs = x.reshape(-1, x.shape[-1]) if x.dim() > 0 else x  # of another size they are torch's to refuse
+    out = x.new_empty(*x.shape[:-1], rows)
+    made = out.view(-1, rows)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        if bias is None:
+            torch.mm(inputs, decode(start, stop, None).t(), out=made[:, start:stop])
+        else:
+            torch.addmm(bias[start:stop], inputs, decode(start, stop, None).t(), out=made[:, start:stop])
+    return out
+
+
 def product(x: Tensor, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
     """Return ``x @ weight``, the gradient of ``linear``, summed over chunks in float32 (or float64).
 
     x (M, rows)    result (M, columns)
     """
-    scratch = x.new_empty(step, columns)
+    scratch = x.new_empty(step, columns) if x.is_cpu else None
     wide = x.dtype if x.dtype.itemsize > 4 else torch.float32
     total = torch.zeros(x.shape[0], columns, dtype=wide, device=x.device)
     for start in range(0, rows, step):

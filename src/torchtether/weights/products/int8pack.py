@@ -1,4 +1,4 @@
-"""torch's own product with 8-bit integers, for machines without the compiled room."""
+"""torch's own product of floats with 8-bit integers: for CPUs without the compiled room, and GPUs without Triton."""
 
 from __future__ import annotations
 
@@ -7,37 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .fitting import fits, is_plain
 from .layout import Layout
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+
+def takes(layout: Layout) -> bool:
+    """Return whether codes are int8 with one scale for each row, and no zero points."""
+    fields = layout.fields
+    return all(fields[name] == 1 for name in ("groups", "height", "unit")) and fields["zero"] < 0
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return ``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where it would crash or be wrong.
 
-    It reads beyond the end where K is not a multiple of 16, crashes where a storage does not begin at a multiple of 16
-    bytes, and rounds its sums to the dtype of ``x``. Scales, which it would round, too, and the bias come after, in
-    float32; so the result is rounded twice.
+    On the CPU it reads beyond the end where K is not a multiple of 16, crashes where a storage does not begin at a
+    multiple of 16 bytes, and rounds its sums to the dtype of ``x``. On CUDA it computes in float32, whatever ``x`` is,
+    and takes any K. Scales, which it would round on the CPU, and the bias come after, in float32.
     """
     codes, scale = parts[0], parts[1]
-    is_plain = all(layout.fields[name] == 1 for name in ("groups", "height", "unit")) and layout.fields["zero"] < 0
-    if not is_plain or codes.shape != (layout.rows, layout.columns) or x.shape[-1:] != (layout.columns,):
-        return None
-    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,) or not bias.is_cpu):
-        return None
-    if type(x) not in _PLAIN or type(bias) not in (*_PLAIN, type(None)):
+    if not takes(layout) or codes.shape != (layout.rows, layout.columns) or not fits(layout, parts, x, bias):
         return None
     x2 = x.reshape(-1, layout.columns).contiguous()
-    if (
-        layout.columns % 16
-        or x2.numel() == 0
-        or x.is_neg()
-        or not (codes.is_contiguous() and codes.is_cpu and x.is_cpu)
-    ):
-        return None
-    if any(address % 16 or not address for address in (codes.data_ptr(), x2.data_ptr())):  # 0: freed, or all zeros
-        return None
-    sums = torch._weight_int8pack_mm(x2, codes, x.new_ones(layout.rows))
+    if x.is_cpu:
+        if not is_plain(x, bias) or layout.columns % 16 or x.is_neg():
+            return None
+        if any(address % 16 or not address for address in (codes.data_ptr(), x2.data_ptr())):  # 0: freed, or all zeros
+            return None
+    else:
+        x2 = x2.float()
+    sums = torch._weight_int8pack_mm(x2, codes, x2.new_ones(layout.rows))
     out = sums.float() * scale.reshape(-1)
     if bias is not None:
         out += bias

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import rounding
+from . import fitting, rounding
 from .layout import Layout
+
+LEAST = 17
+"""With fewer rows of input, ``torch._int_mm`` refuses to multiply on CUDA."""
 
 
 def takes(layout: Layout) -> bool:
@@ -21,20 +24,25 @@ def takes(layout: Layout) -> bool:
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return ``x @ weight.T + bias`` by ``torch._int_mm``; ``None`` where the call does not suit.
 
-    Sums are exact, then float32 with the scales and the bias, and rounded once to the dtype of ``x``.
+    Sums are exact, then float32 with the scales and the bias, and rounded once to the dtype of ``x``. On CUDA sides
+    must be multiples of 8, and the capability 7.5 or more.
     """
     codes, scale = parts[0], parts[1]
-    if codes.shape != (layout.rows, layout.columns) or x.shape[-1:] != (layout.columns,) or x.numel() == 0:
+    if not takes(layout) or codes.shape != (layout.rows, layout.columns) or not fitting.fits(layout, parts, x, bias):
         return None
-    if not (x.is_cpu and codes.is_cpu and scale.is_cpu) or (bias is not None and not bias.is_cpu):
+    if x.is_cpu and not codes.data_ptr():  # its storage is freed, or it holds zeros without memory
         return None
-    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,)):
+    x2 = x.reshape(-1, layout.columns)
+    if not x.is_cpu and not _takes_on_cuda(layout, x2):
         return None
-    if not codes.data_ptr():  # its storage is freed, or it holds zeros without memory
-        return None
-    inputs, steps = rounding.codes_of(x.reshape(-1, layout.columns), "int8")
+    inputs, steps = rounding.codes_of(x2, "int8")
     sums = torch._int_mm(inputs.nan_to_num(0.0).to(torch.int8), codes.t())
     out: Tensor = sums.float() * steps * (scale.float().reshape(1, -1) * layout.fields["unit"])
     if bias is not None:
         out += bias
     return out.to(x.dtype).view(*x.shape[:-1], layout.rows)
+
+
+def _takes_on_cuda(layout: Layout, x: Tensor) -> bool:
+    is_able = fitting.capability(x.device) >= (7, 5)
+    return is_able and x.shape[0] >= LEAST and layout.rows % 8 == 0 and layout.columns % 8 == 0

@@ -69,8 +69,8 @@ class Layout:
     parts: tuple[str, ...]
     fields: dict[str, Any]
     native: Any = None
-    choices: dict[torch.dtype, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    """What ``table.py`` has answered about it."""
+    choices: dict[Any, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    """What ``table.py`` has answered about it: by dtype on the CPU, by dtype and type of device elsewhere."""
     values_of: Callable[[Any], tuple[Tensor, ...]] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,11 +3,12 @@
 Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype, medians of interleaved runs; again with
 ``python -m tests.benchmarks.bench_compute``. "Fast halves" are dtypes of 16 bits that torch multiplies with the vectors
 of this processor (``has_fast_halves``); elsewhere dense products of many such rows take ten times as long as float32.
+No GPU has run the rows for CUDA yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from ... import compiled
 from ...torch_private.processors import has_fast_float16
-from . import int_mm
+from . import bitsandbytes_4bit, int8pack, int_mm, scaled_mm
 from .layout import DTYPES, KINDS, Layout
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -24,7 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 class KernelChoice(NamedTuple):
     """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits.
 
-    ``rounds`` is whether inputs are rounded to int8, ``None`` for either.
+    ``rounds`` is whether inputs are rounded, ``None`` for either; ``device`` the type of the device.
     """
 
     kernel: str
@@ -35,6 +36,7 @@ class KernelChoice(NamedTuple):
     rows: int
     measured: str
     elements: int = 0
+    device: str = "cpu"
 
 
 ANY = 1 << 62
@@ -122,8 +124,60 @@ TABLE = (
         4,
         "AVX-512, batch 1: .47, 8: .82, 32: 1.7; AVX2, batch 1: .7; float16, AVX2, 2048 x 2048: 1.6 to 3 of chunks",
     ),
+    # CUDA; above these rows, and where the function of a row answers None, weights are decoded in pieces
+    KernelChoice(
+        "int_mm",
+        ("INT8",),
+        tuple(DTYPES),
+        None,
+        True,
+        ANY,
+        "not measured; from 17 rows on",
+        device="cuda",
+    ),
+    KernelChoice(
+        "scaled_mm",
+        ("E4M3",),
+        (torch.bfloat16,),
+        None,
+        True,
+        ANY,
+        "not measured",
+        device="cuda",
+    ),
+    # without Triton
+    KernelChoice(
+        "bitsandbytes",
+        ("TABLE4",),
+        tuple(DTYPES),
+        None,
+        False,
+        16,
+        "not measured; it reads the codes as they lie, too, and takes one pass over the inputs more",
+        device="cuda",
+    ),
+    KernelChoice(
+        "int8pack",
+        ("INT8",),
+        tuple(DTYPES),
+        None,
+        False,
+        16,
+        "not measured; of torch 2.13 to 2.15 (int8mm.cu) one thread reads a row of the weight byte by byte, 16 rows of"
+        " input in the time of one: it may take longer than dense, decoding first longer still",
+        device="cuda",
+    ),
 )
 """The first row that fits is taken; where none does, weights are decoded in chunks of rows and multiplied by torch."""
+
+TAKES: dict[str, Callable[[Layout], bool]] = {
+    "compiled": lambda layout: compiled.native() is not None,
+    "int_mm": int_mm.takes,
+    "int8pack": int8pack.takes,
+    "scaled_mm": scaled_mm.takes,
+    "bitsandbytes": bitsandbytes_4bit.takes,
+}
+"""Whether a kernel is there and takes a layout."""
 
 
 @lru_cache(maxsize=2)
@@ -136,11 +190,12 @@ def has_fast_halves(dtype: torch.dtype) -> bool:
     return has_vectors and (dtype is torch.bfloat16 or has_fast_float16())
 
 
-def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    """Return the kernels for a weight on the CPU, best first, each with the most rows of input that it is for."""
-    found = layout.choices.get(dtype)
+def kernels_for(layout: Layout, dtype: torch.dtype, device: str = "cpu") -> tuple[tuple[str, int], ...]:
+    """Return the kernels for a weight on a type of device, best first, each with the most rows of input it is for."""
+    key = dtype if device == "cpu" else (dtype, device)
+    found = layout.choices.get(key)
     if found is None:
-        found = layout.choices[dtype] = tuple(_kernels_for(layout, dtype))
+        found = layout.choices[key] = tuple(_kernels_for(layout, dtype, device))
         if found and found[0][0] == "compiled":
             module = compiled.native()
             assert module is not None
@@ -148,25 +203,20 @@ def kernels_for(layout: Layout, dtype: torch.dtype) -> tuple[tuple[str, int], ..
     return found
 
 
-def _kernels_for(layout: Layout, dtype: torch.dtype) -> Iterator[tuple[str, int]]:
-    fields = layout.fields
+def _kernels_for(layout: Layout, dtype: torch.dtype, device: str) -> Iterator[tuple[str, int]]:
     for row in TABLE:
-        is_there = row.kernel != "compiled" or compiled.native() is not None
-        if row.kernel == "int_mm":
-            is_there = int_mm.takes(layout)
+        is_place = row.device == device and (row.fast_halves is None or row.fast_halves == has_fast_halves(dtype))
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
-        is_processor = row.fast_halves is None or row.fast_halves == has_fast_halves(dtype)
-        is_input = row.rounds is None or row.rounds == bool(fields["activations"])
-        if is_there and fits and is_processor and is_input:
+        is_input = row.rounds is None or row.rounds == bool(layout.fields["activations"])
+        if is_place and fits and is_input and TAKES[row.kernel](layout):
             yield row.kernel, row.rows
 
 
-def choose(layout: Layout | None, dtype: torch.dtype, rows: int) -> str:
-    """Return the name of the kernel for ``rows`` rows of input: ``compiled``, ``int_mm``, ``int8pack`` or
-    ``chunks``.
+def choose(layout: Layout | None, dtype: torch.dtype, rows: int, device: str = "cpu") -> str:
+    """Return the name of the kernel for ``rows`` rows of input, one of ``TAKES``, or ``chunks``.
 
     >>> choose(None, torch.bfloat16, 1)
     'chunks'
     """
-    fitting = kernels_for(layout, dtype) if layout is not None else ()
+    fitting = kernels_for(layout, dtype, device) if layout is not None else ()
     return next((kernel for kernel, most in fitting if rows <= most), "chunks")

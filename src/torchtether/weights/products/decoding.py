@@ -1,0 +1,71 @@
+"""Decoding by the kernels of the device on which the parts lie: all rows, some rows, rows by their numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...geometry.views import Shape
+from ...schemes import Scheme
+from ...torch_private.observers import is_observed
+from . import bitsandbytes_4bit, cpu
+from .layout import Layout, layout_of
+
+DECODERS: dict[str, tuple[Callable[..., Tensor | None], ...]] = {
+    "cpu": (cpu.decode,),
+    "cuda": (bitsandbytes_4bit.decode,),
+}
+"""What decodes rows by type of device, best first, with the signature of ``cpu.decode``."""
+
+GATHERERS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.gather}
+"""What decodes rows by their numbers, with the signature of ``cpu.gather``."""
+
+
+def decode(
+    layout: Layout,
+    parts: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``; ``None`` if no kernel takes them.
+
+    (stop - start, K) of ``dtype``; perhaps in the beginning of ``out``, where that is given
+    """
+    for kernel in DECODERS.get(parts[0].device.type, ()):
+        made = kernel(layout, parts, dtype, start=start, stop=stop, out=out)
+        if made is not None:
+            return made
+    return None
+
+
+def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
+    """Return the rows that ``index`` names, as ``Scheme.gather`` does; ``None`` if no kernel takes them.
+
+    (*index.shape, K) of ``dtype``
+    """
+    kernel = GATHERERS.get(parts[0].device.type)
+    return None if kernel is None else kernel(layout, parts, dtype, index)
+
+
+def values(scheme: Scheme, parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Return what ``scheme.decode`` does, which has the compiled loops itself; elsewhere by a kernel that takes it."""
+    if next(iter(parts.values())).is_cpu or is_observed() or (layout := _rows_of(scheme, tuple(shape))) is None:
+        return scheme.decode(parts, shape, dtype)
+    made = decode(layout, [parts[name] for name in layout.parts], dtype)
+    return scheme.decode(parts, shape, dtype) if made is None else made.view(shape)
+
+
+@lru_cache(maxsize=4096)
+def _rows_of(scheme: Scheme, shape: Shape) -> Layout | None:
+    """Return the layout of a tensor of ``shape`` seen as a matrix of its rows, if its parts are those of one."""
+    if not shape:
+        return None
+    matrix = (math.prod(shape[:-1]), shape[-1])
+    return layout_of(scheme, matrix) if shape == matrix or scheme.can_view(shape, matrix) else None

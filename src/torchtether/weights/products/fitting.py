@@ -1,0 +1,33 @@
+"""Whether torch's and other libraries' products can take a call, asked of tensors on any device, real or fake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import Layout
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def fits(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> bool:
+    """Return whether all are contiguous parts of one device, and of the sizes and dtypes that the product has."""
+    if x.shape[-1:] != (layout.columns,) or x.numel() == 0:
+        return False
+    if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,) or bias.device != x.device):
+        return False
+    return all(part.device == x.device and part.is_contiguous() for part in parts)
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether none is of a subclass, whose memory may be something else than what its ops say."""
+    return all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of NVIDIA's GPU, (0, 0) without one: fake tensors have absent devices."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,331 @@
+"""Products on CUDA: the calls fit and wait for nothing, by fake tensors; their numbers, where the CPU has the op."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._functorch.aot_autograd import aot_module_simplified
+
+import torchtether as tt
+from tests.catalog import SCHEMES, few_schemes, slow_but
+from tests.fake_cuda import CopyError, NoCopies, fake_cuda
+from torchtether import compiled
+from torchtether.schemes.bits import table_of
+from torchtether.weights.ops import grouped, product
+from torchtether.weights.products import (
+    chunks,
+    fitting,
+    int8pack,
+    int_mm,
+    kernels_for,
+    layout_of,
+    rounding,
+    scaled_mm,
+)
+
+MATRICES = [row for row in SCHEMES if 2 in row.ranks]
+QUANTIZED = [row for row in MATRICES if not row.scheme.transparent]
+STACKS = [row for row in SCHEMES if 3 in row.ranks and not row.scheme.transparent]
+QUICK = {"int8", "int4-sym-group32", "biased4", "q4_k", "fp8-block", "nvfp4", "nf4-double", "sinq"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS, COLUMNS = 128, 256
+EPS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+each_scheme = pytest.mark.parametrize("row", slow_but(QUANTIZED, QUICK))
+each_stack = pytest.mark.parametrize("row", slow_but(STACKS, QUICK))
+
+
+@pytest.fixture(autouse=True)
+def _no_graph():
+    with torch.no_grad():
+        yield
+
+
+def on_cuda(scheme, shape=(ROWS, COLUMNS), dtype=torch.bfloat16, activations=None):
+    spec = tt.WeightSpec.of(shape, dtype, scheme).replace(activations=activations)
+    return tt.Weight(scheme.empty(shape, dtype, "cuda"), spec)
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def facts(tensor):
+    return tuple(tensor.shape), tensor.dtype, str(tensor.device)
+
+
+def weight_of(scheme, shape=(ROWS, COLUMNS), dtype=torch.float32):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return tt.Weight.encode(values, scheme).to(dtype)
+
+
+def inputs(rows, dtype=torch.float32):
+    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def is_near(made, wanted, eps):
+    return (made.double() - wanted).norm() <= eps * wanted.norm()
+
+
+# -- shapes, dtypes, devices, and nothing that waits -------------------------------------------------------------------
+
+
+@each_scheme
+@pytest.mark.parametrize("limit", [product.ON_DEVICE, 1 << 14], ids=["whole", "in pieces"])
+def test_products(row, limit, monkeypatch):
+    monkeypatch.setattr(product, "ON_DEVICE", limit)
+    with fake_cuda(), NoCopies():
+        for dtype in DTYPES:
+            weight, bias = on_cuda(row.scheme, (2 * ROWS, COLUMNS), dtype), empty(2 * ROWS, dtype=dtype)
+            for rows in (1, 5, 16, 17, 64) if dtype is torch.bfloat16 else (3, 17):
+                x, wanted = empty(rows, COLUMNS, dtype=dtype), ((rows, 2 * ROWS), dtype, "cuda:0")
+                assert facts(F.linear(x, weight)) == wanted
+                assert facts(F.linear(x, weight, bias)) == wanted
+                assert facts(torch.mm(empty(rows, 2 * ROWS, dtype=dtype), weight)) == facts(x)  # as backward calls it
+            assert facts(F.linear(empty(2, 3, COLUMNS, dtype=dtype), weight)) == ((2, 3, 2 * ROWS), dtype, "cuda:0")
+
+
+@each_scheme
+def test_embeddings_and_values(row):
+    with fake_cuda(), NoCopies():
+        for dtype in DTYPES:
+            weight = on_cuda(row.scheme, dtype=dtype)
+            index = torch.empty(2, 3, dtype=torch.int64, device="cuda")
+            assert facts(F.embedding(index, weight)) == ((2, 3, COLUMNS), dtype, "cuda:0")
+            assert facts(weight.dequantize()) == ((ROWS, COLUMNS), dtype, "cuda:0")
+            assert facts(weight.t().dequantize()) == ((COLUMNS, ROWS), dtype, "cuda:0")
+
+
+@each_stack
+def test_experts(row, monkeypatch):
+    """As many rows as groups or more, fewer, and pieces of the matrices; forward and backward."""
+    for limit in (product.ON_DEVICE, 1 << 14):
+        monkeypatch.setattr(grouped, "ON_DEVICE", limit)
+        with fake_cuda(), NoCopies():
+            experts, offs = on_cuda(row.scheme, (4, ROWS, COLUMNS)), torch.empty(4, dtype=torch.int32, device="cuda")
+            for rows in (3, 64):
+                made = F.grouped_mm(empty(rows, COLUMNS), experts.transpose(1, 2), offs=offs)
+                assert facts(made) == ((rows, ROWS), torch.bfloat16, "cuda:0")
+                assert facts(F.grouped_mm(made, experts, offs=offs)) == ((rows, COLUMNS), torch.bfloat16, "cuda:0")
+
+
+def test_what_waits_is_seen():
+    with fake_cuda() as mode, NoCopies():
+        with pytest.raises(CopyError):
+            torch.zeros(257).to("cuda")
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            empty(3).sum().item()
+        assert mode is not None
+
+
+def test_tables_are_kept_on_other_devices():
+    meta = torch.device("meta")
+    assert table_of((0.5, 1.0), meta) is table_of((0.5, 1.0), meta)
+    assert table_of((0.5, 1.0), torch.device("cpu")) is not table_of((0.5, 1.0), torch.device("cpu"))
+
+
+@few_schemes
+@pytest.mark.parametrize("to", [None, "int8", "float8"])
+def test_compiled_without_a_break(row, to, monkeypatch):
+    if row.scheme.transparent:
+        pytest.skip("a plain tensor, as torch compiles it")
+    monkeypatch.setattr(fitting, "capability", lambda device: (9, 0))
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph.forward
+
+    def block(x, weight, bias):
+        return F.linear(x.relu(), weight, bias) @ weight
+
+    torch._dynamo.reset()
+    with fake_cuda():
+        run = torch.compile(
+            block, backend=lambda graph, inputs: aot_module_simplified(graph, inputs, fw_compiler=keep), fullgraph=True
+        )
+        made = run(empty(32, COLUMNS), on_cuda(row.scheme, activations=to), empty(ROWS))
+        assert facts(made) == ((32, COLUMNS), torch.bfloat16, "cuda:0")
+    assert len(graphs) == 1
+    if (row.id, to) in (("int8", "int8"), ("fp8", "float8")):  # the compiler sees the rounding, and torch's product
+        assert any("_int_mm" in name or "_scaled_mm" in name for name in graphs[0])
+
+
+# -- rounded inputs ----------------------------------------------------------------------------------------------------
+
+BLOCKS = tt.ScaledFloat(element="e4m3", block=(128, 128))
+STRIPS = tt.ScaledFloat(element="e4m3", block=(1, 128))
+ON_GPU = [
+    (tt.int8(), "int8", "int_mm"),
+    (tt.Affine(block=(None, None)), "int8", "int_mm"),
+    (tt.fp8(), "float8", "scaled_mm"),
+    (tt.fp8("tensor"), "float8", "scaled_mm"),
+    (BLOCKS, "float8", "scaled_mm"),
+    (STRIPS, "float8", "scaled_mm"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "to", "engine"), ON_GPU, ids=str)
+@pytest.mark.parametrize("is_below", [False, True], ids=["linear", "below autograd"])
+def test_torch_multiplies_codes_with_codes(scheme, to, engine, is_below, monkeypatch):
+    real, called = product.KERNELS[engine], []
+    monkeypatch.setitem(product.KERNELS, engine, lambda *a: called.append(real(*a)) or called[-1])
+    monkeypatch.setattr(fitting, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with fake_cuda(), NoCopies():
+        weight, x, bias = on_cuda(scheme, activations=to), empty(2, 16, COLUMNS), empty(ROWS)
+        flat = torch.addmm(bias, x.view(32, COLUMNS), weight.t()) if is_below else F.linear(x, weight, bias)
+        assert facts(flat.view(2, 16, ROWS)) == ((2, 16, ROWS), torch.bfloat16, "cuda:0")
+    assert len(called) == 1
+    assert called[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "dtype", "able"),
+    [
+        ((48, 60), 32, torch.bfloat16, (9, 0)),
+        ((44, 64), 32, torch.bfloat16, (9, 0)),
+        ((48, 64), 16, torch.bfloat16, (7, 0)),
+        ((48, 64), 32, torch.bfloat16, (0, 0)),
+    ],
+)
+def test_what_those_products_do_not_take(shape, rows, dtype, able, monkeypatch):
+    monkeypatch.setattr(fitting, "capability", lambda device: able)
+    with fake_cuda():
+        for scheme, to, engine in (ON_GPU[0], ON_GPU[2]):
+            weight = on_cuda(scheme, shape, dtype, to)
+            layout, x = weight.kernel_layout, empty(rows, shape[1], dtype=dtype)
+            assert product.KERNELS[engine](layout, layout.pick_from(weight), x, None) is None
+            assert F.linear(x, weight).shape == (rows, shape[0])
+
+
+def test_blocks_are_multiplied_on_one_generation_alone(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    with fake_cuda():
+        for able, fits in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
+            monkeypatch.setattr(fitting, "capability", lambda device, able=able: able)
+            weight = on_cuda(BLOCKS, activations="float8")
+            made = scaled_mm.linear(weight.kernel_layout, weight.kernel_layout.pick_from(weight), empty(3, 256), None)
+            assert (made is not None) is fits
+
+
+@pytest.mark.parametrize("to", ["int8", "float8"])
+@pytest.mark.parametrize(
+    "scheme",
+    [tt.int8(32), tt.int8(symmetric=False), tt.int4(32), tt.nf4(), tt.fp8("block"), tt.fp8(), tt.int8(), tt.mxfp4()],
+    ids=str,
+)
+def test_schemes_that_those_products_do_not_know(scheme, to):
+    known = {("int8", "Affine(bits=8)"), ("float8", "ScaledFloat(element=e4m3)")}
+    names = {name for name, _ in kernels_for(layout_of(scheme, (48, 256), to), torch.bfloat16, "cuda")}
+    assert bool(names) == ((to, str(scheme)) in known)
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Affine(block=(None, None), narrow_range=True, unit=1 / 127)], ids=str)
+def test_integers_with_integers(scheme):
+    weight, x, bias = weight_of(scheme), inputs(32), torch.randn(ROWS)
+    layout = layout_of(scheme, (ROWS, COLUMNS), "int8")
+    codes, scale = rounding.codes_of(x, "int8")
+    wanted = (codes * scale).double() @ weight.dequantize().double().T + bias.double()
+    assert is_near(int_mm.linear(layout, layout.pick_from(weight), x, bias), wanted, 1e-5)
+    x[0, 1], x[1, 1] = torch.nan, torch.inf
+    assert int_mm.linear(layout, layout.pick_from(weight), x, bias)[:2].isnan().all()
+
+
+def by_recipe(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dtype=None):
+    """What ``F.scaled_mm`` says of its arguments, in float64; and that the scales lie as CUDA asks for."""
+    (m, k), n = a.shape, b.shape[1]
+    if recipe_a is F.ScalingType.RowWise:
+        assert scale_a.shape == (m, 1)
+        assert scale_b.shape == (1, n)
+        assert scale_b.is_contiguous()
+        left, right = scale_a, scale_b
+    else:
+        groups = k // 128
+        assert scale_a.shape == (m, groups)
+        assert scale_a.stride() == (1, m)
+        left = scale_a.repeat_interleave(128, 1)
+        if recipe_b is F.ScalingType.BlockWise128x128:
+            filled = -(-groups // 4) * 4
+            assert scale_b.shape == (filled, n // 128)
+            assert scale_b.stride() == (1, filled)
+            right = scale_b[:groups].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        else:
+            assert scale_b.shape == (n, groups)
+            assert scale_b.stride() == (1, n)
+            right = scale_b.t().repeat_interleave(128, 0)
+    made = (a.double() * left.double()) @ (b.double() * right.double())
+    return (made if bias is None else made + bias.double()).to(output_dtype)
+
+
+@pytest.mark.parametrize("scheme", [tt.fp8(), tt.fp8("tensor"), BLOCKS, STRIPS], ids=str)
+@pytest.mark.parametrize("shape", [(256, 256), (384, 640)], ids=str)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_floats_with_floats(scheme, shape, rows, monkeypatch):
+    """The scales of weights and inputs reach torch's op where it reads them: it runs on no CPU for blocks."""
+    monkeypatch.setattr(scaled_mm, "scaled_mm", by_recipe)
+    weight, bias = weight_of(scheme, shape), torch.randn(shape[0]).bfloat16()
+    x = torch.randn(rows, shape[1]).bfloat16()
+    layout = layout_of(scheme, shape, "float8")
+    codes, scale = rounding.codes_of(x, "float8")
+    multiply = scaled_mm.by_rows if layout.fields["groups"] == 1 else scaled_mm.by_blocks
+    made = multiply(layout, weight.parts["qdata"], weight.parts["scale"], codes, scale, bias)
+    wanted = (codes.double() * scale.double()) @ weight.dequantize().double().T + bias.double()
+    assert made.dtype is torch.bfloat16
+    assert is_near(made, wanted, 2.0**-8)
+
+
+# -- as they are -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_with_floats(dtype):
+    weight, x, bias = weight_of(tt.int8(), dtype=dtype), inputs(5, dtype), torch.randn(ROWS).to(dtype)
+    layout = weight.kernel_layout
+    made = int8pack.linear(layout, layout.pick_from(weight), x, bias)
+    wanted = x.double() @ weight.to(torch.float32).dequantize().double().T + bias.double()
+    assert made.dtype is dtype
+    assert is_near(made, wanted, EPS[dtype])
+
+
+@each_scheme
+@pytest.mark.parametrize("has_bias", [False, True], ids=["without bias", "with bias"])
+def test_pieces_that_are_written_in_place(row, has_bias):
+    """What a GPU does from 17 rows on, on the CPU: the whole product, with the values that the scheme decodes."""
+    weight, x = weight_of(row.scheme, (2 * ROWS, COLUMNS)), inputs(19)
+    bias = torch.randn(2 * ROWS) if has_bias else None
+    made = chunks.in_place(x, bias, 2 * ROWS, COLUMNS, 64, product.decoder(weight))
+    wanted = x.double() @ weight.dequantize().double().T
+    assert is_near(made, wanted if bias is None else wanted + bias.double(), EPS[torch.float32])
+    assert chunks.in_place(x.view(1, 19, COLUMNS), bias, 2 * ROWS, COLUMNS, 64, product.decoder(weight)).shape[0] == 1
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        chunks.in_place(x.view(38, COLUMNS // 2), bias, 2 * ROWS, COLUMNS, 64, product.decoder(weight))
+
+
+@each_stack
+@pytest.mark.parametrize("counts", [[0, 2, 0, 1], [3, 0, 0, 0], [5, 1, 4, 9]], ids=str)
+@pytest.mark.parametrize("limit", [1 << 27, 1 << 14], ids=["whole", "in pieces"])
+def test_experts_in_use_are_found_without_waiting(row, counts, limit, monkeypatch):
+    """What a GPU does, on the CPU: torch's op on the matrices that may be in use; rows behind the last group are 0."""
+    monkeypatch.setattr(grouped, "ON_DEVICE", limit)
+    experts = weight_of(row.scheme, (4, 2 * ROWS, COLUMNS), torch.bfloat16)
+    if grouped.matrix_of(experts) is None:
+        assert row.id == "sinq"  # columns of each matrix have scales of their own
+        return
+    offs, values = torch.tensor(counts).cumsum(0).int(), experts.dequantize().double()
+    total = sum(counts)
+    for is_transposed in (True, False):
+        rows = torch.randn(total + 1, COLUMNS if is_transposed else 2 * ROWS).bfloat16()
+        made = grouped.without_waiting(rows, experts, offs, is_transposed)
+        each = [values[g].t() if is_transposed else values[g] for g, count in enumerate(counts) for _ in range(count)]
+        wanted = torch.stack([one.double() @ matrix for one, matrix in zip(rows, each, strict=False)])
+        assert made.dtype is torch.bfloat16
+        assert is_near(made[:total], wanted, 2.0**-6)
+        assert not made[total:].any()
+
+
+def test_the_cpu_has_the_kernels_that_it_had():
+    layout = layout_of(tt.int8(), (ROWS, COLUMNS))
+    names = [name for name, _ in kernels_for(layout, torch.bfloat16)]
+    assert names[-1] == "int8pack"
+    assert ("compiled" in names) is (compiled.native() is not None)
+    assert "compiled" not in [name for name, _ in kernels_for(layout, torch.bfloat16, "cuda")]
+    assert kernels_for(layout, torch.bfloat16, "xpu") == ()
