@@ -21,6 +21,7 @@ from ..products import (
     chunks,
     cpu,
     decoding,
+    gpu,
     int8pack,
     int_mm,
     kernels_for,
@@ -46,6 +47,7 @@ KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], T
     "int8pack": int8pack.linear,
     "int_mm": int_mm.linear,
     "scaled_mm": scaled_mm.linear,
+    "triton": gpu.linear,
     "bitsandbytes": bitsandbytes_4bit.linear,
 }
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from ...geometry.views import Shape
 from ...schemes import Scheme
 from ...torch_private.observers import is_observed
-from . import bitsandbytes_4bit, cpu
+from . import bitsandbytes_4bit, cpu, gpu
 from .layout import Layout, layout_of
 
 DECODERS: dict[str, tuple[Callable[..., Tensor | None], ...]] = {
     "cpu": (cpu.decode,),
-    "cuda": (bitsandbytes_4bit.decode,),
+    "cuda": (gpu.decode, bitsandbytes_4bit.decode),
 }
 """What decodes rows by type of device, best first, with the signature of ``cpu.decode``."""
 
-GATHERERS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.gather}
+GATHERERS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.gather, "cuda": gpu.gather}
 """What decodes rows by their numbers, with the signature of ``cpu.gather``."""
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ... import compiled
+from ...gpu.serving import has_triton
 from ...torch_private.processors import has_fast_float16
 from . import bitsandbytes_4bit, int8pack, int_mm, scaled_mm
 from .layout import DTYPES, KINDS, Layout
@@ -145,7 +146,17 @@ TABLE = (
         "not measured",
         device="cuda",
     ),
-    # without Triton
+    KernelChoice(
+        "triton",
+        KINDS,
+        tuple(DTYPES),
+        None,
+        False,
+        16,
+        "not measured",
+        device="cuda",
+    ),
+    # without Triton, or where its kernels do not suit
     KernelChoice(
         "bitsandbytes",
         ("TABLE4",),
@@ -172,6 +183,7 @@ TABLE = (
 
 TAKES: dict[str, Callable[[Layout], bool]] = {
     "compiled": lambda layout: compiled.native() is not None,
+    "triton": lambda layout: has_triton(),
     "int_mm": int_mm.takes,
     "int8pack": int8pack.takes,
     "scaled_mm": scaled_mm.takes,
