@@ -5,7 +5,6 @@ order, in float32, so it must be launched with ``enable_fp_fusion=False``: a con
 where they round twice.
 """
 # Triton reads annotations of arguments as what they are compiled for.
-# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: ignore-errors
 
 from __future__ import annotations
