@@ -77,12 +77,14 @@ def takes_cpu(monkeypatch):
     kernel = mock.MagicMock()
     monkeypatch.setattr(serving, "DEVICES", {"cpu"})
     monkeypatch.setattr(serving, "has_triton", lambda: True)
-    monkeypatch.setattr(decoding, "kernels", lambda device: kernel)
+    monkeypatch.setattr(serving, "runs_on", lambda device: True)
+    monkeypatch.setattr(decoding, "_kernels", lambda: kernel)
     return kernel
 
 
 def weight_of(scheme, dtype=torch.bfloat16):
-    return tt.Weight.encode(torch.randn(24, 256), scheme).to(dtype)
+    with mock.patch.object(serving, "DEVICES", set()):  # kernels encode, too
+        return tt.Weight.encode(torch.randn(24, 256), scheme).to(dtype)
 
 
 def test_tensors_that_are_not_on_a_gpu_are_left():
@@ -155,14 +157,15 @@ def test_kernels_that_cannot_be_built_are_left_with_a_warning(monkeypatch):
     weight, x = weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()
     monkeypatch.setattr(serving, "DEVICES", {"cpu"})
     monkeypatch.setattr(serving, "has_triton", lambda: True)
-    monkeypatch.setitem(sys.modules, "torchtether.gpu.decoding_kernels", None)
-    decoding.kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "torchtether.gpu.trial_kernel", None)
+    serving.runs_on.cache_clear()
     try:
         with pytest.warns(UserWarning, match="gpu: Triton cannot build kernels for cpu"):
             assert answers(weight, x) == [False] * 3
         assert answers(weight, x) == [False] * 3
+        assert torch.equal(tt.int8().encode(torch.ones(4, 8))["qdata"], torch.full((4, 8), 127, dtype=torch.int8))
     finally:
-        decoding.kernels.cache_clear()
+        serving.runs_on.cache_clear()
 
 
 def test_import_leaves_triton_alone():

@@ -8,9 +8,9 @@ prints a JSON list of what was wrong. Triton reads the variable when it is impor
 
 import json
 import sys
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -71,13 +71,10 @@ def interpret_rightly():
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
 
 
-@contextmanager
-def as_if_on_a_gpu():
-    serving.DEVICES.add("cpu")
-    try:
-        yield
-    finally:
-        serving.DEVICES.discard("cpu")
+def encoded(values, scheme):
+    """A Weight that torch ops, or the loops of the CPU, encode: these cases are about the other direction."""
+    with mock.patch.object(serving, "DEVICES", set()):
+        return tt.Weight.encode(values, scheme)
 
 
 def any_codes(weight):
@@ -147,10 +144,11 @@ def interpret(seed):
         generator = torch.Generator().manual_seed(1000 * seed + number)
         rows, columns = SHAPES[number % len(SHAPES)]
         given = torch.randn(rows, columns, generator=generator)
-        weight = tt.Weight.encode(given, row.scheme)
+        weight = encoded(given, row.scheme)
         if "g_idx" in weight.parts:
             groups = weight.parts["g_idx"][torch.randperm(columns, generator=generator)]
-            weight = tt.Weight(row.scheme.encode(given, g_idx=groups), weight.spec)
+            with mock.patch.object(serving, "DEVICES", set()):
+                weight = tt.Weight(row.scheme.encode(given, g_idx=groups), weight.spec)
         move = partial(moved, generator=generator)
         weight = weight.map(move)
         found = list(wrong_decoding(any_codes(weight).map(move), DTYPES[number % 3], generator))
@@ -190,12 +188,13 @@ def compile_all(capability, ids):
             assert enable_fp_fusion or "fma.rn.f32" not in made.asm["ptx"], "a product and a sum are rounded once"
 
     found = SimpleNamespace(decode_rows=Kernel("decode_rows"), multiply_rows=Kernel("multiply_rows"))
-    decoding.kernels = lambda device: found
+    decoding._kernels = lambda: found
+    serving.runs_on = lambda device: True
     wrong = []
     for number, row in enumerate(ROWS):
         if ids and row.id not in ids:
             continue
-        weight = tt.Weight.encode(torch.randn(32, 4096), row.scheme)
+        weight = encoded(torch.randn(32, 4096), row.scheme)
         layout = weight.kernel_layout
         parts = layout.pick_from(weight)
         dtype = DTYPES[number % 3]
@@ -211,5 +210,5 @@ def compile_all(capability, ids):
 
 if __name__ == "__main__":
     what, number, *ids = sys.argv[1:]
-    with as_if_on_a_gpu():
-        print(json.dumps(interpret(int(number)) if what == "interpret" else compile_all(int(number), ids)))
+    serving.DEVICES.add("cpu")
+    print(json.dumps(interpret(int(number)) if what == "interpret" else compile_all(int(number), ids)))

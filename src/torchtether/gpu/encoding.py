@@ -9,14 +9,13 @@ all numbers were finite.  No GPU has run them: Triton's interpreter has, and the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .serving import serves
+from .serving import on, serves
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 AFFINE, FLOAT8, NEAREST = range(3)
@@ -229,9 +228,8 @@ def _launch(name: str, programs: int, *args: Any, **constants: Any) -> None:
     Products and sums must not become one step (``enable_fp_fusion``), which rounds once where torch ops round twice.
     """
     kernel = getattr(import_module(".encoding_kernels", __package__), name)
-    device = args[0].device
     warps = 8 if constants["BLOCK"] * constants["RUNS"] > _BLOCK else 4
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on(args[0]):
         kernel[(programs,)](*args, **constants, num_warps=warps, enable_fp_fusion=False)
 
 

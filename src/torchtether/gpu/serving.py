@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
+from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,4 +28,35 @@ def serves(*tensors: Tensor) -> bool:
     first = tensors[0]
     if first.device.type not in DEVICES or not has_triton() or not is_direct():
         return False
-    return all(tensor.device == first.device and type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    if not all(tensor.device == first.device and type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return False
+    return runs_on(first.device)
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Return whether kernels run on ``device``, as the smallest one has then; warn where Triton cannot build it.
+
+    It needs a GPU of compute capability 8.0, a driver that it knows and, in some versions, a C compiler.
+    """
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        from .trial_kernel import write_one  # which imports Triton
+
+        out = torch.empty(1, device=device)
+        with on(out):
+            write_one[(1,)](out)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of many types: of the compiler, the linker, the driver
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        fix = "Install a C compiler, or a driver that this Triton knows; until then torch ops do the work."
+        warnings.warn(f"gpu: Triton cannot build kernels for {device}: {reason}. {fix}", stacklevel=2)
+        return False
+    return True
+
+
+def on(tensor: Tensor) -> Any:
+    """Return a context in which kernels start on the device of ``tensor``."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,11 +35,17 @@ def ops() -> Any:
     return found if hasattr(found, "gemm_4bit") and hasattr(found, "dequantize_4bit") else None
 
 
+@cache
+def is_installed() -> bool:
+    """Return whether bitsandbytes is there; it is not imported, which takes seconds."""
+    return find_spec("bitsandbytes") is not None
+
+
 def takes(layout: Layout) -> bool:
     """Return whether codes are nf4 or fp4 in blocks of a size that bitsandbytes has, whole ones in each row."""
     fields = layout.fields
     fills = fields["group"] * fields["groups"] == layout.columns and fields["group"] in _SIZES
-    return layout.kind == "TABLE4" and fields["table"] in _NAMES and fills and ops() is not None
+    return layout.kind == "TABLE4" and fields["table"] in _NAMES and fills and is_installed()
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -46,7 +53,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
     x (..., K) float32, bfloat16 or float16    result (..., N)
     """
-    if x.dtype not in DTYPES or not takes(layout) or not fits(layout, parts, x, bias):
+    if x.dtype not in DTYPES or not takes(layout) or not fits(layout, parts, x, bias) or ops() is None:
         return None
     exchanged = x.reshape(-1, layout.columns // 2, 2).flip(-1).view(-1, layout.columns)
     size, name = layout.fields["group"], _NAMES[layout.fields["table"]]
@@ -70,7 +77,7 @@ def decode(
 
     ``out`` is not used: the op makes its result.
     """
-    if dtype not in DTYPES or not takes(layout) or not all(part.is_contiguous() for part in parts):
+    if dtype not in DTYPES or not takes(layout) or not all(part.is_contiguous() for part in parts) or ops() is None:
         return None
     stop = layout.rows if stop is None else stop
     codes = parts[0].view(layout.rows, -1)[start:stop]

@@ -48,7 +48,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
     out = inputs.new_empty(inputs.shape[0], rows)
     added = None if bias is None else bias.resolve_neg().contiguous()
-    return out.view(*x.shape[:-1], rows) if decoding.multiply(form, codes, inputs, added, out) else None
+    decoding.multiply(form, codes, inputs, added, out)
+    return out.view(*x.shape[:-1], rows)
 
 
 def decode(
@@ -75,7 +76,8 @@ def decode(
     made = parts[0].new_empty(shape, dtype=dtype) if out is None else out[: stop - start]
     if made.shape != shape or made.dtype is not dtype or not made.is_contiguous():
         return None
-    return made if decoding.decode(form, codes, made, rows=layout.rows, start=start) else None
+    decoding.decode(form, codes, made, rows=layout.rows, start=start)
+    return made
 
 
 def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
@@ -92,8 +94,7 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
         return None
     names = index.reshape(-1).contiguous()
     made = parts[0].new_empty((names.shape[0], layout.columns), dtype=dtype)
-    if not decoding.decode(form, codes, made, rows=layout.rows, index=names):
-        return None
+    decoding.decode(form, codes, made, rows=layout.rows, index=names)
     return made.view(*index.shape, layout.columns)
 
 
