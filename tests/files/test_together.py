@@ -124,7 +124,7 @@ def test_small_tensors_come_in_whichever_way_the_system_reads(tmp_path, monkeypa
 def test_much_is_read_by_threads_and_little_is_not(tmp_path, monkeypatch, later):
     write(tmp_path / "x.safetensors", {f"t{i}": torch.randn(100) for i in range(4)})
     asked = []
-    monkeypatch.setattr(batch_module, "together", lambda jobs, tick: asked.append(len(jobs)) or together(jobs, tick))
+    monkeypatch.setattr(batch_module, "together", lambda jobs, *more: asked.append(len(jobs)) or together(jobs, *more))
     monkeypatch.setattr(batch_module, "_WORTHWHILE", 1000)
     for count in (2, 4):
         with Store(tmp_path / "x.safetensors") as store:

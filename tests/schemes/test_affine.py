@@ -236,7 +236,9 @@ def test_spans_of_the_documented_layouts():
 def test_tall_blocks_keep_the_last_two_dimensions():
     scheme = Affine(block=(2, 8))
     assert scheme.can_view((3, 4, 8), (3, 1, 4, 8))
-    assert not scheme.can_view((3, 4, 8), (12, 8))
+    assert scheme.can_view((3, 4, 8), (12, 8))  # no block lies in two matrices
+    assert not scheme.can_view((3, 5, 8), (15, 8))
+    assert not scheme.can_view((6, 8), (2, 3, 8))
     assert not Affine(bits=3).can_view((1, 5), (5,))  # a row of 2 bytes, a run of 3
 
 

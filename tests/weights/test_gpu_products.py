@@ -69,9 +69,9 @@ def is_near(made, wanted, eps):
 
 
 @each_scheme
-@pytest.mark.parametrize("limit", [product.ON_DEVICE, 1 << 14], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("limit", [product.ON_CUDA, 1 << 14], ids=["whole", "in pieces"])
 def test_products(row, limit, monkeypatch):
-    monkeypatch.setattr(product, "ON_DEVICE", limit)
+    monkeypatch.setattr(product, "ON_CUDA", limit)
     with fake_cuda(), NoCopies():
         for dtype in DTYPES:
             weight, bias = on_cuda(row.scheme, (2 * ROWS, COLUMNS), dtype), empty(2 * ROWS, dtype=dtype)
@@ -97,8 +97,8 @@ def test_embeddings_and_values(row):
 @each_stack
 def test_experts(row, monkeypatch):
     """As many rows as groups or more, fewer, and pieces of the matrices; forward and backward."""
-    for limit in (product.ON_DEVICE, 1 << 14):
-        monkeypatch.setattr(grouped, "ON_DEVICE", limit)
+    for limit in (product.ON_CUDA, 1 << 14):
+        monkeypatch.setattr(grouped, "ON_CUDA", limit)
         with fake_cuda(), NoCopies():
             experts, offs = on_cuda(row.scheme, (4, ROWS, COLUMNS)), torch.empty(4, dtype=torch.int32, device="cuda")
             for rows in (3, 64):
@@ -305,7 +305,7 @@ def test_pieces_that_are_written_in_place(row, has_bias):
 @pytest.mark.parametrize("limit", [1 << 27, 1 << 14], ids=["whole", "in pieces"])
 def test_experts_in_use_are_found_without_waiting(row, counts, limit, monkeypatch):
     """What a GPU does, on the CPU: torch's op on the matrices that may be in use; rows behind the last group are 0."""
-    monkeypatch.setattr(grouped, "ON_DEVICE", limit)
+    monkeypatch.setattr(grouped, "ON_CUDA", limit)
     experts = weight_of(row.scheme, (4, 2 * ROWS, COLUMNS), torch.bfloat16)
     if grouped.matrix_of(experts) is None:
         assert row.id == "sinq"  # columns of each matrix have scales of their own

@@ -26,7 +26,7 @@ from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.ops import product as product_module
-from torchtether.weights.products import TABLE, choose, chunks, cpu, int8pack, kernels_for, layout_of, table
+from torchtether.weights.products import TABLE, choose, chunks, cpu, decoding, int8pack, kernels_for, layout_of, table
 from torchtether.weights.products.layout import KINDS
 
 needs_compiler = pytest.mark.skipif(compiled.native() is None, reason="nothing compiled is there")
@@ -772,7 +772,8 @@ def test_chunks_never_decode_the_whole(monkeypatch):
     monkeypatch.setattr(tt.Affine, "decode", lambda *args: pytest.fail("decoded") if args[2][0] > 256 else None)
     weight = torch.nn.Parameter(weight_of(tt.int8(), 600), requires_grad=False)
     sizes, decode = [], cpu.decode
-    monkeypatch.setattr(cpu, "decode", lambda *a, **k: sizes.append(k["stop"] - k["start"]) or decode(*a, **k))
+    counted = lambda *a, **k: sizes.append(k["stop"] - k["start"]) or decode(*a, **k)  # noqa: E731
+    monkeypatch.setitem(decoding.DECODERS, "cpu", (counted,))
     monkeypatch.setattr(product_module, "KERNELS", dict.fromkeys(product_module.KERNELS, lambda *args: None))
     if compiled.native() is not None:
         F.linear(rand(3, 256).bfloat16().requires_grad_(), weight).sum().backward()

@@ -21,7 +21,7 @@ from ..products import chunks
 from ..weight import Weight
 from .embedding import gather
 from .graph_ops import LIBRARY, spec_from, text_of, weight_from
-from .product import ON_DEVICE, by_parts, decoded_linear, decoder, gradient, rows_at_once, same
+from .product import ON_CUDA, by_parts, decoded_linear, decoder, gradient, rows_at_once, same
 from .views import select, view
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: boo
     matrix, used = matrix_of(base), min(rows.shape[0], groups)
     assert matrix is not None
     rows, (numbers, ends) = aligned(rows), in_use(offs, used)
-    step = max(ON_DEVICE // (used * columns * rows.dtype.itemsize) // 128 * 128, 128)
+    step = max(ON_CUDA // (used * columns * rows.dtype.itemsize) // 128 * 128, 128)
     made = []
     for start in range(0, count, step):
         some = torch.arange(start, min(start + step, count), device=rows.device)

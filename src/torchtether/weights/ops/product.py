@@ -38,8 +38,8 @@ SCRATCH = 32 * 2**20
 CACHED = 8 * 2**20
 """The same for dtypes of 16 bits, so that chunks stay in the cache. In float32 the bits of one product count more."""
 
-ON_DEVICE = 128 * 2**20
-"""The same on all devices but CPUs: a piece is four launches or so, and 8192 x 28672 in 16 bits four pieces. Not
+ON_CUDA = 128 * 2**20
+"""The same on CUDA: a piece is four launches or so, and 8192 x 28672 in 16 bits four pieces. Not
 measured."""
 
 KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
@@ -176,9 +176,9 @@ def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
 
 def rows_at_once(weight: Weight) -> int | None:
     """Return how many rows to decode at once; ``None``: all, if they are few or cannot be cut."""
-    limit = ON_DEVICE
-    if weight.is_cpu:
-        limit = min(SCRATCH, CACHED) if weight.dtype.itemsize == 2 else SCRATCH
+    limit = ON_CUDA if weight.is_cuda else SCRATCH
+    if weight.is_cpu and weight.dtype.itemsize == 2:
+        limit = min(SCRATCH, CACHED)
     if weight.dim() != 2 or weight.scheme.transparent or not weight.spec.is_contiguous:
         return None
     if weight.numel() * weight.dtype.itemsize <= limit:
