@@ -286,6 +286,13 @@ def test_integers_with_floats(dtype):
     assert is_near(made, wanted, EPS[dtype])
 
 
+def test_pieces_are_joined_where_a_transform_follows():
+    values = torch.empty(40, 16, device="meta")
+    multiply = lambda x: chunks.linear(x, None, 40, 16, 7, lambda start, stop, out: values[start:stop])  # noqa: E731
+    assert torch.func.vmap(multiply)(torch.empty(3, 5, 16, device="meta")).shape == (3, 5, 40)
+    assert multiply(torch.empty(5, 16, device="meta")).shape == (5, 40)
+
+
 @each_scheme
 @pytest.mark.parametrize("has_bias", [False, True], ids=["without bias", "with bias"])
 def test_pieces_that_are_written_in_place(row, has_bias):

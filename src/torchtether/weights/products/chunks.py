@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...torch_private.observers import is_observed
 from . import table
 
 Decode = Callable[[int, int, Tensor | None], Tensor]
@@ -18,7 +19,7 @@ def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, d
 
     x (..., columns)    result (..., rows)
     """
-    if not x.is_cpu:
+    if not x.is_cpu and not is_observed():  # transforms, and forward AD, do not follow writes to ``out``
         return in_place(x, bias, rows, columns, step, decode)
     outs, scratch = [], x.new_empty(step, columns)
     for start in range(0, rows, step):
