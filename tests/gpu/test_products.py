@@ -87,7 +87,7 @@ def test_rounded_inputs(row, device):
     tt.quantize(model, row.scheme)
     x = random(32, 256, dtype=torch.bfloat16, device=device)
     expected = x.double() @ model.weight.dequantize().double().T
-    for activations in ("int8", "fp8"):
+    for activations in ("int8", "float8"):
         try:
             tt.quantize_activations(model, activations)
         except tt.TetherError:
