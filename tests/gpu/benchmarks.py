@@ -150,9 +150,9 @@ def products(device, size, rounds):
         contenders = {"dense": turning(copied(values), x, values.nbytes, limit)}
         bars = {}
         weights = {name: tt.Weight.encode(values, scheme) for name, scheme in SCHEMES.items()}
-        for name in ("int8", "fp8") if rows > 16 else ():
+        for name, kind in (("int8", "int8"), ("fp8", "float8")) if rows > 16 else ():
             weight = weights[f"{name}, rounded inputs"] = weights[name].clone()
-            weight.set_activations(name)
+            weight.set_activations(kind)
         for name, weight in weights.items():
             contenders[f"ours {name}"] = turning(copied(weight), x, weight.nbytes, limit)
             bars[f"ours {name}"] = BARS.get((name, rows), 1.0 if rows <= 16 else 1.15)
