@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 GUIDES = {path: path.read_text() for path in sorted((ROOT / "tutorials" / "guides").glob("*.md"))}
 PAGES = {ROOT / "README.md": README, **GUIDES}
 BLOCKS = [
-    pytest.param(code, id=f"{path.stem}-{i}")
+    pytest.param(code, id=f"{path.stem}-{i}", marks=[] if path.stem == "README" else pytest.mark.slow)
     for path, text in PAGES.items()
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.S))
 ]

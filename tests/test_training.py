@@ -190,7 +190,14 @@ def test_a_scheme_without_a_way_says_so_once():
     assert "\n" not in str(told[0].message)
 
 
-@pytest.mark.parametrize("scheme", [tt.int8(), tt.nf4(), tt.fp8()], ids=["int8", "nf4", "fp8"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(tt.int8(), id="int8"),
+        pytest.param(tt.nf4(), id="nf4", marks=pytest.mark.slow),
+        pytest.param(tt.fp8(), id="fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_updates_are_rounded_stochastically(scheme):
     @torch.compile(fullgraph=True)
     def step(weight, grad):

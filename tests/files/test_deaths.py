@@ -50,7 +50,6 @@ KINDS = {
 }
 CHANGES = [
     ("plain", "plain shards"),
-    ("plain shards", "plain"),
     ("plain shards", "plain shards"),
     ("plain", "compressed-tensors"),
     (None, "plain shards"),
@@ -58,6 +57,7 @@ CHANGES = [
         pytest.param(old, new, marks=pytest.mark.slow)
         for old, new in (
             ("plain", "plain"),
+            ("plain shards", "plain"),
             ("plain shards", "more plain shards"),
             ("compressed-tensors", "plain"),
             ("compressed-tensors shards", "plain"),

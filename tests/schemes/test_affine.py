@@ -48,7 +48,7 @@ def fits(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     if not fits(scheme, w):

@@ -51,7 +51,7 @@ def keeps_values(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     if not fits(scheme, w):

@@ -37,7 +37,7 @@ every_scheme = pytest.mark.parametrize(
 
 
 @every_scheme
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     laws.check_layout(scheme, w)
