@@ -1,8 +1,10 @@
 """A save that dies between any two of its system calls: what is there is the old, the new, or says that it is torn."""
 
+import gc
 import json
 import os
 import shutil
+import sys
 import threading
 
 import pytest
@@ -10,7 +12,10 @@ import torch
 from torch import nn
 
 import torchtether as tt
+from tests import interrupts
+from tests.interrupts import count_steps, interrupted
 from torchtether.cli.main import main
+from torchtether.files import folder as folder_module
 from torchtether.files import locks, store
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
@@ -192,6 +197,32 @@ def test_any_save_repairs_what_another_kind_has_torn(tmp_path, then):
         assert file_names(tmp_path / "there") == file_names(tmp_path / "wanted")
         count += 3
     assert repaired > 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that nobody had taken yet
+@pytest.mark.parametrize(
+    "finely", [(), pytest.param(("replacing.py",), marks=pytest.mark.slow)], ids=["lines", "bytecodes"]
+)
+@pytest.mark.parametrize("more", [{}, _MORE], ids=["one file", "shards"])
+def test_an_interrupt_at_any_step_of_replacing_leaves_nothing_hidden(tmp_path, monkeypatch, more, finely):
+    """Ctrl-C raises in this process, which goes on: no next save may ever come to take what is left."""
+    rooms = (sys.modules["torchtether.files.replacing"], folder_module)
+    monkeypatch.setattr(interrupts, "OURS", tuple(room.__file__ for room in rooms))
+    for value in (1, 2):
+        tt.save(net(value), tmp_path / str(value), **more)
+    old, new = values(tmp_path / "1"), values(tmp_path / "2")
+    target = tmp_path / "there" if more else tmp_path / "there" / "model.safetensors"
+    save = lambda: tt.save(net(2), target, **more)  # noqa: E731
+    count = count_steps(save, finely)
+    assert count > 50
+    for at in range(0, count, 7 if finely else 1):
+        shutil.rmtree(tmp_path / "there")
+        shutil.copytree(tmp_path / "1", tmp_path / "there")
+        interrupted(save, at, finely)
+        gc.collect()  # a generator that its error has held ends now
+        assert not [name for name in file_names(tmp_path / "there") if name.startswith(".")], at
+        found = values(tmp_path / "there")
+        assert found in (old, new) or "the save that began here did not end" in found, at
 
 
 # -- two writers ------------------------------------------------------------------------------------------------------

@@ -50,14 +50,17 @@ def new_folder(path: Path) -> Iterator[Path]:
         remove_leftovers(target.parent, short(target.name).__eq__)
         temporary = name_beside(target)
         try:
-            temporary.mkdir()
-            with held(temporary):
-                yield temporary
-            os.replace(temporary, target)
-            sync_folder(target.parent)
-        except OSError as error:
-            raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
-        finally:
+            try:
+                temporary.mkdir()
+                with held(temporary):
+                    yield temporary
+                os.replace(temporary, target)
+                sync_folder(target.parent)
+            except OSError as error:
+                raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        finally:  # what an interrupt has kept from it
             shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -71,6 +71,13 @@ class Beside:
         for file in self.files:
             os.fsync(file.fileno())
 
+    def remove(self) -> None:
+        """Close all, and remove those that are hidden still."""
+        for file in self.files:
+            file.close()
+        for temporary, _ in self.pairs:
+            temporary.unlink(missing_ok=True)
+
 
 @contextlib.contextmanager
 def beside(*paths: Path) -> Iterator[Beside]:
@@ -83,36 +90,35 @@ def beside(*paths: Path) -> Iterator[Beside]:
     for folder in {target.parent for target in targets}:
         remove_leftovers(folder, {short(target.name) for target in targets}.__contains__)
     try:
-        for path, target in zip(paths, targets, strict=True):
-            if target.is_dir():
-                raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
-            try:
-                temporary, file = _beside(target)
-            except OSError as error:  # it would name the file beside, which nobody knows
-                what = f"cannot be written: {error.strerror or error}"
-                raise CheckpointError(what, name=str(target)) from error
-            made.pairs.append((temporary, path))
-            made.files.append(file)
-        yield made
-    except OSError as error:
-        where = error.filename if isinstance(error.filename, str) else str(paths[0])
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
-    finally:
-        for (temporary, _), file in zip(made.pairs, made.files, strict=True):
-            file.close()
-            temporary.unlink(missing_ok=True)
+        try:
+            for path, target in zip(paths, targets, strict=True):
+                if target.is_dir():
+                    raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
+                temporary = name_beside(target)
+                made.pairs.append((temporary, path))  # before the file is there: an interrupt may come in between
+                made.files.append(_create(temporary, target))
+            yield made
+        except OSError as error:
+            where = error.filename if isinstance(error.filename, str) else str(paths[0])
+            raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
+        finally:
+            made.remove()
+    finally:  # what an interrupt has kept from it
+        made.remove()
 
 
-def _beside(target: Path) -> tuple[Path, FileIO]:
+def _create(temporary: Path, target: Path) -> FileIO:
     if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
         raise CheckpointError("cannot be written: Permission denied", name=str(target), fix="Give another name.")
-    temporary = name_beside(target)
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-    hold(descriptor)
-    file = FileIO(descriptor, "wb", closefd=True)
-    with contextlib.suppress(FileNotFoundError):
-        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
-    return temporary, file
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        hold(descriptor)
+        file = FileIO(descriptor, "wb", closefd=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+    except OSError as error:  # it would name the file beside, which nobody knows
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(target)) from error
+    return file
 
 
 # -- several files as one change --------------------------------------------------------------------------------------
