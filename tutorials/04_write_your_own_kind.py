@@ -181,7 +181,8 @@ if __name__ == "__main__":
         model = loaded(folder / "model.safetensors", source)
         adapted(model)
         saved(model, folder / "small.safetensors")
-        torch.multiprocessing.spawn(sharded, (folder, model(TOKENS)), nprocs=2)
+        # not "spawn": tutorial 05 says why
+        torch.multiprocessing.start_processes(sharded, (folder, model(TOKENS)), nprocs=2, start_method="forkserver")
         assert (folder / "again.safetensors").read_bytes() == (folder / "small.safetensors").read_bytes()
 
 # %% Now break it: write `+ 2` for `+ 3` in ThreeBits.to_codes, run again, and read which laws break and what is lost.

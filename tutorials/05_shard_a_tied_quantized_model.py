@@ -61,13 +61,19 @@ def run(rank, world, store, job, *args):
 
 
 def on_processes(world, job, *args):
-    """All of them have done ``job``; an assertion that fails in one fails here."""
+    """All of them have done ``job``; an assertion that fails in one fails here.
+
+    A process of "forkserver" ends at once. One of "spawn" takes Python down first, and a thread of gloo that frees the
+    tensor of its last barrier meanwhile would abort it: caches of DTensor keep the group when it has been destroyed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         if world == 1:
             run(0, 1, store, job, *args)
         else:
-            torch.multiprocessing.spawn(run, (world, store, job, *args), nprocs=world)
+            torch.multiprocessing.start_processes(
+                run, (world, store, job, *args), nprocs=world, start_method="forkserver"
+            )
 
 
 # %% What goes wrong without us, silently: the embedding in a unit of its own is no longer the head.

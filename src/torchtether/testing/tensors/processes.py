@@ -215,6 +215,8 @@ def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: 
 
 def _answer(pipe: Any, task: Callable[..., str], args: tuple) -> None:  # pragma: no cover - in other processes
     pipe.send(_answer_of(lambda: task(*args)))
+    pipe.close()
+    os._exit(0)  # while Python is taken down, a thread of gloo may free a tensor, which aborts the process
 
 
 def _answer_of(task: Callable[[], str]) -> str:
