@@ -82,6 +82,25 @@ def test_every_kernel_is_right_many_times_over(compiler, fast):
     assert not _wrong_cases(10_000, 1000, compiler, fast)
 
 
+@pytest.mark.parametrize("activations", [None, "int8", "float8"])
+@pytest.mark.parametrize("is_fast", [False, True], ids=["slow halves", "fast halves"])
+def test_strides_of_dimensions_of_size_one_say_nothing(activations, is_fast):
+    strange = lambda x: [torch.as_strided(x, x.shape, (s, 1)) if len(x) == 1 else x for s in (0, 1, 7)]  # noqa: E731
+    with as_on(is_fast), torch.no_grad():
+        for columns in (1, 2, 3, 8, 33):
+            for rows in (1, 2, 16):
+                weight = weight_of(tt.int8(), rows, columns)
+                weight.set_activations(activations)
+                for count in (1, 3):
+                    plain = rand(count, columns).bfloat16()
+                    wanted = F.linear(plain, weight)
+                    for x in (*strange(plain), plain.t().contiguous().t(), torch.cat([plain, plain], 1)[:, :columns]):
+                        for held in (weight, weight.map(lambda part: strange(part)[1])):
+                            assert torch.equal(F.linear(x, held), wanted)
+                    if activations is None:
+                        assert is_near(wanted, plain, weight)
+
+
 GROUPED = [
     scheme
     for size in (8, 16, 32, 64, 128, 256, None)

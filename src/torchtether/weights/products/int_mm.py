@@ -36,11 +36,23 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     if not x.is_cpu and not _takes_on_cuda(layout, x2):
         return None
     inputs, steps = rounding.codes_of(x2, "int8")
-    sums = torch._int_mm(inputs.nan_to_num(0.0).to(torch.int8), codes.t())
+    sums = _multiply(inputs.nan_to_num(0.0).to(torch.int8), codes)
     out: Tensor = sums.float() * steps * (scale.float().reshape(1, -1) * layout.fields["unit"])
     if bias is not None:
         out += bias
     return out.to(x.dtype).view(*x.shape[:-1], layout.rows)
+
+
+def _multiply(inputs: Tensor, codes: Tensor) -> Tensor:
+    """Return ``inputs @ codes.T``, (M, K) and (N, K) int8, as int32.
+
+    torch 2.13 gives the strides of both to oneDNN, also those of dimensions of size 1, which say nothing. Where oneDNN
+    refuses them, the result is memory that nobody has written. Views from a flat tensor have the strides that it takes.
+    """
+    rows, columns = codes.shape
+    flat = codes.reshape(-1)
+    turned = flat.view(1, rows) if columns == 1 else flat.view(rows, columns).t()
+    return torch._int_mm(inputs.reshape(-1).view(inputs.shape), turned)
 
 
 def _takes_on_cuda(layout: Layout, x: Tensor) -> bool:
