@@ -315,6 +315,7 @@ def test_a_kind_that_is_not_known_is_named():
         tt.adopt(model)
 
 
+@pytest.mark.usefixtures("unpacked")
 @pytest.mark.parametrize("library", ["quanto", "bitsandbytes"])
 def test_a_failure_takes_everything_back_under_atomic_full(library, monkeypatch):
     from torchtether.integrations import adopting
@@ -340,6 +341,7 @@ def test_a_failure_takes_everything_back_under_atomic_full(library, monkeypatch)
     assert torch.equal(model(torch.ones(2, 128)), wanted)
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_a_model_of_transformers_trains_and_saves_as_a_plain_one_afterwards(tmp_path):
     transformers = pytest.importorskip("transformers")
     from torchtether.integrations.transformers import attach

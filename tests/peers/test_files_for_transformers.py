@@ -10,7 +10,11 @@ from tests.peers.test_doors_transformers import SMALL, built, logits_of, weights
 from torchtether.cli.main import main
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what transformers warns about
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore"),  # what transformers warns about
+    pytest.mark.usefixtures("unpacked"),
+]
 
 INT8_OF_BITSANDBYTES = tt.Affine(narrow_range=True, unit=7.874015718698502e-3)
 SCHEMES = {
