@@ -368,7 +368,7 @@ def test_mutated_samples(name, folder, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_much_mutated_samples(name, folder, data):
     _fuzz(name, folder, data.draw)
