@@ -12,9 +12,8 @@ from torch import Tensor
 from ..formats import Entry
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
-from ..schemes import same_bits
+from ..schemes import part_rows, same_bits, view_parts
 from ..ties.names import is_sharded
-from ..weights.ops.rows import part_rows, view_parts
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .aliases import is_equal

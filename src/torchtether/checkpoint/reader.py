@@ -18,8 +18,7 @@ from ..files import HIDDEN, Store, allocate, local_path, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Tick, no_tick
-from ..schemes import same_bits
-from ..weights.ops.rows import part_rows, view_parts
+from ..schemes import part_rows, same_bits, view_parts
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .aliases import is_equal, view_of

@@ -16,9 +16,8 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Progress, Tick, ticking
-from ..schemes import Parts, Scheme, same_bits, scheme_to_text
+from ..schemes import Parts, Scheme, part_rows, same_bits, scheme_to_text, view_parts
 from ..schemes.blocks import flat
-from ..weights.ops.rows import part_rows, view_parts
 from ..weights.weight import Weight
 
 _PIECE = 2**18  # elements that are decoded and compared at a time, in float64

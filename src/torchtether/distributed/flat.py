@@ -17,8 +17,7 @@ from ..errors import CheckpointError
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
 from ..geometry.views import Shape, contiguous_stride
-from ..schemes import Part
-from ..weights.ops.rows import part_rows
+from ..schemes import Part, part_rows
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .optimizers import optimizer_tensors

@@ -18,11 +18,10 @@ from ..geometry.blocks import STOCK
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
-from ..schemes import Part, Scheme
+from ..schemes import Part, Scheme, part_rows
 from ..ties.components import Member
 from ..ties.spans import member_view, plain_values
 from ..weights.module_load import encoded_as
-from ..weights.ops.rows import part_rows
 from ..weights.spec import WeightSpec, order_of
 from ..weights.weight import Weight
 from .steps import Step
