@@ -38,12 +38,10 @@ class HeldCheckpoint(Checkpoint):
     ``shards`` reads sharded tensors. Two names are never tied, their values are compared.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], shards: Shards | None = None, name: str = "the state dict"
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], shards: Shards | None = None) -> None:
         self._tensors, self._shards = tensors, shards
-        self.path = Path(name)
-        self.format = name
+        self.format = "the state dict"
+        self.path = Path(self.format)
         self.ties, self.faults, self.copies, self.flat = (), {}, {}, {}
         self._format = self._fitting = None
         self._padding, self._alias, self._tied, self._kept = set(), {}, {}, {}
