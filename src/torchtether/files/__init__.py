@@ -13,7 +13,7 @@ from .hub import local_path
 from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
 from .memory import allocate, scratch
 from .names import INDEX_SUFFIX, SUFFIX
-from .opening import read_beside
+from .opening import Closing, read_beside
 from .reader import TensorFile
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import FolderChange, beside, put_in_place, replacing
@@ -23,8 +23,8 @@ from .writer import check_writable, write_made
 
 __all__ = [
     "CODES", "DTYPES", "GGUF_SUFFIX", "HEADERS", "HIDDEN", "INDEX_SUFFIX", "KEY", "OPTIMIZER", "PACKINGS", "PAIRS",
-    "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "DcpFile", "FolderChange", "Packing", "Pairs", "Record",
-    "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside", "carry_over", "check_writable",
+    "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "Closing", "DcpFile", "FolderChange", "Packing", "Pairs",
+    "Record", "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside", "carry_over", "check_writable",
     "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "local_path", "new_folder", "part_key",
     "put_in_place", "read_beside", "replacing", "scratch", "write_gguf", "write_made",
 ]  # fmt: skip

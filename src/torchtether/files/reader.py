@@ -8,7 +8,6 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from ..progress import Tick, no_tick
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, allocate, memory_of, private_map, scratch
-from .opening import open_file
+from .opening import Closing, open_file
 from .ring import Ring
 
 
@@ -58,7 +57,7 @@ def _is_worth_apart(size: Shape, stride: Shape, item: int, reach: int) -> bool:
     return run * item >= _SEEK and 4 * math.prod(size) <= 3 * reach
 
 
-class TensorFile:
+class TensorFile(Closing):
     """An open safetensors file: ``header`` is checked, and tensors are read by position. Threads may share it.
 
     Raises CheckpointError, naming the file and the tensor, if the file is not what it says, also if it shrinks.
@@ -258,14 +257,6 @@ class TensorFile:
         descriptor, self._descriptor = self._descriptor, -1  # an interrupt between may leave it open, not close another
         if descriptor >= 0:
             os.close(descriptor)
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor") and os is not None:  # None when the interpreter ends
