@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -24,6 +25,15 @@ def describe(value: object) -> str:
         return f"the class {value.__name__}"
     word = type(value).__name__
     return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"
+
+
+def describe_some(words: Sequence[str], most: int = 4, *, between: str = ", ") -> str:
+    """Return ``words`` in one line, of many the first.
+
+    >>> describe_some(["a", "b", "c"], 2), describe_some(["a", "b"], 2)
+    ('a, b and 1 more', 'a, b')
+    """
+    return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def check_module(model: object) -> None:
