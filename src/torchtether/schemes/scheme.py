@@ -278,14 +278,18 @@ def part_rows(
         elif span == 0:
             cuts[name] = None
         elif start * row % span or (stop * row % span and stop != shape[0] and not ends_in_padding):
-            rows = math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
             raise UnsupportedOpError(
                 f"rows {start}:{stop} of a Weight of shape {tuple(shape)} cut a block of {span} elements of {name!r}",
-                fix=f"Cut at multiples of {rows} rows, or call .dequantize() first.",
+                fix=f"Cut at multiples of {row_unit(layout, row)} rows, or call .dequantize() first.",
             )
         else:
             cuts[name] = slice(start * row // span, math.ceil(stop * row / span))
     return cuts
+
+
+def row_unit(layout: Mapping[str, Part], row: int) -> int:
+    """Return the number of rows, of ``row`` elements each, at whose multiples no block is cut."""
+    return math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
 
 
 def view_parts(scheme: Scheme, parts: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
