@@ -37,8 +37,8 @@ with _uncollected():  # of the time of this import, one look through all objects
     from .exchange.optimizer_state import check_optimizer
     from .exchange.scope import swapping
     from .geometry.views import View
-    from .integrations import tell_libraries as _tell_libraries
     from .integrations.adopting import adopt
+    from .integrations.imported import tell_libraries as _tell_libraries
     from .loading.plan import LoadPlan, load, plan_load
     from .loading.report import LoadReport
     from .pictures import StorageDiff, StorageMap, storage_map

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -26,18 +27,27 @@ def describe(value: object) -> str:
     return f"{'an' if word[:1].lower() in 'aeiou' else 'a'} {word}"
 
 
-def check_module(model: object, name: str = "model") -> None:
+def describe_some(words: Sequence[str], most: int = 4, *, between: str = ", ") -> str:
+    """Return ``words`` in one line, of many the first.
+
+    >>> describe_some(["a", "b", "c"], 2), describe_some(["a", "b"], 2)
+    ('a, b and 1 more', 'a, b')
+    """
+    return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
+def check_module(model: object) -> None:
     """Raise ArgumentError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         fix = "Give an instance of it." if isinstance(model, type) else "Give a torch.nn.Module."
-        raise ArgumentError(f"is {describe(model)}, not a module", name=name, fix=fix)
+        raise ArgumentError(f"is {describe(model)}, not a module", name="model", fix=fix)
 
 
-def check_path(path: object, name: str = "path") -> None:
+def check_path(path: object) -> None:
     """Raise ArgumentError unless ``path`` is text or a path object."""
     text = path.__fspath__() if isinstance(path, PathLike) and not isinstance(path, type) else path
     if not isinstance(text, str):
-        raise ArgumentError(f"is {describe(path)}, not a path", name=name, fix="Give text, or a pathlib.Path.")
+        raise ArgumentError(f"is {describe(path)}, not a path", name="path", fix="Give text, or a pathlib.Path.")
 
 
 def check_tensor(tensor: object, name: str) -> None:

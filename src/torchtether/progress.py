@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 Progress = bool | Callable[[int, int], Any] | None
@@ -110,9 +109,7 @@ class Meter:
         """Return what there was over time, above what there was before."""
         return tuple(self._samples)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.seconds = time.perf_counter() - self._start
         self._done.set()
         if self._before is not None and self._highest is not None:

@@ -17,9 +17,10 @@ from torch import nn
 import torchtether as tt
 from tests.catalog import SCHEMES
 from tests.loading.models import MODELS, Slices, Storage, Tied, build
+from tests.written import write_tensors
 from torchtether.cli import transform
 from torchtether.cli.main import main
-from torchtether.files import companions, write_tensors
+from torchtether.files import companions
 from torchtether.formats import bitsandbytes
 from torchtether.progress import Meter
 from torchtether.schemes import NAMED, scheme_from_text, scheme_to_text

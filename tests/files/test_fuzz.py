@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.formats.ggufs import gguf
-from torchtether.files import KEY, replacing, write_tensors
+from tests.written import write_tensors
+from torchtether.files import KEY, replacing
 
 EMB = torch.arange(24.0).reshape(6, 4)
 

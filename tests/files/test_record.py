@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import torchtether as tt
-from torchtether.files import KEY, Record, replacing, write_tensors
+from tests.written import write_tensors
+from torchtether.files import KEY, Record, replacing
 from torchtether.geometry.views import View
 from torchtether.weights.spec import Tie
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
-from torchtether.files import DTYPES, TensorFile, replacing, write_tensors
+from tests.written import write_tensors
+from torchtether.files import DTYPES, TensorFile, replacing
 from torchtether.files import batch as batch_module
 from torchtether.files.memory import pieces
 

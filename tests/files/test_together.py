@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchtether as tt
-from torchtether.files import Store, TensorFile, system, write_tensors
+from tests.written import write_tensors
+from torchtether.files import Store, TensorFile, system
 from torchtether.files import batch as batch_module
 from torchtether.files.batch import Batch, together
 

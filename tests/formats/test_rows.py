@@ -12,7 +12,7 @@ from tests.formats.test_golden import SAMPLES, _file
 from torchtether.errors import UnsupportedOpError
 from torchtether.files import TensorFile
 from torchtether.formats import awq, gptq
-from torchtether.weights.ops.rows import part_rows
+from torchtether.schemes import part_rows
 
 WHOLE = ("quanto_qint2", "quanto_qint4", "hqq", "sinq")
 

@@ -309,6 +309,7 @@ def test_an_embedding_gathers_from_the_storage_that_linear_reads(row, dtype):
 def test_every_row_of_the_table_has_its_measurement():
     for row in TABLE:
         assert row.kernel in product_module.KERNELS
+        assert row.kernel in table.TAKES
         assert row.measured
         assert set(row.kinds) <= set(KINDS)
 

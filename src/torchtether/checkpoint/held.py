@@ -12,9 +12,8 @@ from torch import Tensor
 from ..formats import Entry
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
-from ..schemes import same_bits
+from ..schemes import part_rows, same_bits, view_parts
 from ..ties.names import is_sharded
-from ..weights.ops.rows import part_rows, view_parts
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .aliases import is_equal
@@ -39,12 +38,10 @@ class HeldCheckpoint(Checkpoint):
     ``shards`` reads sharded tensors. Two names are never tied, their values are compared.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], shards: Shards | None = None, name: str = "the state dict"
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], shards: Shards | None = None) -> None:
         self._tensors, self._shards = tensors, shards
-        self.path = Path(name)
-        self.format = name
+        self.format = "the state dict"
+        self.path = Path(self.format)
         self.ties, self.faults, self.copies, self.flat = (), {}, {}, {}
         self._format = self._fitting = None
         self._padding, self._alias, self._tied, self._kept = set(), {}, {}, {}

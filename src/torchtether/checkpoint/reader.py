@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -14,12 +13,11 @@ from torch import Tensor
 from .._checks import check_path
 from .._interruptions import uncollected
 from ..errors import CheckpointError, TetherError
-from ..files import HIDDEN, Store, allocate, local_path, scratch
+from ..files import HIDDEN, Closing, Store, allocate, local_path, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Tick, no_tick
-from ..schemes import same_bits
-from ..weights.ops.rows import part_rows, view_parts
+from ..schemes import part_rows, same_bits, view_parts
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .aliases import is_equal, view_of
@@ -28,7 +26,7 @@ from .slices import TensorSlice
 _SMALL = 16 * 2**20  # bytes that a format may read to find out how others are to be read
 
 
-class Checkpoint(Mapping[str, Tensor]):
+class Checkpoint(Closing, Mapping[str, Tensor]):
     """Read a checkpoint by name, aliases included; nothing is read before it is asked for.
 
         checkpoint.ties      which names are one tensor, owner first
@@ -359,14 +357,6 @@ class Checkpoint(Mapping[str, Tensor]):
         """Close the files: nothing can be read afterwards; tensors that were handed out stay."""
         self._kept.clear()
         self.store.close()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, format={self.format!r}, {len(self)} tensors, {len(self.ties)} ties)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from .._checks import describe_some
 from ..conversion.sizing import QuantizePlan
 from ..pictures.drawing import clean, describe_bytes
 from .transform import Kind, TransformReport
@@ -46,8 +47,7 @@ def _became(old: Kind, new: Kind, formats: tuple[str, str]) -> str:
 
 
 def _names(paths: Iterable[str]) -> str:
-    names = [clean(path) for path in paths]
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return describe_some([clean(path) for path in paths], _SHOWN)
 
 
 def print_plan(plan: QuantizePlan) -> None:

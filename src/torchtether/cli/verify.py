@@ -16,9 +16,8 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Progress, Tick, ticking
-from ..schemes import Parts, Scheme, same_bits, scheme_to_text
+from ..schemes import Parts, Scheme, part_rows, row_unit, same_bits, scheme_to_text, view_parts
 from ..schemes.blocks import flat
-from ..weights.ops.rows import part_rows, view_parts
 from ..weights.weight import Weight
 
 _PIECE = 2**18  # elements that are decoded and compared at a time, in float64
@@ -272,8 +271,8 @@ def _runs(scheme: Scheme, parts: Parts, shape: Shape, limit: int) -> Iterator[tu
             shape, parts = less, view_parts(scheme, dict(parts), less)
             break
     layout, row = scheme.layout(shape), count // shape[0]
-    step = math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
-    step *= max(limit // (step * row), 1)
+    unit = row_unit(layout, row)
+    step = unit * max(limit // (unit * row), 1)
     if step >= shape[0]:
         yield parts, shape
         return

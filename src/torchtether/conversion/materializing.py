@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
-from .._checks import as_device, check_callable, check_module
+from .._checks import as_device, check_callable, check_module, describe_some
 from ..errors import ConversionError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
@@ -269,9 +269,8 @@ def _check_init(components: Iterable[Component], modules: dict[str, nn.Module], 
         and component.members[0].tensor.numel()
     ]
     if lost:
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
         raise ConversionError(
-            f"{', '.join(lost[:8])}{more}: on meta, with neither a record of how it was computed nor reset_parameters",
+            f"{describe_some(lost, 8)}: on meta, with neither a record of how it was computed nor reset_parameters",
             fix="Build the model inside tt.on_meta(), or pass init=.",
         )
 
@@ -352,9 +351,8 @@ def _initialise(components: list[Component], modules: dict[str, nn.Module], init
     unset = [c.names[0] for c in components if any(_is_unset(m.tensor) for m in c.members)]
     if unset:
         who = "reset_parameters" if init is None else "init"
-        more = f" and {len(unset) - 8} more" if len(unset) > 8 else ""
         raise ConversionError(
-            f"{', '.join(unset[:8])}{more}: on {components[0].members[0].tensor.device} now, but {who} did not set it",
+            f"{describe_some(unset, 8)}: on {components[0].members[0].tensor.device} now, but {who} did not set it",
             fix="Build the model inside tt.on_meta(), or set it in init=.",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,7 @@ from ..errors import CheckpointError
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
 from ..geometry.views import Shape, contiguous_stride
-from ..schemes import Part
-from ..weights.ops.rows import part_rows
+from ..schemes import Part, part_rows
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .optimizers import optimizer_tensors
@@ -127,7 +127,7 @@ def _parts(name: str, tensor: Tensor, shadow: Weight) -> dict[str, Tensor]:
 def _by_rows(layout: Part, base: Shape, part: Tensor) -> tuple[torch.Size, Tensor]:
     """Return the shape of the whole part, and this rank's share of it, with as many rows as the Weight has."""
     shape = tuple(layout.shape)
-    row = base[0] and _numel(base) // base[0]
+    row = base[0] and math.prod(base) // base[0]
     if shape[0] != base[0] and layout.span and row % layout.span == 0:
         each = row // layout.span
         return torch.Size((base[0], each, *shape[1:])), part.reshape(part.shape[0] // each, each, *shape[1:])
@@ -148,11 +148,6 @@ def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout:
             name=name,
             fix="Save with format='safetensors'.",
         )
-
-
-def _numel(shape: Shape) -> int:
-    """Return the number of elements of ``shape``."""
-    return torch.Size(shape).numel()
 
 
 def _record(groups: list[HeldGroup]) -> str:

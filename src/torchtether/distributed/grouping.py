@@ -8,6 +8,8 @@ from typing import Literal
 
 from torch import nn
 
+from .._checks import describe_some
+
 Policy = Literal["group", "root"]
 Key = frozenset[int]
 """A unit, as the ids of the modules that are given to ``fully_shard`` together."""
@@ -122,7 +124,7 @@ class Grouping:
         self.units -= merged
         made = frozenset(outer).union(*merged)
         self.units.add(frozenset(made))
-        self.notes.append(f"{' = '.join(group.names)}: {_format_paths(self.paths(made))} are one unit")
+        self.notes.append(f"{' = '.join(group.names)}: {describe_some(self.paths(made))} are one unit")
 
     def _hoist(self, group: TiedNames, owners: set[int]) -> None:
         """Remove the units below the first module that is above all names and runs at all uses."""
@@ -135,7 +137,7 @@ class Grouping:
         if not dropped:
             dropped = {unit for unit in self.units if any(unit & set(self._above(name)) for name in group.names)}
         self.notes.append(
-            f"{' = '.join(group.names)}: moved outwards, so {_format_paths(self._labels(dropped))} are no units"
+            f"{' = '.join(group.names)}: moved outwards, so {describe_some(self._labels(dropped))} are no units"
         )
         self._drop(dropped)
 
@@ -181,9 +183,3 @@ def _until(above: Sequence[int], stop: set[int]) -> list[int]:
             break
         found.append(module)
     return found
-
-
-def _format_paths(paths: Sequence[str]) -> str:
-    """Return the first of ``paths`` in words."""
-    shown = ", ".join(paths[:4])
-    return shown + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

@@ -15,7 +15,7 @@ from .._dtypes import copyable
 from ..errors import CheckpointError
 from ..formats import Writable
 from ..renaming.pieces import Range
-from ..weights.ops.rows import part_rows
+from ..schemes import part_rows
 from ..weights.weight import Weight
 from .ranks import Ranks
 from .shadows import local_of

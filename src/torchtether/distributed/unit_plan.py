@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import TieError
+from ..pictures.drawing import cut, describe_bytes
 from ..weights.spec import Tie
 from .grouping import Policy
 from .memory import Cost, Peaks, UnitParameter, cost, peaks
@@ -130,14 +131,16 @@ def describe_plan(plan: UnitPlan) -> str:
     """Return the plan as ``print`` shows it: ranks, units, what is gathered when, peaks, and what to look at."""
     world = f"{plan.ranks} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
     total = sum(parameter.held_bytes(0, 1) for parameter in plan.parameters)
-    lines = [f"{len(plan.units)} units over {world}, {_bytes(total)} of parameters"]
-    first, last = plan.held_bytes(0), plan.held_bytes(plan.ranks - 1)
-    spread = _bytes(first) if first == last else f"{_bytes(first)} on the first, {_bytes(last)} on the last"
-    lines.append(f"each rank: {spread}, {_bytes(plan.shard_bytes)} with padding; buffers {_bytes(plan.buffer_bytes)}")
+    lines = [f"{len(plan.units)} units over {world}, {describe_bytes(total)} of parameters"]
+    held = dict.fromkeys(describe_bytes(plan.held_bytes(rank)) for rank in (0, plan.ranks - 1))
+    spread = " on the first, ".join(held) + (" on the last" if len(held) > 1 else "")
+    padded, buffers = describe_bytes(plan.shard_bytes), describe_bytes(plan.buffer_bytes)
+    lines.append(f"each rank: {spread}, {padded} with padding; buffers {buffers}")
     lines += _table(plan)
     peaks = plan.peaks()
-    lines.append(f"peak in forward:  {_bytes(peaks.forward)} beside the shards, at {peaks.forward_at or 'root'}")
-    lines.append(f"peak in backward: {_bytes(peaks.backward)} beside the shards, in {peaks.backward_at or 'root'}")
+    forward, backward = describe_bytes(peaks.forward), describe_bytes(peaks.backward)
+    lines.append(f"peak in forward:  {forward} beside the shards, at {peaks.forward_at or 'root'}")
+    lines.append(f"peak in backward: {backward} beside the shards, in {peaks.backward_at or 'root'}")
     lines.append(
         "  (parameters and gradients in their own dtypes, decoded values; activations and optimizer states come on top)"
     )
@@ -155,7 +158,7 @@ def _table(plan: UnitPlan) -> list[str]:
     for (size, shard, when), units in groupby(plan.units, key=lambda unit: _look(plan, unit)):
         found = list(units)
         label = found[0].label if len(found) == 1 else f"{found[0].label} ... {found[-1].label} ({len(found)} units)"
-        rows.append((_cut(label), _bytes(shard), _bytes(size), when))
+        rows.append((cut(label, 60), describe_bytes(shard), describe_bytes(size), when))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
 
@@ -176,18 +179,3 @@ def _few(title: str, found: list[str]) -> list[str]:
     """Return a line under ``title`` for each of the first texts of ``found``."""
     more = [f"{title}: and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return [f"{title}: {line}" for line in found[:_SHOWN]] + more
-
-
-def _cut(label: str) -> str:
-    """Return ``label``, cut in its middle if it is long."""
-    return label if len(label) <= 60 else label[:40] + " ... " + label[-15:]
-
-
-def _bytes(count: int) -> str:
-    """Return ``count`` bytes in words."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

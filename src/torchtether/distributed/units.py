@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from ..errors import RuleError, TetherError, TieError
+from ..geometry.groups import DisjointSets
 from ..schemes import Plain
 from ..ties.names import named_tensors, nearest
 from ..ties.records import find_ties, recorded_ties
@@ -174,17 +175,11 @@ def _live_ties(model: nn.Module, faults: list[str]) -> tuple[Tie, ...]:
 
 def _united(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the groups, those that share a name joined."""
-    united: list[dict[str, None]] = []
-    for names in groups:
-        merged = dict.fromkeys(names)
-        apart = []
-        for other in united:
-            if other.keys() & merged.keys():
-                merged = other | merged
-            else:
-                apart.append(other)
-        united = [*apart, merged]
-    return [tuple(names) for names in united]
+    sets, first = DisjointSets(len(groups)), dict[str, int]()
+    for i, names in enumerate(groups):
+        for name in names:
+            sets.join(first.setdefault(name, i), i)
+    return [tuple(dict.fromkeys(name for i in joined for name in groups[i])) for joined in sets.lists()]
 
 
 def _with_uses(

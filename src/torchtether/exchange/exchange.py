@@ -156,20 +156,19 @@ class Exchange:
                 if waiting:
                     self._signals.deliver()
 
-    def put(self, held: Tensor, new: Tensor, *, is_own: bool = False, replaced: Collection[str] | None = None) -> None:
+    def put(self, held: Tensor, new: Tensor, *, is_own: bool = False) -> None:
         """Give the object ``held`` the contents of ``new``: values, dtype, device, layout, and being a Weight.
 
         It keeps ``requires_grad``, hooks of both kinds, attributes, and if it is a Parameter its class; its grad is the
         same object in the new dtype and on the new device.  A Weight keeps its tie record, and what it rounds
         activations to, if ``new`` has none.  ``new`` is left to the caller, and shares its memory with ``held`` from
-        now on; with ``is_own`` nobody else has it, and it may become anything.  With ``replaced``, which names what the
-        class of ``held`` keeps on it, class, shape and these attributes go.
+        now on; with ``is_own`` nobody else has it, and it may become anything.
         """
         is_ready = id(held) in self._checked and new is not held and held.shape == new.shape
         if self._journal is None and is_ready and is_simple(held, new):
             self._swap(held, as_class(type(held), new, held.requires_grad))
         else:
-            self.put_together([(held, new)], is_own=is_own, replaced=replaced)
+            self.put_together([(held, new)], is_own=is_own)
 
     def put_together(
         self,
@@ -180,6 +179,7 @@ class Exchange:
     ) -> None:
         """Put each of several tensors, such as those that share memory, as ``put`` does: after an error none of them.
 
+        With ``replaced``, which names what the classes keep on their tensors, class, shape and these attributes go.
         All that needs memory, the grads too, is made before the first of them changes.
         """
         made = []

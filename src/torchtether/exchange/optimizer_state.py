@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._checks import check_module, describe
+from .._checks import check_module, describe, describe_some
 from ..errors import ArgumentError, OptimizerError
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -108,14 +108,10 @@ def _error(missing: list[str], foreign: list[str]) -> OptimizerError:
         which = "it" if len(missing) == 1 else "them"
         differences.append(f"{are}, the optimizer does not hold {which}")
     if foreign:
-        differences.append(f"the optimizer holds {len(foreign)} that the model does not have ({_few(foreign, '; ')})")
+        shown = describe_some(foreign, _SHOWN, between="; ")
+        differences.append(f"the optimizer holds {len(foreign)} that the model does not have ({shown})")
     fix = "Add it, freeze it, or build the optimizer from model.parameters()."
-    return OptimizerError(", and ".join(differences), name=_few(missing, ", "), fix=fix)
-
-
-def _few(words: list[str], comma: str) -> str:
-    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-    return comma.join(words[:_SHOWN]) + more
+    return OptimizerError(", and ".join(differences), name=describe_some(missing, _SHOWN), fix=fix)
 
 
 # -- following ---------------------------------------------------------------------------------------------------------

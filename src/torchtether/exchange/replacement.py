@@ -168,7 +168,7 @@ def _spec_for(held: Tensor, new: Weight) -> WeightSpec:
     return new.spec.replace(tie=tie, activations=activations)
 
 
-def _shell(held: Tensor, new: Tensor, is_own: bool = False) -> Tensor:
+def _shell(held: Tensor, new: Tensor, is_own: bool) -> Tensor:
     """Return an object of the class that ``held`` will have, over the memory of ``new``.
 
     It is ``new`` itself if ``is_own``.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
 from functools import wraps
 from threading import get_ident
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -114,9 +114,7 @@ class _Swapping(ContextDecorator):
         torch.__future__.set_swap_module_params_on_conversion(True)
         scope.process.enter_context(_watching(scope))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
 

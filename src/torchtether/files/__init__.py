@@ -1,72 +1,30 @@
 """The only room with a door to the disk: safetensors files, their index, and the record of ties and weights."""
 
-from .batch import THREADS, Batch, Scratch
+from .batch import Batch, Scratch
 from .companions import CarriedOver, carry_over
 from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
 from .folder import folder_for, is_folder, new_folder
-from .ggml import PACKINGS, PLAIN, Packing
+from .ggml import PACKINGS, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
-from .header import Header, Stored
+from .header import Stored
 from .hub import local_path
 from .index import GGUF_SUFFIX, HEADERS, PICKLED, format_index
 from .memory import allocate, scratch
 from .names import INDEX_SUFFIX, SUFFIX
-from .opening import read_beside
+from .opening import Closing, read_beside
 from .reader import TensorFile
 from .record import HIDDEN, KEY, Record, part_key
 from .replacing import FolderChange, beside, put_in_place, replacing
 from .ring import STAGED, Ring
 from .store import Store
-from .writer import check_writable, write_made, write_tensors
+from .writer import check_writable, write_made
 
 __all__ = [
-    "CODES",
-    "DTYPES",
-    "DcpFile",
-    "HEADERS",
-    "HIDDEN",
-    "INDEX_SUFFIX",
-    "KEY",
-    "OPTIMIZER",
-    "PACKINGS",
-    "PAIRS",
-    "PICKLED",
-    "PLAIN",
-    "GGUF_SUFFIX",
-    "Packing",
-    "Pairs",
-    "gguf_packing",
-    "is_dcp",
-    "is_folder",
-    "write_gguf",
-    "SUFFIX",
-    "Batch",
-    "CarriedOver",
-    "FolderChange",
-    "beside",
-    "Header",
-    "Record",
-    "Ring",
-    "STAGED",
-    "Scratch",
-    "Store",
-    "Stored",
-    "THREADS",
-    "TensorFile",
-    "carry_over",
-    "check_writable",
-    "folder_for",
-    "format_index",
-    "allocate",
-    "local_path",
-    "new_folder",
-    "part_key",
-    "put_in_place",
-    "read_beside",
-    "replacing",
-    "scratch",
-    "write_made",
-    "write_tensors",
-]
+    "CODES", "DTYPES", "GGUF_SUFFIX", "HEADERS", "HIDDEN", "INDEX_SUFFIX", "KEY", "OPTIMIZER", "PACKINGS", "PAIRS",
+    "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "Closing", "DcpFile", "FolderChange", "Packing", "Pairs",
+    "Record", "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside", "carry_over", "check_writable",
+    "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "local_path", "new_folder", "part_key",
+    "put_in_place", "read_beside", "replacing", "scratch", "write_gguf", "write_made",
+]  # fmt: skip

@@ -8,7 +8,6 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from ..progress import Tick, no_tick
 from .batch import Batch, Buffer
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, allocate, memory_of, private_map, scratch
-from .opening import open_file
+from .opening import Closing, open_file
 from .ring import Ring
 
 
@@ -58,7 +57,7 @@ def _is_worth_apart(size: Shape, stride: Shape, item: int, reach: int) -> bool:
     return run * item >= _SEEK and 4 * math.prod(size) <= 3 * reach
 
 
-class TensorFile:
+class TensorFile(Closing):
     """An open safetensors file: ``header`` is checked, and tensors are read by position. Threads may share it.
 
     Raises CheckpointError, naming the file and the tensor, if the file is not what it says, also if it shrinks.
@@ -182,7 +181,7 @@ class TensorFile:
         made = torch.frombuffer(self._map, dtype=torch.uint8, count=stored.nbytes, offset=stored.start)
         return made.view(stored.dtype).view(stored.shape)
 
-    def read_view(self, key: str, view: View, tick: Tick = no_tick) -> Tensor:
+    def read_view(self, key: str, view: View) -> Tensor:
         """Return the elements of ``key`` that ``view`` names over its stored bytes, contiguous, in memory of their own.
 
         Nothing before the first or after the last of them is read; what lies between goes through bounded pieces.
@@ -193,23 +192,23 @@ class TensorFile:
             item = view.dtype.itemsize
             if (view.offset + extent(view.size, view.stride)) * item > self.stored(key).nbytes:
                 self._fail(f"{view} reaches past its {self.stored(key).nbytes} bytes", key)
-            self._gather(key, made, view.stride, self.stored(key).start + view.offset * item, tick)
+            self._gather(key, made, view.stride, self.stored(key).start + view.offset * item)
         return made.view(view.dtype)
 
-    def _gather(self, key: str, out: Tensor, stride: Shape, at: int, tick: Tick) -> None:
+    def _gather(self, key: str, out: Tensor, stride: Shape, at: int) -> None:
         size, item = tuple(out.shape), out.element_size()
         reach = extent(size, stride)
         if out.is_contiguous() and all(n == 1 or s == t for n, s, t in zip(size, stride, out.stride(), strict=True)):
-            self._read(memory_of(out), at, key, tick)
+            self._read(memory_of(out), at, key)
         elif reach * item <= PIECE and not _is_worth_apart(size, stride, item, reach):
             given = scratch((reach,), out.dtype)
-            self._read(memory_of(given), at, key, tick)
+            self._read(memory_of(given), at, key)
             out.copy_(given.as_strided(size, stride))
         else:  # along the longest stride, so that the halves hardly overlap in the file
             dim = max((d for d in range(out.dim()) if size[d] > 1), key=lambda d: stride[d])
             half = size[dim] // 2
-            self._gather(key, out.narrow(dim, 0, half), stride, at, tick)
-            self._gather(key, out.narrow(dim, half, size[dim] - half), stride, at + half * stride[dim] * item, tick)
+            self._gather(key, out.narrow(dim, 0, half), stride, at)
+            self._gather(key, out.narrow(dim, half, size[dim] - half), stride, at + half * stride[dim] * item)
 
     def pieces(self, key: str) -> Iterator[bytearray]:
         """Yield the bytes of ``key``, a bounded piece at a time."""
@@ -219,11 +218,10 @@ class TensorFile:
             self._read(memoryview(piece), stored.start + at, key)
             yield piece
 
-    def _read(self, memory: memoryview, at: int, key: str, tick: Tick = no_tick) -> None:
+    def _read(self, memory: memoryview, at: int, key: str) -> None:
         for place in range(0, len(memory), PIECE):
             part = memory[place : place + PIECE]
             self.read_bytes([(key, part)], at + place)
-            tick(len(part))
 
     @property
     def descriptor(self) -> int | None:
@@ -259,14 +257,6 @@ class TensorFile:
         descriptor, self._descriptor = self._descriptor, -1  # an interrupt between may leave it open, not close another
         if descriptor >= 0:
             os.close(descriptor)
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor") and os is not None:  # None when the interpreter ends

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from .header import Header, Stored
 from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
 from .memory import allocate_each
 from .names import SUFFIX
-from .opening import read_beside
+from .opening import Closing, read_beside
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
 from .record import KEY, Record, parse_record
@@ -29,7 +28,7 @@ from .strict_json import short_repr
 _ZIP = b"PK\x03\x04"
 
 
-class Store:
+class Store(Closing):
     """The open files of a checkpoint, checked against each other; keys are those that are stored, nothing is resolved.
 
     header   what all files store, and their metadata
@@ -144,14 +143,6 @@ class Store:
         for file in self.files:
             file.close()
         self.ring.close()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _kind(path: Path) -> type[TensorFile]:

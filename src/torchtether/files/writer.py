@@ -27,20 +27,6 @@ PIECE = 4 * 2**20
 """Bytes that are written at once: a copy of so many, if the tensor is not contiguous, waits for its checksum."""
 
 
-def write_tensors(
-    file: FileIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, name: str, tick: Tick = no_tick
-) -> None:
-    """Write ``tensors``, of any strides, on any device, to ``file``; scratch stays below one piece.
-
-    Values are what the tensor shows: conjugated and negated views are resolved, non-contiguous ones are written in
-    row-major order. Raises CheckpointError for tensors without storage or of a dtype that the format lacks.
-    """
-    for key, tensor in tensors.items():
-        check_writable(key, tensor)
-    layout = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    write_made(file, layout, tensors.items(), lambda checksums: metadata, name=name, tick=tick)
-
-
 def write_made(
     file: FileIO,
     layout: Layout,
@@ -50,12 +36,12 @@ def write_made(
     name: str,
     tick: Tick = no_tick,
 ) -> str:
-    """Write as ``write_tensors`` does tensors that are made one at a time, in any order, each with its place.
+    """Write tensors that are made one at a time, in any order, to ``file``; return the digest of the header.
 
-    Returns the digest of the header.
-
-    Each is dropped before the next is asked for, and the order leaves no trace in the file. The header comes first in
-    the file and is written twice: with checksums of 0 to know where the tensors begin, and with those that they had.
+    What a tensor of any strides, on any device, shows is written: conjugated and negated views are resolved, others put
+    in row-major order, in scratch below one piece. Each is dropped before the next is asked for, and the order leaves
+    no trace in the file. The header comes first in the file and is written twice: with checksums of 0 to know where
+    the tensors begin, and with those that they had.
     Raises CheckpointError if they are not what ``layout`` says.
     """
     header, start = format_header(layout, metadata(dict.fromkeys(layout, 0)), name=name)

@@ -6,24 +6,10 @@ goes on with torch ops. Triton comes with torch where torch is built for CUDA; i
 first needs it. ``TRITON_INTERPRET=1`` runs the kernels on the CPU, which is how they are tested without a GPU.
 """
 
-from .encoding import (
-    can_read,
-    encode_affine,
-    encode_float8,
-    encode_nearest,
-    encode_rows,
-    extremes,
-    magnitudes,
-)
+from .encoding import can_read, encode_affine, encode_float8, encode_nearest, encode_rows, extremes, magnitudes
 from .serving import serves
 
 __all__ = [
-    "can_read",
-    "encode_affine",
-    "encode_float8",
-    "encode_nearest",
-    "encode_rows",
-    "extremes",
-    "magnitudes",
+    "can_read", "encode_affine", "encode_float8", "encode_nearest", "encode_rows", "extremes", "magnitudes",
     "serves",
-]
+]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module
+from .._checks import check_module, describe_some
 from ..conversion.quantizing import keep_loading, tell_listeners
 from ..errors import ConversionError, RuleError, TetherError
 from ..exchange.exchange import Atomic, Exchange
@@ -89,8 +89,8 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
     if rounded:
         how = "; ".join(dict.fromkeys(rounded.values()))
         warnings.warn(
-            f"{_listed(rounded)}: inputs were rounded ({how}), which a Weight does not do: they are used as they are. "
-            "To round them by row, call tt.quantize_activations(model).",
+            f"{describe_some(list(rounded), 3)}: inputs were rounded ({how}), which a Weight does not do: they are "
+            "used as they are. To round them by row, call tt.quantize_activations(model).",
             stacklevel=2,
         )
     return model
@@ -188,11 +188,6 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     plain = (p for p in model.parameters() if not _library_of(type(p)) and p.is_floating_point())
     dtypes = {parameter.dtype for parameter in plain}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # -- what changes of modules ------------------------------------------------------------------------------------------

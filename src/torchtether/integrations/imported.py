@@ -6,7 +6,9 @@ Nothing is imported for a library before that.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +17,43 @@ from ..renaming.steps import Rename
 from ..ties.names import named_tensors
 
 
-def tell_peft() -> None:
+def tell_libraries(model: nn.Module, path: str) -> Callable[[], None] | None:
+    """Let the libraries that the user has imported know of the Weights in ``model``'s module at ``path``.
+
+    Returns what takes it back; ``None`` where nothing was done.
+    """
+    _tell_peft()
+    return _tell_transformers(model, path)
+
+
+def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
+    """Attach each ``PreTrainedModel`` on the way from ``model`` to its module at ``path``.
+
+    Returns what takes it back; ``None`` where nothing was done.
+    """
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return None
+    modules: list[Any] = [model]
+    for name in path.split(".") if path else ():
+        modules.append(getattr(modules[-1], name))
+    found = [module for module in modules if isinstance(module, modeling.PreTrainedModel)]
+    if not found:
+        return None
+    try:
+        from .transformers import attach
+    except ImportError:  # a transformers that has no quantizers of others yet
+        return None
+    undone = [undo for undo in map(attach, found) if undo is not None]
+
+    def detach() -> None:
+        for undo in undone:
+            undo()
+
+    return detach
+
+
+def _tell_peft() -> None:
     """Let the layers of PEFT merge into Weights, if the user has imported PEFT."""
     if "peft" in sys.modules:
         with suppress(ImportError):  # one of another version

@@ -26,15 +26,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.reader import Checkpoint
+from ..conversion.quantizing import dequantize, tell_listeners
 from ..conversion.selection import Rules, schemes_for
 from ..errors import CheckpointError
 from ..files.record import check_parts, part_key, weight_to_json
 from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json
+from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .imported import tell_peft
 
 METHOD = native.METHOD
 
@@ -182,10 +183,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         model.is_quantized = False  # transformers forbids such models ``.half()`` and training, which are right here
         self.validate_environment(device_map=getattr(model, "hf_device_map", None))  # "auto" is known by now
-        tell_peft()
-        for module in model.modules():
-            if module is not model and isinstance(module, PreTrainedModel):
-                attach(module)
+        tell_listeners(model, [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)])
         return model  # type: ignore[no-any-return]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -256,8 +254,6 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
             model._weight_conversions = conversions
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        from ..conversion.quantizing import dequantize
-
         return dequantize(model)
 
 

@@ -18,11 +18,10 @@ from ..geometry.blocks import STOCK
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
-from ..schemes import Part, Scheme
+from ..schemes import Part, Scheme, part_rows, row_unit
 from ..ties.components import Member
 from ..ties.spans import member_view, plain_values
 from ..weights.module_load import encoded_as
-from ..weights.ops.rows import part_rows
 from ..weights.spec import WeightSpec, order_of
 from ..weights.weight import Weight
 from .steps import Step
@@ -283,13 +282,12 @@ def encode_rows_into(
 
 def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype, *, is_staged: bool) -> int | None:
     """Return the number of rows that one job encodes, whole blocks; ``None`` if only all rows can be encoded."""
-    spans = [part.span for part in layout.values()]
-    if len(shape) < 2 or 0 in shape or 0 in spans or not stored.is_floating_point:
+    if len(shape) < 2 or 0 in shape or not stored.is_floating_point:
         return None
-    if any(part.dtype is None for part in layout.values()):
+    if any(part.span == 0 or part.dtype is None for part in layout.values()):
         return None
     row = math.prod(shape[1:])
-    unit = math.lcm(*(span // math.gcd(span, row) for span in spans))
+    unit = row_unit(layout, row)
     count = max((STAGED // stored.itemsize if is_staged else _ROWS) // row // unit, 1) * unit
     if count * row > (STAGED if is_staged else _LARGEST_ROWS):
         return None

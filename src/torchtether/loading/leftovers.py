@@ -9,10 +9,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from .._checks import describe_some
 from ..errors import CheckpointError
 from ..integrations.imported import is_of_transformers
 from ..ties.names import nearest
-from .steps import Draft, format_keys
+from .steps import KEYS_SHOWN, Draft
 
 _GUESSES = 8
 """Names for which the nearest name is searched; each search takes a while, and more of them help nobody."""
@@ -126,7 +127,7 @@ def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) ->
     for i, name in enumerate(surplus):
         what = "it" if draft.given.is_as_it_is(name) else f"{name}, which the rules make of it"
         near = _near(name, known) if i < _GUESSES else ""
-        draft.add_fault(format_keys(draft.given.keys_of(name)), f"the model does not have {what}{near}")
+        draft.add_fault(describe_some(draft.given.keys_of(name), KEYS_SHOWN), f"the model does not have {what}{near}")
 
 
 def _near(name: str, names: Iterable[str]) -> str:

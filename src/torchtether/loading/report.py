@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
+from .._checks import describe_some
 from ..errors import LoadError
 from ..files.replacing import replacing
 from ..pictures.drawing import describe_bytes, draw_timeline
@@ -85,7 +86,7 @@ class LoadReport:
             ("still on meta", self.on_meta),
         ):
             if names:
-                words.append(f"{what}: {', '.join(names[:4])}{'' if len(names) < 5 else f' and {len(names) - 4} more'}")
+                words.append(f"{what}: {describe_some(names)}")
         return "; ".join(words)
 
     def to_svg(self, path: str | PathLike[str] | None = None) -> str:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..errors import TetherError
 from ..renaming.pieces import Range
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
+from ..schemes import part_rows
 from ..ties.components import Component, find_components
-from ..weights.ops.rows import part_rows
 from .steps import Draft, Source, Step
 
 Box = tuple[Range, ...]

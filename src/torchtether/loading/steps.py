@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._checks import describe_some
 from ..geometry.views import overlaps_itself
 from ..pictures.drawing import describe_bytes
 from ..renaming.pieces import Range
@@ -19,7 +20,7 @@ from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .options import Targets, fault
 
-_KEYS = 6
+KEYS_SHOWN = 6
 """Keys of one tensor that one line names."""
 
 
@@ -135,12 +136,6 @@ def describe_left(left: Mapping[str, int]) -> str:
     return f"{nbytes} of matrices stay float: {names} (a rule such as {{{first!r}: 'int8'}})"
 
 
-def format_keys(keys: Sequence[str]) -> str:
-    """Return the keys in one line; of many the first."""
-    more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
-    return ", ".join(keys[:_KEYS]) + more
-
-
 def describe_step(step: Step, given: RenamedCheckpoint, is_mapped: bool) -> str:
     """Return the line of ``step`` in a printed plan."""
     spec = given.spec(step.sources[0].name)
@@ -148,7 +143,7 @@ def describe_step(step: Step, given: RenamedCheckpoint, is_mapped: bool) -> str:
     keys = [key for s in step.sources for key in given.keys_of(s.name) if given.keys_of(s.name) != (s.name,)]
     how = "filled" if step.in_place else "mapped" if is_mapped else "new"
     scheme = "" if step.scheme is None and not step.is_given else f" as {step.scheme or spec.scheme}"
-    origin = f" from {format_keys(keys)}" if keys else ""
+    origin = f" from {describe_some(keys, KEYS_SHOWN)}" if keys else ""
     return f"{names}{origin}: {list(spec.shape)} {spec.dtype} -> {step.dtype} on {step.device}{scheme}, {how}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import describe_some
 from .._interruptions import Deferred
 from ..conversion.quantizing import know_weights
 from ..errors import LoadError, TetherError
@@ -20,9 +21,6 @@ from ..ties.components import find_components
 from ..ties.spans import member_view, span_tensor
 from .contents import encode_whole, fill, mapped_contents, new_contents
 from .steps import Step, names_of_weights
-
-_FEW = 4
-"""Names that an error gives of tensors that are done, and of those that are not."""
 
 _CPU = torch.device("cpu")
 
@@ -125,14 +123,9 @@ def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step
             raise
         kind = type(error) if isinstance(error, TetherError) else LoadError
         raise kind(
-            f"the load stopped after {len(finished)} of {len(steps)} tensors ({_few(finished)} done, {_few(left)} "
-            f"not): {type(error).__name__}: {error}",
+            f"the load stopped after {len(finished)} of {len(steps)} tensors ({describe_some(finished)} done, "
+            f"{describe_some(left)} not): {type(error).__name__}: {error}",
             fix="Load again from a whole checkpoint: the first of those not done may have values of both.",
         ) from error
     finally:
         torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
-
-
-def _few(names: Sequence[str]) -> str:
-    """Return the first of ``names`` in words."""
-    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")

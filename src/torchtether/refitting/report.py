@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from .._checks import describe_some
 from ..files.batch import SLICE, Scratch, together
 from ..files.checksum import joined
 from ..files.memory import memory_of
@@ -61,8 +62,7 @@ class RefitReport:
         if self.waiting:
             words.append(f"{describe_bytes(self.waiting)} waited for other pieces")
         if self.left:
-            more = "" if len(self.left) < 5 else f" and {len(self.left) - 4} more"
-            words.append(f"left as they are: {', '.join(self.left[:4])}{more}")
+            words.append(f"left as they are: {describe_some(self.left)}")
         return ", ".join(words)
 
 

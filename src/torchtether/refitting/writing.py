@@ -10,6 +10,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
+from .._checks import describe_some
 from .._interruptions import Deferred
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import LoadError, SchemeError, TetherError
@@ -35,8 +36,6 @@ _PLAIN_RANGE = 256.0
 
 _WORTHWHILE = 2**20
 """Bytes below which a checksum is done before a thread has begun."""
-
-_FEW = 4
 
 
 def unwritable(step: Step) -> str:
@@ -172,8 +171,7 @@ class Writer:
         names = self.written
         if not names:
             return "Nothing has been written."
-        more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-        return f"{len(names)} tensors have been written ({', '.join(names[:_FEW])}{more})."
+        return f"{len(names)} tensors have been written ({describe_some(names)})."
 
     def stopped(self, error: Exception) -> NoReturn:
         """Raise ``error``, as one that says what was written by then."""

@@ -15,8 +15,7 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import SchemeError, UnsupportedOpError
 from ..geometry.views import Shape, contiguous_stride
 from ..progress import Tick
-from ..schemes import Scheme
-from ..weights.ops.rows import part_rows, view_parts
+from ..schemes import Scheme, part_rows, view_parts
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .pieces import CompositeTensor, Piece, in_halves

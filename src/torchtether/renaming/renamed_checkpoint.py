@@ -165,8 +165,10 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
 
     def check(self, name: str) -> None:
         """Raise UnsupportedOpError if the Weights that make up ``name`` cannot be cut or joined as stored."""
+        if self._keys[name] is not None:
+            return
         made = self._made[name]
-        if self._keys[name] is None and not made.scheme.transparent and (made.pieces or not made.shape):
+        if not made.scheme.transparent and (made.pieces or not made.shape):
             self._row_plan(name).check(self.checkpoint)
 
     def nbytes(self, name: str) -> int:

@@ -14,7 +14,7 @@ from ..errors import SchemeError
 from ..geometry.views import Shape
 from .bits import pack_into, unpack
 from .blocked import Blocked
-from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over
 from .looking import is_true
 from .scales import cover_scale, divide, rounded_off, store_scale
 from .scheme import Part, Parts
@@ -83,11 +83,8 @@ class Biased(Blocked):
         scale = grid_over(shape, self.block).scale_part(self.scale_dtype)
         return {"qdata": code_part(shape, self.bits), "scale": scale, "bias": scale}
 
-    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+    def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """Encode as ``encode`` does, with the held scale and bias in blocks that they give back exactly or suit."""
-        values = source(values)
-        if values.is_meta or values.numel() == 0:
-            return self.encode(values)
         grid = grid_over(tuple(values.shape), self.block)
         fitted = self._fit(grid, values)
         again = self.encode(values, like=held)

@@ -47,6 +47,10 @@ class Blocked(Scheme):
         """Write the codes of the float32 rows ``x``, from ``start`` to ``stop``, to ``out``; ``x`` may be changed."""
         raise NotImplementedError(f"{type(self).__name__}._store_codes")
 
+    def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        """Return the parts of ``values``, which are not empty, under what still suits of ``held``, as ``reencode``."""
+        raise NotImplementedError(f"{type(self).__name__}._reencode")
+
     def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
         """Return the least and the largest value of each block's codes, ``grid.scale_shape``, in any order."""
         raise NotImplementedError(f"{type(self).__name__}._ends")
@@ -118,6 +122,10 @@ class Blocked(Scheme):
 
     def can_view(self, old: Shape, new: Shape) -> bool:
         return super().can_view(old, new) and _is_reshapable(self, self._block, old, new)
+
+    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+        values = source(values)
+        return self.encode(values) if values.is_meta or values.numel() == 0 else self._reencode(values, held)
 
     def update(self, values: Tensor, held: Parts, *, shrink: bool = True) -> dict[str, Tensor] | None:
         values = source(values)

@@ -26,7 +26,6 @@ from .blocks import (
     fold,
     grid_over,
     rows,
-    source,
     stream_part,
 )
 from .looking import is_true
@@ -128,11 +127,8 @@ class Codebook(TableUpdates):
             order=order,
         )
 
-    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+    def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """Encode as ``encode`` does, with the held absmax in blocks whose largest value it still reaches."""
-        values = source(values)
-        if values.is_meta or values.numel() == 0:
-            return self.encode(values)
         grid = self._grid(tuple(values.shape))
         amax, absmax = self._amax(grid, values), held["absmax"]
         if self.flat:

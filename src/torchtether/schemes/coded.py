@@ -13,7 +13,7 @@ from ..errors import SchemeError
 from ..geometry.views import Shape
 from .bits import pack_into, unpack
 from .blocked import Blocked
-from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, rows, source
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, rows
 from .looking import is_true
 from .scales import TINY
 from .scheme import Part, Parts
@@ -100,11 +100,8 @@ class BlockScheme(Blocked):
         part = grid_over(shape, self.block).scale_part(torch.float32)
         return {"qdata": code_part(shape, self.bits), **dict.fromkeys(self.numbers, part)}
 
-    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+    def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """Encode as ``encode`` does; the held numbers stay in blocks that they give back exactly."""
-        values = source(values)
-        if values.is_meta or values.numel() == 0:
-            return self.encode(values)
         grid = grid_over(tuple(values.shape), self.block)
         again = self.encode(values, like=held)
         keep = find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)

@@ -17,7 +17,7 @@ from . import blocks
 from .blocked import Blocked
 from .blocks import check_finite, pieces, rows, source
 from .scales import TINY
-from .scheme import Part, Parts, Scheme
+from .scheme import Part, Parts, Scheme, row_unit
 
 COLUMNS = "column_scale"
 """The part that holds the scales of the columns."""
@@ -166,10 +166,10 @@ class ColumnScaled(Scheme):
 
     def _pieces(self, shape: Shape) -> list[tuple[int, int]]:
         """Return ranges along dim 0, of about ``CHUNK`` elements, that cut no block of ``scheme``."""
-        row, spans = math.prod(shape[1:]), [part.span for part in self.scheme.layout(shape).values()]
-        if row == 0 or 0 in spans or torch.compiler.is_compiling():
+        row, layout = math.prod(shape[1:]), self.scheme.layout(shape)
+        if row == 0 or any(part.span == 0 for part in layout.values()) or torch.compiler.is_compiling():
             return [(0, shape[0])]
-        unit = math.lcm(*(span // math.gcd(span, row) for span in spans))
+        unit = row_unit(layout, row)
         return pieces(0, shape[0], max(1, blocks.CHUNK // row // unit) * unit) or [(0, 0)]
 
     def _cut(self, parts: Parts, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:

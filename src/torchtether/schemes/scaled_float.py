@@ -17,7 +17,7 @@ from ..torch_private.observers import is_direct
 from . import encoders
 from .bits import lookup, pack_into, table_of
 from .blocked import Blocked
-from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
+from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over
 from .looking import is_true
 from .nearest import count_above
 from .scales import TINY, cover_scale, divide, raise_to, rounded_off, store_scale
@@ -173,10 +173,9 @@ class ScaledFloat(Blocked):
             bias=1 - element.low,
         )
 
-    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+    def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """Encode as ``encode`` does; held scales stay where the largest value is in their reach and near its end."""
-        values = source(values)
-        if values.is_meta or values.numel() == 0 or self.scale_dtype == torch.float8_e8m0fnu:
+        if self.scale_dtype == torch.float8_e8m0fnu:
             return self.encode(values)
         amax = grid_over(tuple(values.shape), self.block).reduce(values, torch.amax, magnitude=True)
         check_finite(amax, values)

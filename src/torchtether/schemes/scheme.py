@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import compiled
 from .._dtypes import dtype_from_name, dtype_name
-from ..errors import SchemeError
+from ..errors import SchemeError, UnsupportedOpError
 from ..geometry.views import Shape
 from . import encoders
 
@@ -254,3 +254,44 @@ def _unjson(value: Any) -> Any:
             raise SchemeError(f"a scheme field holds an unknown object {sorted(value)}")
         return dtype_from_name(value["dtype"])
     return tuple(_unjson(item) for item in value) if isinstance(value, list) else value
+
+
+def part_rows(
+    layout: Mapping[str, Part], shape: Shape, start: int, stop: int, *, ends_in_padding: bool = False
+) -> dict[str, slice | None]:
+    """Return the dim-0 entries of each part that hold rows ``start:stop``; ``None`` for a part that all need.
+
+    With ``ends_in_padding`` nothing of interest lies behind ``stop``, as if the tensor ended there.
+
+    Raises UnsupportedOpError where a block would be cut in two, and says at which multiples of rows none is.
+
+    >>> from torchtether.schemes import int8, part_rows
+    >>> part_rows(int8().layout((6, 4)), (6, 4), 2, 5)
+    {'qdata': slice(2, 5, None), 'scale': slice(2, 5, None)}
+    """
+    row = math.prod(shape[1:])
+    cuts: dict[str, slice | None] = {}
+    for name, part in layout.items():
+        span = part.span
+        if row == 0 and part.shape and part.shape[0] == shape[0]:  # nothing to count spans in
+            cuts[name] = slice(start, stop)
+        elif span == 0:
+            cuts[name] = None
+        elif start * row % span or (stop * row % span and stop != shape[0] and not ends_in_padding):
+            raise UnsupportedOpError(
+                f"rows {start}:{stop} of a Weight of shape {tuple(shape)} cut a block of {span} elements of {name!r}",
+                fix=f"Cut at multiples of {row_unit(layout, row)} rows, or call .dequantize() first.",
+            )
+        else:
+            cuts[name] = slice(start * row // span, math.ceil(stop * row / span))
+    return cuts
+
+
+def row_unit(layout: Mapping[str, Part], row: int) -> int:
+    """Return the number of rows, of ``row`` elements each, at whose multiples no block is cut."""
+    return math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
+
+
+def view_parts(scheme: Scheme, parts: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """Reshape the parts, without copying, to the layout of ``scheme`` for ``shape``."""
+    return {name: parts[name].view(part.shape) for name, part in scheme.layout(shape).items()}

@@ -13,7 +13,7 @@ from ..errors import SchemeError
 from ..geometry.views import Shape
 from .bits import lookup, pack_into, table_of, unpack
 from .blocked import Blocked
-from .blocks import Block, Grid, check_finite, code_part, fold, grid_over, source
+from .blocks import Block, Grid, check_finite, code_part, fold, grid_over
 from .looking import is_true
 from .nearest import nearest_code, nearest_codes
 from .scales import TINY, divide
@@ -121,11 +121,8 @@ class SuperBlocks(Blocked):
     def _block(self) -> Block:
         return 1, self.block_size
 
-    def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
+    def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """Encode as ``encode`` does; super-blocks that give their values back exactly keep scales and minima."""
-        values = source(values)
-        if values.is_meta or values.numel() == 0:
-            return self.encode(values)
         again = self.encode(values, like=held)
         _, supers = self._grids(tuple(values.shape))
         keep = find_unchanged(lambda start, stop: self._rows(supers, again, start, stop), supers, values)

@@ -29,13 +29,6 @@ FORMAT_LAWS = tuple(law.id for law in _FORMAT_LAWS)
 """The ids of the laws that ``check_format`` runs."""
 
 __all__ = [
-    "FORMAT_LAWS",
-    "SCHEME_LAWS",
-    "SUBCLASS_LAWS",
-    "Report",
-    "Result",
-    "check_format",
-    "check_scheme",
-    "check_tensor_subclass",
-    "markdown",
-]
+    "FORMAT_LAWS", "SCHEME_LAWS", "SUBCLASS_LAWS", "Report", "Result", "check_format", "check_scheme",
+    "check_tensor_subclass", "markdown",
+]  # fmt: skip

@@ -19,11 +19,8 @@ def is_direct() -> bool:
     """
     if torch.compiler.is_compiling() or is_tracing():
         return False
-    return _modes() == 0 and _transforms() is None
+    return _count_modes() == 0 and _level() is None
 
-
-_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-_transforms: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
 
 GRAD_SWITCH = torch._C._set_grad_enabled
 """What ``no_grad`` calls on its way out; function modes see it, and an error there would leave gradients off."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._dtypes import dtype_name
 from ...torch_private.dispatching import is_traceable_wrapper_subclass, tree_leaves
 from ..law import Law, NotApplicable, law, require
 from .facts import facts_of, is_wrapper, leaves, memories, same
@@ -77,14 +78,14 @@ def _dtype(subject: Subject) -> None:
     values = subject.values(given)
     for dtype in _DTYPES:
         for how, made in (
-            (f".to({_name(dtype)})", given.to(dtype)),
+            (f".to({dtype_name(dtype)})", given.to(dtype)),
             (f".{_METHODS[dtype]}()", getattr(given, _METHODS[dtype])()),
         ):
-            require(made.dtype == dtype, f"says {_name(made.dtype)} after {how}")
+            require(made.dtype == dtype, f"says {dtype_name(made.dtype)} after {how}")
             require(type(made) is type(given), f"is a {type(made).__name__} after {how}")
             _close(subject.values(made), values, dtype, how)
             back = made.to(given.dtype)
-            require(back.dtype == given.dtype, f"says {_name(back.dtype)} after {how} and back")
+            require(back.dtype == given.dtype, f"says {dtype_name(back.dtype)} after {how} and back")
             _close(subject.values(back), values, dtype, f"{how} and back")
 
 
@@ -204,10 +205,6 @@ def _same_parameter(made: Any, given: nn.Parameter, how: str) -> None:
     same(made, given, how)
     require(isinstance(made, nn.Parameter), f"{how} makes a Parameter a mere tensor")
     require(made.requires_grad == given.requires_grad, f"{how} changes requires_grad to {made.requires_grad}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _devices(tensor: Tensor) -> set[str]:

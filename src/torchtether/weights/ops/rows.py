@@ -6,14 +6,13 @@ A part says how many elements one of its dim-0 entries covers (``Part.span``); t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...errors import SchemeError, UnsupportedOpError
-from ...geometry.views import Shape
-from ...schemes import Part, Scheme, same_bits
+from ...schemes import part_rows, same_bits
 from ..weight import Weight
 from .padding import is_padded, keep_padding, mark_rows
 
@@ -64,43 +63,6 @@ def shared_by_rows(weight: Weight) -> tuple[str, ...]:
     layout = weight.scheme.layout(base).items()
     whole = (n for n, p in layout if p.span == 0 and not (row == 0 and p.shape and p.shape[0] == base[0]))
     return tuple(dict.fromkeys((*weight._cut, *whole)))
-
-
-def part_rows(
-    layout: Mapping[str, Part], shape: Shape, start: int, stop: int, *, ends_in_padding: bool = False
-) -> dict[str, slice | None]:
-    """Return the dim-0 entries of each part that hold rows ``start:stop``; ``None`` for a part that all need.
-
-    With ``ends_in_padding`` nothing of interest lies behind ``stop``, as if the tensor ended there.
-
-    Raises UnsupportedOpError where a block would be cut in two, and says at which multiples of rows none is.
-
-    >>> from torchtether.schemes import int8
-    >>> part_rows(int8().layout((6, 4)), (6, 4), 2, 5)
-    {'qdata': slice(2, 5, None), 'scale': slice(2, 5, None)}
-    """
-    row = math.prod(shape[1:])
-    cuts: dict[str, slice | None] = {}
-    for name, part in layout.items():
-        span = part.span
-        if row == 0 and part.shape and part.shape[0] == shape[0]:  # nothing to count spans in
-            cuts[name] = slice(start, stop)
-        elif span == 0:
-            cuts[name] = None
-        elif start * row % span or (stop * row % span and stop != shape[0] and not ends_in_padding):
-            rows = math.lcm(*(part.span // math.gcd(part.span, row) for part in layout.values() if part.span))
-            raise UnsupportedOpError(
-                f"rows {start}:{stop} of a Weight of shape {tuple(shape)} cut a block of {span} elements of {name!r}",
-                fix=f"Cut at multiples of {rows} rows, or call .dequantize() first.",
-            )
-        else:
-            cuts[name] = slice(start * row // span, math.ceil(stop * row / span))
-    return cuts
-
-
-def view_parts(scheme: Scheme, parts: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """Reshape the parts, without copying, to the layout of ``scheme`` for ``shape``."""
-    return {name: parts[name].view(part.shape) for name, part in scheme.layout(shape).items()}
 
 
 def take_rows(weight: Weight, index: Tensor) -> dict[str, Tensor] | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
-from ...schemes import Part
+from ...schemes import Part, row_unit
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
 from .padding import keep_padding, mark_padded, whole_of
@@ -50,7 +50,7 @@ def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str
     each, row = rows_per_rank(shape[0], ranks), math.prod(shape[1:])
     for name, part in layout.items():
         if part.span and each < shape[0] and each * row % part.span:
-            return name, math.lcm(*(p.span // math.gcd(p.span, row) for p in layout.values() if p.span))
+            return name, row_unit(layout, row)
     return None
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
-from ...schemes import Flattened
+from ...schemes import Flattened, view_parts
 from ..dispatch import refuse, rule
 from ..weight import Weight
 from .padding import is_padded, keep_padding
-from .rows import cut_rows, first_rows, join_rows, shared_by_rows, take_rows, view_parts
+from .rows import cut_rows, first_rows, join_rows, shared_by_rows, take_rows
 from .values import read
 
 aten = torch.ops.aten

@@ -1,0 +1,11 @@
+"""Files as others write them: tensors and metadata of any text, by the writer of the package."""
+
+from torchtether.files import check_writable, write_made
+
+
+def write_tensors(file, tensors, metadata, *, name):
+    """Write ``tensors`` by name, and ``metadata`` as it is given, to the open ``file``."""
+    for key, tensor in tensors.items():
+        check_writable(key, tensor)
+    layout = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    write_made(file, layout, tensors.items(), lambda checksums: metadata, name=name)
