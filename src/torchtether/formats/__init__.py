@@ -64,7 +64,7 @@ FORMATS: list[Format] = [
 ]
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
-WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, gguf]
+WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, comfy, gguf]
 """Those that can be written."""
 
 PLAIN = "safetensors"
