@@ -36,6 +36,7 @@ from .entry import (
     Fitting,
     Format,
     Found,
+    Indexed,
     Variant,
     Writable,
     is_in_parts,
@@ -64,7 +65,7 @@ FORMATS: list[Format] = [
 ]
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
-WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, comfy, gguf]
+WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, comfy, sinq, gguf]
 """Those that can be written."""
 
 PLAIN = "safetensors"
@@ -170,6 +171,7 @@ __all__ = [
     "Fitting",
     "Format",
     "Found",
+    "Indexed",
     "Variant",
     "Writable",
     "cut_rows",

@@ -259,14 +259,14 @@ def _integer_entry(contents: Contents, settings: Mapping[str, Any], keys: Mappin
         "scale": (FLOATS, scale.shape if grouped else (count,) if block[0] else ()),
         "zero_point": ((container,), (scale.shape[0], words) if grouped else (words,) if block[0] else ()),
     }
-    if signed and "zero_point" not in keys:
+    symmetric = signed and settings.get("symmetric") is True
+    if symmetric and "zero_point" not in keys:
         del wanted["zero_point"]
     wrong = expect(contents.tensors, keys, wanted)
     for role in wanted.keys() & keys.keys() if grouped and not wrong else ():
         check_shape(role, contents.tensors[keys[role]], wanted[role][1], f"{dtype} with scale {scale.shape}")
     if wrong:
         raise CheckpointError(wrong)
-    symmetric = signed and (settings.get("symmetric") is True or "zero_point" not in keys)
     scheme = Affine(bits=bits, signed=signed, symmetric=symmetric, block=block, scale_dtype=scale.dtype)
     spec = spec_of((count, columns), contents.dtype, scheme, name=keys["qdata"])
     return Entry.of(keys, spec, grouped=grouped, order=order)
