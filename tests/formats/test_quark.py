@@ -131,6 +131,9 @@ def check(tensors, said, values, order="reorder"):
             return
         start, count = values.shape[0] * 2 // 3, values.shape[0]
         given = found.read_rows("m.weight", tuple(values.shape), start, start + 1)
+        if count > 16:
+            nbytes = found.rows_nbytes("m.weight", tuple(values.shape), start, start + 1)
+            assert nbytes is None or nbytes < found.nbytes("m.weight") * 3 // 4  # None: its parts are stored
         for role, part in parts.items():
             wanted = part[start : start + 1] if part.dim() and part.shape[0] == count else part
             assert torch.equal(given[role].float(), wanted.float()), role

@@ -243,7 +243,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     if not settings:
         return {}
     first = next(iter(settings.values()))["meta"]
-    left = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")} - settings.keys()
+    left = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
     config = {
         "quant_method": "sinq",
         "nbits": first["nbits"],
