@@ -1,50 +1,24 @@
-"""ComfyUI's quantized safetensors: JSON for each layer says how its weight is stored; older files have a marker.
-
-    m.comfy_quant              uint8, JSON: ``{"format": "nvfp4", ...}``; how ``m.weight`` is stored
-    _quantization_metadata     in the metadata of the file, JSON: the same for all layers, by name; it has precedence
-    scaled_fp8                 older: this tensor is there, and float8 weights have ``m.scale_weight``
-
-    float8_e4m3fn, float8_e5m2 weight (*lead, N, K), weight_scale () or (*lead, N, 1) or one for each of lead: q * scale
-    int8_tensorwise            the same with int8
-    int8_blockwise             weight_scale (*lead, ceil(N / g), ceil(K / g)), g the group_size or 128
-    mxfp8                      weight e4m3, weight_scale e8m0 of 32 columns, tiled
-    nvfp4                      weight uint8 (*lead, N, K / 2), high nibble first; weight_scale e4m3 of 16 columns,
-                               tiled; weight_scale_2 (), multiplied
-
-Tiled scales are in tiles of 128 rows and 4 columns, padded to whole ones: row r and column c of a tile are its entry
-``r % 32 * 16 + r // 32 * 4 + c``. float8 and e8m0 may be stored as bytes.
-
-nvfp4 is padded with zeros to multiples of 16 rows and columns, mxfp8 of 32, and the file does not say from what: only
-the model does, so ``fit`` cuts a weight to its shape. Exponents of 0 are 2**-127, as in e8m0 and on GPUs, and not 0.
-Source: ComfyUI's QUANTIZATION.md, comfy/ops.py and comfy/utils.py; comfy-kitchen 0.2.40.
-"""
+"""From the tensors of ComfyUI's files to Weights: what each layer is, and its codes and scales in our order."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, SchemeError
-from ..files import Stored
-from ..files.strict_json import parse_object, short_repr
-from ..geometry.views import Shape
-from ..schemes import Affine, ScaledFloat, Scheme, scheme_to_text
-from ..schemes.blocks import CHUNK, Block, pieces
-from ..weights.spec import WeightSpec
-from ..weights.weight import Weight
-from .entry import Contents, Entry, Evidence, Found, expect, spec_of
-from .rows import Along
-
-name = "comfy"
+from ...errors import CheckpointError
+from ...files import Stored
+from ...files.strict_json import parse_object, short_repr
+from ...geometry.views import Shape
+from ...schemes import Affine, ScaledFloat, Scheme
+from ...schemes.blocks import CHUNK, Block, pieces
+from ..entry import Contents, Entry, Found, expect, spec_of
+from ..rows import Along
 
 SETTINGS, METADATA, MARKER, OLD_SCALE = ".comfy_quant", "_quantization_metadata", "scaled_fp8", ".scale_weight"
-evidence = Evidence(metadata=(METADATA,), keys=(f"{SETTINGS[1:]}\n", f"{MARKER}\n", f"{OLD_SCALE}\n"))
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -54,8 +28,6 @@ TILED = {
     "mxfp8": ScaledFloat("e4m3", (1, WIDTH["mxfp8"]), torch.float8_e8m0fnu),
     "nvfp4": ScaledFloat("e2m1", (1, WIDTH["nvfp4"]), torch.float8_e4m3fn, global_scale=True),
 }
-_KIND_OF = {ELEMENTS[dtype]: kind for kind, dtype in FLOAT8.items()}
-_DECODING = ("element", "block", "scale_dtype", "global_scale")
 KINDS = (*FLOAT8, "int8_tensorwise", "int8_blockwise", *TILED)
 _PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.")  # of a model that the metadata name without it
 _SPARE = (".input_scale", ".scale_input")
@@ -100,7 +72,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             tensor = tensors[role]
         if role == "qdata" and scheme == TILED["nvfp4"]:
-            tensor = _swapped(tensor, part.shape, base[-1])
+            tensor = swapped(tensor, part.shape, base[-1])
         elif role == "qdata" and tensor.shape != part.shape:
             tensor = tensor[..., : base[-2], : base[-1]]
         tensor = tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor
@@ -281,7 +253,7 @@ def _untiled(tiles: Tensor, base: Shape, shape: Shape, first: int = 0, total: in
     return table.reshape(table.shape[0], -1, whole)[:, start : start + base[-2], : shape[-1]]
 
 
-def _swapped(codes: Tensor, shape: Shape, columns: int) -> Tensor:
+def swapped(codes: Tensor, shape: Shape, columns: int) -> Tensor:
     """Return E2M1 codes with the low nibble first, of ``shape``; a nibble beyond ``columns`` is 0."""
     made = codes.new_empty(shape)
     matrices = codes[..., : shape[-2], : shape[-1]].reshape(-1, *shape[-2:])
@@ -291,117 +263,3 @@ def _swapped(codes: Tensor, shape: Shape, columns: int) -> Tensor:
     if columns % 2:
         made[..., -1] &= 15
     return made
-
-
-# -- writing ------------------------------------------------------------------------------------------------------
-
-
-def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return what ``pack`` will store: codes, their scales, and the settings of the layer."""
-    kind, module = _kind(name, spec), name.removesuffix("weight")
-    (rows, columns), scheme = spec.shape, spec.scheme
-    parts = {role: (part.dtype or spec.dtype, tuple(part.shape)) for role, part in scheme.layout(spec.shape).items()}
-    tensors: dict[str, tuple[torch.dtype, Shape]] = {name: parts["qdata"]}
-    tensors[f"{module[:-1]}{SETTINGS}"] = (torch.uint8, (len(_text(kind)),))
-    if kind in TILED:
-        tiles = -(-rows // 128) * 128, -(-columns // WIDTH[kind] // 4) * 4
-        tensors[f"{name}_scale"] = (parts["scale"][0], tiles)
-    else:
-        tensors[f"{name}_scale"] = (torch.float32, parts["scale"][1] if _is_by_row(scheme) else ())
-    if kind == "nvfp4":
-        tensors[f"{name}_scale_2"] = parts["global_scale"]
-    return tensors
-
-
-def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return the tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
-
-    >>> import torch, torchtether as tt
-    >>> sorted(pack("m.weight", tt.Weight.encode(torch.eye(32), tt.mxfp8())))
-    ['m.comfy_quant', 'm.weight', 'm.weight_scale']
-    """
-    assert isinstance(weight, Weight)
-    kind, parts = _kind(name, weight.spec), {role: part.detach() for role, part in weight.parts.items()}
-    scale = parts["scale"]
-    made = layout(name, weight.spec)
-    tensors = {name: parts["qdata"]}
-    if kind == "nvfp4":
-        tensors = {name: _swapped(parts["qdata"], parts["qdata"].shape, weight.shape[1])}
-        tensors[f"{name}_scale_2"] = parts["global_scale"]
-    tensors[f"{name.removesuffix('.weight')}{SETTINGS}"] = torch.tensor(list(_text(kind)), dtype=torch.uint8)
-    shape = made[f"{name}_scale"][1]
-    tensors[f"{name}_scale"] = _as_tiles(scale, shape) if kind in TILED else scale.float().reshape(shape)
-    return tensors
-
-
-def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return nothing: each layer has its settings in the file. Raise SchemeError where there are no words for one."""
-    for name, spec in specs.items():
-        _kind(name, spec)
-    return {}
-
-
-holds_embeddings = False
-
-
-def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Raise SchemeError: ComfyUI reads settings for layers that multiply."""
-    raise SchemeError(
-        "it is the weight of an embedding, which ComfyUI does not read in every one of its formats",
-        name=names[0],
-        fix=f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
-    )
-
-
-def variant_of(scheme: Scheme) -> Scheme:
-    """Return ``scheme``, or for float8 with a scale per row the one with a scale for all.
-
-    >>> import torchtether as tt
-    >>> variant_of(tt.fp8()) == tt.fp8("tensor")
-    True
-    """
-    is_by_row = isinstance(scheme, ScaledFloat) and scheme.element in ELEMENTS.values() and scheme.block == (1, None)
-    return replace(scheme, block=(None, None)) if is_by_row else scheme  # type: ignore[type-var]
-
-
-def _kind(name: str, spec: WeightSpec) -> str:
-    """Return the format of a layer with such a weight; SchemeError if there is none."""
-    scheme, shape, made = spec.scheme, spec.shape, ""
-    if isinstance(scheme, ScaledFloat):
-        if scheme.scale_dtype in FLOATS and scheme.block == (None, None):
-            made = _KIND_OF.get(scheme.element, "")
-        for kind, tiled in TILED.items():
-            same = (getattr(scheme, field) == getattr(tiled, field) for field in _DECODING)
-            made = kind if all(same) and not scheme.global_divides else made
-    elif isinstance(scheme, Affine) and scheme.bits == 8 and scheme.signed and scheme.symmetric:
-        is_plain = scheme.unit == 1 and not scheme.act_order and scheme.block in ((None, None), (1, None))
-        made = "int8_tensorwise" if is_plain else ""
-    if not made or len(shape) != 2 or not spec.is_contiguous or not name.endswith(".weight"):
-        raise SchemeError(
-            f"ComfyUI has no words for {scheme_to_text(scheme)} over {tuple(shape)}",
-            name=name,
-            fix='Quantize matrices with tt.fp8("tensor"), tt.int8(), tt.mxfp8() or tt.nvfp4().',
-        )
-    if any(n % WIDTH.get(made, 1) for n in shape):
-        raise SchemeError(
-            f"ComfyUI pads {made} to multiples of {WIDTH[made]} and does not say from what, got shape {tuple(shape)}",
-            name=name,
-            fix="Leave it unquantized, or quantize it with tt.int8().",
-        )
-    return made
-
-
-def _is_by_row(scheme: Scheme) -> bool:
-    return isinstance(scheme, Affine) and scheme.block == (1, None)
-
-
-def _text(kind: str) -> bytes:
-    return json.dumps({"format": kind}).encode()
-
-
-def _as_tiles(scales: Tensor, shape: Shape) -> Tensor:
-    """Return the scales of a matrix in whole tiles, which follow each other along columns first."""
-    padded = torch.zeros(shape, dtype=torch.uint8, device=scales.device)
-    padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
-    tiles = padded.view(-1, 4, 32, shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(shape).view(scales.dtype)
