@@ -1,4 +1,4 @@
-"""A model of an exchange as ``tt.convert`` drives it: states, and what may come between two steps.
+"""A model of an exchange as ``tt.convert`` and ``tt.load`` drive it: states, and what may come between two steps.
 
 A state has what is still to do, as a tuple of steps. Before each *labelled* step nothing may come, or a signal, or the
 step may fail: memory is short there, or somebody refuses. So the model says, for every way in which a conversion can
@@ -44,7 +44,8 @@ LABELLED = {*FAILING, "undo"}
 
 class Model:
     def __init__(self, tensors, atomic):
-        self.tensors, self.is_full = tensors, atomic == "full"
+        """Take ``atomic`` of ``tt.convert``, or "load": ``tt.load`` puts one tensor as it puts several."""
+        self.tensors, self.is_full, self.is_load = tensors, atomic == "full", atomic == "load"
         self.index = {tensor.name: i for i, tensor in enumerate(tensors)}
 
     def start(self):
@@ -52,7 +53,7 @@ class Model:
         for tensor in self.tensors:
             groups.setdefault(tensor.group, []).append(tensor)
         steps = [("enter", ""), ("check", "")]
-        alone = [members[0] for members in groups.values() if len(members) == 1]
+        alone = [members[0] for members in groups.values() if len(members) == 1 and not self.is_load]
         for tensor in alone:
             steps += [("safe", ""), ("make", tensor.name)]
             if self.is_full:
@@ -60,7 +61,7 @@ class Model:
             else:
                 steps += [("reset", tensor.name), *(self.put([tensor]) if tensor.has_grad else [])]
         for members in groups.values():
-            if len(members) > 1:
+            if len(members) > 1 or self.is_load:
                 steps += [("safe", ""), ("make", members[0].group), *self.put(members)]
         if len(alone) == len(groups):
             steps += [("safe", "")]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 import torchtether as tt
@@ -330,3 +331,53 @@ def test_metadata_that_are_none(said):
     with pytest.raises(tt.CheckpointError, match="_quantization_metadata: ") as caught:
         fault(named(made("float8_e4m3fn")[0]), {"_quantization_metadata": said})
     assert "\n" not in str(caught.value)
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+WRITTEN = {
+    "float8_e4m3fn": tt.fp8("tensor"),
+    "float8_e5m2": tt.ScaledFloat("e5m2", (None, None), torch.bfloat16),
+    "int8_tensorwise": tt.int8(),
+    "mxfp8": tt.mxfp8(),
+    "nvfp4": tt.nvfp4(),
+}
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("shape", [(32, 64), (160, 96), (288, 416)])
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_written_and_read_again(tmp_path, kind, shape, is_folder):
+    weight = tt.Weight.encode(torch.randn(shape, generator=torch.Generator().manual_seed(0)), WRITTEN[kind])
+    path = tmp_path if is_folder else tmp_path / "x.safetensors"
+    tt.save({"a.m.weight": weight, "a.m.bias": torch.ones(shape[0])}, path, format="comfy")
+    with tt.open(path) as checkpoint:
+        assert (checkpoint.format, sorted(checkpoint)) == ("comfy", ["a.m.bias", "a.m.weight"])
+        assert torch.equal(checkpoint["a.m.weight"].dequantize(), weight.dequantize())
+    stored = load_file(next(tmp_path.glob("*.safetensors")))
+    assert json.loads(bytes(stored["a.m.comfy_quant"].tolist())) == {"format": kind}
+    scales = weight.parts["scale"].float().reshape(-1, 1) if kind == "int8_tensorwise" else weight.parts["scale"]
+    assert torch.equal(bits(stored["a.m.weight_scale"]), bits(tiled(scales) if kind in WIDTH else scales.float()))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "words"),
+    [
+        (tt.fp8(), (32, 64), 'Quantize matrices with tt.fp8("tensor")'),
+        (tt.int8(32), (32, 64), "has no words for"),
+        (tt.int4(), (32, 64), "has no words for"),
+        (tt.mxfp4(), (32, 64), "has no words for"),
+        (tt.nvfp4(global_divides=True), (32, 64), "has no words for"),
+        (tt.Affine(symmetric=False), (32, 64), "has no words for"),
+        (tt.Affine(signed=False), (32, 64), "has no words for"),
+        (tt.int8(), (2, 32, 64), "has no words for"),
+        (tt.nvfp4(), (32, 40), "ComfyUI pads nvfp4 to multiples of 16 and does not say from what, got shape"),
+        (tt.mxfp8(), (40, 64), "ComfyUI pads mxfp8 to multiples of 32"),
+    ],
+)
+def test_there_are_no_words_for_others(tmp_path, scheme, shape, words):
+    weight = tt.Weight.encode(torch.randn(shape), scheme)
+    with pytest.raises(tt.SchemeError, match=r"m\.weight: ") as caught:
+        tt.save({"m.weight": weight}, tmp_path / "x", format="comfy")
+    assert words in str(caught.value)
+    assert not (tmp_path / "x").exists()

@@ -14,7 +14,7 @@ from torchtether.formats.entry import Evidence, may_recognise
 
 METHODS = """
 compressed-tensors compressed_tensors modelopt auto-round Intel/auto-round auto_round autoround intel/autoround GPTQ
-awq bitsandbytes quanto hqq mxfp4 FP8 fbgemm_fp8 torchao eetq
+awq bitsandbytes quanto quark sinq hqq mxfp4 FP8 fbgemm_fp8 torchao eetq
 """.split()
 LEAVES = """
 weight weight_packed weight_scale weight_scale_inv weight_scale_2 qweight qzeros scales biases g_idx SCB W_q

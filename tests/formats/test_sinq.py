@@ -4,13 +4,17 @@ How they are laid out is derived from sinq 0.2.0: ``Quantizer`` (quantizer.py) a
 tensors, ``save_weights_safetensors`` (patch_model.py) for names and settings; tests/golden has what that package wrote.
 """
 
+import json
 import re
+import tempfile
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+import torchtether as tt
 from tests.formats.folders import fault, opened
 from torchtether.files.opening import SINQ_SETTINGS
 
@@ -57,6 +61,7 @@ def made(rows, columns, group_size, bits, dtype=BF16, own=F16, coded=True, seed=
 
 
 @settings(max_examples=50)
+@example(2, 20, 5, BF16, F16, True, 0)  # groups that end within a byte
 @given(
     per_row=st.integers(1, 3),
     group_size=st.sampled_from((8, 20, 64)),
@@ -130,3 +135,72 @@ def meta(**settings):
 def test_what_is_wrong(tensors, said, words):
     got = fault(tensors, config=CONFIG, **{BESIDE: said})
     assert re.search(words, got), got
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 9),
+    per_row=st.integers(1, 3),
+    group_size=st.sampled_from((8, 20, None)),
+    bits=st.sampled_from(list(PACKINGS)),
+    kind=st.sampled_from(("affine", "unsigned", "symmetric", "offset", "biased")),
+    dtype=st.sampled_from((BF16, F16, F32)),
+    own=st.sampled_from((F16, F32, BF16)),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_written_and_read_again(rows, per_row, group_size, bits, kind, dtype, own, seed):
+    """The same values, whatever dtypes scales and model have; words have room for whole groups alone."""
+    more = {"signed": kind in ("affine", "symmetric"), "symmetric": kind in ("symmetric", "offset")}
+    block, wide = (1, group_size), torch.promote_types(dtype, own)
+    inner = tt.Affine(bits=bits, block=block, scale_dtype=own, **more)
+    if kind == "biased":
+        inner = tt.Biased(bits, block, own, wide, bias_first=True)
+    values = torch.randn((rows, per_row * (group_size or 24)), generator=torch.Generator().manual_seed(seed))
+    weight = tt.Weight.encode(values.to(dtype), tt.ColumnScaled(inner))
+    with tempfile.TemporaryDirectory() as folder:
+        tt.save({"m.weight": weight, "n.weight": torch.ones(2, 2)}, folder, format="sinq")
+        with tt.open(folder) as checkpoint:
+            assert (checkpoint.format, sorted(checkpoint)) == ("sinq", ["m.weight", "n.weight"])
+            assert torch.equal(checkpoint["m.weight"].dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("max_shard_size", [None, 3000])
+def test_every_file_is_in_an_index(tmp_path, max_shard_size):
+    """Which is how the package finds them; and what was saved there before is gone."""
+    tt.save({"old.weight": torch.ones(2)}, tmp_path)
+    state = {f"{n}.weight": tt.Weight.encode(torch.randn(32, 64), tt.sinq()) for n in "ab"}
+    tt.save({**state, "c.weight": torch.ones(2)}, tmp_path, format="sinq", max_shard_size=max_shard_size)
+    found = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    stored = {key: path.name for path in tmp_path.glob("*.safetensors") for key in load_file(path)}
+    assert found == stored
+    assert len(set(found.values())) == (1 if max_shard_size is None else 2)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["nbits"], config["modules_to_not_convert"]) == ("sinq", 4, ["c"])
+    tt.save({"new.weight": torch.ones(2)}, tmp_path)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "shape"),
+    [
+        (tt.int4(), F32, (32, 64)),
+        (tt.nvfp4(), BF16, (32, 64)),
+        (tt.ColumnScaled(tt.nvfp4()), BF16, (32, 64)),
+        (tt.sinq(7), F32, (32, 64)),
+        (tt.sinq(4, 48), F32, (32, 64)),
+        (tt.sinq(), torch.float64, (32, 64)),
+        (tt.sinq(), F32, (2, 32, 64)),
+        (tt.ColumnScaled(tt.Affine(bits=4, block=(32, 32))), F32, (32, 64)),
+        (tt.ColumnScaled(tt.Biased(4, (1, 32))), F32, (32, 64)),
+        (tt.ColumnScaled(tt.Biased(4, (1, 32), F16, F16, bias_first=True)), F32, (32, 64)),
+        (tt.ColumnScaled(tt.Affine(bits=4, block=(1, 32), unit=0.5)), F32, (32, 64)),
+    ],
+)
+def test_there_are_no_words_for_others(tmp_path, scheme, dtype, shape):
+    weight = tt.Weight.encode(torch.randn(shape).to(dtype), scheme)
+    with pytest.raises(tt.SchemeError, match=r"m\.weight: SINQ has no words for "):
+        tt.save({"m.weight": weight}, tmp_path / "x", format="sinq")
+    assert not (tmp_path / "x").exists()

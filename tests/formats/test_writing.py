@@ -13,8 +13,11 @@ from tests.formats.files import random, write
 from torchtether.cli.main import main
 from torchtether.files import KEY
 from torchtether.formats import WRITABLE, bitsandbytes, native, writable
+from torchtether.schemes import scheme_from_text
 
 FOREIGN = [format.name for format in WRITABLE if format is not native]
+MID = {"bitsandbytes": "nf4", "sinq": "sinq(8)", "comfy": "int8", "gguf": "int8(32, scale_dtype=float16)"}
+"""A scheme that the format has words for; int8 in groups of 32 with float16 scales for all others."""
 
 
 class Tied(nn.Module):
@@ -73,6 +76,9 @@ def test_bitsandbytes_by_save(tmp_path):
         ("compressed-tensors", tt.fp8()),
         ("compressed-tensors", tt.mxfp4()),
         ("bitsandbytes", tt.nf4()),
+        ("comfy", tt.int8()),
+        ("comfy", tt.fp8("tensor")),
+        ("sinq", tt.sinq(4, 32)),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -97,6 +103,7 @@ def test_a_tied_head_stays_tied_whatever_its_keys_are_called(tmp_path, format, s
         ("compressed-tensors", "int8", "weight_scale"),
         ("compressed-tensors", "fp8", "weight_scale"),
         ("bitsandbytes", "nf4", "weight.absmax"),
+        ("comfy", "int8", "weight_scale"),
     ],
 )
 def test_a_fault_of_an_owner_is_one_of_its_aliases(tmp_path, capsys, format, scheme, lost, noted):
@@ -146,10 +153,10 @@ def test_a_native_save_leaves_a_config_alone(tmp_path):
     assert (tmp_path / "config.json").read_text() == '{"b": 1,   "a": 2}'
 
 
-@pytest.mark.parametrize("format", [name for name in FOREIGN if name != "gguf"])
+@pytest.mark.parametrize("format", [name for name in FOREIGN if name not in ("gguf", "comfy")])
 def test_needs_a_folder(tmp_path, format):
     model = _model()
-    tt.quantize(model, {"mid.weight": tt.nf4() if format == "bitsandbytes" else tt.int8()})
+    tt.quantize(model, {"mid.weight": scheme_from_text(MID.get(format, "int8"))})
     with pytest.raises(tt.CheckpointError, match="Give a folder"):
         tt.save(model, tmp_path / "model.safetensors", format=format)
     assert not list(tmp_path.iterdir())
@@ -243,7 +250,7 @@ def test_a_unit_beside_the_scale_is_not_left_out(tmp_path, capsys, format):
     command = ["convert", str(tmp_path / "one"), str(target), "--format", format]
     assert main(command) == 1
     assert "mid.weight: " in capsys.readouterr().err
-    assert main([*command, "--requantize", "int8(32, scale_dtype=float16)"]) == 0
+    assert main([*command, "--requantize", MID.get(format, MID["gguf"])]) == 0
     again = _decoded(target)["mid.weight"].float()
     assert torch.allclose(again, model.mid.weight.dequantize(), atol=2e-3)
 
@@ -324,6 +331,8 @@ def test_transformers_is_told_to_decode_what_it_cannot_keep(tmp_path, scheme, dt
     [
         ("bitsandbytes", {"*": "nf4"}),
         ("bitsandbytes", {"emb.weight": "nf4"}),
+        ("comfy", {"*": "int8"}),
+        ("sinq", {"emb.weight": "sinq"}),
         ("compressed-tensors", {"emb.weight": "int8", "fc.weight": "fp8"}),
     ],
 )
@@ -351,6 +360,8 @@ def test_a_head_that_is_stored_nowhere_is_left_alone_by_its_readers(tmp_path):
         ("bitsandbytes", tt.int8(), bitsandbytes.INT8),
         ("bitsandbytes", tt.nf4(), tt.nf4()),
         ("bitsandbytes", tt.int8(32), tt.int8(32)),
+        ("comfy", tt.fp8(), tt.fp8("tensor")),
+        ("comfy", tt.int8(), tt.int8()),
         ("compressed-tensors", tt.nvfp4(), tt.nvfp4(global_divides=True)),
         ("compressed-tensors", tt.int8(), tt.int8()),
         ("compressed-tensors", tt.mxfp4(), tt.mxfp4()),

@@ -27,6 +27,7 @@ from tests.formats.ggufs import gguf as gguf_bytes
 from torchtether.files import DTYPES, KEY, DcpFile, Record, Store, read_beside
 from torchtether.files.header import parse_header
 from torchtether.files.index import parse_index
+from torchtether.files.opening import SINQ_SETTINGS
 from torchtether.files.record import parse_record
 from torchtether.formats import Contents, recognise
 from torchtether.weights.weight import Weight
@@ -259,6 +260,9 @@ def dcp_metadata(data):
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
+SIDES = ("quanto_qmap.json", SINQ_SETTINGS)
+
+
 class Sample:
     """A folder of tests/golden in memory, and a JSON object of all that a stranger may write differently in it."""
 
@@ -270,10 +274,10 @@ class Sample:
         self.data = {key: data[start:][slice(*one["data_offsets"])] for key, one in entries.items()}
         texts = {key: json.loads(raw) for key, raw in self.data.items() if raw[:1] == b"{"}
         config = json.loads((path / "config.json").read_text()) if (path / "config.json").exists() else {}
-        kept = [json.loads(file.read_text()) for file in sorted(path.glob("quanto_qmap.json"))]
+        kept = {name: json.loads((path / name).read_text()) for name in SIDES if (path / name).exists()}
         self.seed = {
             "sample": path.name,
-            "beside": {"config.json": config, **({"quanto_qmap.json": kept[0]} if kept else {})},
+            "beside": {"config.json": config, **kept},
             "metadata": metadata,
             "tensors": {key: [one["dtype"], one["shape"]] for key, one in entries.items()},
             "texts": texts,
@@ -395,6 +399,8 @@ TARGETS = {
         "modelopt": "modelopt_",
         "mxfp4": "mxfp4_",
         "quanto": "quanto_",
+        "quark": "quark_",
+        "sinq": "sinq_",
         "torchao": "torchao_",
     }.items()
 }

@@ -46,8 +46,9 @@ def save(
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``; ``name.gguf`` for GGUF
     ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on. Others
                         spell quantized weights as a package does, and say so in the ``config.json`` of the folder,
-                        which keeps what else it says: ``"compressed-tensors"``, ``"bitsandbytes"``. Ties of whole
-                        tensors stay for us (other readers know what their config says), views are an error
+                        which keeps what else it says: ``"compressed-tensors"``, ``"bitsandbytes"``, ``"sinq"``; those
+                        for ComfyUI, ``"comfy"``, say it themselves. Ties of whole tensors stay for us (other readers
+                        know what their config says), views are an error
     ``aliases``         ``"drop"`` stores tied tensors once, and the other names as a record; ``"copy"`` stores all, for
                         readers that want every key. Either way they are one tensor again when we read them
     ``masters``         ``"keep"`` stores the float masters of ``Mastered`` Weights, ``"drop"`` only their codes

@@ -35,7 +35,7 @@ from ..files import (
     write_gguf,
     write_made,
 )
-from ..formats import AboutEmbeddings, Contained, Writable, native, with_quantization
+from ..formats import AboutEmbeddings, Contained, Indexed, Writable, native, with_quantization
 from ..geometry.views import Shape, contiguous_stride
 from ..progress import Progress, Tick, ticking
 from ..weights.spec import Tie, WeightSpec
@@ -153,11 +153,12 @@ def plan_files(
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
-    names = _file_names(stem, len(shards))
+    is_indexed = len(shards) > 1 or (isinstance(format, Indexed) and format.is_indexed)
+    names = _file_names(stem, len(shards)) if is_indexed else [f"{stem}{SUFFIX}"]
 
     def texts(headers: Mapping[str, str]) -> dict[Path, bytes]:
         found = _beside(groups, format, folder, is_folder)
-        if len(shards) > 1:
+        if is_indexed:
             found[f"{stem}{INDEX_SUFFIX}"] = _index(groups, shards, headers, name=str(folder / f"{stem}{INDEX_SUFFIX}"))
         return {folder / name: text for name, text in found.items()}
 
@@ -275,8 +276,6 @@ def _shards(groups: Sequence[ShardGroup], limit: int | None) -> Iterator[list[Sh
 
 
 def _file_names(stem: str, count: int) -> list[str]:
-    if count == 1:
-        return [f"{stem}{SUFFIX}"]
     return [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
 
 

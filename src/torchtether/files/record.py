@@ -259,10 +259,15 @@ def _ties(entries: list[Any], name: str) -> tuple[Tie, ...]:
         raise CheckpointError(f"a tie record cannot be: {str(error)[:200]}", name=name) from None
 
 
+def _owner(key: str) -> str:
+    """Return the name of the weight that is stored under ``key``: as ``weight_packed``, or as SINQ's ``W_q``."""
+    return f"{key[:-4]}.weight" if key.endswith(".W_q") else key.rpartition("_")[0]
+
+
 def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], name: str) -> None:
     seen: set[str] = set()
     copies = set(record.copies)
-    spelled = {key.rpartition("_")[0] for key in stored} if record.ties else set()
+    spelled = {_owner(key) for key in stored} if record.ties else set()
     for tie in record.ties:
         where = f"{name}: {tie.owner}"
         if tie.owner in record.weights:
@@ -271,7 +276,7 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
         elif tie.owner in stored and tie.owner not in parts:
             spec, nbytes = None, stored[tie.owner].nbytes
         elif tie.owner in spelled and not any(tie.views):
-            spec, nbytes = None, 0  # a format of others may store it as ``weight_packed``: whoever knows it has to look
+            spec, nbytes = None, 0  # a format of others may store it as ``_owner`` says: whoever knows it has to look
         else:
             raise CheckpointError("the record ties names to it, this file does not store it", name=where)
         for alias, view in zip(tie.names, tie.views, strict=True):

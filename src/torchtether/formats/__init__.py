@@ -22,6 +22,7 @@ from . import (
     mxfp4,
     native,
     quanto,
+    quark,
     refused,
     sinq,
     torchao,
@@ -35,6 +36,7 @@ from .entry import (
     Fitting,
     Format,
     Found,
+    Indexed,
     Variant,
     Writable,
     is_in_parts,
@@ -54,6 +56,7 @@ FORMATS: list[Format] = [
     awq,
     bitsandbytes,
     quanto,
+    quark,
     sinq,
     hqq,
     mlx,
@@ -62,7 +65,7 @@ FORMATS: list[Format] = [
 ]
 """In the order in which they are tried; the first that recognises a checkpoint has it."""
 
-WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, gguf]
+WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, comfy, sinq, gguf]
 """Those that can be written."""
 
 PLAIN = "safetensors"
@@ -168,6 +171,7 @@ __all__ = [
     "Fitting",
     "Format",
     "Found",
+    "Indexed",
     "Variant",
     "Writable",
     "cut_rows",

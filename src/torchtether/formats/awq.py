@@ -15,7 +15,7 @@ Source: AutoAWQ 0.2.9, AutoAWQConverter of compressed-tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,12 @@ def recognise(contents: Contents) -> Found | None:
             name=file,
             fix="Take the checkpoint in one of those.",
         )
+    if str(config.get("pack_method") or "reorder") != "reorder":
+        raise CheckpointError(
+            f"AWQ with the pack_method {str(config['pack_method'])[:40]!r} is not read, only with 'reorder'",
+            name=file,
+            fix="Export it from Quark with pack_method='reorder'.",
+        )
     zero_point = config.get("zero_point")
     if zero_point is not None and type(zero_point) is not bool:
         raise CheckpointError(f"zero_point is {repr(zero_point)[:80]}, neither true nor false", name=file)
@@ -114,8 +120,8 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts = {"qdata": as_bytes(tensors["qweight"]), "scale": scale[:, :groups].contiguous()}
         zeros = streams.unpack(as_bytes(tensors["qzeros"]), 4, groups) if "qzeros" in tensors else None
     else:
-        parts = {"qdata": _reordered(tensors["qweight"], rows, columns), "scale": scale.t().contiguous()}
-        zeros = _zero_points(tensors["qzeros"]).t() if "qzeros" in tensors else None
+        parts = {"qdata": reordered(tensors["qweight"], rows, columns), "scale": scale.t().contiguous()}
+        zeros = zero_points(tensors["qzeros"]).t() if "qzeros" in tensors else None
     if zeros is not None:
         if entry.options["zero_point"] is False and bool((zeros != 8).any()):
             reach = f"from {int(zeros.min())} to {int(zeros.max())}"
@@ -214,10 +220,11 @@ def _entry(
     return Entry.of(used, spec, version=version, zero_point=zero_point)
 
 
-def _reordered(words: Tensor, rows: int, columns: int) -> Tensor:
+def reordered(words: Tensor, rows: int, columns: int, outputs: Sequence[int] = OUTPUTS) -> Tensor:
     """Return the stream (rows, ceil(columns / 2)) uint8 of ``words`` (columns, rows / 8).
 
-    Two columns make a byte: the low nibbles of their words make four outputs at once, the high ones the other four.
+    ``outputs`` says which of 8 outputs each nibble of a word is of. Two columns make a byte: the low nibbles of their
+    words make four outputs at once, the high ones the other four.
     """
     made = torch.empty((rows // 8, 8, streams.packed_size(columns, 4)), dtype=torch.uint8, device=words.device)
     for start, stop in pieces(0, rows // 8, max(1, 2 * CHUNK // columns)):
@@ -228,11 +235,11 @@ def _reordered(words: Tensor, rows: int, columns: int) -> Tensor:
             pairs |= second & ~_LOW if high else (second & _LOW) << 4
             by_output = pairs.view(torch.uint8).t().contiguous().view(stop - start, 4, -1)
             for byte in range(4):
-                made[start:stop, OUTPUTS[2 * byte + high]] = by_output[:, byte]
+                made[start:stop, outputs[2 * byte + high]] = by_output[:, byte]
     return made.view(rows, -1)
 
 
-def _zero_points(words: Tensor) -> Tensor:
-    """Return the zero points (G, N) uint8 of ``words`` (G, N / 8)."""
+def zero_points(words: Tensor, outputs: Sequence[int] = OUTPUTS) -> Tensor:
+    """Return the zero points (G, N) uint8 of ``words`` (G, N / 8); ``outputs`` as in ``reordered``."""
     nibbles = streams.unpack(as_bytes(words), 4, 8 * words.shape[1])
-    return nibbles.view(words.shape[0], -1, 8)[..., [OUTPUTS.index(output) for output in range(8)]].flatten(1)
+    return nibbles.view(words.shape[0], -1, 8)[..., [outputs.index(output) for output in range(8)]].flatten(1)

@@ -235,6 +235,15 @@ class Variant(Protocol):
 
 
 @runtime_checkable
+class Indexed(Protocol):
+    """Describe a writable format whose readers want an index of the files, whatever their number."""
+
+    @property
+    def is_indexed(self) -> bool:
+        """Return whether one file has an index too, and the name of the first of several."""
+
+
+@runtime_checkable
 class Contained(Writable, Protocol):
     """Describe a format with files of its own, one for a checkpoint, where others are written as safetensors files."""
 

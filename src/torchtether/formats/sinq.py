@@ -14,18 +14,20 @@ Source: sinq 0.2.0 quantizer.py (quantize, dequantize, rtn8, dq8), bitpack.py, p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SchemeError
 from ..files.opening import SINQ_SETTINGS
 from ..geometry.views import Shape
-from ..schemes import Biased, ColumnScaled
-from ..schemes.bits import pack
+from ..schemes import Affine, Biased, ColumnScaled, scheme_to_text
+from ..schemes import bits as streams
 from ..schemes.column_scaled import COLUMNS
+from ..weights.spec import WeightSpec
+from ..weights.weight import Weight
 from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, spec_of
 from .hqq import DTYPES
 
@@ -74,9 +76,14 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     (bits, count), words = entry.options["packing"], tensors["packed"]
-    fields = ((words >> (bits * (count - 1 - i))) & ((1 << bits) - 1) for i in range(count))
+    fields = (((words >> (bits * (count - 1 - i))) & ((1 << bits) - 1)).to(torch.uint8) for i in range(count))
+    groups = entry.options["groups"]
+    if bits * words.shape[-1] % 8:  # a group ends within a byte
+        qdata = streams.pack(torch.cat([*fields])[:groups].reshape(-1, entry.shape[1]), bits)
+    else:
+        qdata = torch.cat([streams.pack(field, bits) for field in fields])[:groups]
     parts = {
-        "qdata": torch.cat([pack(field.to(torch.uint8), bits) for field in fields])[: entry.options["groups"]],
+        "qdata": qdata,
         "scale": _numbers(tensors, "scale"),
         "bias": -_numbers(tensors, "zero"),
         COLUMNS: tensors["scale2"].float(),
@@ -153,3 +160,137 @@ def _shape(given: Any) -> Shape:
     if not isinstance(given, list) or len(given) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in given):
         raise CheckpointError(f"its shape is {str(given)[:60]!r}, not rows and columns")
     return tuple(given)
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+
+is_indexed = True
+"""The package reads the names of the files from an index, also if there is one file."""
+
+
+class _Way(NamedTuple):
+    """How a weight is stored: the packing, the size of groups, and the dtype of scales and zeros."""
+
+    packing: str
+    group_size: int
+    dtype: torch.dtype
+
+
+def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
+    """Return what ``pack`` will store: words of codes, and scales, zeros and scales of columns as floats."""
+    way = _way(name, spec)
+    rows, columns = spec.shape
+    groups, (_, count) = rows * (columns // way.group_size), PACKINGS[way.packing]
+    words = torch.uint8 if way.packing.endswith("u8") else torch.int32
+    module = name.removesuffix(".weight")
+    return {
+        f"{module}.W_q": (words, (-(-groups // count), way.group_size)),
+        f"{module}.meta.scale": (way.dtype, (groups, 1)),
+        f"{module}.meta.zero": (way.dtype, (groups, 1)),
+        f"{module}.meta.scale2": (torch.float32, (1, columns)),
+    }
+
+
+def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return the tensors to store for ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
+
+    >>> import torch, torchtether as tt
+    >>> sorted(pack("m.weight", tt.Weight.encode(torch.eye(4), tt.sinq(group_size=4))))
+    ['m.W_q', 'm.meta.scale', 'm.meta.scale2', 'm.meta.zero']
+    """
+    assert isinstance(weight, Weight)
+    way, made = _way(name, weight.spec), layout(name, weight.spec)
+    parts = {role: part.detach() for role, part in weight.parts.items()}
+    scheme, keys = weight.scheme, list(made)
+    assert isinstance(scheme, ColumnScaled)
+    inner, scale = scheme.scheme, parts["scale"]
+    if isinstance(inner, Biased):
+        zero = -parts["bias"].to(way.dtype)
+    else:
+        assert isinstance(inner, Affine)
+        middle = 1 << (inner.bits - 1)
+        zero = parts["zero_point"].to(way.dtype) if "zero_point" in parts else torch.zeros_like(scale, dtype=way.dtype)
+        zero = zero + (middle if inner.signed or inner.symmetric else 0)
+    (bits, count), (dtype, shape) = PACKINGS[way.packing], made[keys[0]]
+    words = torch.zeros(shape, dtype=dtype, device=scale.device)
+    codes = _codes(parts["qdata"], bits, weight.shape[1]).reshape(-1, way.group_size)
+    for i in range(count):
+        some = codes[i * shape[0] : (i + 1) * shape[0]]
+        words[: some.shape[0]] |= some.to(dtype) << (bits * (count - 1 - i))
+    tensors = (words, scale.to(way.dtype), zero, parts[COLUMNS])
+    return {key: tensor.reshape(made[key][1]) for key, tensor in zip(keys, tensors, strict=True)}
+
+
+def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the ``quantization_config`` that transformers reads, and the settings of each module."""
+    settings: dict[str, Any] = {}
+    for name, spec in specs.items():
+        way = _way(name, spec)
+        settings[name.removesuffix(".weight")] = {
+            "meta": {
+                "nbits": PACKINGS[way.packing][0],
+                "group_size": way.group_size,
+                "shape": list(spec.shape),
+                "axis": 1,
+                "packing": way.packing,
+                "method": "sinq",
+                "compute_dtype": str(spec.dtype),
+                "unpack_view_dtype": "torch.uint8" if way.packing.endswith("u8") else "torch.int32",
+                "view_as_float": False,
+                "awq_scale": None,
+            }
+        }
+    if not settings:
+        return {}
+    first = next(iter(settings.values()))["meta"]
+    left = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
+    config = {
+        "quant_method": "sinq",
+        "nbits": first["nbits"],
+        "group_size": first["group_size"],
+        "tiling_mode": "1D",
+        "method": "sinq",
+        "modules_to_not_convert": sorted(left) or None,
+    }
+    return {"config.json": {"quantization_config": config}, SINQ_SETTINGS: settings}
+
+
+holds_embeddings = False
+
+
+def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Raise SchemeError: SINQ builds modules for linear layers alone."""
+    raise SchemeError(
+        "it is the weight of an embedding, which SINQ does not read quantized",
+        name=names[0],
+        fix=f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
+    )
+
+
+def _way(name: str, spec: WeightSpec) -> _Way:
+    """Return how a Weight of this spec is stored; SchemeError if the format has no words for it."""
+    scheme, shape = spec.scheme, spec.shape
+    inner = scheme.scheme if isinstance(scheme, ColumnScaled) else None
+    bits, block, stored, arithmetic = 0, None, torch.float32, torch.float32
+    if isinstance(inner, Affine) and inner.unit == 1 and not inner.act_order:
+        bits, block, stored = inner.bits, inner.block, inner.scale_dtype
+    elif isinstance(inner, Biased) and inner.bias_first:
+        bits, block, stored, arithmetic = inner.bits, inner.block, inner.scale_dtype, inner.arithmetic
+    packing = {known: packing for packing, (known, _) in PACKINGS.items()}.get(bits)
+    size = (block[1] or shape[-1]) if block and block[0] == 1 else 0
+    stored = stored if torch.promote_types(spec.dtype, stored) == arithmetic else arithmetic
+    fits = len(shape) == 2 and spec.is_contiguous and size and not shape[-1] % size and name.endswith(".weight")
+    if not packing or not fits or torch.promote_types(spec.dtype, stored) != arithmetic:
+        raise SchemeError(
+            f"SINQ has no words for {scheme_to_text(scheme)} over {spec.dtype} {tuple(shape)}",
+            name=name,
+            fix="Quantize matrices with tt.sinq(), in groups that divide their columns.",
+        )
+    return _Way(packing, size, stored)
+
+
+def _codes(stored: Tensor, bits: int, columns: int) -> Tensor:
+    """Return unsigned codes, a byte each: streams already have their offset, int8 does not."""
+    if stored.dtype == torch.int8:
+        return stored.view(torch.uint8).bitwise_xor(0x80)
+    return streams.unpack(stored, bits, columns)

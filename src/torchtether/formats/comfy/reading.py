@@ -1,23 +1,4 @@
-"""ComfyUI's quantized safetensors: JSON for each layer says how its weight is stored; older files have a marker.
-
-    m.comfy_quant              uint8, JSON: ``{"format": "nvfp4", ...}``; how ``m.weight`` is stored
-    _quantization_metadata     in the metadata of the file, JSON: the same for all layers, by name; it has precedence
-    scaled_fp8                 older: this tensor is there, and float8 weights have ``m.scale_weight``
-
-    float8_e4m3fn, float8_e5m2 weight (*lead, N, K), weight_scale () or (*lead, N, 1) or one for each of lead: q * scale
-    int8_tensorwise            the same with int8
-    int8_blockwise             weight_scale (*lead, ceil(N / g), ceil(K / g)), g the group_size or 128
-    mxfp8                      weight e4m3, weight_scale e8m0 of 32 columns, tiled
-    nvfp4                      weight uint8 (*lead, N, K / 2), high nibble first; weight_scale e4m3 of 16 columns,
-                               tiled; weight_scale_2 (), multiplied
-
-Tiled scales are in tiles of 128 rows and 4 columns, padded to whole ones: row r and column c of a tile are its entry
-``r % 32 * 16 + r // 32 * 4 + c``. float8 and e8m0 may be stored as bytes.
-
-nvfp4 is padded with zeros to multiples of 16 rows and columns, mxfp8 of 32, and the file does not say from what: only
-the model does, so ``fit`` cuts a weight to its shape. Exponents of 0 are 2**-127, as in e8m0 and on GPUs, and not 0.
-Source: ComfyUI's QUANTIZATION.md, comfy/ops.py and comfy/utils.py; comfy-kitchen 0.2.40.
-"""
+"""From the tensors of ComfyUI's files to Weights: what each layer is, and its codes and scales in our order."""
 
 from __future__ import annotations
 
@@ -28,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..files import Stored
-from ..files.strict_json import parse_object, short_repr
-from ..geometry.views import Shape
-from ..schemes import Affine, ScaledFloat, Scheme
-from ..schemes.blocks import CHUNK, Block, pieces
-from .entry import Contents, Entry, Evidence, Found, expect, spec_of
-from .rows import Along
-
-name = "comfy"
+from ...errors import CheckpointError
+from ...files import Stored
+from ...files.strict_json import parse_object, short_repr
+from ...geometry.views import Shape
+from ...schemes import Affine, ScaledFloat, Scheme
+from ...schemes.blocks import CHUNK, Block, pieces
+from ..entry import Contents, Entry, Found, expect, spec_of
+from ..rows import Along
 
 SETTINGS, METADATA, MARKER, OLD_SCALE = ".comfy_quant", "_quantization_metadata", "scaled_fp8", ".scale_weight"
-evidence = Evidence(metadata=(METADATA,), keys=(f"{SETTINGS[1:]}\n", f"{MARKER}\n", f"{OLD_SCALE}\n"))
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -94,7 +72,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             tensor = tensors[role]
         if role == "qdata" and scheme == TILED["nvfp4"]:
-            tensor = _swapped(tensor, part.shape, base[-1])
+            tensor = swapped(tensor, part.shape, base[-1])
         elif role == "qdata" and tensor.shape != part.shape:
             tensor = tensor[..., : base[-2], : base[-1]]
         tensor = tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor
@@ -275,7 +253,7 @@ def _untiled(tiles: Tensor, base: Shape, shape: Shape, first: int = 0, total: in
     return table.reshape(table.shape[0], -1, whole)[:, start : start + base[-2], : shape[-1]]
 
 
-def _swapped(codes: Tensor, shape: Shape, columns: int) -> Tensor:
+def swapped(codes: Tensor, shape: Shape, columns: int) -> Tensor:
     """Return E2M1 codes with the low nibble first, of ``shape``; a nibble beyond ``columns`` is 0."""
     made = codes.new_empty(shape)
     matrices = codes[..., : shape[-2], : shape[-1]].reshape(-1, *shape[-2:])

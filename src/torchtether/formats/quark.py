@@ -1,0 +1,384 @@
+"""AMD Quark: ``quant_method: quark``. What the tensors of a layer are, its ``weight`` in the config says.
+
+    int8, uint8            m.weight (N, K); m.weight_scale () or (N,); m.weight_zero_point alike
+                           per group: m.weight (K, N); m.weight_scale (G, N); m.weight_zero_point (G, N)
+    int4, uint4            m.weight int32 (N, K / 8); zero points int32 (), or in words (N / 8,)
+                           per group: m.weight int32 (K, N / 8); m.weight_scale (G, N); zero points (G, N / 8)
+    fp8_e4m3, fp8_e5m2     m.weight (N, K); m.weight_scale () or (N,), or per block
+    fp4, fp6_e2m3          m.weight uint8, a dense stream of (*lead, N, K); m.weight_scale (*lead, N, G): floats, or
+                           exponents as bytes ("e8m0"), or float8_e4m3fn that m.weight_scale_2 () multiplies
+
+Nibble i of a word is of element ``(0, 2, 4, 6, 1, 3, 5, 7)[i]`` of its 8, or with ``pack_method: order`` of element i;
+signed ones are in two's complement. Zero points of a symmetric layer are stored too, and are 0.
+
+A layer has the settings of the first pattern in ``layer_quant_config`` that matches its name, of ``Linear`` in
+``layer_type_quant_config``, or of all. Weights of ``weight_format: fake_quantized`` are floats that have been rounded:
+they are loaded as such. What Quark exports with ``custom_mode`` "fp8" or "awq" says so, and is read as those are.
+Source: amd-quark 0.13 torch/export (realquantizer, qparamslinear_builder, quant_config_parser), torch/utils/pack.py,
+torch/kernel/hw_emulation.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..files import Stored
+from ..files.strict_json import short_repr
+from ..geometry.views import Shape
+from ..schemes import Affine, ScaledFloat, Scheme
+from ..schemes import bits as streams
+from ..schemes.blocks import CHUNK, Block, pieces
+from .awq import OUTPUTS, reordered, zero_points
+from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, spec_of
+from .linears import FLOATS, check_shape, groups_over
+from .rows import Along
+
+name = "quark"
+evidence = Evidence(methods=(name,))
+
+INTEGERS = {"int8": (8, True), "uint8": (8, False), "int4": (4, True), "uint4": (4, False)}
+"""Bits, and whether there is a sign."""
+_INTEGER_BLOCKS: dict[str, Block] = {"per_tensor": (None, None), "per_channel": (1, None)}
+FLOAT8 = {"fp8_e4m3": ("e4m3", torch.float8_e4m3fn), "fp8_e5m2": ("e5m2", torch.float8_e5m2)}
+PACKED = {"fp4": ("e2m1", 4), "fp6_e2m3": ("e2m3", 6)}
+KNOWN = (*INTEGERS, *FLOAT8, *PACKED)
+ORDERS = {"reorder": OUTPUTS, "order": tuple(range(8))}
+"""The element, of the 8 of a word, that each of its nibbles is of."""
+
+_ROLES = {
+    "weight": "qdata",
+    "weight_scale": "scale",
+    "weight_scale_inv": "scale",
+    "weight_zero_point": "zero_point",
+    "weight_scale_2": "global_scale",
+    "weight_zero_point_2": "zero_point_2",
+}
+_SPARE = re.compile(r"(.*\.)?((input|output)_(scale|zero_point)(_\d)?|[kvq]_scale|(kv|prob)_scale)")
+_CHANGED = re.compile(r"(.*\.)?(input_rotation|input_prescale|smooth_factor|shared_input_rotation_\d+)")
+_CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+_MATCHES = 2**22  # of patterns with names, which take some seconds; what people write takes thousands
+_LONGEST = 2000  # characters of a pattern
+
+
+def recognise(contents: Contents) -> Found | None:
+    """Return every weight of codes with its scales; scales of weights that are floats are spare.
+
+    Raises CheckpointError for a config that makes no sense, and for layers that rotate or scale what they are given.
+    """
+    if contents.method != name:
+        return None
+    config = contents.quantization
+    order = _order(config)
+    found = Found()
+    modules: dict[str, dict[str, str]] = {}
+    for key, stored in contents.tensors.items():
+        module, _, leaf = key.rpartition(".")
+        if _CHANGED.fullmatch(key):
+            raise CheckpointError(
+                "it rotates or scales what its layer is given, which would be lost",
+                name=key,
+                fix="Take a checkpoint without online rotations and SVDQuant.",
+            )
+        if _SPARE.fullmatch(key):
+            found.spare.add(key)
+        elif leaf in _ROLES and (leaf != "weight" or stored.dtype in _CODES):
+            modules.setdefault(module, {})[_ROLES[leaf]] = key
+        elif leaf in ("bias_scale", "bias_zero_point"):
+            bias = f"{module}.bias" if module else "bias"
+            found.fault(bias, "it is quantized, and biases are read as floats", {"scale": key, "bias": bias})
+    settings = _Settings(config, len(modules))
+    for module, keys in modules.items():
+        weight = f"{module}.weight" if module else "weight"
+        if "qdata" not in keys and weight in contents.tensors:
+            found.spare.update(keys.values())
+            continue
+        try:
+            found.weights[weight] = _entry(contents, settings.of(module), keys, order)
+        except CheckpointError as error:
+            found.fault(weight, f"{error.what}. {error.fix}" if error.fix else error.what, keys)
+    return found
+
+
+def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts. Raise CheckpointError for zero points that the config denies."""
+    assert entry.spec is not None
+    scheme, layout = entry.spec.scheme, entry.spec.scheme.layout(entry.spec.base)
+    if isinstance(scheme, Affine):
+        parts = _integers(entry, scheme, tensors)
+    else:
+        parts = {role: tensors[role] for role in layout}
+        if parts["scale"].dtype == torch.uint8:
+            parts["scale"] = parts["scale"].view(torch.float8_e8m0fnu)
+        if "global_scale" in parts:
+            parts["global_scale"] = parts["global_scale"].float()
+    return {role: parts[role].reshape(part.shape).contiguous() for role, part in layout.items()}
+
+
+def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
+    """Return where rows lie: along the columns of integers in groups, and as rows elsewhere; 8 to a word of 4 bits."""
+    assert entry.spec is not None
+    scheme, found = entry.spec.scheme, {}
+    assert isinstance(scheme, Affine | ScaledFloat)
+    grouped, words = entry.options.get("grouped", False), isinstance(scheme, Affine) and scheme.bits == 4
+    for role, key in entry.keys.items():
+        shape = tensors[key].shape
+        if role == "global_scale" or (role != "qdata" and scheme.block == (None, None)):
+            continue
+        in_words = words and role != "scale" and (grouped or role == "zero_point")
+        if not shape or not (in_words or shape[int(grouped)] == entry.spec.base[0]):
+            return None
+        found[role] = Along(int(grouped), 1, 8 if in_words else 1)
+    return found
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def _order(config: Mapping[str, Any]) -> str:
+    export = config.get("export") or NOTHING
+    order = export.get("pack_method", "reorder") if isinstance(export, Mapping) else None
+    if not isinstance(order, str) or order not in ORDERS:
+        raise CheckpointError(
+            f"its pack_method is {short_repr(order)}, read are {', '.join(ORDERS)}",
+            name="config.json",
+            fix="Export it from Quark in one of those.",
+        )
+    return order
+
+
+@dataclass(init=False)
+class _Settings:
+    """What the config says about each layer: by its name, by a pattern for names, or about all."""
+
+    exact: dict[str, tuple[int, Any]]
+    patterns: list[tuple[int, re.Pattern[str], Any]]
+    rest: Any
+
+    def __init__(self, config: Mapping[str, Any], count: int) -> None:
+        by_name, by_type = (_object(config, one) for one in ("layer_quant_config", "layer_type_quant_config"))
+        self.exact, self.patterns = {}, []
+        self.rest = by_type.get("Linear", config.get("global_quant_config"))
+        globs = [text for text in by_name if any(sign in text for sign in "*?[")]
+        if len(globs) * count > _MATCHES or any(len(text) > _LONGEST for text in globs):
+            raise CheckpointError(f"its layer_quant_config has too many or too long patterns: {len(globs)}", name=name)
+        for at, (text, settings) in enumerate(by_name.items()):
+            self.exact[text] = at, settings
+            if any(sign in text for sign in "*?["):
+                self.patterns.append((at, re.compile(fnmatch.translate(text)), settings))
+
+    def of(self, module: str) -> Any:
+        """Return ``weight`` of the settings of ``module``. Raise CheckpointError if it has none."""
+        at, settings = self.exact.get(module, (None, self.rest))
+        for place, pattern, other in self.patterns:
+            if at is not None and place > at:
+                break
+            if pattern.match(module):
+                settings = other
+                break
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(f"its settings are {short_repr(settings)}, not an object")
+        return settings.get("weight")
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = config.get(key) or NOTHING
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"its {key} is {short_repr(found)}, not an object", name="config.json")
+    return found
+
+
+def _stage(weight: Any) -> tuple[Mapping[str, Any], bool]:
+    """Return the settings of the codes, and whether their scales are codes too. Raise CheckpointError for others."""
+    stages = weight if isinstance(weight, list) else [weight]
+    if not stages or not all(isinstance(stage, Mapping) for stage in stages):
+        raise CheckpointError(f"it is stored as codes, and its settings are {short_repr(weight)}")
+    first, *others = stages
+    if not others:
+        return first, False
+    second = others[0]
+    is_nvfp4 = len(others) == 1 and first.get("dtype") == "fp4" and second.get("is_scale_quant") is True
+    if is_nvfp4 and (second.get("dtype"), second.get("qscheme")) == ("fp8_e4m3", "per_tensor"):
+        return first, True
+    stages_of = " and ".join(short_repr(stage.get("dtype")) for stage in stages)
+    raise CheckpointError(f"it is quantized in stages, {stages_of}; read are fp4 with scales in fp8_e4m3 per_tensor")
+
+
+# -- recognising --------------------------------------------------------------------------------------------------
+
+
+def _entry(contents: Contents, weight: Any, keys: Mapping[str, str], order: str) -> Entry:
+    """Return what the weight of a layer is. Raise CheckpointError for what is wrong with it."""
+    settings, in_stages = _stage(weight)
+    dtype, qscheme = settings.get("dtype"), settings.get("qscheme")
+    if not isinstance(dtype, str) or dtype not in KNOWN:
+        raise CheckpointError(f"its dtype is {short_repr(dtype)}, read are {', '.join(KNOWN)}")
+    needed = {"qdata", "scale", *(("global_scale",) if in_stages else ())}
+    for role in sorted(needed - keys.keys()):
+        raise CheckpointError(f"its {' and '.join(keys.values())} are there, its {role} is not")
+    for role in sorted(keys.keys() - needed - ({"zero_point"} if dtype in INTEGERS else set())):
+        raise CheckpointError(f"it is {dtype}, and {keys[role]} is there")
+    codes = contents.tensors[keys["qdata"]]
+    if len(codes.shape) < 2 or 0 in codes.shape or (dtype not in PACKED and len(codes.shape) > 2):
+        raise CheckpointError(f"its codes have shape {codes.shape}, not that of a matrix")
+    axis = settings.get("ch_axis")
+    if axis not in {"per_channel": (0,), "per_group": (1, -1)}.get(str(qscheme), (axis,)):
+        raise CheckpointError(f"its {qscheme} is along axis {short_repr(axis)}, read are rows, and groups of columns")
+    if dtype in INTEGERS:
+        return _integer_entry(contents, settings, keys, order)
+    return _float_entry(contents, settings, keys, in_stages=in_stages)
+
+
+def _integer_entry(contents: Contents, settings: Mapping[str, Any], keys: Mapping[str, str], order: str) -> Entry:
+    dtype, qscheme = settings["dtype"], settings.get("qscheme")
+    bits, signed = INTEGERS[dtype]
+    codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scale"))
+    per_word, container = (8, torch.int32) if bits == 4 else (1, torch.int8 if signed else torch.uint8)
+    grouped = qscheme == "per_group"
+    (count, columns), block = codes.shape, _INTEGER_BLOCKS.get(str(qscheme))
+    if grouped and len(scale.shape) == 2:
+        (groups, count), columns = scale.shape, count
+        block = groups_over(columns, groups, _size(settings))
+    elif grouped or block is None:
+        raise CheckpointError(
+            f"it is {dtype}, its qscheme is {short_repr(qscheme)} and its scale has shape {scale.shape}, "
+            "read are per_tensor, per_channel, and per_group with a matrix"
+        )
+    else:
+        columns *= per_word
+    words = -(-count // per_word)
+    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {
+        "qdata": ((container,), (columns, words) if grouped else codes.shape),
+        "scale": (FLOATS, scale.shape if grouped else (count,) if block[0] else ()),
+        "zero_point": ((container,), (scale.shape[0], words) if grouped else (words,) if block[0] else ()),
+    }
+    symmetric = signed and settings.get("symmetric") is True
+    if symmetric and "zero_point" not in keys:
+        del wanted["zero_point"]
+    wrong = expect(contents.tensors, keys, wanted)
+    for role in wanted.keys() & keys.keys() if grouped and not wrong else ():
+        check_shape(role, contents.tensors[keys[role]], wanted[role][1], f"{dtype} with scale {scale.shape}")
+    if wrong:
+        raise CheckpointError(wrong)
+    scheme = Affine(bits=bits, signed=signed, symmetric=symmetric, block=block, scale_dtype=scale.dtype)
+    spec = spec_of((count, columns), contents.dtype, scheme, name=keys["qdata"])
+    return Entry.of(keys, spec, grouped=grouped, order=order)
+
+
+def _float_entry(contents: Contents, settings: Mapping[str, Any], keys: Mapping[str, str], *, in_stages: bool) -> Entry:
+    dtype, qscheme, form = settings["dtype"], settings.get("qscheme"), settings.get("scale_format")
+    codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scale"))
+    shape = codes.shape
+    known: tuple[torch.dtype, ...] = FLOATS
+    block: Block
+    if dtype in FLOAT8:
+        element, container = FLOAT8[dtype]
+        block, known = _block(settings, dtype), (*FLOATS, torch.float8_e8m0fnu)
+    else:
+        element, bits = PACKED[dtype]
+        container = torch.uint8
+        if codes.shape[-1] * 8 % bits:
+            raise CheckpointError(f"its codes have shape {codes.shape}, which is no stream of {bits} bits")
+        shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
+        if qscheme != "per_group" or form not in ("e8m0", "float32", None):
+            raise CheckpointError(
+                f"it is {dtype}, its qscheme is {short_repr(qscheme)} and its scale_format {short_repr(form)}, "
+                "read are per_group with e8m0 or float32"
+            )
+        block = 1, _size(settings) or shape[-1]
+    held = scale.dtype
+    if in_stages:
+        known = (torch.float8_e4m3fn,)
+    elif form == "e8m0":
+        known, held = (torch.uint8, torch.float8_e8m0fnu), torch.float8_e8m0fnu
+    if scale.dtype not in known:
+        raise CheckpointError(f"its scale is {scale.dtype}, not {' or '.join(map(str, known))}")
+    scheme: Scheme = ScaledFloat(element, block, held, global_scale=in_stages)
+    spec = spec_of(shape, contents.dtype, scheme, name=keys["qdata"])
+    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {
+        "qdata": ((container,), codes.shape),
+        "scale": (known, scheme.layout(shape)["scale"].shape),
+        **({"global_scale": (FLOATS, ())} if in_stages else {}),
+    }
+    wrong = expect(contents.tensors, keys, wanted)
+    if wrong:
+        raise CheckpointError(wrong)
+    return Entry.of(keys, spec)
+
+
+def _block(settings: Mapping[str, Any], dtype: str) -> Block:
+    """Return what one scale of float8 covers."""
+    qscheme, size = settings.get("qscheme"), settings.get("block_size")
+    pair = size if isinstance(size, list) and all(type(n) is int and 0 < n < 2**31 for n in size) else []
+    if qscheme == "per_block" and len(pair) == 2:
+        return pair[0], pair[1]
+    if qscheme in ("per_tensor", "per_channel"):
+        return (None, None) if qscheme == "per_tensor" else (1, None)
+    raise CheckpointError(
+        f"it is {dtype}, its qscheme is {short_repr(qscheme)} and its block_size {short_repr(size)}, "
+        "read are per_tensor, per_channel, and per_block of [rows, columns]"
+    )
+
+
+def _size(settings: Mapping[str, Any]) -> int | None:
+    size = settings.get("group_size")
+    if size is not None and (type(size) is not int or not 0 < size < 2**31):
+        raise CheckpointError(f"its group_size is {short_repr(size)}, not a number of columns")
+    return size
+
+
+# -- unpacking ----------------------------------------------------------------------------------------------------
+
+
+def _integers(entry: Entry, scheme: Affine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    count, columns = entry.shape
+    grouped, order = entry.options["grouped"], ORDERS[entry.options["order"]]
+    codes, scale = tensors["qdata"], tensors["scale"]
+    if scheme.bits == 8:
+        codes = codes.t() if grouped else codes
+    elif grouped:
+        codes = reordered(codes, 8 * codes.shape[1], columns, order)[:count]
+    else:
+        codes = _in_order(codes, order)
+    if scheme.bits == 4 and scheme.signed:
+        codes = codes ^ 0x88  # from two's complement
+        if columns % 2:
+            codes[:, -1] &= 0x0F
+    parts = {"qdata": codes, "scale": scale.t() if grouped else scale}
+    if "zero_point" in tensors:
+        zeros = _zeros(tensors["zero_point"], scheme, order, grouped=grouped)
+        zeros = zeros[:count] if zeros.dim() else zeros
+        if not scheme.symmetric:
+            parts["zero_point"] = zeros
+        elif bool(zeros.any()):
+            reach = f"from {int(zeros.min())} to {int(zeros.max())}"
+            raise CheckpointError(f"its zero points are {reach}, and its settings say that it is symmetric")
+    return parts
+
+
+def _in_order(words: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return the stream of ``words`` (N, W), their nibbles in the order of their elements."""
+    made = words.new_empty((words.shape[0], 4 * words.shape[1]), dtype=torch.uint8)
+    for start, stop in pieces(0, words.shape[0], max(1, CHUNK // (8 * words.shape[1]))):
+        made[start:stop] = streams.pack(zero_points(words[start:stop], order), 4)
+    return made
+
+
+def _zeros(stored: Tensor, scheme: Affine, order: tuple[int, ...], *, grouped: bool) -> Tensor:
+    """Return zero points, of groups as (N, G)."""
+    zeros = stored
+    if scheme.bits == 4 and scheme.block == (None, None):
+        zeros = (stored & 15).to(torch.uint8)
+    elif scheme.bits == 4:
+        zeros = zero_points(stored.reshape(-1, stored.shape[-1]), order)
+        zeros = zeros if grouped else zeros.reshape(-1)
+    if scheme.bits == 4 and scheme.signed:
+        zeros = (zeros ^ 8).view(torch.int8) - 8
+    return zeros.t() if grouped else zeros
