@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..geometry.views import Shape, contiguous_stride
-from . import (
-    auto_round,
-    awq,
-    bitsandbytes,
-    comfy,
-    compressed_tensors,
-    fp8,
-    gguf,
-    gptq,
-    hqq,
-    mlx,
-    modelopt,
-    mxfp4,
-    native,
-    quanto,
-    quark,
-    refused,
-    sinq,
-    torchao,
-)
+from . import native
 from .entry import (
     NOTHING,
     AboutEmbeddings,
@@ -44,32 +25,19 @@ from .entry import (
 )
 from .rows import ByRows, Cut, cut_rows
 
-FORMATS: list[Format] = [
-    native,
-    gguf,
-    torchao,
-    comfy,
-    compressed_tensors,
-    modelopt,
-    auto_round,
-    gptq,
-    awq,
-    bitsandbytes,
-    quanto,
-    quark,
-    sinq,
-    hqq,
-    mlx,
-    mxfp4,
-    fp8,
-]
-"""In the order in which they are tried; the first that recognises a checkpoint has it."""
-
-WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, comfy, sinq, gguf]
-"""Those that can be written."""
+if TYPE_CHECKING:
+    from .catalog import FORMATS, WRITABLE
 
 PLAIN = "safetensors"
 """The name of the format that stores every tensor as it is."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FORMATS", "WRITABLE"):
+        from . import catalog
+
+        return getattr(catalog, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register(format: Format) -> None:
@@ -85,6 +53,8 @@ def register(format: Format) -> None:
     Traceback (most recent call last):
     torchtether.errors.CheckpointError: native: there is a format of this name already. Choose another name.
     """
+    from .catalog import FORMATS, WRITABLE
+
     name = getattr(format, "name", None)
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"this {type(format).__name__} has no name", name="format", fix="Give it one.")
@@ -109,6 +79,9 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     Weights with a fault, and keys that only belong to the format, are not among the tensors.
     Raises CheckpointError for a format that is known and not read.
     """
+    from . import refused
+    from .catalog import FORMATS
+
     for format in FORMATS:
         found = format.recognise(contents) if may_recognise(format, contents) else None
         if found is not None:
@@ -133,6 +106,8 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
 
 def writable(name: str) -> Writable:
     """Return the format called ``name``, to write; raise CheckpointError, naming those that can be written."""
+    from .catalog import FORMATS, WRITABLE
+
     for format in WRITABLE:
         if format.name == name:
             return format
