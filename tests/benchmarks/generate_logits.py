@@ -33,11 +33,12 @@ def distances(file, threads, llama_python=None):
     return found
 
 
-def model_on_meta(file):
+def model_on_meta(file, attention="sdpa"):
     from transformers import AutoConfig, LlamaForCausalLM
 
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, attn_implementation=attention)
     with tt.on_meta():
-        return LlamaForCausalLM(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+        return LlamaForCausalLM(config)
 
 
 @torch.no_grad()
