@@ -1,6 +1,8 @@
 """The benchmarks run, at a size at which their figures mean nothing, so that they cannot rot."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +141,7 @@ def test_the_generate_benchmark_runs(tmp_path, capsys):
     assert rows.keys() >= {"dense bf16", *(f"torchtether {kind}" for kind in types)}
     assert all(row["memory"] > 0 for row in rows.values())
     assert rows["dense bf16"]["against dense"] == 1
+    assert all(its["float32"] < 1e-4 < its["bfloat16"] < 0.1 for its in found["logits"]["random"].values())
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
     assert "not additive" in capsys.readouterr().out
@@ -170,11 +173,34 @@ def test_generate_compares_products_with_tokens_of_llama_cpp():
         "Q4_0: prefill against llama.cpp": (0.5, "held"),
     }
     row = next(row for row in bench_generate.rows_of("random", runs, 512) if row["name"] == "torchtether Q4_0")
+    assert row["prefill against llama.cpp"] == 2
     assert (row["prefill"], row["decode"], row["memory"], row["against dense"]) == (256, 10, 2, 2)
     assert row["against llama.cpp"] == pytest.approx(0.8)
     assert row["products against llama.cpp"] == pytest.approx(1.6)
     assert row["parts"]["not additive"] == pytest.approx(10)
     assert row["GB/s"] == pytest.approx(60)
+
+
+@pytest.mark.parametrize(
+    ("found", "bars"),
+    [
+        ({"bfloat16": 0.03, "float32": 1e-6}, {"float32 logits": "held"}),
+        ({"bfloat16": 0.03, "float32": 1e-3, "llama.cpp": 0.04}, {"float32 logits": "missed", "logits": "held"}),
+        ({"bfloat16": 0.05, "float32": 1e-6, "llama.cpp": 0.04}, {"float32 logits": "held", "logits": "missed"}),
+    ],
+)
+def test_generate_compares_logits_with_exact_ones(found, bars):
+    made = bench_generate.bars_of_logits("random", "Q4_0", found)
+    assert {bar["bar"].removeprefix("Q4_0: ").partition(" from")[0]: bar["state"] for bar in made} == bars
+
+
+def test_generate_goes_on_without_llama_cpp(capsys, monkeypatch):
+    monkeypatch.setattr(bench_generate.importlib.util, "find_spec", lambda name: True)
+    options = SimpleNamespace(llama_python=sys.executable, models=["random"])
+    monkeypatch.setattr(bench_generate, "has_llama", lambda python: False)
+    assert bench_generate.models_here(options) == ["random"]
+    assert options.llama_python is None
+    assert f"llama.cpp is not run: {sys.executable} has no llama-cpp-python" in capsys.readouterr().out
 
 
 def test_generate_says_what_it_cannot_run(capsys, monkeypatch):

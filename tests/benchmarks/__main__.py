@@ -1,7 +1,7 @@
 """Every benchmark, one table a group, each bar held or missed:
 
     python -m tests.benchmarks [--size small|quick|full | --quick] [--rounds 5] [--only core load ...] [--folder DIR]
-                               [--json FILE]
+                               [--llama-python PYTHON] [--json FILE]
 
 ``full`` takes about an hour on two idle cores, 10 GB of memory and 8 GB of disk in DIR (else where TMPDIR says).
 ``--quick`` takes fewer shapes of ``compute`` and a 16 times smaller model for ``generate``, and the rest as ``small``,
@@ -60,7 +60,8 @@ def arguments_for(name, options, file):
     size = ["--scale", "1.0" if size == "full" else "0.01"] if name == "core" else ["--size", size]
     folder = ["--folder", options.folder] if options.folder and name in ("load", "distributed", "generate") else []
     rounds = ["--rounds", str(options.rounds)]
-    return [*size, *rounds, *folder, "--json", str(file)]
+    llama = ["--llama-python", options.llama_python] if options.llama_python and name == "generate" else []
+    return [*size, *rounds, *folder, *llama, "--json", str(file)]
 
 
 def main(arguments=None):
@@ -70,6 +71,7 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--folder")
+    parser.add_argument("--llama-python")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found, threads = {"machine": machine()}, torch.get_num_threads()

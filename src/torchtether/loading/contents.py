@@ -37,7 +37,7 @@ def new_contents(step: Step, given: RenamedCheckpoint, tick: Tick, batch: Batch 
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
         if isinstance(step.held, Weight) and step.held.scheme.decoder == weight.scheme:  # a master begins as its values
             weight = Weight.encode(weight, step.held.scheme)
-        return _for_members(step, cast(Weight, weight.to(step.dtype)))
+        return _for_members(step, _computed_in(step.dtype, weight))
     if step.is_encoded:
         by_rows = (
             None if batch is None else encode_by_rows(step, given, batch, partial(encode_whole, step, given, no_tick))
@@ -51,7 +51,7 @@ def mapped_contents(step: Step, given: RenamedCheckpoint, tick: Tick) -> Sequenc
     made, members = given.map(step.sources[0].name), step.component.members
     tick(step.nbytes)
     if isinstance(made, Weight):
-        return _for_members(step, cast(Weight, made.to(step.dtype)))
+        return _for_members(step, _computed_in(step.dtype, made))
     if len(members) > 1:
         flat = made.view(-1)
         span = flat if step.component.dtype else flat.view(torch.uint8)
@@ -114,7 +114,7 @@ def encode_whole(step: Step, given: RenamedCheckpoint, tick: Tick) -> Weight:
         start, stop = step.kept
         rows = cast(Weight, made.narrow(0, start, stop - start))
         made = rows.map(Tensor.clone, cut=())  # so that the other rows are freed
-    return cast(Weight, made.to(step.dtype))
+    return _computed_in(step.dtype, made)
 
 
 def _wrap(made: Sequence[Tensor], step: Step) -> Sequence[Tensor]:
@@ -122,6 +122,16 @@ def _wrap(made: Sequence[Tensor], step: Step) -> Sequence[Tensor]:
     if step.scheme is not None:
         made = [Weight.encode(plain_values(tensor), step.scheme) for tensor in made]
     return [new.map(Tensor.detach, new.spec.replace(tie=step.tie)) if isinstance(new, Weight) else new for new in made]
+
+
+def _computed_in(dtype: torch.dtype, weight: Weight) -> Weight:
+    """Return ``weight``, which is in no other use, with the compute dtype ``dtype``, over the same parts.
+
+    ``Weight.to`` would copy them.
+    """
+    if weight.dtype is dtype:
+        return weight
+    return weight.with_parts(weight.scheme.convert(weight.parts, dtype), weight.spec.replace(dtype=dtype))
 
 
 def _for_members(step: Step, weight: Weight) -> Sequence[Tensor]:

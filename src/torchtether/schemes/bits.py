@@ -48,6 +48,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 4 and _VIEWABLE:
         pairs = codes.reshape(-1).view(torch.int16)  # low | high << 8
         packed = (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
+    elif _VIEWABLE:
+        words = codes.reshape(-1).view(torch.int64)  # eight codes, of which neighbours are joined three times
+        for lane in (8, 16, 32):
+            held = bits * lane // 8
+            low = sum(((1 << held) - 1) << at for at in range(0, 64, 2 * lane))
+            words = (words & low) | ((words >> (lane - held)) & (low << held))
+        packed = words.view(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 8, 8)[..., :bits].flatten(-2)
     else:
         octets = codes.unflatten(-1, (codes.shape[-1] // 8, 8))
         word = octets[..., 0].to(torch.int64)
