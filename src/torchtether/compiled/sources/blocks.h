@@ -1,5 +1,5 @@
-// Products with many rows of inputs of bfloat16, in the units of AVX-512 that add two products of bfloat16 to a sum, or four
-// of bytes.
+// Products with many rows of inputs of bfloat16, by the instructions of AVX-512 that add two products of bfloat16 to a sum,
+// or four of bytes.
 //
 // Some rows of codes are laid side by side, four bytes of each in turn, so that one vector multiplies 16 of them with four
 // bytes of a row of inputs. The bytes are values that were decoded to bfloat16; or, where inputs are rounded to int8, codes
@@ -59,7 +59,8 @@ template <bool BYTES> struct Inputs {
             const __m256i halves = _mm256_maskz_loadu_epi16(some, (const uint16_t*)x + at + k);
             const __m512 v = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
             const __m512i codes = _mm512_cvtps_epi32(_mm512_div_ps(v, by));  // to the nearest, halves to even
-            if (BYTES) _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(codes, _mm512_set1_epi32(128))));
+            const __m512i lifted = _mm512_add_epi32(codes, _mm512_set1_epi32(128));
+            if (BYTES) _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8(lifted));
             else _mm256_storeu_si256((__m256i*)(to + 2 * k), (__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(codes)));
         }
     }
@@ -92,7 +93,8 @@ template <class Row> inline __attribute__((always_inline)) void lay_side_by_side
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
         const __m512i p = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), q = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-        const __m512i r = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88), s = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        const __m512i r = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512i s = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
         _mm512_storeu_si512(to + (j + 0) * LINES, _mm512_shuffle_i32x4(p, r, 0x88));
         _mm512_storeu_si512(to + (j + 4) * LINES, _mm512_shuffle_i32x4(q, s, 0x88));
         _mm512_storeu_si512(to + (j + 8) * LINES, _mm512_shuffle_i32x4(p, r, 0xdd));
@@ -172,8 +174,9 @@ template <int C> struct Tile {
 
     Tile(const Layout& L, const Parts& P, const Inputs<BYTES>& in, int64_t rows)
         : L(L), P(P), in(in), rows(rows), piece(BYTES ? piece_of(L) : DEPTH), pieces((in.bytes + piece - 1) / piece),
-          codes(DEPTH / 4 * LINES), lows(DEPTH / piece * LINES), stride(in.bytes + 64), values(BYTES ? 0 : ACROSS * stride / 2),
-          scales(BYTES ? pieces * ACROSS : 0), s(buffer_size(L)), z(buffer_size(L)), totals((rows + TALL) * ACROSS),
+          codes(DEPTH / 4 * LINES), lows(DEPTH / piece * LINES), stride(in.bytes + 64),
+          values(BYTES ? 0 : ACROSS * stride / 2), scales(BYTES ? pieces * ACROSS : 0),
+          s(buffer_size(L)), z(buffer_size(L)), totals((rows + TALL) * ACROSS),
           halves(in.bytes / 32), zeros(C == INT4 ? ACROSS * halves : 0) {}
 
     void fill_scales() {
@@ -205,7 +208,8 @@ template <int C> struct Tile {
             for (int64_t k = from; k < end; k += 64)
                 lay_side_by_side([&](int i) { return bytes_at(l * 16 + i < count ? l * 16 + i : 0, k, ahead); },
                                  codes.data() + (k - from) / 4 * LINES + l);
-        for (int64_t k = from; BYTES && k < end; k += piece) fill_lows((k - from) / piece, (end - k < piece ? end - k : piece) / 4);
+        for (int64_t k = from; BYTES && k < end; k += piece)
+            fill_lows((k - from) / piece, (end - k < piece ? end - k : piece) / 4);
     }
 
     // What 128 more in each input adds to the sums of a piece, to be taken away.
