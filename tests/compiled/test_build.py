@@ -115,7 +115,7 @@ def test_a_layout_is_filled_by_name_and_a_wrong_one_is_an_error():
         with pytest.raises(TypeError, match=word):
             module.Layout(layout.attributes, **fields)
     for given in ((), (1,), (None, None, None, None, None, None, None)):
-        for function in (module.linear, module.decode, module.remember, module.set_most, module.encode, module.bind):
+        for function in (module.linear, module.decode, module.remember, module.set_rows, module.encode, module.bind):
             with pytest.raises(TypeError):
                 function(*given)
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
-from tests.weights.kernel_cases import EPS, as_on
+from tests.weights.kernel_cases import EPS, as_on, rounded
 from torchtether import compiled
 from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
@@ -43,7 +43,7 @@ def is_near(got, x, weight, bias=None):
     values = weight.to(torch.float32).dequantize().double() if isinstance(weight, tt.Weight) else weight.double()
     wide = x.double()
     expected = F.linear(wide, values, None if bias is None else bias.double())
-    allowed = EPS[x.dtype] * (F.linear(wide.abs(), values.abs()) + expected.abs()) + 1e-6
+    allowed = EPS[got.dtype] * (F.linear(wide.abs(), values.abs()) + expected.abs()) + 1e-6
     return bool(((got.double() - expected).abs() <= allowed).all())
 
 
@@ -181,6 +181,28 @@ def test_an_input_that_is_not_finite_reaches_every_result_wherever_it_stands(sch
         alone = torch.cat([F.linear(x[i : i + 1], weight) for i in range(384)])
     assert not some.isfinite().any()
     assert not alone.isfinite().any()
+
+
+@pytest.mark.parametrize("columns", [640, 1101])
+@pytest.mark.parametrize("zero", [None, -128, -113, -112, 112, 127])
+@pytest.mark.parametrize(
+    "scheme",
+    [tt.int8(), tt.int8(64, symmetric=False), tt.Affine(signed=False, symmetric=False, block=(2, None)), tt.nf4()]
+    + [tt.int4(size) for size in (16, 32, 64, 384, 4096)],
+    ids=str,
+)
+def test_many_rows_of_rounded_inputs_meet_any_zero_points(scheme, zero, columns):
+    """Files may hold those that no encoder writes; codes less these may be more than a byte holds."""
+    weight = weight_of(scheme, 50, columns)
+    if zero is not None and "zero_point" in weight.parts:
+        part = weight.parts["zero_point"]
+        part.view(torch.uint8)[::3] = zero & 255
+    weight.set_activations("int8")
+    x = rand(21, columns).bfloat16()
+    x[3:5] *= 1e4
+    with torch.no_grad():
+        got = F.linear(x, weight)
+    assert is_near(got, rounded(x, "int8").float(), weight)
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def allowed(weight, x, bias, fast):
     product = F.linear(rounded(x, activations), weight.to(torch.float32).dequantize().double())
     # float32 sums of 512 numbers, in any order
     most = unit * (product + bias.double()).abs() + 2.0**-19 * (sums + bias.double().abs())
-    is_twice = fast and dtype in HALVES and activations is not None
+    is_twice = fast and dtype in HALVES and activations is not None and kernel != "blocks"
     if (
         dtype in HALVES
         and kernel == "compiled"
@@ -59,7 +59,10 @@ def allowed(weight, x, bias, fast):
         most += F.linear(meant, (unrounded(weight) - weight.to(torch.float32).dequantize()).abs())
     if is_twice or kernel == "int8pack":
         most += unit * (1 + unit) * product.abs()
-    if dtype in HALVES and ((activations is None and kernel == "chunks") or is_twice):
+    is_codes = kernel == "blocks" and activations == "int8" and layout.kind in ("INT8", "INT4")
+    if (kernel == "blocks" and not is_codes) or (
+        dtype in HALVES and ((activations is None and kernel == "chunks") or is_twice)
+    ):
         most += unit * sums  # weights rounded first
     return most + 2.0**-40
 

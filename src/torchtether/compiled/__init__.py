@@ -22,7 +22,7 @@ from .loops import (
     magnitudes,
 )
 from .recipe import AFFINE, FLOAT8, NEAREST, Recipe, encode_file, encode_rows, recipe
-from .room import native, state
+from .room import level, native, state
 
 __all__ = [
     "AFFINE",
@@ -43,6 +43,7 @@ __all__ = [
     "fit_biased",
     "fit_table",
     "is_at_hand",
+    "level",
     "magnitudes",
     "native",
     "recipe",

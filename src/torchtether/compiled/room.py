@@ -21,6 +21,7 @@ _SOURCES = Path(__file__).parent / "sources"
 _LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 _module: ModuleType | None = None
 _state = ""  # empty until it is asked for
+_level = ""
 
 
 def native() -> ModuleType | None:
@@ -33,7 +34,7 @@ def native() -> ModuleType | None:
 
 
 def state() -> str:
-    """Return what computes: ``compiled (avx2)``, ``compiled (portable)``, or why nothing compiled does.
+    """Return what computes: ``compiled (avx2)``, say, or why nothing compiled does.
 
     ``TORCHTETHER_COMPILE=0`` in the environment of the process keeps everything compiled away.
     """
@@ -41,8 +42,17 @@ def state() -> str:
     return _state
 
 
+def level() -> str:
+    """Return the processors for which the kernels are that compute; "" where none do.
+
+    ``avx512_bf16`` (with VNNI, too), ``avx2`` or ``portable``
+    """
+    native()
+    return _level
+
+
 def _find() -> None:
-    global _module, _state
+    global _module, _state, _level
     if os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no"):
         _state = "off by TORCHTETHER_COMPILE"
         return
@@ -57,7 +67,7 @@ def _find() -> None:
         _state = f"the compiled module does not fit: {said}"
         warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
     else:
-        _module, _state = module, f"compiled ({said})"
+        _module, _state, _level = module, f"compiled ({said})", said
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -86,12 +96,12 @@ def _bind(module: ModuleType) -> str:
         "forward_ad": torch.autograd.forward_ad,
         "any_requires_grad": any_requires_grad,
     }
-    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # ATEN_CPU_CAPABILITY says less
+    vectors = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY says less
     error: ImportError | None = None
     beside = os.path.join(os.path.dirname(torch.__file__), "lib", "")
     for library in (*_LIBRARIES, *(beside + name for name in _LIBRARIES)):  # a name is enough where it is loaded
         try:
-            found: str = module.bind(library, objects, impl_id(given), given.data_ptr(), has_avx2)
+            found: str = module.bind(library, objects, impl_id(given), given.data_ptr(), vectors)
             return found
         except ImportError as failed:
             error = error or failed

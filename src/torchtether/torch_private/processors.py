@@ -36,3 +36,11 @@ def has_fast_float16() -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):
         return False
+
+
+def has_tiles() -> bool:
+    """Return whether this processor has AMX; False where this torch does not say."""
+    try:
+        return bool(torch.cpu._is_amx_tile_supported())
+    except (AttributeError, RuntimeError):
+        return False

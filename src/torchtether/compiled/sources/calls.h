@@ -11,7 +11,7 @@ struct Product {
     Parts parts;
     int dtype;
     int64_t rows, stride;
-    bool is_much;
+    bool is_much, is_in_blocks;
     std::vector<char> own;  // a bias is a parameter, and another thread may give it other memory meanwhile
 
     enum Fit { NOT, IF_CONTIGUOUS, FITS };
@@ -19,11 +19,13 @@ struct Product {
     Fit fit(const Layout& L) {
         dtype = dtype_of(x.dtype);
         if (dtype < 0 || x.dim == 0 || x.sizes[x.dim - 1] != L.columns) return NOT;
-        if (L.activations > 1 || (L.activations && !kernels_of(L)->rounds_inputs(L, dtype))) return NOT;
+        if (L.activations > 1) return NOT;
         if (bias.at && (bias.dtype != x.dtype || bias.dim != 1 || bias.count != L.rows || !bias.is_contiguous)) return NOT;
         const bool in_rows = x.dim == 2 && (x.strides[1] == 1 || L.columns == 1);
         if (!in_rows && !x.is_contiguous) return IF_CONTIGUOUS;
         rows = x.count / L.columns, stride = in_rows ? x.strides[0] : L.columns;
+        is_in_blocks = level->blocks && L.least[dtype] && rows >= L.least[dtype];
+        if (L.activations && !is_in_blocks && !kernels_of(L)->rounds_inputs(L, dtype)) return NOT;
         is_much = rows * L.rows * L.columns > 65536;
         if (is_much && bias.at) {
             own.assign((const char*)bias.at, (const char*)bias.at + bias.count * size_of(bias.dtype));
@@ -33,7 +35,8 @@ struct Product {
     }
 
     void into(const Layout& L, void* out) const {
-        kernels_of(L)->linear(L, parts, x.at, rows, stride, dtype, bias.at, out);
+        if (is_in_blocks) level->blocks(L, parts, *kernels_of(L), x.at, rows, stride, bias.at, out);
+        else kernels_of(L)->linear(L, parts, x.at, rows, stride, dtype, bias.at, out);
     }
 };
 
@@ -69,7 +72,7 @@ PyObject* try_product(const Layout& L, PyObject* given_x, PyObject* given_bias, 
 // `given_out`, if that is not None, holds them, and may be larger.
 PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, int64_t start, int64_t stop, PyObject* given_out,
                       PyObject* const* given, Py_ssize_t count) {
-    Rows rows = {nullptr, false, start, stop - start};
+    Rows rows = {nullptr, false, start, stop - start, L.columns};
     Parts parts;
     Seen index, seen;
     int64_t cdata;
@@ -79,7 +82,7 @@ PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, i
         if (!is_as_it_lies(given_index, &cdata) || !index.look(cdata)) return none();
         if (index.dtype != 4 && index.dtype != 3) return none();
         if (!index.is_contiguous) return again(Py_NotImplemented);
-        rows = {index.at, index.dtype == 3, 0, index.count};
+        rows = {index.at, index.dtype == 3, 0, index.count, L.columns};
         for (int64_t i = 0; i < rows.count; i++)
             if (rows[i] < 0 || rows[i] >= L.rows) {
                 PyErr_SetString(PyExc_IndexError, "index out of range in self");

@@ -97,9 +97,9 @@ template <int C, int D> void decode(const Layout& L, const Parts& P, const Rows&
         row_scales(L, P, n, s, z);
         const uint8_t* row = (const uint8_t*)P.codes + n * L.row_bytes;
         if constexpr (C == INT8 || C == UINT8 || C == INT4) {
-            if (L.unit != 1) decode_one<C, D, true, true>(L, row, s, z, out, i * L.columns);
-            else if (zero) decode_one<C, D, true, false>(L, row, s, z, out, i * L.columns);
-            else decode_one<C, D, false, false>(L, row, s, z, out, i * L.columns);
-        } else decode_one<C, D, false, false>(L, row, s, z, out, i * L.columns);
+            if (L.unit != 1) decode_one<C, D, true, true>(L, row, s, z, out, i * rows.stride);
+            else if (zero) decode_one<C, D, true, false>(L, row, s, z, out, i * rows.stride);
+            else decode_one<C, D, false, false>(L, row, s, z, out, i * rows.stride);
+        } else decode_one<C, D, false, false>(L, row, s, z, out, i * rows.stride);
     });
 }

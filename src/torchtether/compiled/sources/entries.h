@@ -18,13 +18,14 @@ PyObject* enter_decode(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return some_rows(*L, dtype, given[2], start, stop, given[5], given + 6, count - 6);
 }
 
-// (Layout, dtype as a number, rows): how many rows of inputs `linear` is the kernel to take for.
-PyObject* set_most(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    Layout* L = count == 3 ? layout_in(given[0]) : nullptr;
-    if (!L) return refuse("set_most(layout, dtype, rows)");
-    const int64_t dtype = PyLong_AsLongLong(given[1]), rows = PyLong_AsLongLong(given[2]);
+// (Layout, dtype as a number, most, least): how many rows of inputs `linear` is the kernel to take for, and from how many on
+// it takes them in blocks; 0: never.
+PyObject* set_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    Layout* L = count == 4 ? layout_in(given[0]) : nullptr;
+    if (!L) return refuse("set_rows(layout, dtype, most, least)");
+    const int64_t dtype = PyLong_AsLongLong(given[1]), most = PyLong_AsLongLong(given[2]), least = PyLong_AsLongLong(given[3]);
     if (PyErr_Occurred()) return nullptr;
-    if (dtype >= 0 && dtype < 3) L->most[dtype] = rows;
+    if (dtype >= 0 && dtype < 3) L->least[dtype] = dtype == BFLOAT16 ? least : 0, L->most[dtype] = most;
     return none();
 }
 

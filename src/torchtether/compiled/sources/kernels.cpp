@@ -3,7 +3,7 @@
 // It is compiled once for each level and kind of codes (-DLEVEL=avx2 -DCODES=INT8); module.cpp asks the processor which
 // level it takes, and checks every size, stride, dtype and address before. Vectors are the extension of GCC and clang, so
 // that it compiles for any processor; where the compiler may use AVX2, vectors.h says what the extension cannot, and
-// rows_avx2.h multiplies whole rows.
+// rows_avx2.h multiplies whole rows. Many rows of inputs are multiplied in blocks where the processor suits: blocks.cpp.
 //
 // decode: value = (code + zero) * scale * unit, each step rounded to float32 as schemes/ does it: the same bits.
 // linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.

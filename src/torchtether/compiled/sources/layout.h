@@ -25,6 +25,7 @@ struct Layout {
     int64_t counts[SLOTS];             // elements of each part: codes, scale, zero, extra, offset
     int32_t types[SLOTS];              // their ScalarType, -1 where there is no such part
     int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: unknown yet
+    int64_t least[3];                  // rows of x from which on it takes them in blocks (blocks.h); 0: never
     // of a STREAM, stream.h
     int32_t bits, source;              // of a code; Codes: what it means
     int32_t family, arithmetic;        // Family; Dtype that its steps are rounded to
@@ -43,6 +44,7 @@ struct Rows {  // `count` rows, from `start`, or those that `index` names
     const void* index;
     bool is_short;  // int32
     int64_t start, count;
+    int64_t stride;  // elements from one row of values to the next
 
     int64_t operator[](int64_t i) const {
         return !index ? start + i : is_short ? ((const int32_t*)index)[i] : ((const int64_t*)index)[i];
@@ -56,6 +58,10 @@ struct Kernels {
     void (*decode)(const Layout&, const Parts&, const Rows&, int dtype, void* out);
     bool (*rounds_inputs)(const Layout&, int dtype);  // whether `linear` rounds them as `activations` says
 };
+
+// `linear` for many rows of inputs of bfloat16, on processors with AVX-512 VNNI and BF16.
+void block_linear(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride,
+                  const void* bias, void* out);
 
 // torch_parallel_for; null until the module is bound, and then all is done by one thread.
 extern int32_t (*parallel_for)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*), void* with);

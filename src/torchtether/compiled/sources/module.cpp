@@ -47,16 +47,27 @@ namespace {
 
 struct Level {
     const char* name;
+    decltype(&block_linear) blocks;  // null where it has not what they take
     const encoders* loops;
     const Kernels* kernels[KINDS];
 };
 const Level LEVELS[] = {
 #if WITH_AVX2
-    {"avx2", &encoders_avx2, {KINDS_OF(POINT, avx2)}},
+    {"avx512_bf16", block_linear, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
+    {"avx2", nullptr, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
 #endif
-    {"portable", &encoders_portable, {KINDS_OF(POINT, portable)}},
+    {"portable", nullptr, &encoders_portable, {KINDS_OF(POINT, portable)}},
 };
 const Level* level = nullptr;
+
+// Whether the processor has what a level takes, where torch says how much of it is to be used.
+bool suits(const Level& one, const char* capability) {
+    if (!strcmp(one.name, "portable")) return true;
+#if WITH_AVX2
+    if (one.blocks && !(__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))) return false;
+#endif
+    return !strcmp(capability, "AVX512") || (!one.blocks && !strcmp(capability, "AVX2"));
+}
 
 inline const Kernels* kernels_of(const Layout& L) { return level->kernels[L.kind]; }
 
@@ -72,7 +83,7 @@ const Described LAYOUT[] = {
     DESCRIBED(Layout, group), DESCRIBED(Layout, groups), DESCRIBED(Layout, height), DESCRIBED(Layout, nested),
     DESCRIBED(Layout, scale), DESCRIBED(Layout, zero), DESCRIBED(Layout, global_scale), DESCRIBED(Layout, activations),
     DESCRIBED(Layout, offset), DESCRIBED(Layout, unit), DESCRIBED(Layout, table), DESCRIBED(Layout, dynamic),
-    DESCRIBED(Layout, counts), DESCRIBED(Layout, types), DESCRIBED(Layout, most),
+    DESCRIBED(Layout, counts), DESCRIBED(Layout, types), DESCRIBED(Layout, most), DESCRIBED(Layout, least),
     DESCRIBED(Layout, bits), DESCRIBED(Layout, source), DESCRIBED(Layout, family), DESCRIBED(Layout, arithmetic),
     DESCRIBED(Layout, is_flat), DESCRIBED(Layout, is_whole), DESCRIBED(Layout, step), DESCRIBED(Layout, levels),
     DESCRIBED(Layout, whole),
@@ -202,19 +213,19 @@ template <auto member> PyObject* shared_loop(PyObject*, PyObject* const* given, 
 // -- the module -------------------------------------------------------------------------------------------------------------
 
 // (names of libraries, one of which is torch's and loaded; a dict of OBJECTS; the `_cdata` and the address of a tensor (2, 3)
-// float32, 4 bytes into its storage; whether the processor has AVX2): the name of the level. ImportError if torch is another
+// float32, 4 bytes into its storage; which vectors torch uses): the name of the level. ImportError if torch is another
 // one than this room knows. Until this is done nothing else may be called.
 PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    if (count != 5) return refuse("bind(library, objects, cdata, address, has_avx2)");
-    const Held library(PyUnicode_AsUTF8String(given[0]));
-    char* name = nullptr;
+    if (count != 5) return refuse("bind(library, objects, cdata, address, capability)");
+    const Held library(PyUnicode_AsUTF8String(given[0])), vectors(PyUnicode_AsUTF8String(given[4]));
+    char *name = nullptr, *capability = nullptr;
     if (!library.object || PyBytes_AsStringAndSize(library.object, &name, nullptr)) return nullptr;
+    if (!vectors.object || PyBytes_AsStringAndSize(vectors.object, &capability, nullptr)) return nullptr;
     const char* missing = find_torch(name);
     if (*missing) return PyErr_Format(PyExc_ImportError, "torch does not have %s", missing);
     if (!PyDict_Check(given[1]) || !keep_objects(given[1])) return refuse("bind: objects are no dict");
     const int64_t cdata = (int64_t)address_of(given[2]);
     const void* at = address_of(given[3]);
-    const int has_avx2 = PyObject_IsTrue(given[4]);
     if (PyErr_Occurred()) return nullptr;
     Seen seen;
     int64_t offset = 0, bytes = 0;
@@ -224,7 +235,7 @@ PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (!is_so) return PyErr_Format(PyExc_ImportError, "torch says of a tensor what it is not");
     for (const Level& one : LEVELS) {
         level = &one;
-        if (has_avx2 || !strcmp(one.name, "portable")) break;
+        if (suits(one, capability)) break;
     }
     static bool is_served = false;
     if (!is_served && !implement("linear", linear_in_graph))
@@ -243,7 +254,7 @@ PyMethodDef METHODS[] = {
     METHOD("bind", bind),
     METHOD("linear", enter_linear),
     METHOD("decode", enter_decode),
-    METHOD("set_most", set_most),
+    METHOD("set_rows", set_rows),
     METHOD("shortcut_linear", shortcut_linear),
     METHOD("shortcut_gather", shortcut_gather),
     METHOD("remember", remember),

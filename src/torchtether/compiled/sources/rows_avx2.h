@@ -10,9 +10,6 @@
 //     float8: float32, by way of float16. A code that is no number makes its row nan at the end.
 
 constexpr int64_t SPAN = 128;
-// Bytes of codes asked for before they are read, for the second-level cache: the first has too few open requests for
-// memory at that distance. int8 then reads 30 GB/s with two threads, and 23 with 2048 bytes for the first.
-constexpr int64_t AHEAD = 4096;
 enum Scales { WHOLE, WIDE, G64, G32, G16 };  // columns under one scale: all, a multiple of SPAN, 64, 32, 16
 
 constexpr bool is_integer(int codes) { return codes == INT8 || codes == UINT8 || codes == INT4; }

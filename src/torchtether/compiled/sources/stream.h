@@ -117,7 +117,7 @@ template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows&
     over(rows.count, rows.count * L.columns > 32768, make, [&](Buffer& buffer, int64_t i) {
         StreamRow row(L, buffer.data());
         row.decode(L, P, rows[i], nullptr);
-        char* to = (char*)out + i * L.columns * (D == FLOAT32 ? 4 : 2);
+        char* to = (char*)out + i * rows.stride * (D == FLOAT32 ? 4 : 2);
         int64_t k = 0;
         for (; k + 2 * LANES <= L.columns; k += 2 * LANES)
             put_two<D>(load<F>(row.values + k), load<F>(row.values + k + LANES), to, k);

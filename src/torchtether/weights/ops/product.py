@@ -44,6 +44,7 @@ measured."""
 
 KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
     "compiled": cpu.linear,
+    "blocks": cpu.linear,
     "int8pack": int8pack.linear,
     "int_mm": int_mm.linear,
     "scaled_mm": scaled_mm.linear,

@@ -243,6 +243,7 @@ def _made(
         "counts": counts,
         "types": types,
         "most": (),
+        "least": (),
         "bits": bits,
         "source": _CODES[source],
         **dict.fromkeys(("family", "arithmetic", "is_flat"), 0),

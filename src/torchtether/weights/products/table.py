@@ -1,7 +1,8 @@
 """Which kernel multiplies: one small table, with the measurement that put each row where it is.
 
 Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype, medians of interleaved runs; again with
-``python -m tests.benchmarks.bench_compute``. "Fast halves" are dtypes of 16 bits that torch multiplies with the vectors
+``python -m tests.benchmarks.bench_compute``. EPYC is family 26 with AVX-512 BF16 and VNNI, beside other work: processor
+time, the least of many calls, 2026-11-24. "Fast halves" are dtypes of 16 bits that torch multiplies with the vectors
 of this processor (``has_fast_halves``); elsewhere dense products of many such rows take ten times as long as float32.
 No GPU has run the rows for CUDA yet.
 """
@@ -16,9 +17,9 @@ import torch
 
 from ... import compiled
 from ...gpu.serving import has_triton
-from ...torch_private.processors import has_fast_float16
+from ...torch_private.processors import has_fast_float16, has_tiles
 from . import bitsandbytes_4bit, int8pack, int_mm, scaled_mm
-from .layout import DTYPES, KINDS, Layout
+from .layout import DTYPES, KINDS, STREAM, Layout
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -26,7 +27,8 @@ HALVES = (torch.bfloat16, torch.float16)
 class KernelChoice(NamedTuple):
     """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits.
 
-    ``rounds`` is whether inputs are rounded, ``None`` for either; ``device`` the type of the device.
+    ``rounds`` is whether inputs are rounded, ``blocks`` whether processors have what products in blocks take, ``None``
+    for either; ``device`` is the type of the device.
     """
 
     kernel: str
@@ -38,10 +40,11 @@ class KernelChoice(NamedTuple):
     measured: str
     elements: int = 0
     device: str = "cpu"
+    blocks: bool | None = None
 
 
 ANY = 1 << 62
-INTEGERS = ("INT8", "UINT8", "INT4")
+INTEGERS, FLOATS = ("INT8", "UINT8", "INT4"), ("E4M3", "E5M2", "TABLE4")
 
 TABLE = (
     # AVX2 without AVX-512, and all other processors
@@ -54,7 +57,52 @@ TABLE = (
         ANY,
         "AVX2, three shapes, batch 1: int8 .32 to .43, int4 .28 to .31, nf4, fp8 .60 to .70; batch 512: .29 to .55",
     ),
-    # AVX-512, with or without BF16 and AMX: the same kernels, at the level of AVX2; torch's own products are faster
+    # AVX-512 with BF16 and VNNI, without AMX
+    KernelChoice(
+        "compiled",
+        INTEGERS,
+        (torch.bfloat16,),
+        True,
+        None,
+        3,
+        "EPYC, 1 thread, 1 row: int8 .25, int4 .17; 3: .62, .56, in blocks 1.1, .98; 4: .96, .89, in blocks 1.07, .96;"
+        " rounded, 3: .60, .37, in blocks .42, .55",
+        blocks=True,
+    ),
+    KernelChoice(
+        "compiled",
+        (STREAM,),
+        (torch.bfloat16,),
+        True,
+        None,
+        4,
+        "EPYC, 1 thread, Q4_K, 2 rows: .75, 4: 1.3, in blocks 2.1",
+        blocks=True,
+    ),
+    KernelChoice(
+        "compiled",
+        FLOATS,
+        (torch.bfloat16,),
+        True,
+        None,
+        2,
+        "EPYC, 1 thread, fp8 and nf4, 1 row: .47, 2: .71 and .65, 3: 1.3 and 1.2, in blocks 1.05 and 1.1",
+        blocks=True,
+    ),
+    KernelChoice(
+        "blocks",
+        KINDS,
+        (torch.bfloat16,),
+        True,
+        None,
+        ANY,
+        "EPYC, 1 thread, three shapes, batch 8, 16, 64, 512: int8 .97, .99, 1.01, .99, int4 .88, .92, .98, 1.0,"
+        " fp8 .93, .95, .98, .99, nf4 .98, .99, 1.01, 1.0; inputs rounded: int8 .53, .57, .56, .54, int4 .61, .62, .60,"
+        " .57. 4096 x 4096: Q4_K 1.8, 1.8, 1.3; int_mm without the rounding 1.3, 1.1, .78, .54; chunks, int8 1.3,"
+        " 1.3, 1.15, 1.10",
+        blocks=True,
+    ),
+    # AVX-512 without BF16, and with AMX: the same kernels as with AVX2; torch's own products are faster
     KernelChoice(
         "compiled",
         ("INT8",),
@@ -183,6 +231,7 @@ TABLE = (
 
 TAKES: dict[str, Callable[[Layout], bool]] = {
     "compiled": lambda layout: compiled.native() is not None,
+    "blocks": lambda layout: has_blocks(),
     "triton": lambda layout: has_triton(),
     "int_mm": int_mm.takes,
     "int8pack": int8pack.takes,
@@ -190,6 +239,14 @@ TAKES: dict[str, Callable[[Layout], bool]] = {
     "bitsandbytes": bitsandbytes_4bit.takes,
 }
 """Whether a kernel is there and takes a layout."""
+
+
+def has_blocks() -> bool:
+    """Return whether the compiled room multiplies many rows of bfloat16, and no faster product of torch's is there.
+
+    That is so with AVX-512 BF16 and VNNI. With AMX, oneDNN's products of many rows are faster.
+    """
+    return compiled.native() is not None and compiled.level() == "avx512_bf16" and not has_tiles()
 
 
 @lru_cache(maxsize=2)
@@ -211,13 +268,21 @@ def kernels_for(layout: Layout, dtype: torch.dtype, device: str = "cpu") -> tupl
         if found and found[0][0] == "compiled":
             module = compiled.native()
             assert module is not None
-            module.set_most(layout.bound(), DTYPES[dtype], found[0][1])
+            module.set_rows(layout.bound(), DTYPES[dtype], *_rows_of(found))
     return found
+
+
+def _rows_of(found: tuple[tuple[str, int], ...]) -> tuple[int, int]:
+    """Return the most rows that the compiled room is for, and from how many on it takes them in blocks; 0: never."""
+    by_row = found[0][1]
+    most = next((most for kernel, most in found if kernel == "blocks"), 0)
+    return (most, by_row + 1) if most else (by_row, 0)
 
 
 def _kernels_for(layout: Layout, dtype: torch.dtype, device: str) -> Iterator[tuple[str, int]]:
     for row in TABLE:
         is_place = row.device == device and (row.fast_halves is None or row.fast_halves == has_fast_halves(dtype))
+        is_place = is_place and (row.blocks is None or row.blocks == has_blocks())
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         is_input = row.rounds is None or row.rounds == bool(layout.fields["activations"])
         if is_place and fits and is_input and TAKES[row.kernel](layout):

@@ -1,0 +1,19 @@
+// What processors with AVX-512 VNNI and BF16 do with many rows of inputs, for all kinds of codes.
+
+#include <utility>
+
+#include "kernels.h"
+
+namespace {
+
+#include "blocks.h"
+
+}  // namespace
+
+void block_linear(const Layout& L, const Parts& P, const Kernels& kernels, const void* x, int64_t rows, int64_t stride,
+                  const void* bias, void* out) {
+    const bool are_bytes = L.activations && has_bytes(L, P);
+    if (are_bytes && L.kind == INT8) blocks_linear<INT8>(L, P, kernels, x, rows, stride, bias, out);
+    else if (are_bytes) blocks_linear<INT4>(L, P, kernels, x, rows, stride, bias, out);
+    else blocks_linear<STREAM>(L, P, kernels, x, rows, stride, bias, out);
+}
