@@ -184,11 +184,11 @@ def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
 
 def rows_at_once(weight: Weight) -> int | None:
     """Return how many rows to decode at once; ``None``: all, if they are few or cannot be cut."""
+    if weight.scheme.transparent or weight.dim() != 2 or not weight.spec.is_contiguous:
+        return None
     limit = ON_CUDA if weight.is_cuda else SCRATCH
     if weight.is_cpu and weight.dtype.itemsize == 2:
         limit = min(SCRATCH, CACHED)
-    if weight.dim() != 2 or weight.scheme.transparent or not weight.spec.is_contiguous:
-        return None
     if weight.numel() * weight.dtype.itemsize <= limit:
         return None
     columns = weight.shape[1]
