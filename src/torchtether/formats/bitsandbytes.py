@@ -33,7 +33,7 @@ from ..schemes import Affine, Codebook, Scheme, scheme_to_text
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import Contents, Entry, Evidence, Found, expect, spec_of
+from .entry import Contents, Entry, Evidence, Found, expect, refuse_embedding, spec_of
 from .rows import Along, all_along
 
 name = "bitsandbytes"
@@ -329,10 +329,8 @@ holds_embeddings = False
 
 def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: transformers builds modules of bitsandbytes for linear layers alone."""
-    raise SchemeError(
-        "it is the weight of an embedding, which transformers does not read quantized from bitsandbytes",
-        name=names[0],
-        fix=f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
+    refuse_embedding(
+        names[0], "it is the weight of an embedding, which transformers does not read quantized from bitsandbytes"
     )
 
 

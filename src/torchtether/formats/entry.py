@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SchemeError
 from ..files import Packing, Pairs, Record, Stored
 from ..geometry.views import Shape
 from ..schemes import Plain, Scheme
@@ -256,6 +256,12 @@ class Contained(Writable, Protocol):
 
     def pairs(self, config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
         """Return what the file says besides its tensors, by ``config.json`` and by what is ``given``."""
+
+
+def refuse_embedding(name: str, what: str) -> NoReturn:
+    """Raise SchemeError that says what to do with the quantized weight ``name`` of an embedding."""
+    fix = f"Decode it with tt.quantize(model, {{{name!r}: tt.Plain()}}), or save as 'native'."
+    raise SchemeError(what, name=name, fix=fix)
 
 
 def expect(

@@ -28,7 +28,7 @@ from ..schemes import bits as streams
 from ..schemes.column_scaled import COLUMNS
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, spec_of
+from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, refuse_embedding, spec_of
 from .hqq import DTYPES
 
 name = "sinq"
@@ -260,11 +260,7 @@ holds_embeddings = False
 
 def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: SINQ builds modules for linear layers alone."""
-    raise SchemeError(
-        "it is the weight of an embedding, which SINQ does not read quantized",
-        name=names[0],
-        fix=f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
-    )
+    refuse_embedding(names[0], "it is the weight of an embedding, which SINQ does not read quantized")
 
 
 def _way(name: str, spec: WeightSpec) -> _Way:

@@ -15,6 +15,7 @@ from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme, scheme_to_text
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
+from ..entry import refuse_embedding
 from .reading import ELEMENTS, FLOAT8, FLOATS, SETTINGS, TILED, WIDTH, swapped
 
 _KIND_OF = {ELEMENTS[dtype]: kind for kind, dtype in FLOAT8.items()}
@@ -68,10 +69,8 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 
 def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: ComfyUI reads settings for layers that multiply."""
-    raise SchemeError(
-        "it is the weight of an embedding, which ComfyUI does not read in every one of its formats",
-        name=names[0],
-        fix=f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
+    refuse_embedding(
+        names[0], "it is the weight of an embedding, which ComfyUI does not read in every one of its formats"
     )
 
 
