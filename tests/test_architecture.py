@@ -254,7 +254,7 @@ def test_import_is_lean():
         "import sys, torch; before = torch.__future__.get_swap_module_params_on_conversion(); import torchtether;"
         "bad = {'rich', 'transformers', 'torchao', 'hypothesis', 'pytest'} & set(sys.modules);"
         "assert not bad, bad; assert torch.__future__.get_swap_module_params_on_conversion() == before;"
-        "import gc; assert gc.isenabled()"
+        "import gc; assert gc.isenabled(); assert 'torchtether.formats.catalog' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
