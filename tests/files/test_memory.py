@@ -108,14 +108,18 @@ def test_no_copy_begins_just_behind_its_original(at, is_large):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Where bytes of files were read to, and where they were from."""
+    """Where tensors were read to, and where in their files they begin.
+
+    Headers are left out: Python puts them anywhere, and 8 bytes are not slow to copy.
+    """
     found, asked = [], set()
     read, encode, take = TensorFile.read_bytes, compiled.encode_file, Scratch.take
 
     def read_bytes(file, buffers, at):
         place = at
-        for _, buffer in buffers:
-            found.append((ctypes.addressof(ctypes.c_char.from_buffer(buffer)), place))
+        for key, buffer in buffers:
+            if key != "header":
+                found.append((ctypes.addressof(ctypes.c_char.from_buffer(buffer)), place))
             place += len(buffer)
         read(file, buffers, at)
 
