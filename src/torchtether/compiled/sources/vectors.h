@@ -173,8 +173,13 @@ inline H to_half(F x) {
 #if defined(__F16C__)
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    typedef _Float16 G __attribute__((vector_size(WIDTH / 2)));
-    return (H)__builtin_convertvector(x, G);
+    // no _Float16: compilers before GCC 12 and clang 15 have none. The sum with 0.5 rounds what is subnormal as a half.
+    I bits = (I)x, most = bits & 0x7fffffff;
+    I normal = ((most + 0xfff + ((most >> 13) & 1)) >> 13) - (112 << 10);
+    I small = (I)((F)most + 0.5f) - 0x3f000000;
+    I half = most < 0x38800000 ? small : most < 0x477ff000 ? normal : I{} + 0x7c00;
+    half = most > 0x7f800000 ? ((most >> 13) & 0x3ff) | 0x7e00 : half;
+    return narrow(half | ((bits >> 16) & 0x8000));
 #endif
 }
 
