@@ -1,12 +1,30 @@
 """The checksum of pieces is that of all bytes, whoever computes it."""
 
+import random
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchtether.files.checksum import _WAITING, _WORTH, Checksum, joined
+from torchtether.files.checksum import _WAITING, _WORTH, Checksum, crc32, joined
+
+BYTES = random.Random(0).randbytes(3 * 2**14)
+
+
+@given(st.integers(0, 70), st.integers(0, len(BYTES) - 70), st.integers(0, 2**32 - 1))
+@example(3, 4096, 2**32 - 1)
+@example(0, 0, 7)
+@example(1, len(BYTES) - 70, 0)
+def test_it_is_that_of_zlib_wherever_the_bytes_lie_and_whatever_goes_before(at, length, start):
+    piece = memoryview(BYTES)[at : at + length]
+    assert crc32(piece, start) == zlib.crc32(piece, start)
+
+
+def test_bytes_of_any_kind_are_taken():
+    wanted = zlib.crc32(BYTES)
+    assert crc32(BYTES) == crc32(bytearray(BYTES)) == crc32(memoryview(BYTES).cast("H")) == wanted
+    assert crc32(memoryview(bytearray(BYTES)), 0) == wanted
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

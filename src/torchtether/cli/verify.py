@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
+from ..files.checksum import crc32
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Progress, Tick, ticking
 from ..schemes import Parts, Scheme, part_rows, row_unit, same_bits, scheme_to_text, view_parts
@@ -87,7 +87,7 @@ def _wrong_bytes(checkpoint: Checkpoint, key: str, tick: Tick) -> Iterator[tuple
     """Read all bytes of ``key``, and yield the fault if their checksum is not the recorded one."""
     file, wanted, found = checkpoint.store.file_of(key), checkpoint.store.record.checksums.get(key), 0
     for piece in file.pieces(key):
-        found = found if wanted is None else zlib.crc32(piece, found)
+        found = found if wanted is None else crc32(piece, found)
         tick(len(piece))
     if wanted is not None and found != wanted:
         yield key, f"{file.path.name}: {key}: its bytes have the checksum {found:08x}, the file records {wanted:08x}"

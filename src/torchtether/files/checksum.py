@@ -1,4 +1,4 @@
-"""CRC-32 of what is being written, by two threads: one that writes, and one aside."""
+"""CRC-32 of bytes in memory; of what is being written, by two threads: one that writes, and one aside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .. import compiled
+
 _POLYNOMIAL = 0xEDB88320
+_FOLDED = 4096  # bytes; below it zlib is as fast
 _WORTH = 2**20  # bytes; below it a checksum is done before a thread has begun
 _WAITING = 3
 
@@ -46,21 +49,35 @@ class Checksum:
         part = _Part(len(piece))
         self._parts.append(part)
         if len(piece) < _WORTH or len(self._waiting) == _WAITING:
-            part.found = zlib.crc32(piece)
+            part.found = crc32(piece)
         else:
-            part.later, part.piece = self._aside.submit(zlib.crc32, piece), piece
+            part.later, part.piece = self._aside.submit(crc32, piece), piece
             self._waiting.append(part)
 
     def value(self) -> int:
         """Return the checksum of all pieces, none of which is held any more; the next is that of other pieces."""
         for part in reversed(self._waiting):
             if part.later is not None and part.piece is not None and part.later.cancel():
-                part.found, part.later = zlib.crc32(part.piece), None
+                part.found, part.later = crc32(part.piece), None
         parts, self._parts, self._waiting = self._parts, [], []
         whole = 0
         for part in parts:
             whole = joined(whole, part.settle(), part.length)
         return whole
+
+
+def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
+    """Return ``zlib.crc32(data, start)``, while other threads run.
+
+    >>> crc32(bytes(range(250)) * 99, 5) == zlib.crc32(bytes(range(250)) * 99, 5)
+    True
+    """
+    memory = memoryview(data)
+    library = compiled.native() if memory.nbytes >= _FOLDED else None
+    folded = None if library is None else library.fold_crc32(memory, start)
+    if folded is None:
+        return zlib.crc32(memory, start)
+    return zlib.crc32(memory.cast("B")[memory.nbytes & -16 :], zlib.crc32(folded, 0xFFFFFFFF))
 
 
 def joined(first: int, second: int, length: int) -> int:

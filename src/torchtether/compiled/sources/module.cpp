@@ -210,6 +210,8 @@ template <auto member> PyObject* shared_loop(PyObject*, PyObject* const* given, 
     return check_shared(level->loops->*member, given, count);
 }
 
+#include "checksum.h"
+
 // -- the module -------------------------------------------------------------------------------------------------------------
 
 // (names of libraries, one of which is torch's and loaded; a dict of OBJECTS; the `_cdata` and the address of a tensor (2, 3)
@@ -271,6 +273,7 @@ PyMethodDef METHODS[] = {
     LOOP(encode_file),
     LOOP(decode_affine),
     LOOP(decode_table),
+    METHOD("fold_crc32", fold_crc32),
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};
