@@ -3,6 +3,7 @@
 import importlib
 import os
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torchtether as tt
 from tests.written import write_tensors
 from torchtether.files import Store, TensorFile, system
 from torchtether.files import batch as batch_module
-from torchtether.files.batch import Batch, together
+from torchtether.files.batch import Batch, Crew, together
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,50 @@ def test_an_error_ends_the_work_and_is_raised(error, where):
     with pytest.raises(error, match="stop"):
         together(jobs, fail if where == "tick" else lambda n: None)
     assert len(done) < 250
+
+
+def test_a_crew_does_one_lot_after_another_and_goes_on_after_an_error():
+    crew, seen = Crew(), set()
+
+    def lot(count, fails_at=None):
+        def job(i, room):
+            seen.add(threading.get_ident())
+            assert i != fails_at
+            return i
+
+        told = []
+        crew.do([partial(job, i) for i in range(count)], told.append)
+        return sum(told)
+
+    try:
+        for count in (50, 0, 1, 2, 90):
+            assert lot(count) == sum(range(count))
+        assert len(seen - {threading.get_ident()}) <= 3
+        with pytest.raises(AssertionError):
+            lot(50, fails_at=7)
+        assert lot(50) == sum(range(50))
+    finally:
+        crew.close()
+    crew.close()  # again, of none
+
+
+def test_work_beside_the_reads_is_done_with_them(tmp_path):
+    tensors = {f"t{i}": torch.randn(40) for i in range(9)}
+    write(tmp_path / "x.safetensors", tensors)
+    crew, done, told = Crew(), [], []
+    try:
+        with Store(tmp_path / "x.safetensors") as store:
+            for _ in range(2):
+                batch, made = Batch(crew=crew), {key: torch.empty(40) for key in tensors}
+                for i, (key, tensor) in enumerate(made.items()):
+                    store.read_later(key, tensor, batch)
+                    batch.do(lambda room, i=i: done.append(i) or 1000, 1000)
+                batch.run(told.append)
+                assert all(torch.equal(made[key], tensor) for key, tensor in tensors.items())
+    finally:
+        crew.close()
+    assert sorted(done) == sorted([*range(9), *range(9)])
+    assert sum(told) == 2 * 9 * (1000 + 160)
 
 
 def test_ops_of_the_threads_use_one_core_and_those_of_others_do_not():

@@ -1,4 +1,4 @@
-"""Reads that are collected and then done together: by a few threads, in the order of the files, neighbours at once."""
+"""Reads and other work, collected and then done together by a few threads, in the order of the files."""
 
 from __future__ import annotations
 
@@ -54,62 +54,95 @@ _TOLD = 16 * 2**20
 """Bytes after which a thread says what it did: the calling thread wakes then, and takes a core from the others."""
 
 
-def together(jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
-    """Do every job, by ``most`` threads, begun in the order given; ``tick`` is told how much, on this thread.
+class Crew:
+    """Threads that do jobs together, again and again: begun when they are first needed, gone after ``close``."""
 
-    After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are waited
-    for, and the error is raised. No thread is left in any case.
-    """
-    count = min(most or THREADS, len(jobs))
-    if count < 2:
-        space = Scratch()
-        for job in jobs:
-            tick(job(space))
-        return
-    todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
-    lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._turns = queue.SimpleQueue[Callable[[Scratch], None] | None]()
 
-    def work() -> None:
-        space = Scratch()
+    def do(self, jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
+        """Do every job, by ``most`` threads, begun in the order given; ``tick`` is told how much, on this thread.
+
+        After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are
+        waited for, and the error is raised.
+        """
+        count = min(most or THREADS, len(jobs))
+        if count < 2:
+            space = Scratch()
+            for job in jobs:
+                tick(job(space))
+            return
+        todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
+        lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
+
+        def turn(space: Scratch) -> None:
+            try:
+                one_core()
+                nbytes = 0
+                with torch.inference_mode(inference), torch.no_grad():
+                    while not stop.is_set():
+                        with lock:
+                            job = next(todo, None)
+                        if job is None:
+                            break
+                        nbytes += job(space)
+                        if nbytes >= _TOLD:
+                            done.put(nbytes)
+                            nbytes = 0
+                if nbytes:
+                    done.put(nbytes)
+            except BaseException as error:
+                done.put(error)
+            finally:
+                done.put(None)
+
         try:
-            one_core()
-            nbytes = 0
-            with torch.inference_mode(inference), torch.no_grad():
-                while not stop.is_set():
-                    with lock:
-                        job = next(todo, None)
-                    if job is None:
-                        break
-                    nbytes += job(space)
-                    if nbytes >= _TOLD:
-                        done.put(nbytes)
-                        nbytes = 0
-            if nbytes:
-                done.put(nbytes)
-        except BaseException as error:
-            done.put(error)
-        finally:
-            done.put(None)
+            while len(self._threads) < count:
+                self._threads.append(
+                    threading.Thread(target=_take_turns, args=(self._turns,), name="torchtether", daemon=True)
+                )
+                self._threads[-1].start()
+            for _ in range(count):
+                self._turns.put(turn)
+            left = count
+            while left:
+                found = done.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    tick(found)
+        except BaseException:
+            stop.set()
+            self.close()
+            raise
 
-    threads = [threading.Thread(target=work, name="torchtether", daemon=True) for _ in range(count)]
-    started: list[threading.Thread] = []
-    try:
+    def close(self) -> None:
+        """Let the threads end, after what they do."""
+        threads, turns = self._threads, self._turns
+        self._threads, self._turns = [], queue.SimpleQueue()
+        for _ in threads:
+            turns.put(None)
         for thread in threads:
-            thread.start()
-            started.append(thread)
-        left = len(threads)
-        while left:
-            found = done.get()
-            if isinstance(found, BaseException):
-                raise found
-            if found is None:
-                left -= 1
-            else:
-                tick(found)
+            if thread.ident is not None:  # it has been started
+                thread.join()
+
+
+def _take_turns(turns: queue.SimpleQueue[Callable[[Scratch], None] | None]) -> None:
+    space = Scratch()
+    while (turn := turns.get()) is not None:
+        turn(space)
+
+
+def together(jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
+    """Do every job as ``Crew.do`` does. No thread is left in any case."""
+    crew = Crew()
+    try:
+        crew.do(jobs, tick, most)
     finally:
-        stop.set()
-        for thread in started:
-            thread.join()
+        crew.close()
 
 
 SLICE = SLOT
@@ -150,17 +183,23 @@ _Part = tuple[str, Tensor, int, int]
 
 
 class Batch:
-    """What is to be read, in any order; ``run`` reads it. Until then the memory is not touched.
+    """What is to be read or done, in any order; ``run`` does it. Until then the memory is not touched.
 
     After an error in ``run`` the memory holds anything.
     """
 
-    def __init__(self, ring: Ring | None = None) -> None:
+    def __init__(self, ring: Ring | None = None, crew: Crew | None = None) -> None:
         self._reads: list[_Read] = []
         self._jobs: list[tuple[int, int, Job]] = []
         self._nbytes = 0
         self._ring = Ring() if ring is None else ring
+        self._crew = crew
         self._passages: dict[torch.device, Passage] = {}
+
+    def do(self, job: Job, nbytes: int) -> None:
+        """Have ``job``, which takes about as long as ``nbytes`` to read, done beside the reads, before those."""
+        self._jobs.append((0, len(self._jobs), job))
+        self._nbytes += nbytes
 
     def passage(self, device: torch.device) -> Passage | None:
         """Return the way to the memory of ``device``; ``None`` if threads fill it without one."""
@@ -264,7 +303,8 @@ class Batch:
             for passage in passages:
                 passage.begin()
             if self._nbytes > _WORTHWHILE:
-                together(jobs, tick, DEVICE_THREADS if passages else None)
+                do = together if self._crew is None else self._crew.do
+                do(jobs, tick, DEVICE_THREADS if passages else None)
             else:
                 space = Scratch()
                 for job in jobs:

@@ -290,6 +290,31 @@ def encode_rows_into(
     return parts
 
 
+def encode_values_into(
+    step: Step, values: Tensor, batch: Batch, encode_whole: Callable[[], object], parts: Mapping[str, Tensor]
+) -> bool:
+    """Have ``batch`` encode ``values``, which are in memory of the CPU as ``step`` needs them, into ``parts``.
+
+    Return whether their rows can be encoded one by one. For ``encode_whole`` see ``encode_by_rows``.
+    """
+    scheme, shape, dtype = step.scheme, tuple(values.shape), values.dtype
+    assert scheme is not None
+    layout = scheme.layout(shape)
+    count = _rows_at_once(layout, shape, dtype, is_staged=False)
+    if count is None:
+        return False
+    encoder = _RowEncoder(step.name, scheme, parts, encode_whole)
+
+    def job(some: Tensor, cuts: Mapping[str, slice | None], space: Scratch) -> int:
+        encoder.encode(some, cuts)
+        return some.nbytes
+
+    for start in range(0, shape[0], count):
+        some = values[start : start + count]
+        batch.do(partial(job, some, part_rows(layout, shape, start, start + len(some))), some.nbytes)
+    return True
+
+
 def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype, *, is_staged: bool) -> int | None:
     """Return the number of rows that one job encodes, whole blocks; ``None`` if only all rows can be encoded."""
     if len(shape) < 2 or 0 in shape or not stored.is_floating_point:

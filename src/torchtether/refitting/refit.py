@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,8 @@ def refit(
     if optimizers:
         check_optimizer(model, optimizers)
     target = _target_of(model)
-    with Deferred() as signals:
-        work = _Refit(model, target, rename, Writer(signals, atomic == "full"), signals)
+    with Deferred() as signals, closing(Writer(signals, atomic == "full")) as writer:
+        work = _Refit(model, target, rename, writer, signals)
         if isinstance(source, (str, PathLike)):
             with Checkpoint(Path(source) if isinstance(source, PathLike) else source) as checkpoint:
                 work.listed(checkpoint)
@@ -111,7 +112,8 @@ def refit(
         else:
             fix = "Give a path, a state dict, or pairs of names and tensors."
             raise ArgumentError(f"is {describe(source)}, which has no tensors by name", name="source", fix=fix)
-    return work.writer.report(time.perf_counter() - start, work.left(), work.waited)
+        writer.finish()
+        return writer.report(time.perf_counter() - start, work.left(), work.waited)
 
 
 def _target_of(model: nn.Module) -> Target:
@@ -191,8 +193,6 @@ class _Refit:
             if is_whole or not isinstance(error, Exception) or bool(getattr(error, "faults", False)):
                 raise
             self.writer.stopped(error)
-        finally:
-            self.writer.close()
 
 
 def _names_of(draft: Draft) -> set[str]:

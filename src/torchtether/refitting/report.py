@@ -10,8 +10,8 @@ from functools import partial
 from torch import Tensor
 
 from .._checks import describe_some
-from ..files.batch import SLICE, Scratch, together
-from ..files.checksum import joined
+from ..files.batch import SLICE, Job, Scratch, together
+from ..files.checksum import crc32, joined
 from ..files.memory import memory_of
 from ..pictures.drawing import describe_bytes
 from ..progress import no_tick
@@ -77,7 +77,7 @@ def checksum_of(tensor: Tensor, start: int = 0) -> int:
         for part in tensor.parts.values():
             start = checksum_of(part, start)
         return start
-    return zlib.crc32(_bytes_of(tensor), start)
+    return crc32(_bytes_of(tensor), start)
 
 
 def checksum_by_all(tensor: Tensor) -> int:
@@ -87,21 +87,35 @@ def checksum_by_all(tensor: Tensor) -> int:
     >>> checksum_by_all(torch.arange(3 * 2**20)) == checksum_of(torch.arange(3 * 2**20))
     True
     """
-    if isinstance(tensor, Weight) or tensor.nbytes <= SLICE:
-        return checksum_of(tensor)
-    memory = _bytes_of(tensor)
-    pieces = [memory[start : start + SLICE] for start in range(0, len(memory), SLICE)]
-    found = [0] * len(pieces)
+    checksum = Checksum(tensor)
+    together(checksum.jobs(), no_tick)
+    return checksum.value()
 
-    def job(i: int, space: Scratch) -> int:
-        found[i] = zlib.crc32(pieces[i])
-        return len(pieces[i])
 
-    together([partial(job, i) for i in range(len(pieces))], no_tick)
-    whole = 0
-    for one, piece in zip(found, pieces, strict=True):
-        whole = joined(whole, one, len(piece))
-    return whole
+class Checksum:
+    """``checksum_of(tensor)``, by jobs that several threads may do, in any order."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensors = tensor.parts.values() if isinstance(tensor, Weight) else (tensor,)
+        memories = map(_bytes_of, tensors)
+        self._pieces = [memory[at : at + SLICE] for memory in memories for at in range(0, len(memory), SLICE)]
+        self._found = [(0, 0)] * len(self._pieces)
+
+    def jobs(self) -> list[Job]:
+        """Return what is to be done before ``value`` is asked for."""
+        return [partial(self._job, i) for i in range(len(self._pieces))]
+
+    def _job(self, i: int, space: Scratch) -> int:
+        piece, self._pieces[i] = self._pieces[i], memoryview(b"")  # some are of a copy
+        self._found[i] = crc32(piece), len(piece)
+        return len(piece)
+
+    def value(self) -> int:
+        """Return the checksum."""
+        whole = 0
+        for one, length in self._found:
+            whole = joined(whole, one, length)
+        return whole
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

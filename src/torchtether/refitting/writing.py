@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn, cast
 
@@ -15,27 +14,27 @@ from .._interruptions import Deferred
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import LoadError, SchemeError, TetherError
 from ..files import Batch, Ring, Scratch
-from ..files.batch import SLICE, Job, together
+from ..files.batch import SLICE, Crew, Job
 from ..files.memory import pieces
 from ..geometry.blocks import STOCK
 from ..geometry.views import overlaps_itself
-from ..loading.contents import encode_rows_into, encode_whole
+from ..loading.contents import encode_rows_into, encode_values_into, encode_whole
 from ..loading.options import fault
 from ..loading.steps import Source, Step
 from ..progress import no_tick
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.spans import plain_values
 from ..weights.weight import Weight
-from .report import RefitReport, checksum_of
+from .report import Checksum, RefitReport, checksum_of
 
 _AT_ONCE = 64 * 2**20
-"""Bytes of a file after which it is looked whether a signal waits, and the checksums of what came are begun."""
-
-_PLAIN_RANGE = 256.0
-"""Values up to here every scheme holds; tensors with others, and not finite ones, are encoded once to try."""
+"""Bytes after which it is looked whether a signal waits, and the checksums of what came are begun."""
 
 _WORTHWHILE = 2**20
 """Bytes below which a checksum is done before a thread has begun."""
+
+_PLAIN_RANGE = 256.0
+"""Values up to here every scheme holds; tensors with others, and not finite ones, are encoded once to try."""
 
 
 def unwritable(step: Step) -> str:
@@ -56,11 +55,14 @@ class Writer:
     def __init__(self, signals: Deferred, is_atomic: bool) -> None:
         self._signals, self.is_atomic = signals, is_atomic
         self._undo: list[tuple[Tensor, Tensor]] = []
-        self._aside = ThreadPoolExecutor(1)
-        self._checksums: dict[str, Future[int] | int] = {}
+        self._checksums: dict[str, Checksum | int] = {}
+        self._behind: list[Job] = []
+        """What is left to compute of the checksums: done beside the next steps."""
         self._encoded: dict[str, str] = {}
+        self._begun: list[str] = []
+        """The names of the steps that are being written."""
         self._bytes = self._nbytes = 0
-        self._ring = Ring()
+        self._ring, self._crew = Ring(), Crew()
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -82,8 +84,8 @@ class Writer:
             return values.nbytes
 
         jobs: list[Job] = []
-        for some in _grouped(encoded, given):
-            batch = Batch()
+        for some in _grouped(encoded):
+            batch = Batch(crew=self._crew)
             for step in some:
                 self._signals.deliver()
                 place = _rows_in_file(step.sources[0], given)
@@ -95,7 +97,7 @@ class Writer:
                 elif not _holds(step, given):
                     suspects[step.name] = step
             self._signals.during(batch.run, no_tick)
-        self._signals.during(together, jobs, no_tick)
+        self._signals.during(self._crew.do, jobs, no_tick)
         faults = []
         for step in (step for step in encoded if step.name in suspects):
             try:
@@ -117,20 +119,25 @@ class Writer:
 
     def write(self, steps: Sequence[Step], given: RenamedCheckpoint) -> None:
         """Write the values of ``steps`` into the tensors that the model holds."""
-        for some in _grouped(steps, given):
+        for some in _grouped(steps):
             self._signals.deliver()
             if self.is_atomic:
                 for step in some:
                     for tensor in _memory(step):
                         self._undo.append((tensor, tensor.clone()))
-            batch = Batch(self._ring)
+            batch = Batch(self._ring, self._crew)
             for step in some:
+                self._begun.append(step.name)
                 for source in reversed(step.sources):  # the first source is written last, so that it wins
                     with torch.no_grad():
                         _write(step, source, given, batch)
+            behind, self._behind = self._behind, []
+            for job in behind:
+                batch.do(job, SLICE)
             self._signals.during(batch.run, no_tick)
             for step in some:
                 self._note(step)
+            self._begun.clear()
 
     def _note(self, step: Step) -> None:
         held = step.held
@@ -141,19 +148,26 @@ class Writer:
         self._bytes, self._nbytes = self._bytes + step.nbytes, self._nbytes + memory.nbytes
         if isinstance(held, Weight) and not held.scheme.transparent:
             self._encoded[step.name] = str(held.scheme)
-        is_large = memory.nbytes > _WORTHWHILE and memory.device.type == "cpu"  # another thread has another stream
-        self._checksums[step.name] = self._aside.submit(checksum_of, memory) if is_large else checksum_of(memory)
+        if memory.nbytes > _WORTHWHILE and memory.device.type == "cpu":  # another thread has another stream
+            self._checksums[step.name] = checksum = Checksum(memory)
+            self._behind += checksum.jobs()
+        else:
+            self._checksums[step.name] = checksum_of(memory)
+
+    def finish(self) -> None:
+        """Compute the checksums that are left."""
+        self._crew.do(self._behind, no_tick)
 
     def report(self, seconds: float, left: Sequence[str], waiting: int) -> RefitReport:
-        """Return what was done."""
-        checksums = {name: one if isinstance(one, int) else one.result() for name, one in self._checksums.items()}
+        """Return what was done, after ``finish``."""
+        checksums = {name: one if isinstance(one, int) else one.value() for name, one in self._checksums.items()}
         return RefitReport(self._bytes, self._nbytes, seconds, checksums, self._encoded, tuple(left), waiting)
 
     # -- afterwards -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the thread of the checksums end."""
-        self._aside.shutdown()
+        """Let the threads end, and free what was held for the writing."""
+        self._crew.close()
         self._ring.close()
         torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
 
@@ -162,34 +176,33 @@ class Writer:
         with torch.no_grad():
             for tensor, old in reversed(self._undo):
                 tensor.copy_(old)
-        is_whole = self.is_atomic or not self._checksums
+        is_whole = self.is_atomic or not (self._checksums or self._begun)
         self._undo.clear()
         return is_whole
 
     def describe(self) -> str:
-        """Return which tensors have new values, in words."""
-        names = self.written
-        if not names:
-            return "Nothing has been written."
-        return f"{len(names)} tensors have been written ({describe_some(names)})."
+        """Return which tensors have new values, and which may have some, in words."""
+        done = f"{len(self.written)} tensors have been written ({describe_some(self.written)})." if self.written else ""
+        begun = [name for name in self._begun if name not in self._checksums]
+        mixed = f"{len(begun)} may have values of both ({describe_some(begun)})." if begun else ""
+        return " ".join(filter(None, (done, mixed))) or "Nothing has been written."
 
     def stopped(self, error: Exception) -> NoReturn:
         """Raise ``error``, as one that says what was written by then."""
         kind = type(error) if isinstance(error, TetherError) else LoadError
         raise kind(
             f"the refit stopped: {type(error).__name__}: {error}",
-            fix=f"{self.describe()} Refit again from a whole source: the tensor that was next may have values of both.",
+            fix=f"{self.describe()} Refit again from a whole source.",
         ) from error
 
 
-def _grouped(steps: Sequence[Step], given: RenamedCheckpoint) -> Iterator[list[Step]]:
-    """Yield ``steps`` in groups that are read from files at once; those of tensors in memory one by one."""
-    limit = 0 if isinstance(given.checkpoint, HeldCheckpoint) else _AT_ONCE
+def _grouped(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Yield ``steps`` in groups that are read and encoded at once."""
     some, size = list[Step](), 0
     for step in steps:
         some.append(step)
         size += step.nbytes
-        if size >= limit:
+        if size >= _AT_ONCE:
             yield some
             some, size = [], 0
     if some:
@@ -259,8 +272,11 @@ def _encode(step: Step, held: Weight, given: RenamedCheckpoint, batch: Batch) ->
     again = partial(encode_whole, step, given, no_tick)
     if is_dense and encode_rows_into(step, given, batch, again, held.parts) is not None:
         return
+    values = given.read_briefly(step.sources[0].name).to(held.device)
+    is_here = is_dense and held.device.type == "cpu" and _is_in_memory(step, given)
+    if is_here and encode_values_into(step, values, batch, again, held.parts):
+        return
     try:
-        values = given.read_briefly(step.sources[0].name).to(held.device)
         order = held.spec.order
         base = values.permute([order.index(dim) for dim in range(values.dim())])
         held.scheme.encode_into(base, cast("dict[str, Tensor]", held.parts))
