@@ -9,7 +9,7 @@ from ._interruptions import uncollected as _uncollected
 if _TYPE_CHECKING:
     from . import distributed, testing
 
-with _uncollected():  # of the time of this import, one look through all objects of torch would take a third
+with _uncollected():  # one garbage collection over all objects of torch would take a third of the import time
     from .checkpoint.reader import Checkpoint
     from .checkpoint.reader import open_checkpoint as open
     from .checkpoint.saver import save
@@ -105,13 +105,13 @@ __all__ = [
     # errors
     "TetherError", "ArgumentError", "CheckpointError", "ConversionError", "LoadError", "OptimizerError", "RuleError",
     "SchemeError", "TieError", "UnsupportedOpError", "LawError", "TrainingWarning",
-    # laws for what others write
+    # laws for other people's schemes and classes
     "testing",
 ]  # fmt: skip
 
 
 _LATE = ("distributed", "testing")
-"""Rooms that few programs use, imported when one does: torch's DTensor alone takes as long as all the rest."""
+"""Packages imported at first use: few programs need them, and torch's DTensor alone takes as long as all the rest."""
 
 
 def __getattr__(name: str) -> _Any:

@@ -1,4 +1,4 @@
-"""What a caller passes, checked where it comes in: one line that names the argument, instead of a trace from inside."""
+"""Checks of public arguments: an error of one line that names the argument, instead of a trace from inside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .errors import ArgumentError
 
 
 def describe(value: object) -> str:
-    """Return what ``value`` is, for people.
+    """Return a description of ``value`` for an error message.
 
     >>> describe(3), describe(int), describe(None)
     ('an int', 'the class int', 'None')
@@ -28,7 +28,7 @@ def describe(value: object) -> str:
 
 
 def describe_some(words: Sequence[str], most: int = 4, *, between: str = ", ") -> str:
-    """Return ``words`` in one line, of many the first.
+    """Return the first ``most`` of ``words`` on one line, and how many more there are.
 
     >>> describe_some(["a", "b", "c"], 2), describe_some(["a", "b"], 2)
     ('a, b and 1 more', 'a, b')
@@ -71,7 +71,7 @@ def check_flag(value: object, name: str) -> None:
 def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_module: bool = False) -> None:
     """Raise ArgumentError unless ``value`` is None, a function or, with ``or_flag``, a bool.
 
-    With ``is_of_module`` it takes a module and changes it: no class does, although it can be called.
+    With ``is_of_module`` the function takes a module and changes it; a class is refused, although it can be called.
     """
     if value is None or callable(value) or (or_flag and isinstance(value, bool)):
         if is_of_module and isinstance(value, type):
@@ -82,7 +82,7 @@ def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_mod
 
 
 def as_size(size: int | str, name: str) -> int:
-    """Return ``size`` in bytes. Raise ArgumentError for what is none.
+    """Return ``size`` in bytes. Raise ArgumentError if it is not a size.
 
     >>> as_size("1.5GB", "bytes"), as_size("200MiB", "bytes")
     (1500000000, 209715200)
@@ -97,9 +97,9 @@ def as_size(size: int | str, name: str) -> int:
 
 
 def as_device(device: Any, name: str = "device") -> torch.device:
-    """Return ``torch.device(device)``, with the index of the current one where ``device`` says none.
+    """Return ``torch.device(device)``, with the index of the current device if ``device`` has none.
 
-    Raises ArgumentError for what is no device, and for a device that this machine or this build of torch lacks.
+    Raises ArgumentError if it is not a device, or a device that this machine or this build of torch lacks.
     """
     try:
         place = torch.device(device)
@@ -114,7 +114,7 @@ def as_device(device: Any, name: str = "device") -> torch.device:
         return place
     try:
         return torch.empty(0, device=place).device
-    except (RuntimeError, AssertionError, ImportError) as error:  # torch raises either where a backend is absent
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch raises one of these if a backend is absent
         what = f"{str(place)!r} cannot be used here: {_first_line(error)}"
         raise ArgumentError(what, name=name, fix="Give a device that torch has here, such as 'cpu'.") from None
 

@@ -1,4 +1,4 @@
-"""The names of dtypes in files and records, and copies of dtypes that have none of their own."""
+"""The names of dtypes in files and records, and tensors in a form that every device can copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def copyable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, its bytes instead of floats of 8 bits: not every device copies those into strided places."""
+    """Return ``tensor`` without lazy conjugate or negative, 8-bit floats viewed as uint8.
+
+    Not every device copies 8-bit floats into strided memory.
+    """
     if tensor.is_floating_point() and tensor.element_size() == 1:
         return tensor.view(torch.uint8)
     return tensor.resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""What must not come in between: signals while a model changes, a fork while a lock is held, garbage collections."""
+"""Protection from interruptions: signals while a model changes, forks while a lock is held, garbage collections."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ _NUMBERS = [
     for name in ("SIGINT", "SIGALRM", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-"""Those from whose handlers people raise: Ctrl-C, timeouts, the end of a job. To ask for each takes time."""
+"""Signals whose handlers commonly raise: Ctrl-C, timeouts, the end of a job. Checking every signal takes time."""
 
 _SLICE = 0.1
-"""Seconds after which a wait for a lock looks for signals."""
+"""Seconds between two checks for signals while a thread waits for a lock."""
 
 
 class Deferred:
     """Delay signal handlers that are written in Python: Ctrl-C raises at a safe point inside the block, or at its end.
 
-    Python runs such a handler between any two bytecodes of the main thread, and what it raises (``KeyboardInterrupt``,
-    the error of a timeout) comes from there: before the first line of an ``__exit__``, say, so that a lock stays held.
-    The signals of ``_NUMBERS`` wait that have a handler in Python when the block begins; in other threads none runs.
+    Python runs such a handler between any two bytecodes of the main thread. Its exception (``KeyboardInterrupt``, the
+    error of a timeout) is raised at that point, for instance before the first line of an ``__exit__``, so that a lock
+    stays held. This class delays the signals of ``_NUMBERS`` that have a handler in Python when the block begins. In
+    a thread other than the main one it does nothing: Python runs no handlers there.
 
         with Deferred() as signals:
             for tensor in tensors:
-                signals.deliver()                           a safe point: what has waited is raised here
-                new = signals.during(read, tensor)          takes long and changes nothing: nothing waits
+                signals.deliver()                           a safe point: handlers of waiting signals run here
+                new = signals.during(read, tensor)          takes long and changes nothing: signals are not delayed
                 change(tensor, new)
 
-    The handlers are in place again before what waits at the end is delivered, so nothing is lost. Blocks may be
-    nested: what the inner one delivers waits in the outer one.
+    At the end the original handlers are restored before waiting signals are delivered, so no signal is lost. Blocks
+    may be nested: signals that the inner block delivers wait in the outer one.
     """
 
     def __init__(self, waits: Callable[[FrameType | None], bool] | None = None) -> None:
-        """Take ``waits``, which says of the frame in which a signal arrives whether it waits; by default all do."""
+        """Delay each signal for which ``waits(frame)`` is true, ``frame`` being the interrupted one; by default all."""
         self._waits = waits
         self._theirs: dict[int, Handler] = {}
         self._replaced: list[int] = []
         self._is_open = False
         self.waiting: list[int] = []
-        """The signals that wait, each once."""
+        """Numbers of the waiting signals, each once."""
 
     def begin(self) -> None:
-        """Make signals wait from now on."""
+        """Delay signals from now on."""
         if threading.get_ident() != threading.main_thread().ident:
             return
         try:
@@ -71,28 +72,28 @@ class Deferred:
             raise
 
     def end(self) -> None:
-        """Restore the handlers of before, then tell them what has waited; raise what they raise."""
+        """Restore the original handlers, then call those of waiting signals; raise what they raise."""
         try:
             while self._replaced:
                 signal.signal(self._replaced[-1], self._theirs[self._replaced[-1]])
                 self._replaced.pop()
-        finally:  # one that is back already may raise at any time
+        finally:  # a handler that is restored already may raise at any time
             if self._replaced:
                 self.end()
             self.deliver()
 
     def deliver(self) -> None:
-        """Run the handlers of what has waited: a safe point. Raise what they raise."""
+        """Call the handlers of waiting signals: a safe point. Raise what they raise."""
         while self.waiting:
             try:
-                self._tell(self.waiting.pop(0), None)
+                self._handle(self.waiting.pop(0), None)
             finally:
                 self.deliver()  # the others too, whatever one raises
 
     def during(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Call ``function``, which may be left anywhere, and return its result; no signal waits meanwhile."""
+        """Call ``function``, which may be interrupted anywhere, and return its result; signals are not delayed."""
         try:
             self._is_open = True
             self.deliver()
@@ -101,16 +102,16 @@ class Deferred:
             self._is_open = False
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        """Stand for every handler that is replaced."""
+        """Handle a signal in place of its original handler: delay it, or call that handler."""
         if self._waits(frame) if self._waits is not None else not self._is_open:
             if number not in self.waiting:
                 self.waiting.append(number)
             return
-        was_open, self._is_open = self._is_open, False  # who cleans up after an error must not meet a second one
-        self._tell(number, frame)
+        was_open, self._is_open = self._is_open, False  # a second error must not interrupt clean-up after the first
+        self._handle(number, frame)
         self._is_open = was_open
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         handler = self._theirs[number]
         is_ours = isinstance(getattr(handler, "__self__", None), Deferred)
         handler(number, frame if is_ours or frame is not None else sys._getframe())
@@ -124,22 +125,21 @@ class Deferred:
 
 
 def take(lock: Lock, signals: Deferred) -> None:
-    """Acquire ``lock``; raises what the handler of a signal raises that arrives meanwhile, without the lock."""
+    """Acquire ``lock``. If the handler of a signal raises meanwhile, raise that without the lock."""
     while not lock.acquire(timeout=_SLICE):
         signals.deliver()
 
 
 def renewed_after_fork(lock: Lock) -> Lock:
-    """Return ``lock``, which is free in every forked process, unless the thread that forks holds it.
+    """Return ``lock``, made free in every forked child process, unless the forking thread holds it.
 
-    Of the threads of a process a fork copies only the one that forks. What another one held at that moment would stay
-    held for ever.
+    A fork copies only the thread that calls it. A lock that another thread held would stay held for ever in the child.
     """
 
     def renew() -> None:
-        is_mine = getattr(lock, "_is_owned", None)  # a lock that is no RLock does not know its thread
+        is_mine = getattr(lock, "_is_owned", None)  # only an RLock knows which thread holds it
         if is_mine is None or not is_mine():
-            lock._at_fork_reinit()  # as threading's and logging's own locks do: there is no public way
+            lock._at_fork_reinit()  # threading and logging do the same with their locks: there is no public way
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=renew)
@@ -148,10 +148,11 @@ def renewed_after_fork(lock: Lock) -> Lock:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python from looking for reference cycles inside; reference counting frees as ever.
+    """Disable Python's cyclic garbage collector inside the block; reference counting still frees objects.
 
-    Each look goes through all objects of the process, and objects by the ten thousand ask for several: half of the time
-    of loading small tensors.  The switch is the process's: if two threads are inside, the first to leave puts it back.
+    A collection visits all objects of the process, and creating tens of thousands of objects triggers several: half of
+    the time of loading small tensors.  The switch is process-wide: of two threads inside, the first to leave restores
+    it.
 
     >>> with uncollected():
     ...     gc.isenabled()

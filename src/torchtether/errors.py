@@ -12,7 +12,7 @@
     ├── CheckpointError    (ValueError)            a file that cannot be read or written
     └── LawError           (AssertionError)        a class, scheme or format breaks laws of tt.testing
 
-    TrainingWarning        (UserWarning)           a trainable Weight whose scheme loses small updates; said once
+    TrainingWarning        (UserWarning)           a trainable Weight whose scheme loses small updates; warned once
 
 The text is ``name: what is wrong, with both values. What to do.`` on one line, because torch prints errors that
 are raised inside ``load_state_dict`` through ``repr``.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 
 class TetherError(Exception):
-    """Report what is wrong, of what, and what to do: the base of every error that torchtether raises on purpose.
+    """Report what is wrong, where, and what to do: the base of every error that torchtether raises on purpose.
 
     >>> SchemeError("got 3 bits", name="head.weight", fix="Use 4.")
     SchemeError('head.weight: got 3 bits. Use 4.')
@@ -31,7 +31,7 @@ class TetherError(Exception):
     what: str
     """What is wrong, with both values."""
     name: str
-    """Of what; may be empty."""
+    """The tensor, argument or file that it is about; may be empty."""
     fix: str
     """What to do; may be empty."""
 
@@ -41,10 +41,10 @@ class TetherError(Exception):
         if fix:
             text = f"{text.rstrip('.')}. {fix}"
         line = " ".join(text.split())
-        super().__init__(line.encode(errors="backslashreplace").decode())  # JSON can spell half a character: print it
+        super().__init__(line.encode(errors="backslashreplace").decode())  # a name from JSON may hold a lone surrogate
 
     def named(self, name: str) -> TetherError:
-        """Return the same error about ``name``; a name that is already there stays."""
+        """Return the same error about ``name``; an error that has a name keeps it."""
         return self if self.name else type(self)(self.what, name=name, fix=self.fix)
 
 
@@ -84,7 +84,7 @@ class LoadError(TetherError, RuntimeError):
 
 
 class CheckpointError(TetherError, ValueError):
-    """Report a file that cannot be read or written, or is not what it says."""
+    """Report a file that cannot be read or written, or contradicts its own header or index."""
 
 
 class LawError(TetherError, AssertionError):

@@ -1,4 +1,4 @@
-"""What a long job tells while it runs: bytes done, time, and memory at its highest."""
+"""Progress of long jobs: bytes done, time, and peak memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Progress = bool | Callable[[int, int], Any] | None
-"""``True`` for a bar on stderr, or a function that is told (bytes done, bytes in all)."""
+"""``True`` for a bar on stderr, or a function that is called with (bytes done, bytes in all)."""
 
 Tick = Callable[[int], None]
-"""Told how many bytes have just been read or written."""
+"""A function that is called with the number of bytes that have just been read or written."""
 
 
 def no_tick(nbytes: int) -> None:
-    """Ignore the bytes: nobody wants to know."""
+    """Do nothing: the ``Tick`` for callers without progress."""
 
 
 @contextmanager
 def ticking(progress: Progress, total: int, verb: str) -> Iterator[Tick]:
-    """Yield a function to be told of every piece of bytes that is done."""
+    """Yield the ``Tick`` that reports to ``progress``; ``total`` bytes in all, ``verb`` before the bar."""
     if not progress:
         yield lambda nbytes: None
     elif callable(progress):
@@ -46,11 +46,11 @@ def ticking(progress: Progress, total: int, verb: str) -> Iterator[Tick]:
 
 
 _SAMPLES = 600
-"""Moments of a timeline: more than a picture has room for."""
+"""The most samples of a timeline: more than a picture can show."""
 
 
 class Sample(NamedTuple):
-    """Bytes above what there was before, at one moment of a load, in seconds since it began."""
+    """Bytes above those before the load, at one moment, in seconds since it began."""
 
     seconds: float
     anonymous: int
@@ -58,11 +58,11 @@ class Sample(NamedTuple):
 
 
 class Meter:
-    """How long a block takes, and how much memory it needs at most, above what there was before.
+    """The duration and the peak memory of a block, above the memory before it.
 
     ``peak`` is anonymous memory, ``mapped_peak`` resident pages of mapped files; ``None`` where the system does not
-    tell. A thread looks every two milliseconds, so shorter peaks may be missed. ``timeline`` is what it saw: of a long
-    block, the highest of several looks each.
+    report them. A thread samples every two milliseconds, so shorter peaks may be missed. ``timeline`` holds the
+    samples; in a long block each is the highest of several.
     """
 
     def __enter__(self) -> Meter:
@@ -84,14 +84,14 @@ class Meter:
         return self
 
     def look(self) -> None:
-        """Count what there is now."""
+        """Take a sample."""
         now = resident_memory(self._status)
         if now is not None and self._highest is not None and self._before is not None:
             self._highest = Resident(*map(max, self._highest, now))
             self._note(time.perf_counter() - self._start, now, self._before)
 
     def _note(self, moment: float, now: Resident, before: Resident) -> None:
-        """Add a sample, or raises the last one; when there are many, every two become one, so there are never more."""
+        """Add a sample, or merge it into the last one; above ``_SAMPLES`` samples, merge every two."""
         sample = Sample(moment, now.anonymous - before.anonymous, now.mapped - before.mapped)
         if self._looks % self._stride and self._samples:
             self._samples[-1] = _higher(self._samples[-1], sample)
@@ -106,7 +106,7 @@ class Meter:
 
     @property
     def timeline(self) -> tuple[Sample, ...]:
-        """Return what there was over time, above what there was before."""
+        """Return the samples in order of time."""
         return tuple(self._samples)
 
     def __exit__(self, *error: object) -> None:
@@ -122,7 +122,7 @@ class Meter:
 
 
 def _watch(meter: weakref.ref[Meter], done: threading.Event) -> None:
-    """Look until ``done``, or until nobody has the meter: an interrupt may come before ``__exit__`` begins."""
+    """Sample until ``done``, or until the meter is freed: an interrupt may come before ``__exit__`` begins."""
     while not done.wait(0.002) and (held := meter()) is not None:
         held.look()
         del held
@@ -144,14 +144,14 @@ _RESIDENT = re.compile(rb"^RssAnon:\s*(\d+) kB\nRssFile:\s*(\d+) kB", re.MULTILI
 
 
 class Resident(NamedTuple):
-    """Bytes of the process that are in memory: its own, and pages of mapped files."""
+    """Resident bytes of the process: anonymous memory, and pages of mapped files."""
 
     anonymous: int
     mapped: int
 
 
 def _open_status() -> int | None:
-    """Return the open file that ``resident_memory`` reads in a quarter of the time; ``None`` where there is none."""
+    """Return an open descriptor of ``_STATUS``, or ``None``: opening it for each read would take four times as long."""
     try:
         return os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC) if hasattr(os, "pread") else None
     except OSError:
@@ -159,7 +159,7 @@ def _open_status() -> int | None:
 
 
 def resident_memory(status: int | None = None) -> Resident | None:
-    """Return what is resident now; ``None`` where the system does not tell. ``status`` is its file, open already."""
+    """Return the resident bytes now, read from the descriptor ``status``; ``None`` where the system reports none."""
     try:
         found = _RESIDENT.search(_STATUS.read_bytes() if status is None else os.pread(status, 2**14, 0))
     except OSError:
