@@ -1,1 +1,1 @@
-"""Where elements lie: views over memory, blocks of bytes, groups of what overlaps. Nothing is read."""
+"""Geometry of memory: views, blocks of bytes, and groups of overlapping ones. No values are read."""

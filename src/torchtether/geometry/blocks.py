@@ -1,4 +1,4 @@
-"""Where tensors lie: the memory that each one covers, and whether two of them share an element."""
+"""The memory blocks that tensors cover, and whether two of them share an element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..torch_private.tensors import storage_id
 from .views import extent
 
 _HARDEST = 100_000
-"""Steps for numpy's exact overlap test. It is a Diophantine problem; what is harder is called an overlap."""
+"""Steps of numpy's exact overlap test, a Diophantine problem. Pairs that need more steps count as overlapping."""
 
 STOCK = (Tensor, nn.Parameter)
 """The types of nearly all tensors: no wrappers, never lazy."""
@@ -23,7 +23,10 @@ STOCK = (Tensor, nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """The bytes of one strided tensor; ``start`` and ``stop`` count in ``space``, and compare only within one."""
+    """The bytes of one strided tensor, from ``start`` to ``stop`` in ``space``: a device, or one storage on ``meta``.
+
+    Only blocks of the same space can be compared.
+    """
 
     space: Hashable
     start: int
@@ -47,7 +50,7 @@ class MemoryBlock:
         return True
 
     def overlaps(self, other: MemoryBlock) -> bool:
-        """Return whether some byte belongs to an element of both."""
+        """Return whether a byte belongs to an element of both."""
         if self.space != other.space or self.stop <= other.start or other.stop <= self.start:
             return False
         for outer, inner in ((self, other), (other, self)):
@@ -55,13 +58,13 @@ class MemoryBlock:
                 return True
         first = min(self.start, other.start)
         try:
-            return bool(np.shares_memory(_Shadow.of(self, first), _Shadow.of(other, first), _HARDEST))  # type: ignore[arg-type]
+            return bool(np.shares_memory(_ArrayInterface.of(self, first), _ArrayInterface.of(other, first), _HARDEST))  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             return True
 
 
-class _Shadow:
-    """An array that numpy may compare but never reads: the geometry of a block at a made-up address."""
+class _ArrayInterface:
+    """The geometry of a block at a made-up address, as an array that numpy compares but never reads."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
@@ -71,7 +74,7 @@ class _Shadow:
         stride = tuple(step * block.itemsize for step in block.stride)
         address = (block.start - first + 4096, True)
         return np.asarray(
-            _Shadow(
+            _ArrayInterface(
                 {
                     "version": 3,
                     "typestr": "|u1",
@@ -84,38 +87,38 @@ class _Shadow:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Return whether the tensor is one strided piece of memory: not sparse, nested, lazy or a wrapper."""
+    """Return whether ``tensor`` lies strided in one storage: it is not sparse, nested, lazy or a wrapper."""
     is_one = type(tensor) in STOCK or not (is_lazy(tensor) or hasattr(tensor, "__tensor_flatten__"))
     return is_one and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def blocks_of(tensor: Tensor) -> tuple[MemoryBlock, ...]:
-    """Return the memory under ``tensor``: one region, or those of what it wraps; none if empty or not strided."""
+    """Return the block of ``tensor``, or those of its inner tensors; none if it is empty or not strided."""
     is_stock = type(tensor) in STOCK
     if not is_stock and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        inner = (getattr(tensor, name) for name in names)  # of a DTensor, the device mesh is among them
+        inner = (getattr(tensor, name) for name in names)  # those of a DTensor include its device mesh
         return tuple(block for one in inner if isinstance(one, Tensor) for block in blocks_of(one))
     if not is_strided(tensor) or tensor.numel() == 0:
         return ()
     size, stride, itemsize = tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size()
-    is_meta = tensor.is_meta if is_stock else tensor.untyped_storage().device.type == "meta"  # fake tensors lie there
+    is_meta = tensor.is_meta if is_stock else tensor.untyped_storage().device.type == "meta"  # fake tensors too
     address: int = 0 if is_meta else tensor.data_ptr()
     space: Hashable = tensor.device
-    if address == 0:  # meta, or freed: unknown, so only the same memory object can be shared
+    if address == 0:  # on meta, or freed: the address is unknown, so only the storage objects can be compared
         space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize
     return (MemoryBlock(space, address, address + extent(size, stride) * itemsize, size, stride, itemsize),)
 
 
-def lone_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Return, for each tensor that surely shares no element, its start and bytes; ``None`` for all others.
+def unshared_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Return (start, nbytes) of each tensor that certainly shares no element with another, ``None`` for all others.
 
-    Quick, by addresses alone: what has an address in the midst of another's bytes, is no plain tensor, or is empty, is
-    left to ``blocks_of``.
+    Fast, because it compares addresses alone. The result is ``None`` for a tensor whose span overlaps another's, that
+    is not a plain tensor, or that is empty: compare the blocks of those.
     """
     spans: list[tuple[int, int] | None] = [None] * len(tensors)
-    places: list[tuple[int, int, int]] = []  # start, stop, and which tensor; -1 for what is not plain
-    memories: dict[Hashable, tuple[int, int]] = {}  # of those without an address the only one and its bytes, or -1
+    places: list[tuple[int, int, int]] = []  # start, stop, and index of the tensor; -1 if it is not plain
+    memories: dict[Hashable, tuple[int, int]] = {}  # of storages without address: index and bytes of their one tensor
     for i, tensor in enumerate(tensors):
         address = nbytes = 0
         if type(tensor) in STOCK and tensor.layout is torch.strided and not tensor.is_nested:

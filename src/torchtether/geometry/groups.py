@@ -1,4 +1,4 @@
-"""DisjointSets of things that are connected, and pairs of spans that overlap."""
+"""Disjoint sets (union-find), and pairs of overlapping spans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 class DisjointSets:
-    """The numbers from 0 to ``count`` - 1 in groups: each alone at first, then as ``join`` says (union-find).
+    """Groups of the numbers from 0 to ``count`` - 1: each number alone at first, then merged by ``join`` (union-find).
 
     >>> groups = DisjointSets(4); groups.join(1, 3); groups.lists()
     [[0], [1, 3], [2]]
@@ -24,7 +24,7 @@ class DisjointSets:
         return i
 
     def join(self, i: int, j: int) -> None:
-        """Make one group of those of ``i`` and ``j``."""
+        """Merge the groups of ``i`` and ``j``."""
         one, two = self.root(i), self.root(j)
         self._parent[max(one, two)] = min(one, two)
 
@@ -37,12 +37,12 @@ class DisjointSets:
 
 
 def overlapping(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of every two of ``spans``, (start, stop) each, that have a place in common.
+    """Yield the indices of every pair of ``spans``, (start, stop) each, that overlap.
 
     >>> list(overlapping([(0, 4), (4, 6), (2, 5)]))
     [(2, 0), (1, 2)]
     """
-    reaching: list[int] = []  # those that reach past the start of the next one
+    reaching: list[int] = []  # earlier spans that reach past the start of the current one
     for i in sorted(range(len(spans)), key=lambda i: (spans[i][0], -spans[i][1])):
         start = spans[i][0]
         reaching = [j for j in reaching if spans[j][1] > start]

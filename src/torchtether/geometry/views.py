@@ -1,4 +1,4 @@
-"""Sizes and strides: how many elements a view reaches over, in which order, and whether it meets itself."""
+"""Sizes and strides: the extent of a view, contiguous strides, and whether a view overlaps itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements lie from the first one to the last, both counted; 0 if there are none.
+    """Return the number of elements from the first to the last in memory, both included; 0 if there are none.
 
     >>> extent((2, 3), (4, 1)), extent((), ()), extent((0, 3), (3, 1))
     (7, 1, 0)
@@ -27,9 +27,9 @@ def extent(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def overlaps_itself(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether two elements may share memory: not if each stride steps over all that smaller ones reach.
+    """Return whether two elements may share memory: some stride is less than the extent of the smaller strides.
 
-    Of such views a small file could make a large tensor, and writing to one element would change another.
+    With such a view a small file could make a large tensor, and writing to one element would change another.
     """
     reach = 1
     for step, count in sorted((s, n) for n, s in zip(size, stride, strict=True) if n > 1):
@@ -71,7 +71,7 @@ class View:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Return whether two of its elements may share memory; see the function of this name."""
+        """Return whether two of its elements may share memory; see the function of the same name."""
         return overlaps_itself(self.size, self.stride)
 
     def to_json(self) -> dict[str, Any]:

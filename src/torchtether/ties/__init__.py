@@ -1,1 +1,1 @@
-"""Which names share memory, and with which geometry: found, recorded, checked, edited."""
+"""Ties: names that share memory, and the geometry of each; found, recorded, checked, edited."""

@@ -1,6 +1,6 @@
-"""Which tensors of a model share an element: live, by object and by memory.
+"""Components: the tensors of a model that share elements now, found by object identity and by memory address.
 
-Nothing here is keyed by tensor or weak reference, and a data pointer of 0 means unknown.
+Nothing here is keyed by tensor or weak reference, and a data pointer of 0 means that the address is unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from .._interruptions import uncollected
 from ..errors import TieError
-from ..geometry.blocks import MemoryBlock, blocks_of, is_strided, lone_spans
+from ..geometry.blocks import MemoryBlock, blocks_of, is_strided, unshared_spans
 from ..geometry.groups import DisjointSets, overlapping
 from ..geometry.views import Shape, View
 from ..torch_private.modules import buffers_of, parameters_of
@@ -24,20 +24,21 @@ from .names import Tensors, named_tensors
 
 
 class Member(NamedTuple):
-    """One tensor object of a component, with all its names, and its geometry from the component's first byte."""
+    """One tensor object of a component, with all its names, and its view over the component's memory."""
 
     names: tuple[str, ...]
     tensor: Tensor
     view: View
     as_bytes: bool = False
-    """Whether the span of the component is bytes, because its members have several dtypes."""
+    """Whether ``span_tensor`` of the component is a tensor of bytes, because its members have several dtypes."""
 
 
 class Component(NamedTuple):
     """Tensors that share memory, directly or through each other; most have one member.
 
-    ``dtype`` is that of all members, ``None`` if they differ.  ``start`` is where the memory begins, in bytes, and
-    ``nbytes`` how much of it the members reach; both are 0 where there is no such memory (sparse, empty, wrappers).
+    ``dtype`` is that of all members, ``None`` if they differ.  ``start`` is the first byte of the memory that the
+    members cover, ``nbytes`` its length; both are 0 for tensors without strided memory of their own (sparse, empty,
+    wrappers).
     """
 
     members: tuple[Member, ...]
@@ -53,7 +54,7 @@ class Component(NamedTuple):
         return tuple(name for member in self.members for name in member.names)
 
     def member(self, name: str) -> Member:
-        """Return the one that has this name. Raise KeyError."""
+        """Return the member that has this name. Raise KeyError."""
         for member in self.members:
             if name in member.names:
                 return member
@@ -61,27 +62,28 @@ class Component(NamedTuple):
 
 
 def find_components(model: Tensors) -> tuple[Component, ...]:
-    """Group the model's tensors: two are together if and only if they share an element, in module order.
+    """Return the components of the model in module order: tensors that share an element are in one component.
 
-    Slices of one storage that share no element are apart.  Also on ``meta``, where only the memory object tells.
+    Slices of one storage that share no element are in different ones.  On ``meta``, where there are no addresses,
+    storage objects are compared.
     """
     return _components(model, alone=True)
 
 
 def shared_components(model: Tensors) -> tuple[Component, ...]:
-    """Return those of ``find_components`` that have two names or more, in a small part of the time."""
+    """Return the components of ``find_components`` that have two names or more; much faster."""
     return tuple(component for component in _components(model, alone=False) if len(component.names) > 1)
 
 
 def split_shared(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[Tensor], tuple[Component, ...]]:
-    """Return the tensors of ``model`` that surely share no element with another, and the components of all the rest.
+    """Return the tensors of ``model`` that certainly share no element with another, and the components of all others.
 
-    ``modules`` are all of the model's. Together they are what ``find_components`` finds; a model of nothing but
-    parameters in memory of their own is through in a fraction of the time, because nobody asks for names.
+    ``modules`` are all modules of the model. Both results together cover what ``find_components`` finds. A model in
+    which every parameter has memory of its own takes a fraction of the time, because no names are collected.
     """
     with uncollected():
         tensors = distinct_tensors(modules)
-        spans = lone_spans(tensors)
+        spans = unshared_spans(tensors)
         rest = {id(tensor) for tensor, span in zip(tensors, spans, strict=True) if span is None}
         if not rest:
             return tensors, ()
@@ -96,7 +98,7 @@ def split_shared(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[T
 
 
 def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
-    """Return every component; without ``alone`` those of one name may be missing."""
+    """Return every component; without ``alone`` components of one name may be missing."""
     with uncollected():
         objects: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
         for name, tensor in named_tensors(model).items():
@@ -104,19 +106,21 @@ def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
             if known[1][0] is not name:
                 objects[id(tensor)] = tensor, (*known[1], name)
         found = list(objects.values())
-        spans = lone_spans([tensor for tensor, _ in found])
+        spans = unshared_spans([tensor for tensor, _ in found])
         near = [i for i, span in enumerate(spans) if span is None]
         if alone and not near:
-            return tuple([_lone(*one, span) for one, span in zip(found, spans, strict=True) if span is not None])
+            return tuple(
+                [_single_member(*one, span) for one, span in zip(found, spans, strict=True) if span is not None]
+            )
         blocks = [blocks_of(found[i][0]) for i in near]
         made = {near[group[0]]: _component([(*found[near[i]], blocks[i]) for i in group]) for group in _groups(blocks)}
         for i, span in enumerate(spans):
             if span is not None and (alone or len(found[i][1]) > 1):
-                made[i] = _lone(*found[i], span)
+                made[i] = _single_member(*found[i], span)
         return tuple(made[i] for i in sorted(made))
 
 
-def _lone(tensor: Tensor, names: tuple[str, ...], span: tuple[int, int]) -> Component:
+def _single_member(tensor: Tensor, names: tuple[str, ...], span: tuple[int, int]) -> Component:
     dtype, new = tensor.dtype, tuple.__new__  # makes each in a third of the time
     view = _whole(dtype, tensor.shape, tensor.stride())
     return new(Component, ((new(Member, (names, tensor, view, False)),), dtype, *span))
@@ -124,7 +128,7 @@ def _lone(tensor: Tensor, names: tuple[str, ...], span: tuple[int, int]) -> Comp
 
 @lru_cache(maxsize=4096)
 def _whole(dtype: torch.dtype, size: Shape, stride: Shape) -> View:
-    """Return the view of a whole tensor, shared by the thousands of tensors that have a few shapes."""
+    """Return the view of a whole tensor; cached, because thousands of tensors have a few shapes."""
     return View(dtype, tuple(size), stride)
 
 
@@ -175,7 +179,7 @@ def _own_view(tensor: Tensor) -> View:
 
 
 def _aligned(spans: Sequence[MemoryBlock]) -> int:
-    """Return the last byte at or before the first of ``spans`` from which each is a whole number of its elements."""
+    """Return the largest address at or below every span from which each span's offset is a multiple of its itemsize."""
     first = min(span.start for span in spans)
     for start in range(first, first - 16, -1):
         if all((span.start - start) % span.itemsize == 0 for span in spans):

@@ -14,10 +14,10 @@ from .records import how_to_tie, record_ties
 
 
 def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, rows: slice | None = None) -> None:
-    """Make ``alias`` the very object that ``owner`` names, or with ``transpose`` or ``rows`` a view over its memory.
+    """Make ``alias`` the object that ``owner`` names, or with ``transpose`` or ``rows`` a view over its memory.
 
-    The values that ``alias`` had are gone.  An optimizer that was built before still holds the old parameter:
-    tie first.  The tie records of the Weights concerned say what is true afterwards.
+    The old values of ``alias`` are lost.  An optimizer that was built before still holds the old parameter: tie first.
+    The tie records of the Weights concerned are updated.
 
     Raises:
         TieError: there is no such name, shape, dtype or device differ, or a parameter would become a buffer.
@@ -59,7 +59,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
 
 
 def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) -> Tensor:
-    """Return the rows of ``given``, turned if wanted. Raise TieError where it has none, or is no matrix to turn."""
+    """Return the view of ``given`` that ``transpose`` and ``rows`` ask for. Raise TieError if it has no such view."""
     if rows is not None and (given.dim() == 0 or (rows.step is not None and rows.step < 1)):
         what = f"has shape {tuple(given.shape)}, of which rows={rows} is no view"
         raise TieError(what, name=owner, fix="Give a slice with a positive step, of a tensor that has rows.")
@@ -70,9 +70,10 @@ def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) ->
 
 
 def untie(model: nn.Module, name: str) -> None:
-    """Make ``name`` a tensor of its own, with equal values; what it was tied to stays as it was.
+    """Make ``name`` a tensor of its own, with equal values; the tensors that it was tied to do not change.
 
-    An optimizer that was built before does not hold the new parameter: untie first.  A name that is not tied is left.
+    An optimizer that was built before does not hold the new parameter: untie first.  Does nothing for a name that is
+    not tied.
 
     Raises:
         TieError: there is no such name, or its module itself is registered twice.
@@ -105,13 +106,13 @@ def _component_names(model: nn.Module, name: str) -> tuple[str, ...]:
 
 
 def _check_unmanaged(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Refuse what FSDP2 manages: it puts its own parameters back at every forward, so it is tied before, or never."""
+    """Raise TieError for a parameter under FSDP2, which restores its own parameters at every forward."""
     if is_sharded(tensor) and any(fsdp2_state(module) is not None for module in model.modules()):
         raise TieError("is under FSDP2, which would undo it", name=name, fix="Tie or untie before fully_shard.")
 
 
 def _register(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put ``tensor`` under ``name``. The module is looked up in the model's own table, never by getattr on text."""
+    """Register ``tensor`` as ``name``. The module is found in ``named_modules``, because getattr may find anything."""
     modules = dict(model.named_modules(remove_duplicate=False))
     path, _, leaf = name.rpartition(".")
     module = modules[path]

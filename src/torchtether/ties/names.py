@@ -13,15 +13,18 @@ from ..geometry.blocks import STOCK
 from ..torch_private.modules import buffers_of, parameters_of
 
 Tensors = nn.Module | Mapping[str, Tensor]
-"""What has named tensors: a module, or a state dict of live tensors."""
+"""A source of named tensors: a module, or a state dict of live tensors."""
 
 
 def named_tensors(model: Tensors) -> dict[str, Tensor]:
-    """Return every parameter, then every other tensor, under every name that it has, in module order."""
+    """Return every parameter, then every buffer, under each of its names, in module order.
+
+    A mapping is returned sorted in the same way.
+    """
     if isinstance(model, nn.Module):
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
-        for path, module in model.named_modules(remove_duplicate=False):  # one walk for both, on thousands of modules
+        for path, module in model.named_modules(remove_duplicate=False):  # one walk for both saves time
             before = f"{path}." if path else ""
             for leaf, parameter in parameters_of(module).items():
                 if parameter is not None:
@@ -56,5 +59,5 @@ def check_known(name: str, tensors: Iterable[str]) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether it is a DTensor: this process has a part of it, or a copy that others have too."""
+    """Return whether ``tensor`` is a DTensor, of which this process holds a shard or a replica."""
     return type(tensor) not in STOCK and hasattr(tensor, "_local_tensor")

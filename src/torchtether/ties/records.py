@@ -1,7 +1,7 @@
-"""Ties: the names of a component, owner first, found live and compared with what Weights carry.
+"""Ties: the names of a component, owner first; live ties are found, and compared with the records in Weights.
 
-Object identity and shared storage are the live tie.  The record (``spec.tie`` of a Weight) is what survives files,
-processes and ``meta``.
+A live tie is object identity or shared storage.  A record (``spec.tie`` of a Weight) survives files, processes and
+``meta``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from .spans import same_parts
 def find_ties(model: nn.Module) -> tuple[Tie, ...]:
     """Return every group of names that share memory, in module order.
 
-    They share one object, one storage, views, or parts of Weights.
+    Names of a group share one object, one storage, overlapping views, or parts of Weights.
 
-    The owner is the tensor that covers the others: contiguous first, then a Parameter before a buffer, the larger
-    element, the higher rank, module order.  Where none covers all, it is the first in memory, and views reach past it.
+    The owner is the tensor that covers the others. Among several it is a contiguous one, then a Parameter before a
+    buffer, the larger element, more dimensions, module order.  If none covers all, the owner is the first in memory,
+    and views reach past it.
 
-    Raises TieError where memory is shared in a way that a tie cannot say: see ``tt.storage_map``, which shows it.
+    Raises TieError where a ``Tie`` cannot express how memory is shared; ``tt.storage_map`` shows it.
 
     >>> import torch, torchtether as tt
     >>> model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(5, 2), "head": torch.nn.Linear(2, 5, bias=False)})
@@ -43,7 +44,7 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
 
 
 def tie_of(component: Component, owner: str | None = None) -> Tie | None:
-    """Return the tie of one component, ``None`` if it has one name; ``owner`` forces the choice of its owner."""
+    """Return the tie of one component, ``None`` if it has one name; ``owner`` overrides the choice of the owner."""
     if len(component.names) < 2:
         return None
     members = component.members
@@ -87,7 +88,7 @@ def _rank(component: Component, member: Member, owner: str | None) -> tuple[obje
 
 
 def _relative(component: Component, member: Member, owner: Member) -> View | None:
-    """Return the geometry of ``member`` from the first byte of ``owner``; ``None`` where it is that of the owner."""
+    """Return the view of ``member`` from the first byte of ``owner``; ``None`` if it is the owner's own."""
     view, base = member.view, owner.view
     if component.nbytes == 0:
         return _relative_weight(member, owner)
@@ -119,13 +120,13 @@ def _relative_weight(member: Member, owner: Member) -> View | None:
 
 def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:
     """Return the ties that the model's Weights carry, each once, in module order."""
-    tensors = (getattr(t, "_local_tensor", t) for t in named_tensors(model).values())  # rows carry the record, too
+    tensors = (getattr(t, "_local_tensor", t) for t in named_tensors(model).values())  # a shard carries the record, too
     carried = (tensor.tie for tensor in tensors if isinstance(tensor, Weight))
     return tuple(dict.fromkeys(tie for tie in carried if tie is not None))
 
 
 def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Give the Weights among ``names`` (all, if ``None``) the tie that is live now, and no other."""
+    """Set the record of each Weight among ``names`` (all, if ``None``) to the tie that is live now, or to none."""
     wanted = None if names is None else set(names)
     for component in find_components(model):
         if wanted is None or not wanted.isdisjoint(component.names):
@@ -137,10 +138,10 @@ def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
 def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     """Raise TieError unless the live ties are those of ``expected``, or of the records that Weights carry.
 
-    With ``expected`` a tie that it does not name is an error; records speak for the names in them only.
+    With ``expected`` every other live tie is an error. Records are compared for the names in them only.
 
     Raises:
-        TieError: naming the first tensor whose tie is gone, new, or has another geometry.
+        TieError: the tie of a tensor, the first of which it names, is gone, new, or has another geometry.
 
     >>> import torch, torchtether as tt
     >>> tt.check_ties(torch.nn.Linear(2, 2), expected=[tt.Tie(("weight", "bias"))])
@@ -175,7 +176,10 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
 
 
 def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
-    """Raise TieError unless ``tie`` is live; ``components`` has every name of the model, ``None`` for those alone."""
+    """Raise TieError unless ``tie`` is live.
+
+    ``components`` maps every name of the model to its component, or to ``None`` if it shares memory with no other.
+    """
     for name in tie.names:
         if name not in components:
             fix = f"The nearest name is {nearest(name, components)!r}." if nearest(name, components) else ""
@@ -191,14 +195,14 @@ def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
     for name in live.names:
         if name not in tie.names:
             raise TieError(f"is tied to {tie.owner}, the record says {tie}", name=name, fix=how_to_untie(name))
-        now, then = _how(live, name), _how(tie, name)
+        now, then = _describe_alias(live, name), _describe_alias(tie, name)
         if not _agree(live, tie, name):
             fix = how_to_tie(tie.owner, name) if then == _SAME else "Call tt.tie again."
             raise TieError(f"is {now} of {tie.owner}, the record says {then}", name=name, fix=fix)
 
 
 def _agree(live: Tie, record: Tie, name: str) -> bool:
-    """Return whether two ties agree; dtypes count only where they differ inside the live one: a record is older."""
+    """Return whether both ties give ``name`` the same view; its dtype may differ, since a record may be older."""
     i, j = live.names.index(name), record.names.index(name)
     now, then = live.views[i], record.views[j]
     if now is not None and then is not None:
@@ -213,7 +217,7 @@ def _equivalent(one: Tie, two: Tie) -> bool:
 _SAME = "the very object"
 
 
-def _how(tie: Tie, name: str) -> str:
+def _describe_alias(tie: Tie, name: str) -> str:
     view = tie.views[tie.names.index(name)]
     if view is not None:
         return f"a view (size {view.size}, stride {view.stride}, offset {view.offset})"

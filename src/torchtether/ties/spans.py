@@ -1,4 +1,4 @@
-"""The memory of a component as one tensor, and its members as views over that or over a conversion of it."""
+"""The memory of a component as one tensor (its span), and members as views over the span or a conversion of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .names import is_sharded
 def span_tensor(component: Component) -> Tensor:
     """Return all memory of ``component`` as one 1-D tensor, in the common dtype, or bytes where dtypes differ.
 
-    A component without memory of its own (a sparse tensor, Weights over the same parts) gives its first tensor,
-    detached; ``member_view`` takes either.  Raises TieError for Weights that share some of their parts only.
+    For a component without memory of its own (a sparse tensor, Weights over the same parts) return its first tensor,
+    detached; ``member_view`` takes either.  Raises TieError for Weights that share only some of their parts.
     """
     first = component.members[0].tensor
     if component.nbytes == 0:
@@ -38,7 +38,7 @@ def span_tensor(component: Component) -> Tensor:
 
 
 def member_view(span: Tensor, member: Member) -> Tensor:
-    """Return the tensor of ``member`` over ``span``: ``span_tensor`` of its component, or a conversion of it."""
+    """Return the tensor of ``member`` over ``span``, the ``span_tensor`` of its component or a conversion of that."""
     tensor, view = member.tensor, member.view
     if isinstance(tensor, Weight) and not tensor.scheme.transparent and isinstance(span, Weight):
         return span.map(Tensor.detach, span.spec.replace(shape=view.size, stride=view.stride, tie=tensor.tie))
