@@ -1,1 +1,1 @@
-"""Every private torch name of the house, by subject, each with the reason why no public one does the job."""
+"""Every use of torch's private names, by subject, each with the reason why no public name does the job."""

@@ -1,4 +1,4 @@
-"""Ops as torch's dispatcher knows them, and trees of arguments. There are no public names for any of it."""
+"""Ops as the dispatcher knows them, and trees of arguments. None of this has a public name."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 
 
 def schema_of(op: Any) -> Any:
-    """Return the arguments and results of an op: which are written to is said nowhere else."""
+    """Return the schema of an op: nothing public says which arguments it writes to."""
     return op._schema
 
 
 def can_decompose(op: Any) -> bool:
-    """Return whether ``op.decompose`` has something to call; the public method only fails where it has not."""
+    """Return whether ``op.decompose`` has a decomposition; the public method only fails if there is none."""
     return bool(op._can_decompose())
 
 
@@ -47,15 +47,15 @@ _OF_TORCH = frozenset(
 
 
 def is_foreign_write(op: Any) -> bool:
-    """Return whether another library defined the op, and says that it writes to arguments and returns nothing."""
+    """Return whether another library defined the op, with a schema that writes to arguments and returns nothing."""
     return op.namespace not in _OF_TORCH and op._schema.is_mutable and not op._schema.returns
 
 
 def has_kernel(op: Any) -> bool:
-    """Return whether this build of torch has any kernel for an op that it declares."""
+    """Return whether this build of torch has a kernel for ``op``, not only its declaration."""
     return bool(torch._C._dispatch_has_kernel(op.name()))
 
 
 def is_composite(op: Any) -> bool:
-    """Return whether an op is a function of other ops, gradients included; inference mode hands us these whole."""
+    """Return whether ``op`` is composed of other ops, gradients included; inference mode dispatches it undecomposed."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def fsdp2_state(module: nn.Module) -> Any:
-    """Return FSDP2's state of a module that ``fully_shard`` was applied to, ``None`` for any other."""
+    """Return FSDP2's state of a module that ``fully_shard`` was applied to, ``None`` for any other module."""
     get = getattr(module, "_get_fsdp_state", None)
     return get() if get is not None else None
 
@@ -22,7 +22,7 @@ def is_forwarded(state: Any) -> bool:
 
 
 def renew_shards(state: Any) -> None:
-    """Point FSDP2 to the memory of the parameters that the module has now."""
+    """Make FSDP2 gather from the memory of the parameters that the module has now."""
     for param in _fsdp2_params(state):
         param.reset_sharded_param()
 
@@ -36,7 +36,7 @@ def offloaded_parameters(state: Any) -> list[Tensor]:
 def frees_before_copy() -> bool:
     """Return whether FSDP2 frees the buffer of the previous all-gather before it copies the next one out.
 
-    Torch 2.15 does, torch 2.13 frees it after. No public name tells: the method that frees it is looked for.
+    Torch 2.15 frees it before, torch 2.13 after. Nothing public tells, so the method that frees it is looked up.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
@@ -52,7 +52,7 @@ def _fsdp2_params(state: Any) -> Iterator[Any]:
 
 
 def reseat_slots(state: Any) -> None:
-    """Give every module that shares a sharded parameter the same one, where an assignment gave one another."""
+    """Set each sharded parameter on every module that shares it: an assignment may have replaced it on one of them."""
     for param in _fsdp2_params(state):
         if param.sharded_state.name == "SHARDED":
             param._setattr_on_modules(param.sharded_param)
@@ -69,9 +69,9 @@ def sharded_slots(model: nn.Module) -> dict[int, Any]:
 
 
 def follow_buffer(model: nn.Module, parameter: Tensor, module: nn.Module, name: str, *, detached: bool) -> None:
-    """Make the buffer ``name`` of ``module`` the parameter in whichever state FSDP2 has it: sharded, or gathered.
+    """Keep the buffer ``name`` of ``module`` equal to ``parameter`` as FSDP2 has it: sharded or gathered.
 
-    FSDP2 tells every module that shares a parameter, by setting an attribute; it would not know of a buffer.
+    FSDP2 sets an attribute on every module that shares a parameter; it does not know of buffers.
     """
     record = sharded_slots(model)[id(parameter)]
     slot = _BufferSlot(module, detached)
@@ -81,7 +81,7 @@ def follow_buffer(model: nn.Module, parameter: Tensor, module: nn.Module, name: 
 
 
 class _BufferSlot:
-    """Stands for a module among those that share a parameter: what is set on it goes to the buffers of the module."""
+    """Stand in for a module among those that share a parameter: setting an attribute sets the module's buffer."""
 
     _module: nn.Module
     _detached: bool
@@ -94,9 +94,9 @@ class _BufferSlot:
 
 
 def stale_shards(state: Any, lacks_padding: Callable[[Tensor], bool]) -> list[Any]:
-    """Return FSDP2's records of which the parameter has been replaced, or its memory, since FSDP2 looked last.
+    """Return FSDP2's records of parameters that were replaced, or given other memory, without FSDP2's knowledge.
 
-    ``lacks_padding`` returns whether a tensor subclass was never padded, as FSDP2 pads what it shards.
+    ``lacks_padding`` returns whether a tensor subclass has not been padded as FSDP2 pads its shards.
     """
     found = []
     for param in _fsdp2_params(state):
@@ -126,12 +126,12 @@ def changed_dtypes(state: Any) -> list[tuple[Any, torch.dtype]]:
 
 
 def name_of_parameter(param: Any) -> str:
-    """Return the name by which FSDP2 knows the parameter of its record ``param``, for errors."""
+    """Return the name that FSDP2's record ``param`` has for its parameter, for error messages."""
     return param._param_fqn or param._module_info.param_name  # type: ignore[no-any-return]
 
 
 def local_shape_and_offset(shape: tuple[int, ...], mesh: Any, placements: Any) -> tuple[Any, Any]:
-    """Return shape and offset of this rank's part of a DTensor; only torch knows the order of strided shards."""
+    """Return shape and offset of this rank's part of a DTensor; torch has no public name for strided shards' order."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)

@@ -1,4 +1,4 @@
-"""What nodes of the autograd graph have saved."""
+"""Tensors that nodes of the autograd graph have saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_released(node: Any) -> bool:
-    """Return whether backward has freed what this node saved, so that no gradient can pass it again.
+    """Return whether backward has freed the saved tensors of ``node``, so that it cannot run again.
 
     Reads the raw saved variables first: the public accessors would run unpack hooks (recompute, read from disk).
     """
@@ -22,14 +22,14 @@ def is_released(node: Any) -> bool:
             if any(one.data is not None or one.unpack_hook is not None for one in saved):
                 return False
             if name != "_raw_saved_tensors":
-                getattr(node, name.removeprefix("_raw"))  # nothing was saved, or it is freed: only this tells which
+                getattr(node, name.removeprefix("_raw"))  # raises if freed; returns if nothing was saved
         except RuntimeError:
             return True
     return False
 
 
 def saved_by(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a node has saved, without running unpack hooks."""
+    """Yield the tensors that ``node`` has saved, without running unpack hooks."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             try:

@@ -1,4 +1,4 @@
-"""What stock conversions of modules go through, and what modules keep of their parameters."""
+"""Private parts of ``nn.Module``: the method behind stock conversions, tables of tensors, hooks, flat weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Method = Callable[..., Any]
 
 
 def current_method(name: str) -> tuple[Method, bool]:
-    """Return the method ``name`` of ``nn.Module`` as it is in this process, and whether it is torch's own."""
+    """Return the current method ``name`` of ``nn.Module``, and whether it is torch's own."""
     found = getattr(nn.Module, name)
     return found, (found.__module__, found.__qualname__) == ("torch.nn.modules.module", f"Module.{name}")
 
 
 def replace_method(name: str, function: Method, expected: Method) -> None:
-    """Make ``function`` the method ``name`` of ``nn.Module`` in this process, if it was ``expected``.
+    """Make ``function`` the method ``name`` of ``nn.Module``, if the current one is ``expected``.
 
-    Nothing else is told that a stock conversion (``_apply``) or load begins, and of which module, without a mode that
-    sees every tensor function; such a mode, even one that does nothing, doubles the time of a conversion.
+    Torch has no other way to observe that a stock conversion (``_apply``) or load of a module begins, except a mode
+    that sees every tensor function; even a mode that does nothing doubles the time of a conversion.
     """
     if getattr(nn.Module, name) is expected:
         setattr(nn.Module, name, function)
@@ -50,12 +50,12 @@ def renew_flat_weights(module: nn.RNNBase) -> None:
 
 
 def is_parametrization_cached() -> bool:
-    """Return whether ``parametrize.cached()`` holds computed weights, which a conversion would leave stale."""
+    """Return whether ``parametrize.cached()`` holds computed weights, which would be stale after a conversion."""
     return bool(getattr(parametrize, "_cache_enabled", 0)) and bool(getattr(parametrize, "_cache", None))
 
 
 def transient_names(model: nn.Module) -> set[str]:
-    """Return the names of buffers that are not persistent; torch tells them apart in this private set alone."""
+    """Return the names of buffers that are not persistent; only this private set of torch records them."""
     return {
         f"{path}.{leaf}" if path else leaf
         for path, module in model.named_modules(remove_duplicate=False)
@@ -64,7 +64,7 @@ def transient_names(model: nn.Module) -> set[str]:
 
 
 class Tables(NamedTuple):
-    """Hold the dictionaries in which a module registers its own tensors and modules; changes change the module."""
+    """Hold the dictionaries in which a module registers its own tensors and modules; not copies."""
 
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, Tensor | None]
@@ -74,23 +74,23 @@ class Tables(NamedTuple):
 
 
 def tables_of(module: nn.Module) -> Tables:
-    """Return the tables of ``module``; public methods walk them, and neither replace an entry nor keep its place."""
+    """Return the tables of ``module``; public methods cannot replace an entry and keep its place in the order."""
     return Tables(module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
 
 
 def set_tables(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> None:
-    """Give ``module``, made without its constructor, tables of its own; registering one by one asks for that."""
+    """Give ``module`` tables of its own; without them ``register_*`` fails on a module made without its constructor."""
     vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
 
 
 def set_transient(module: nn.Module, leaf: str, is_transient: bool) -> None:
-    """Make the buffer ``leaf`` persistent or not, in a set that is this module's own: a twin may share it."""
+    """Make the buffer ``leaf`` persistent or not; replaces the set, which a copy of the module may share."""
     others = module._non_persistent_buffers_set - {leaf}
     module._non_persistent_buffers_set = others | {leaf} if is_transient else others
 
 
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
-"""The dictionary of a module's own parameters. The public iterator leaves out ``None`` and what is there twice."""
+"""The dictionary of a module's own parameters. The public iterator leaves out ``None`` and repeated tensors."""
 
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 """The dictionary of a module's own buffers, for the same reason."""
@@ -99,10 +99,10 @@ transient_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buff
 """The names of a module's own buffers that are not persistent."""
 
 load_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_load_state_dict_pre_hooks")
-"""What runs before a module's own tensors are loaded; there is no public way to ask whether a hook is there."""
+"""The hooks that run before a module's own tensors are loaded; no public name lists them."""
 
 forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
-"""What runs before a module's forward: pruning recomputes its weight there."""
+"""The hooks that run before a module's forward; pruning recomputes its weight in one."""
 
 pruned_name_of: Callable[[Any], str] = attrgetter("_tensor_name")
 """The name of the tensor that a pruning method masks."""
@@ -112,10 +112,11 @@ _PARAMETRIZE = parametrize.ParametrizationList.__init__.__code__
 
 
 def is_unwrapping(caller: FrameType) -> bool:
-    """Return whether ``caller`` makes Parameters of the inner tensors of a subclass, as ``torch.export`` does.
+    """Return whether ``caller`` is torch's code that makes Parameters of a subclass's inner tensors, as in export.
 
-    It asks the subclass for ``requires_grad`` and gives it to each of them, also to whole numbers, which refuse it.
-    Nothing else tells who asks: torch has no public way to say it for each inner tensor.
+    That code reads ``requires_grad`` of the subclass and sets it on each inner tensor, integer tensors included, which
+    cannot require grad. Torch has no public way to give another answer for each inner tensor, so the caller's frame
+    is compared.
     """
     if caller.f_code is not _PARAMETRIZE:
         return False

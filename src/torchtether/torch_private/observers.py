@@ -1,4 +1,4 @@
-"""Who looks on while ops run: modes, traces, transforms, the compiler."""
+"""Observers of running ops: modes, traces, transforms, the compiler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import overrides
 
 
 def is_direct() -> bool:
-    """Return whether ops that are called now run at once and unseen: nobody traces, records or transforms them.
+    """Return whether ops run at once, without a trace, mode, transform or compiler that observes them.
 
-    What works on the memory of tensors without torch must not run otherwise.  There are public ways to ask each
-    tracer, but none that knows them all.
+    Code that works on the memory of tensors without torch may run only then.  There are public ways to ask for some
+    tracers, but none for all of them.
     """
     if torch.compiler.is_compiling() or is_tracing():
         return False
@@ -40,11 +40,9 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 
 
 def is_observed() -> bool:
-    """Return whether ops must go through torch's dispatcher.
+    """Return whether ops must go through torch's dispatcher, because a mode, trace or transform acts on them.
 
-    A mode counts, fakes or casts them, a trace or transform follows.
-
-    There is no public way to ask for the modes that are active, nor for the level of ``torch.func`` or of forward AD.
+    There is no public way to ask for the active modes, nor for the level of ``torch.func`` or of forward AD.
     """
     return (
         _count_modes() > 0
@@ -63,9 +61,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def never_compiled(function: Function) -> Function:
-    """Return ``function``, which the compiler does not translate as a frame of its own, nor what it calls.
+    """Return ``function``, marked so that the compiler skips its frame and the frames that it calls.
 
-    As ``torch.compiler.disable``, but without importing the compiler; and a graph that it follows goes through it.
+    Like ``torch.compiler.disable``, but it does not import the compiler, and the trace of a calling frame inlines the
+    function.
     """
     frames = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     skip = frames._FrameAction.SKIP
@@ -74,9 +73,9 @@ def never_compiled(function: Function) -> Function:
 
 
 def not_followed(function: Function) -> Function:
-    """Return ``function``, which compiled code calls as it is: its graph ends before, and begins anew after it.
+    """Return ``function``, marked so that compiled code calls it uncompiled: a graph break before and after.
 
-    As ``torch.compiler.disable``, but without importing the compiler.
+    Like ``torch.compiler.disable``, but it does not import the compiler.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it changes the parameters of a model"  # type: ignore[attr-defined]
@@ -84,9 +83,9 @@ def not_followed(function: Function) -> Function:
 
 
 def cached(function: Function) -> Function:
-    """Return ``function``, which remembers results as ``lru_cache`` does, and which the compiler follows.
+    """Return ``function`` with an ``lru_cache``, which is bypassed under the compiler.
 
-    It would follow a function under ``lru_cache``, too, and warn of it.
+    The compiler traces a function under ``lru_cache`` too, but with a warning.
     """
     remembered = lru_cache(maxsize=4096)(function)
 
@@ -98,15 +97,15 @@ def cached(function: Function) -> Function:
 
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` looks on, which sees torch's own ops only."""
+"""Return whether ``torch.jit.trace`` is tracing; it sees torch's own ops only."""
 
 WATCHED = (_count_modes, _level, _is_autocasting, is_tracing)
-"""What ``is_observed`` asks, for who asks from outside of Python; and the level of forward AD."""
+"""The functions that ``is_observed`` calls, for compiled code; it also reads the level of forward AD."""
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Return what is computed inside is a constant to a trace that looks on. There is no public way to look away."""
+    """Suspend ``torch.jit.trace`` inside the block: results are constants to it. Torch has no public name for this."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:

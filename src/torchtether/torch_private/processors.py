@@ -1,4 +1,4 @@
-"""What torch computes with: cores for each thread, and what its kernels can on this processor."""
+"""Threads that torch's kernels use, and instructions of this processor that they support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def one_core() -> None:
-    """Have ops of this thread use one core from now on, where torch computes with OpenMP; other threads' do not.
+    """Make ops of the calling thread use one core from now on, if torch computes with OpenMP.
 
     ``torch.set_num_threads`` is process-wide. OpenMP keeps a number for each thread, which torch sets at first use.
     """
@@ -31,7 +31,7 @@ _set_openmp_threads = _find_openmp()
 
 
 def has_fast_float16() -> bool:
-    """Return whether oneDNN multiplies float16 with vectors of this processor; False where this torch does not say."""
+    """Return whether oneDNN multiplies float16 by vector instructions here; False if this torch does not report it."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):
@@ -39,7 +39,7 @@ def has_fast_float16() -> bool:
 
 
 def has_tiles() -> bool:
-    """Return whether this processor has AMX; False where this torch does not say."""
+    """Return whether this processor has AMX tiles; False if this torch does not report it."""
     try:
         return bool(torch.cpu._is_amx_tile_supported())
     except (AttributeError, RuntimeError):

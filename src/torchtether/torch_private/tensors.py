@@ -1,4 +1,4 @@
-"""One tensor object, the implementation behind it, and who holds either."""
+"""A tensor object, the C++ implementation behind it, and references to either."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import torch
 from torch import Tensor, nn
 
 as_plain = torch._C.DisableTorchFunctionSubclass
-"""Inside, tensor subclasses answer as ``Tensor`` does: their attributes are read without running their code."""
+"""A context manager in which attributes of tensor subclasses are read as ``Tensor``'s, without running their code."""
 
 
 def call_plain(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``function(*args)`` gives inside ``as_plain``, in one step that no interrupt can leave half way.
+    """Return ``function(*args)`` as computed inside ``as_plain``, in one step that no interrupt can divide.
 
-    Before the ``__exit__`` of a context manager an interrupt can come; then subclasses would stay plain for ever.
+    An interrupt may come just before the ``__exit__`` of a context manager, and ``as_plain`` would stay in force.
     """
     return torch._C._disabled_torch_function_impl(function, (), args, {})  # type: ignore[attr-defined]
 
 
 def swap_impl(one: Tensor, two: Tensor) -> None:
-    """Exchange the contents of two objects: storage, dtype, device, layout, autograd state; nothing of Python's.
+    """Exchange the implementations of two objects: storage, dtype, device, layout, autograd state; not class or dict.
 
-    ``torch.utils.swap_tensors`` swaps class and attributes first and this last, although only this can refuse, so a
-    refusal leaves a torn object; it also poisons a graph that may still be needed.  Refuses C++ weak references only.
+    ``torch.utils.swap_tensors`` swaps class and attributes first and the implementations last, although only the last
+    step can be refused, so a refusal leaves a torn object; it also poisons a graph that may still be needed.  This
+    raises RuntimeError only if C++ holds a weak reference.
     """
     torch._C._swap_tensor_impl(one, two)  # type: ignore[attr-defined]
 
 
 def impl_id(tensor: Tensor) -> int:
-    """Return which implementation the object has now; there is no public way to tell one from another."""
+    """Return the identity of the object's current implementation; there is no public way to compare two."""
     with as_plain():
         return tensor._cdata  # type: ignore[no-any-return]
 
@@ -39,7 +40,7 @@ def impl_id(tensor: Tensor) -> int:
 def find_cpp_weakly_held(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Find the tensors to which C++ (CUDA graphs, an autocast cache) holds a weak reference, which forbids exchange.
 
-    Nothing tells but the exchange itself, so each is exchanged with itself.
+    Only an exchange detects it, so each tensor is exchanged with itself.
     """
     found, swap = [], torch._C._swap_tensor_impl  # type: ignore[attr-defined]
     for tensor in tensors:
@@ -51,13 +52,13 @@ def find_cpp_weakly_held(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def reset(held: Tensor, new: Tensor) -> bool:
-    """Give the leaf ``held`` the contents of ``new``, if ``held.data = new`` does all that an exchange would do.
+    """Assign ``held.data = new`` and return True, if that does all that an exchange would do; else return False.
 
-    So it is for nearly all parameters; for all others nothing happens, and the answer is no.  It keeps the
-    implementation with its hooks, as stock conversions do.  A grad would have to follow, a view would stay a view of
-    what it was cut from, and a buffer would share its version with what it was detached from.  Torch refuses, before
-    it does anything, another kind of memory and whole numbers that would require grad.  Compressed sparse layouts are
-    left out: torch would take the new dtype and keep the old values.
+    It suffices for nearly all parameters, and keeps the implementation with its hooks, as stock conversions do.
+    Cases in which it does not suffice: a grad would have to be converted too; a view would stay a view of its base; a
+    buffer would share its version counter with the tensor that it was detached from; compressed sparse layouts take
+    the new dtype and keep the old values.  Torch itself refuses, before any change, another kind of memory and
+    integers that would require grad.
     """
     if type(held) is not nn.Parameter or type(new) is not Tensor or held.size() != new.size():
         return False
@@ -71,29 +72,29 @@ def reset(held: Tensor, new: Tensor) -> bool:
 
 
 def is_same_kind(one: Tensor, two: Tensor) -> bool:
-    """Return whether ``one.data = two`` is allowed: memory on any devices is one kind, ``meta`` is another."""
+    """Return whether torch allows ``one.data = two``: all devices with memory are one kind, ``meta`` is another."""
     return bool(call_plain(torch._has_compatible_shallow_copy_type, one, two))
 
 
 def set_data(held: Tensor, new: Tensor) -> None:
-    """Do ``held.data = new`` as torch does of plain tensors: Python's side of a wrapper stays as it is."""
+    """Assign ``held.data = new`` as for plain tensors: class and attributes of a wrapper stay as they are."""
     call_plain(Tensor.data.__set__, held, new)  # type: ignore[attr-defined]
 
 
 def use_counts(tensors: Iterable[Tensor]) -> list[int]:
-    """Return ``use_count`` of each."""
+    """Return ``use_count`` of each of ``tensors``."""
     with as_plain():
         return [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def use_count(tensor: Tensor) -> int:
-    """Return how many own the implementation: 1 for the object itself, more for views, graphs and C++."""
+    """Return the number of owners of the implementation: 1 for the object itself, more for views, graphs and C++."""
     with as_plain():
         return tensor._use_count()  # type: ignore[no-any-return, attr-defined]
 
 
 def has_gradient_edge(tensor: Tensor) -> bool:
-    """Return whether an AccumulateGrad node exists for this leaf, that is: some graph, spent or not, leads to it."""
+    """Return whether an AccumulateGrad node exists for this leaf, so that some graph, freed or not, leads to it."""
     if not (tensor.requires_grad and tensor.is_leaf):
         return False
     before = use_count(tensor)
@@ -106,23 +107,23 @@ def has_gradient_edge(tensor: Tensor) -> bool:
 def as_class(kind: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
     """Return a new object of ``kind`` over the memory of ``data``.
 
-    ``nn.Parameter(...)`` cannot make a subclass without calling its constructor, which may ask for anything.
+    There is no public way to make an object of a subclass without its constructor, whose arguments are unknown.
     """
     made: Tensor = Tensor._make_subclass(kind, data, requires_grad)  # type: ignore[attr-defined]
     return made
 
 
 def hooks_of(tensor: Tensor) -> tuple[Any, Any]:
-    """Return the dictionaries of both kinds of hooks, ``None`` where there was never one."""
+    """Return the dictionaries of gradient hooks and post-accumulate hooks; ``None`` where none was ever registered."""
     with as_plain():
         return tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 def seat_hooks(tensor: Tensor) -> None:
-    """Have hooks of both kinds that the object holds fire again, also those registered later.
+    """Connect the object's gradient hooks of both kinds, and those registered later, to its new implementation.
 
-    The dictionaries belong to the object, but the implementation calls them: after an exchange the new one knows
-    nothing of them, and only an assignment tells it.
+    The dictionaries belong to the object, but the implementation calls them.  After an exchange the new implementation
+    does not have them until they are assigned.
     """
     with as_plain():
         hooks, post = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
@@ -140,8 +141,8 @@ def _find_empty() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], T
 
 
 empty_on_cpu = _find_empty()
-"""``torch.empty_strided(shape, stride, dtype=dtype, device="cpu")`` past the dispatcher, where nothing looks on: what
-graphs of the compiler call for their results, at half the price of the public one."""
+"""``torch.empty_strided(shape, stride, dtype=dtype, device="cpu")`` past the dispatcher, in half the time; compiled
+graphs call it for their results. Only for use while ``is_observed`` is false."""
 
 
 def _ask_each(*tensors: Any) -> bool:
@@ -150,39 +151,39 @@ def _ask_each(*tensors: Any) -> bool:
 
 
 any_requires_grad: Callable[..., bool] = getattr(torch._C, "_any_requires_grad", _ask_each)
-"""Whether one of the tensors (others are not) requires grad; a subclass is not asked through its own Python."""
+"""Return whether one of the arguments is a tensor that requires grad, without running Python code of subclasses."""
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return the identity of the memory object under a strided tensor, also on ``meta``, where there is no address."""
+    """Return the identity of the storage under a strided tensor, also on ``meta``, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def local_or_itself(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, any other tensor itself; ``to_local`` would make a graph of it."""
+    """Return this rank's part of a DTensor, any other tensor itself; ``to_local`` would record an autograd graph."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 """``make_wrapper(cls, size, strides=..., dtype=..., device=..., requires_grad=...)``: a tensor without memory.
 
-It is how torch documents that such subclasses are made; it has no public name.
+Torch documents this function for wrapper subclasses; it has no public name.
 """
 
 typed_storage: Callable[[Tensor], Any] = Tensor._typed_storage  # type: ignore[attr-defined]
-"""The typed storage without the warning of ``Tensor.storage``; torch's own code calls it."""
+"""Return the typed storage without the warning of ``Tensor.storage``; torch's own code calls it."""
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` only pretends to have numbers, as tensors inside a ``FakeTensorMode`` do."""
+    """Return whether ``tensor`` is a FakeTensor, which has no values."""
     return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The tensor of which one is a view, as autograd knows it; ``None`` if it is none."""
+"""Return the tensor of which the argument is a view, as autograd records it; ``None`` if it is not a view."""
 
 checkpoint_offset_of: Callable[[Any], int | None] = attrgetter("_checkpoint_offset")
-"""Where in its file a storage lies that ``torch.load`` has read inside a ``FakeTensorMode``."""
+"""Return the offset in its file of a storage that ``torch.load`` has read inside a ``FakeTensorMode``."""
 
 
 def has_hooks(tensor: Tensor) -> bool:

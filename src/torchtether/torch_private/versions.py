@@ -1,4 +1,4 @@
-"""The versions of torch that the tests have run with, and what exchanging tensors needs of any other."""
+"""The versions of torch that are tested, and the private names that exchanging tensors needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TESTED = ("2.13.0", "2.15.0")
 
 
 def warn_if_untested() -> None:
-    """Warn once, in one line, of a torch that is newer than all that the tests have run with."""
+    """Warn, on one line, if this torch is newer than the newest that was tested."""
     if _minor(torch.__version__) > _minor(TESTED[-1]):
         warnings.warn(
             f"torchtether was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {torch.__version__}",
@@ -34,21 +34,21 @@ def warn_if_untested() -> None:
 
 
 def _minor(version: str) -> list[int]:
-    """Return the first two numbers of ``version``: a release within them changes no behaviour."""
+    """Return the first two numbers of ``version``: patch releases change no behaviour."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def find_missing() -> tuple[str, ...]:
-    """Return the calls that exchanging tensors needs and this torch lacks."""
+    """Return the private names that exchanging tensors needs and this torch lacks."""
     return tuple(f"{owner.__name__}.{name}" for owner, name in _NEEDED if not hasattr(owner, name))
 
 
 MISSING = find_missing()
-"""Looked for once: torch does not change while it runs."""
+"""Found once, at import: torch does not change while it runs."""
 
 
 def refuse_torch() -> NoReturn:
-    """Raise ConversionError, naming the calls that this torch lacks."""
+    """Raise ConversionError with the private names that this torch lacks."""
     raise ConversionError(
         f"torch {torch.__version__} has no {', '.join(MISSING)}, without which tensors cannot be exchanged",
         fix="Use the torch that this torchtether was released for.",
