@@ -1,4 +1,4 @@
-"""Many machines: tied and quantized models under FSDP2 and DTensor, on PyTorch's own engine."""
+"""Tied and quantized models on many ranks, under FSDP2, DTensor and ``torch.distributed.checkpoint``."""
 
 from .flat import state_dict
 from .guards import resync

@@ -1,4 +1,4 @@
-"""A model and its optimizer as named tensors, sharded ones as DTensors: what torch.distributed.checkpoint takes."""
+"""A model and its optimizer as a flat state dict of tensors and DTensors, for ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .optimizers import optimizer_tensors
 from .ranks import Ranks
-from .shadows import Shadowed, box_of, local_of, redone
+from .shadows import Shadowed, box_of, local_of, with_local
 
 
 def state_dict(
     model: nn.Module | Mapping[str, Tensor], optimizer: Any = None, *, aliases: Aliases = "drop"
 ) -> dict[str, Tensor]:
-    """Return the tensors of ``model`` by name, over the memory that it uses, for ``torch.distributed.checkpoint``.
+    """Return the tensors of ``model`` by name, sharing its memory, for ``torch.distributed.checkpoint``.
 
         dcp.async_save(tt.distributed.state_dict(model, optimizer), checkpoint_id=path)
 
     Sharded tensors are DTensors. Part ``p`` of a quantized weight ``n`` is the tensor ``n.p``; a part with several
-    entries in a row has a dimension for those. Tied tensors are there once, under their owner's name, or with
-    ``aliases="copy"`` under all. Under ``torchtether`` stands, in bytes, what ties them and what is quantized how, so
-    that ``tt.distributed.load`` and ``tt.load`` read the folder; under ``torchtether.optimizer.`` the optimizer's
-    state, hyperparameters in bytes. No value is anything but a tensor, so nothing is pickled.
+    entries in a row has a dimension for those. A tied tensor has one entry, under its owner's name, or with
+    ``aliases="copy"`` one under each name. The entry ``torchtether`` holds the record of ties and schemes in bytes, so
+    that ``tt.distributed.load`` and ``tt.load`` can read the folder. Entries under ``torchtether.optimizer.`` hold the
+    optimizer's state, hyperparameters in bytes. Every value is a tensor, so nothing is pickled.
 
-    ``dcp.load`` into it loads the model, in place.
+    ``dcp.load`` into this dictionary loads the model in place.
 
     Raises what ``tt.distributed.save`` does.
 
@@ -64,7 +64,7 @@ def state_dict(
 def save_dcp(
     ranks: Ranks, model: nn.Module | Mapping[str, Tensor], path: Path, optimizer: Any, aliases: Aliases
 ) -> None:
-    """Write a folder by ``torch.distributed.checkpoint`` to ``path``, by one rename when all ranks are done."""
+    """Write ``path`` by ``torch.distributed.checkpoint``: to a temporary folder, renamed when all ranks are done."""
     with ranks.all_or_none(CheckpointError):
         if ranks.is_fake:
             raise CheckpointError("the process group is a fake one", name="format", fix="Save from real ranks.")
@@ -75,7 +75,7 @@ def save_dcp(
             temporary = folder.__enter__() if ranks.rank == 0 else None
         temporary = ranks.gather(temporary, CheckpointError)[0]
         with ranks.all_or_none(CheckpointError), warnings.catch_warnings():
-            if ranks.is_alone:  # torch warns of what is asked for
+            if ranks.is_alone:  # torch warns that no_dist=True saves on one process
                 warnings.simplefilter("ignore", UserWarning)
             save(state, checkpoint_id=temporary, process_group=ranks.group, no_dist=ranks.is_alone)
     except BaseException as error:
@@ -93,16 +93,16 @@ def as_bytes(text: str) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without a graph, contiguous, and without a transparent Weight that wraps it."""
+    """Return ``tensor`` detached and contiguous; of a transparent Weight the tensor that it wraps."""
     if isinstance(tensor, DTensor):
         local = local_of(tensor)
-        return redone(tensor, (local.values_of() if isinstance(local, Weight) else local).detach().contiguous())
+        return with_local(tensor, (local.values_of() if isinstance(local, Weight) else local).detach().contiguous())
     values = tensor.values_of() if isinstance(tensor, Weight) else tensor
     return values.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _parts(name: str, tensor: Tensor, shadow: Weight) -> dict[str, Tensor]:
-    """Return the parts of a Weight; where its rows are sharded, so are parts that have something of each row."""
+    """Return the parts of a Weight by key; of a sharded Weight, parts with entries per row are DTensors."""
     if not isinstance(tensor, DTensor):
         assert isinstance(tensor, Weight)
         return {part_key(name, role): part.detach() for role, part in tensor.parts.items()}
@@ -125,7 +125,7 @@ def _parts(name: str, tensor: Tensor, shadow: Weight) -> dict[str, Tensor]:
 
 
 def _by_rows(layout: Part, base: Shape, part: Tensor) -> tuple[torch.Size, Tensor]:
-    """Return the shape of the whole part, and this rank's share of it, with as many rows as the Weight has."""
+    """Return the shape of the whole part, and this rank's shard, both with the Weight's rows as first dimension."""
     shape = tuple(layout.shape)
     row = base[0] and math.prod(base) // base[0]
     if shape[0] != base[0] and layout.span and row % layout.span == 0:
@@ -135,7 +135,7 @@ def _by_rows(layout: Part, base: Shape, part: Tensor) -> tuple[torch.Size, Tenso
 
 
 def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout: Part) -> None:
-    """Raise CheckpointError if a DTensor would have other rows here than the Weight has."""
+    """Raise CheckpointError if the DTensor ``whole`` has other rows on this rank than the Weight."""
     try:
         start, stop = box_of(whole)[0]
         scale = layout.shape[0] // max(whole.shape[0], 1)
@@ -151,7 +151,7 @@ def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout:
 
 
 def _record(groups: list[HeldGroup]) -> str:
-    """Return the record of ties and weights of ``groups``, as a file by ``tt.save`` has it."""
+    """Return the record of ties and weights of ``groups``, in the text form of files by ``tt.save``."""
     weights: dict[str, WeightSpec] = {name: spec for group in groups for name, spec in group.weights.items()}
     strides = {name: stride for group in groups for name, stride in group.strides.items()}
     copies = frozenset(name for group in groups for name in group.copies)

@@ -1,4 +1,4 @@
-"""Which modules make up each sharding unit, so that every tied group lies in one: pure work on module paths."""
+"""Grouping modules into sharding units so that every tied group lies in one unit; computed from module paths."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .._checks import describe_some
 
 Policy = Literal["group", "root"]
 Key = frozenset[int]
-"""A unit, as the ids of the modules that are given to ``fully_shard`` together."""
+"""A unit, as the ids of the modules that are passed to ``fully_shard`` together."""
 
 ROOT: Key = frozenset()
 
 
 @dataclass(frozen=True)
 class TiedNames:
-    """Hold names that must lie in one unit, and the stacks of modules that run where one of them is used otherwise."""
+    """Hold names that must lie in one unit, and the stacks of modules that run when one of them is used."""
 
     names: tuple[str, ...]
     stacks: tuple[tuple[int, ...], ...] = ()
@@ -27,7 +27,7 @@ class TiedNames:
 
 @dataclass
 class Grouping:
-    """Hold the units of ``model``: ``wanted`` modules one by one at first, then as tied groups ask for it."""
+    """Hold the units of ``model``: at first each module of ``wanted`` alone; ``settle`` merges them for tied groups."""
 
     model: nn.Module
     wanted: Sequence[nn.Module]
@@ -46,7 +46,7 @@ class Grouping:
         self._tried: set[tuple[str, ...]] = set()
 
     def settle(self, groups: Iterable[TiedNames]) -> None:
-        """Change the units until each of ``groups`` lies in one of them, where it is gathered whenever it is used."""
+        """Change the units until each of ``groups`` lies in one unit that is gathered whenever the group is used."""
         groups = list(groups)
         while True:
             split = next((group for group in groups if self._is_split(group)), None)
@@ -59,7 +59,7 @@ class Grouping:
             self._drop(circle)
 
     def home(self, name: str) -> Key:
-        """Return the unit of the tensor ``name``: that of the innermost module above it; ``ROOT`` if there is none."""
+        """Return the unit of the tensor ``name``: that of the innermost module above it in a unit, else ``ROOT``."""
         return self.homes([name])[name]
 
     def homes(self, names: Iterable[str]) -> dict[str, Key]:
@@ -68,7 +68,7 @@ class Grouping:
         return {n: next((unit_of[m] for m in self._above(n) if m in unit_of), ROOT) for n in names}
 
     def order(self) -> list[Key]:
-        """Return the units, inner ones first, as ``fully_shard`` must be called; else in the order of the modules."""
+        """Return the units in the order that ``fully_shard`` needs: inner ones first, otherwise in module order."""
         rank = {module: place for place, module in enumerate(self._path_of)}
         left = sorted(self.units, key=lambda unit: min(rank[module] for module in unit))
         done: list[Key] = []
@@ -82,10 +82,10 @@ class Grouping:
         """Return the first path of each module of ``unit``, in module order; the empty path is the root's."""
         return tuple(path for module, path in self._path_of.items() if module in unit) if unit else ("",)
 
-    # -- how it is done -----------------------------------------------------------------------------------------------
+    # -- merging and removing units -----------------------------------------------------------------------------------
 
     def _above(self, name: str) -> list[int]:
-        """Return the modules above a tensor (or module), innermost first, without the root."""
+        """Return the ids of the modules above a tensor (or module), innermost first, without the root."""
         path, found = name.rpartition(".")[0], []
         while path:
             found.append(id(self._modules[path]))
@@ -93,7 +93,7 @@ class Grouping:
         return found
 
     def _is_split(self, group: TiedNames) -> bool:
-        """Return whether ``group`` lies in several units, or in one that is not gathered at some use."""
+        """Return whether ``group`` lies in several units, or in one that is not gathered at one of its uses."""
         homes = set(self.homes(group.names).values())
         if len(homes) > 1:
             return True
@@ -101,7 +101,7 @@ class Grouping:
         return unit != ROOT and any(not unit & set(stack) for stack in group.stacks)
 
     def _join(self, group: TiedNames) -> None:
-        """Change the units so that one holds ``group``: join those of its owners, or hoist it."""
+        """Change the units so that one holds ``group``: merge those of its owners, or hoist it to an outer unit."""
         key = tuple(sorted(group.names))
         owners = {self._owner(name) for name in group.names}
         is_used_elsewhere = len(set(self.homes(group.names).values())) == 1
@@ -116,7 +116,7 @@ class Grouping:
                 set(self._above(name)) & (owners - {owner}) for name in group.names if self._owner(name) == owner
             )
         }
-        for name in group.names:  # units between a name and the outer module that takes it along
+        for name in group.names:  # no unit may lie between a name and the outer module of its unit
             above = self._above(name)
             reach = max((place for place, module in enumerate(above) if module in outer), default=0)
             self._drop({unit for unit in self.units if unit & set(above[:reach]) and not unit & outer})
@@ -127,7 +127,7 @@ class Grouping:
         self.notes.append(f"{' = '.join(group.names)}: {describe_some(self.paths(made))} are one unit")
 
     def _hoist(self, group: TiedNames, owners: set[int]) -> None:
-        """Remove the units below the first module that is above all names and runs at all uses."""
+        """Remove the units below the innermost module that is above all names and runs at all uses."""
         common: set[int] | None = None
         chains = [self._above(name) for name in group.names] + [list(reversed(stack)) for stack in group.stacks]
         for chain in chains:
@@ -150,14 +150,13 @@ class Grouping:
         return sorted(units, key=lambda unit: self.paths(unit))
 
     def _owner(self, name: str) -> int:
-        """Return the module that runs when ``name`` is needed: its holder, or the first above that has a forward."""
+        """Return the id of the innermost module above ``name`` that has a forward."""
         path = name.rpartition(".")[0]
         while path and type(self._modules[path]).forward is nn.Module.forward:  # ParameterList and other containers
             path = path.rpartition(".")[0]
         return id(self._modules[path])
 
     def _drop(self, units: set[Key]) -> None:
-        """Remove ``units``."""
         self.units -= units
 
     def _is_inside(self, inner: Key, outer: Key) -> bool:
@@ -165,7 +164,7 @@ class Grouping:
         return any(self._outside[module] & outer for module in inner)
 
     def _circle(self) -> set[Key]:
-        """Return units of which each has to be inside of another one."""
+        """Return two units each of which has a module inside the other; empty if there are none."""
         left = set(self.units)
         lists = [unit for unit in left if len(unit) > 1]
         for one in lists:

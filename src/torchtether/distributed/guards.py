@@ -1,14 +1,14 @@
-"""Guards over a model that ``shard`` made: what torch would break without a word is mended, or refused in time.
+"""Hooks on a sharded model that repair, or refuse in time, changes that torch would break silently.
 
-load_state_dict(assign=True) after the first forward      with tied names, FSDP2 goes on gathering what was there
-                                                          before: every shard is looked up again.  Without torch's
+load_state_dict(assign=True) after the first forward      with tied names FSDP2 would go on gathering the old
+                                                          tensors: every shard is looked up again.  Without torch's
                                                           swap flag it would replace the parameters under the
                                                           optimizer: ConversionError, before anything changes
-a state dict with an alias only                           the owner, which FSDP2 reads, gets it too
-a state dict with a view of a parameter that it has too   the parameter is loaded, and the view shows it
-.to(dtype) after the first forward                        ConversionError at the next forward: FSDP2's buffers have
-                                                          the old dtype, and going back is possible until then
-a parameter that was replaced behind FSDP2's back         its shard is looked up again at the next forward
+a state dict that has an alias and not its owner          the owner, which FSDP2 gathers, is loaded from the alias
+a state dict with a parameter and a view of it            the parameter is loaded, and the view shows its values
+.to(dtype) after the first forward                        ConversionError at the next forward, because FSDP2's
+                                                          buffers have the old dtype; converting back is possible
+a parameter that was replaced without FSDP2's knowledge   its shard is looked up again at the next forward
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ..torch_private.fsdp2 import (
 from ..weights.ops.padding import lacks_padding
 from ..weights.spec import Tie
 
-_ASSIGN = "assign_to_params_buffers"  # how torch tells hooks that it was given
+_ASSIGN = "assign_to_params_buffers"  # the key under which torch tells load hooks of ``assign=True``
 
 
 def guard(model: nn.Module, ties: Iterable[Tie]) -> None:
-    """Watch the loads and each forward of ``model``, which FSDP2 shards, from now on."""
+    """Register hooks on the loads and the forward of ``model``, which FSDP2 shards."""
     model.register_load_state_dict_pre_hook(_before_load(tuple(ties)))
     model.register_load_state_dict_post_hook(lambda module, keys: resync(module))
     model.register_forward_pre_hook(lambda module, args: check_shards(module), prepend=True)
 
 
 def resync(model: nn.Module) -> None:
-    """Have FSDP2 gather the tensors that the parameters of ``model`` are now, and make tied names one object again.
+    """Make FSDP2 gather the current parameters of ``model``, and make tied names one object again.
 
-    For after changes that FSDP2 was not told of.  Torch itself tells it of one name of a tied parameter only.
+    Call it after changes that FSDP2 does not know of.  Torch itself informs it of one name of a tied parameter only.
     """
     with torch.no_grad():
         for module in model.modules():
@@ -56,7 +56,7 @@ def resync(model: nn.Module) -> None:
 
 
 def check_shards(model: nn.Module) -> None:
-    """Return if FSDP2 and the parameters agree; look up memory again that it has not seen.
+    """Check that FSDP2 and the parameters agree in dtype; look up replaced shards again.
 
     Raises:
         ConversionError: parameters have another dtype than at the first forward.
@@ -97,7 +97,7 @@ def _before_load(ties: tuple[Tie, ...]) -> Callable[..., None]:
             names = [name for name, view in zip(tie.names, tie.views, strict=True) if view is None]
             given = next((prefix + name for name in names if prefix + name in state_dict), None)
             if given is not None:
-                for name in set(tie.names) - set(names):  # views have no memory to load into
+                for name in set(tie.names) - set(names):  # a view has no memory of its own to load into
                     state_dict.pop(prefix + name, None)
             if given is not None and prefix + tie.owner not in state_dict:
                 state_dict[prefix + tie.owner] = state_dict[given]

@@ -1,4 +1,4 @@
-"""Loading on many ranks: each reads the rows that it holds, and all have them, or none."""
+"""Loading on many ranks: each rank reads the rows that it holds, and all ranks succeed, or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
-from .shadows import box_of, device_of, local_shadow, redone, reshard, sharded_tensors, stand_in, whole_shadow
+from .shadows import box_of, device_of, local_shadow, reshard, sharded_tensors, stand_in, whole_shadow, with_local
 
 
 def load(
@@ -45,27 +45,27 @@ def load(
     optimizer: Any = None,
     process_group: Any = None,
 ) -> LoadReport:
-    """Load this rank's part of the values at ``path``, into the Parameter objects that it has.
+    """Load this rank's part of the values at ``path`` into the model's Parameter objects.
 
-    The arguments are those of ``tt.load``; every rank of ``process_group`` (by default all) calls it, with the same
-    ones. Sharded parameters (``fully_shard``, any DTensor) on ``meta`` get memory for this rank's rows alone, on the
-    device of their mesh (on the CPU with ``CPUOffloadPolicy``); real ones are filled where they are, before or after
-    the first forward. An optimizer built before or after holds the same parameters. What is not sharded every rank
-    reads whole.
+    The arguments are those of ``tt.load``; every rank of ``process_group`` (by default all) calls it with the same
+    arguments. Sharded parameters (``fully_shard``, any DTensor) on ``meta`` get memory for this rank's rows alone, on
+    the device of their mesh (on the CPU with ``CPUOffloadPolicy``). Sharded parameters with memory are filled in
+    place, before or after the first forward. An optimizer built before or after holds the same parameters. Every rank
+    reads tensors that are not sharded whole.
 
-    Of a tensor that is stored as its rows are (floats; Weights that ``tt.save`` wrote; and so on) a rank reads the
-    bytes of its own rows and no others, and encodes those with ``quantize``. Of published formats too, whichever way
-    their words lie: of the columns of GPTQ and AWQ pieces of 4 KiB and more are read by themselves. Two have codes of
-    rows far apart in one byte (quanto's qint2 and qint4, HQQ) and are read whole; a scheme with one scale for all rows
-    is encoded from all of them on every rank; both hold one tensor at a time. Afterwards what FSDP2 gathers in
-    ``forward`` is what was loaded, also where torch's own ``load_state_dict(assign=True)`` had left it at something
-    older.
+    If a tensor is stored row by row (floats, Weights that ``tt.save`` wrote, and so on), a rank reads only the bytes of
+    its own rows, and encodes only those with ``quantize``. This holds for published formats too, also for GPTQ and
+    AWQ, which store rows as columns: runs of 4 KiB and more are read separately. Exceptions: two formats (quanto's
+    qint2 and qint4, HQQ) have codes of distant rows in one byte and are read whole, and a scheme with one scale for
+    all rows is encoded from all rows on every rank. Both hold one whole tensor at a time. Afterwards FSDP2 gathers the
+    loaded values in ``forward``, also where torch's own ``load_state_dict(assign=True)`` had left it with older ones.
 
-    ``path`` may also be a folder by ``torch.distributed.checkpoint``, ours or another's. With ``optimizer`` its state
-    follows its parameters' device and dtype, and if the checkpoint holds the state of one, that is what it has after.
+    ``path`` may also be a folder by ``torch.distributed.checkpoint``, from this library or another. The state of
+    ``optimizer`` follows its parameters' device and dtype; if the checkpoint holds an optimizer's state, that is
+    loaded into it.
 
-    All faults are found before anything changes. If one rank fails, all do, with its text; what was on ``meta`` still
-    is then, on every rank.
+    All faults are found before anything changes. If one rank fails, all ranks raise with its text, and tensors that
+    were on ``meta`` still are, on every rank.
 
     Raises:
         CheckpointError: a file is absent or damaged.
@@ -104,7 +104,7 @@ def load(
 
 
 def find_boxes(held: Mapping[str, Tensor], draft: Draft) -> tuple[dict[str, Box], list[str]]:
-    """Return this rank's box of each sharded tensor of ``held`` that ``draft`` fills, by name, and the faults."""
+    """Return this rank's box of each sharded tensor of ``held`` that ``draft`` fills, by each name, and the faults."""
     boxes, faults = dict[str, Box](), []
     filled = [(step.name, step.component.names) for step in draft.steps]
     for first, names in [*filled, *((name, (name,)) for name in draft.computed)]:
@@ -118,7 +118,7 @@ def find_boxes(held: Mapping[str, Tensor], draft: Draft) -> tuple[dict[str, Box]
 
 
 class _Whole:
-    """Load a model of which every rank has all, as one process does."""
+    """Load a model without sharded tensors, as one process does."""
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
         self._plan = make_plan(model, path, options, optimizer)
@@ -129,11 +129,11 @@ class _Whole:
             raise
 
     def read(self, progress: Progress) -> LoadReport:
-        """Load all of the model."""
+        """Read all values into the model."""
         return self._plan.apply(progress=progress)
 
     def finish(self) -> None:
-        """Do nothing: what has been read is in the model."""
+        """Do nothing: ``read`` has filled the model."""
 
     def close(self) -> None:
         """Close the files."""
@@ -141,7 +141,7 @@ class _Whole:
 
 
 class _Sharded:
-    """Load a model with DTensors: planned on a shadow of the whole, read into a shadow of this rank's part."""
+    """Load a model with DTensors: plan on a shadow of whole tensors, read into a shadow of the local tensors."""
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
@@ -164,7 +164,7 @@ class _Sharded:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _boxes(self, whole: LoadPlan) -> tuple[dict[str, Box], list[str]]:
-        """Return this rank's box of each sharded tensor that ``whole`` loads, under its names there, and the faults."""
+        """Return this rank's box of each sharded tensor that ``whole`` loads, by each name, and the faults."""
         draft = whole.draft
         faults = [
             f"{name}: the checkpoint ties it otherwise, and ties of a sharded model cannot change. "
@@ -183,17 +183,17 @@ class _Sharded:
 
     @cached_property
     def _offloaded(self) -> set[str]:
-        """Return the parameters that FSDP2 keeps on the CPU."""
+        """Return the names of the parameters that FSDP2 keeps on the CPU."""
         states = [fsdp2_state(module) for module in self._model.modules()]
         held = {id(param) for state in states if state is not None for param in offloaded_parameters(state)}
         return {name for name, tensor in self._held.items() if id(tensor) in held}
 
     def _changed(self) -> list[Step]:
-        """Return the steps that give new contents to tensors of this rank."""
+        """Return the steps that exchange tensors of this rank, rather than fill them in place."""
         return [step for step in self._plan.steps if not step.in_place]
 
     def _check_exchange(self) -> None:
-        """Raise, before anything is read, if a tensor would refuse to be exchanged when it has been read."""
+        """Raise ConversionError, before anything is read, if a tensor could not be exchanged afterwards."""
         held = [self._held[name] for step in self._changed() for name in step.component.names]
         if held:
             with Exchange(self._model, optimizer=self._optimizer, verb="load") as exchange:
@@ -202,13 +202,13 @@ class _Sharded:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read(self, progress: Progress) -> LoadReport:
-        """Read this rank's part, into new memory where it was on ``meta``; the model knows nothing of it yet."""
+        """Read this rank's part into the shadow: in place, or into new memory, which the model does not have yet."""
         return self._plan.apply(progress=progress)
 
     # -- afterwards -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Give the model's tensors what has been read, and have FSDP2 gather those."""
+        """Exchange the model's tensors for those that were read, and make FSDP2 gather the new ones."""
         read, changed = named_tensors(self._part), self._changed()
         names = [name for step in changed for member in step.component.members for name in member.names[:1]]
         draft = self._plan.draft
@@ -218,7 +218,7 @@ class _Sharded:
                 exchange.check([self._held[name] for name in names])
                 for name in names:
                     held, new = self._held[name], read[name].detach()
-                    exchange.put(held, redone(held, new) if isinstance(held, DTensor) else new)
+                    exchange.put(held, with_local(held, new) if isinstance(held, DTensor) else new)
                 know_weights(self._model, exchange, names_of_weights(changed))
         if self._plan.draft.recorded:
             self._take_attributes()
@@ -228,7 +228,7 @@ class _Sharded:
                 renew_shards(state)
 
     def _take_attributes(self) -> None:
-        """Take over tensors that are mere attributes of modules, which ``tt.on_meta`` recorded too."""
+        """Set tensors that are plain attributes of modules, which ``tt.on_meta`` recorded too."""
         for module, part in zip(self._model.modules(), self._part.modules(), strict=True):
             for name, value in vars(part).items():
                 before = vars(module).get(name)

@@ -1,15 +1,15 @@
-"""What sharded units cost: bytes held by each rank, bytes gathered, and the peaks of a forward and a backward.
+"""The memory of sharded units: bytes held by each rank, bytes gathered, and the peaks of a forward and a backward.
 
-The model of the peaks is FSDP2's on torch 2.13 to 2.15, and agrees with the allocations that the profiler sees:
+The peaks follow what FSDP2 does in torch 2.13 to 2.15, and agree with the allocations that the profiler records:
 
-- an all-gather fills one flat buffer and is copied out; in forward the buffer lives until the next unit is gathered
-  (torch 2.15 frees it before the next one is copied out, torch 2.13 after);
-- in backward the unit before is gathered meanwhile, and the flat input of the last reduce-scatter still lives;
-- the gradients of a tied parameter meet in autograd, where two of them and their sum exist at once, at the very end;
-- the root, and units of several modules, stay gathered outer the others;
+- an all-gather fills one flat buffer, which is copied out; in forward the buffer lives until the next unit is gathered
+  (torch 2.15 frees it before the next unit is copied out, torch 2.13 after);
+- in backward the preceding unit is prefetched, and the flat input of the last reduce-scatter still lives;
+- autograd adds the gradients of a tied parameter at the end of backward, where two of them and their sum exist at once;
+- the root, and units of several modules, stay gathered while other units run;
 - a product with a Weight decodes it while its unit is gathered: all of it, or the rows that are decoded at once.
 
-Where a kernel multiplies with the codes themselves, less is needed.  Decoding takes some hundred KiB of its own.
+Less is needed where a kernel multiplies with the codes.  Decoding takes some hundred KiB of its own.
 Activations and optimizer states are not counted.
 """
 
@@ -30,7 +30,7 @@ from ..weights.ops.sharding import rows_per_rank
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """Describe one parameter of a unit: its names, and the facts that its bytes follow from."""
+    """Describe one parameter of a unit: its names, and the facts that determine its bytes."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -38,9 +38,9 @@ class UnitParameter:
     scheme: Scheme
     requires_grad: bool
     uses: int = 1
-    """How many gradients of it autograd adds up: one for each module that uses it."""
+    """The number of gradients that autograd adds for it: one for each module that uses it."""
     views: tuple[str, ...] = ()
-    """Names that are views of it (slices, transposes), and no parameters of their own once it is sharded."""
+    """Names that are views of it (slices, transposes); they are not parameters any more once it is sharded."""
 
     @property
     def name(self) -> str:
@@ -53,21 +53,21 @@ class UnitParameter:
         return self.shape[0] if self.shape else 1
 
     def rows(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return the first of the rows that ``rank`` holds, and the one after the last: the rule of ``torch.chunk``."""
+        """Return (start, stop) of the rows that ``rank`` holds, by the rule of ``torch.chunk``."""
         each = rows_per_rank(self.count, ranks)
         return min(rank * each, self.count), min((rank + 1) * each, self.count)
 
     def _size(self, rows: int, dtype: torch.dtype) -> int:
-        """Return the bytes of ``rows`` rows in the scheme, computed with in ``dtype``."""
+        """Return the bytes of ``rows`` rows in the scheme, with ``dtype`` as the dtype of their values."""
         return self.scheme.nbytes((rows, *self.shape[1:]) if self.shape else (), dtype)
 
     def shared_bytes(self) -> int:
-        """Return the bytes of the parts that every row needs, which are whole on each rank."""
+        """Return the bytes of the parts that all rows share, and every rank holds whole."""
         parts = self.scheme.layout(self.shape).values()
         return sum(math.prod(p.shape) * (p.dtype or self.dtype).itemsize for p in parts if p.span == 0)
 
     def shard_bytes(self, ranks: int) -> int:
-        """Return the bytes that each rank allocates: the rows of the fullest one, because FSDP2 pads the others."""
+        """Return the bytes that each rank allocates: those of the largest shard, because FSDP2 pads the others."""
         return self._size(rows_per_rank(self.count, ranks), self.dtype)
 
     def held_bytes(self, rank: int, ranks: int) -> int:
@@ -76,13 +76,13 @@ class UnitParameter:
         return self._size(stop - start, self.dtype) if stop > start else 0
 
     def gathered_bytes(self, ranks: int, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes that an all-gather gives: the padded rows of all ranks, floats in ``dtype``."""
+        """Return the bytes of an all-gather's result: the padded rows of all ranks, floats in ``dtype``."""
         own = dtype if dtype is not None and isinstance(self.scheme, Plain) and self.dtype.is_floating_point else None
         rows = rows_per_rank(self.count, ranks)
         return ranks * (self._size(rows, own or self.dtype) - self.shared_bytes())
 
     def decoded_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes that a product decodes of a Weight at once: some rows of a matrix, all of anything else."""
+        """Return the bytes that a product decodes of a Weight at once: some rows of a matrix, all of other shapes."""
         if self.scheme.transparent or not self.shape:
             return 0
         row = math.prod(self.shape[1:]) * (dtype or self.dtype).itemsize
@@ -97,7 +97,10 @@ class UnitParameter:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Hold the most bytes of whole parameters, decoded values and gradients beside the shards of a rank, and when."""
+    """Hold the peak bytes of whole parameters, decoded values and gradients beside the shards of a rank.
+
+    ``forward_at`` and ``backward_at`` are the labels of the units in which the peaks occur.
+    """
 
     forward: int
     forward_at: str
@@ -113,15 +116,15 @@ class Cost:
     gathered: int
     grads: int
     meeting: int
-    """Bytes that autograd adds while gradients of the largest tied parameter meet: another gradient, and the sum."""
+    """Extra bytes while autograd adds gradients of the largest tied parameter: a second gradient, and the sum."""
     scattered: int
-    """The flat input of the reduce-scatter."""
+    """Bytes of the flat input of the reduce-scatter."""
     shards: int
-    """The gradient that it leaves on each rank."""
+    """Bytes of the gradient shards that the reduce-scatter leaves on each rank."""
     decoded: int
-    """The values that the largest product with a Weight has decoded at once."""
+    """Bytes of the values that the largest product with a Weight decodes at once."""
     stays: bool
-    """True if it is gathered while other units run."""
+    """Whether the unit stays gathered while other units run."""
 
 
 def cost(
@@ -133,7 +136,7 @@ def cost(
     *,
     stays: bool = False,
 ) -> Cost:
-    """Return the bytes that gathering and reducing ``parameters`` together takes."""
+    """Return the bytes that gathering and reducing ``parameters`` as one unit takes."""
     reduce_dtype = reduce_dtype or param_dtype
 
     def padded(one: UnitParameter, dtype: torch.dtype | None) -> int:
@@ -152,9 +155,9 @@ def cost(
 
 
 def peaks(units: Sequence[Cost], *, keeps: bool = False) -> Peaks:
-    """Return the peaks of a step over ``units`` in the order in which they run; the root, gathered first, comes last.
+    """Return the peaks of a training step over ``units``, in the order in which they run, the root last.
 
-    ``keeps`` says that units stay gathered after forward (``reshard_after_forward=False``); the root always does.
+    ``keeps`` means that units stay gathered after forward (``reshard_after_forward=False``); the root always does.
     """
     outer = [unit for unit in reversed(units) if unit.stays]
     inner = [unit for unit in units if not unit.stays]
@@ -162,7 +165,7 @@ def peaks(units: Sequence[Cost], *, keeps: bool = False) -> Peaks:
 
 
 def _forward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
-    """Return the peak of a forward pass in bytes, and the label of its unit."""
+    """Return the peak of a forward pass in bytes, and the label of the unit in which it occurs."""
     most, label, held, flat = 0, "", 0, 0
     for unit in (*outer, *inner):
         both = max(flat + unit.gathered, 2 * unit.gathered) if frees_before_copy() else flat + 2 * unit.gathered
@@ -172,18 +175,18 @@ def _forward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple
             most, label = held + 2 * unit.gathered + unit.decoded, unit.label
         held += unit.gathered if unit.stays or keeps else 0
         flat = unit.gathered
-    for unit in outer:  # the head comes last
+    for unit in outer:  # after the other units have run: a tied head, for example
         if held + flat + unit.decoded > most:
             most, label = held + flat + unit.decoded, unit.label
     return most, label
 
 
 def _backward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple[int, str]:
-    """Return the peak of a backward pass in bytes, and the label of its unit."""
+    """Return the peak of a backward pass in bytes, and the label of the unit in which it occurs."""
     base = sum(unit.gathered for unit in outer)
     most, label = base + max((unit.gathered for unit in outer[1:]), default=0), outer[0].label if outer else ""
     most = max(most, base + max((unit.decoded for unit in outer), default=0))
-    waiting = sum(unit.meeting // 2 for unit in outer)  # the head's gradient, for that of the embedding
+    waiting = sum(unit.meeting // 2 for unit in outer)  # the head's gradient, until that of the embedding is added
     flat = done = 0
     for place, unit in reversed(list(enumerate(inner))):
         held = sum(other.gathered for other in inner[:place]) if keeps else 0

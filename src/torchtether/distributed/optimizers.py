@@ -1,4 +1,4 @@
-"""The state of an optimizer as named tensors: stored by parameter name, sharded as the parameters are."""
+"""The state of an optimizer as named tensors: stored by parameter name, sharded like the parameters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..exchange.optimizer_state import check_belongs
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
 from ..geometry.views import View, contiguous_stride
 from ..ties.names import named_tensors
-from .shadows import box_of, local_of, redone
+from .shadows import box_of, local_of, with_local
 
 FOLDER = "optimizer"
-"""Name of its file in the folder of a checkpoint in safetensors files."""
+"""Name of the optimizer's folder inside the folder of a checkpoint in safetensors files."""
 
 _GROUPS = "groups"
 _LIMIT = 2**26  # bytes of text
@@ -27,10 +27,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
-    """Return the state of ``optimizer`` by ``parameter.key``, and under ``groups`` as JSON in bytes what is no tensor.
+    """Return the tensors of ``optimizer``'s state by ``parameter.key``; all else is JSON in bytes, under ``groups``.
 
     A tied parameter has one entry, under its first name. Raises OptimizerError if the optimizer is another model's,
-    CheckpointError for a value that JSON has no words for.
+    CheckpointError for a value that JSON cannot represent.
     """
     if not isinstance(model, nn.Module):
         raise CheckpointError("the state of an optimizer goes with a module", name="optimizer", fix="Pass the module.")
@@ -53,7 +53,7 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
 
 
 def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
-    """Return ``value`` as JSON has it; put tensors into ``made`` under ``key``."""
+    """Return ``value`` as a JSON value; a tensor is put into ``made`` under ``key`` and becomes a reference to it."""
     if isinstance(value, Tensor):
         made[key] = value
         return {"tensor": key}
@@ -64,7 +64,7 @@ def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
 
 
 class OptimizerLoad:
-    """Load the state that a checkpoint has of an optimizer: checked first, then read, then given to it."""
+    """Load an optimizer's state from a checkpoint: the constructor checks, ``read`` reads, ``finish`` assigns."""
 
     def __init__(self, model: nn.Module, optimizer: Any, source: DcpFile | Store) -> None:
         self._model, self._optimizer, self._source = model, optimizer, source
@@ -78,7 +78,7 @@ class OptimizerLoad:
 
     @staticmethod
     def find(model: nn.Module, optimizer: Any, path: Path) -> OptimizerLoad | None:
-        """Return the load of the state stored with the checkpoint at ``path``; ``None`` if none is."""
+        """Return the load of the state stored with the checkpoint at ``path``; ``None`` if it has none."""
         if optimizer is None:
             return None
         if is_dcp(path):
@@ -114,11 +114,11 @@ class OptimizerLoad:
 
     @property
     def _name(self) -> str:
-        """Return the name of the source for errors."""
+        """Return the name of the source for error messages."""
         return f"{self._source.name}: optimizer"
 
     def _check(self) -> None:
-        """Raise LoadError unless groups and parameters are those of the optimizer."""
+        """Raise LoadError unless the groups have the optimizer's parameters, CheckpointError if a tensor is absent."""
         names, here = _names(self._model, self._optimizer), self._optimizer.param_groups
         stored = [sorted(group["params"]) for group in self._groups]
         held = [sorted(names[id(param)] for param in group["params"]) for group in here]
@@ -143,7 +143,7 @@ class OptimizerLoad:
                     yield value["tensor"]
 
     def read(self) -> int:
-        """Read everything into memory, as the parameters are sharded; return the number of bytes."""
+        """Read all values into memory, sharded like the parameters; return the number of bytes."""
         self._nbytes = 0
         tensors = {name: tensor for name, tensor in named_tensors(self._model).items()}
         self._made = {
@@ -161,7 +161,10 @@ class OptimizerLoad:
         return next((group for group in self._groups if name in group["params"]), {})
 
     def _value(self, entry: Any, param: Tensor | None, group: Mapping[str, Any]) -> Any:
-        """Return the value of ``entry``; of a tensor like ``param`` this rank's part, on the device that it is for."""
+        """Return the value of ``entry``.
+
+        A tensor of the shape of ``param`` is sharded like it, and on its device; any other tensor is read whole.
+        """
         if "tensor" not in entry:
             return tuple(entry["value"]) if entry.get("tuple") else entry["value"]
         key = entry["tensor"]
@@ -179,7 +182,7 @@ class OptimizerLoad:
         local = self._source.read_view(key, View(stored.dtype, size, stride, offset))
         self._nbytes += local.nbytes
         if isinstance(param, DTensor):
-            return redone(param, local.to(local_of(param).device))
+            return with_local(param, local.to(local_of(param).device))
         return local.to(param.device)
 
     def finish(self) -> None:
@@ -194,7 +197,7 @@ class OptimizerLoad:
 
 
 def _names(model: nn.Module, optimizer: Any) -> dict[int, str]:
-    """Return the first name of each tensor by ``id``; raise OptimizerError if the optimizer holds one without."""
+    """Return the first name of each tensor by ``id``; raise OptimizerError if the optimizer holds other tensors."""
     names: dict[int, str] = {}
     for name, tensor in named_tensors(model).items():
         names.setdefault(id(tensor), name)

@@ -1,4 +1,4 @@
-"""The ranks that do something together: what one has to say reaches all, and what stops one stops all."""
+"""The ranks of a process group: gathering values from all, and raising on all if one fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import LoadError, TetherError
 
 
 class Ranks:
-    """Hold the processes of ``group`` (by default all); a process that belongs to no group is alone, and never waits.
+    """Hold the ranks of ``group`` (by default all); a process without a process group is alone, and never waits.
 
     >>> Ranks().gather("here")
     ['here']
@@ -21,14 +21,14 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         is_up = dist.is_available() and dist.is_initialized()
         self.is_fake = is_up and dist.get_backend(group) == "fake"
-        """A fake group plans for a world that is not there, and has no other ranks to hear from."""
+        """Whether the backend is torch's ``fake``, which simulates a world size and has no other ranks."""
         self.is_alone = not is_up or self.is_fake or dist.get_world_size(group) == 1
         self.group = group
         self.rank = 0 if self.is_alone else dist.get_rank(group)
         self.count = 1 if self.is_alone else dist.get_world_size(group)
 
     def gather(self, value: Any, kind: type[TetherError] = LoadError) -> list[Any]:
-        """Return the values of all ranks, by rank, when each has called it; raise ``kind`` if a rank is gone."""
+        """Return the values of all ranks, by rank; every rank must call it. Raise ``kind`` if a rank is gone."""
         if self.is_alone:
             return [value]
         found: list[Any] = [None] * self.count
@@ -40,14 +40,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def all_or_none(self, kind: type[TetherError]) -> Iterator[None]:
-        """Run the block on every rank, or raise on every rank: its own error, or one of ``kind``.
+        """Raise on every rank if the block raises on one: there its own error, elsewhere one of ``kind``.
 
-        No rank may leave the block early for another reason, or wait inside for one that may have failed.
+        No rank may leave the block early otherwise, or wait inside it for a rank that may have failed.
         """
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(Exception):  # ranks that are gone are no news any more
+            with contextlib.suppress(Exception):  # the first error matters, not that other ranks are gone
                 self.gather(_describe_error(error))
             raise
         for rank, message in enumerate(self.gather("", kind)):
@@ -56,6 +56,6 @@ class Ranks:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return ``error`` in words."""
+    """Return the text of ``error``, with its type if it is not one of ours."""
     text = str(error) if isinstance(error, TetherError) else f"{type(error).__name__}: {error}"
     return text or type(error).__name__

@@ -1,4 +1,4 @@
-"""Saving from many ranks: each file has one writer, and all files together are those that one process would write."""
+"""Saving from many ranks: one rank writes each file, and the files are those that one process would write."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def save(
     progress: Progress = None,
     process_group: Any = None,
 ) -> None:
-    """Write the tensors of ``model``, whichever rank holds them, to ``path``: the bytes that one process would write.
+    """Write the tensors of ``model``, sharded over ranks, to ``path``: the bytes that one process would write.
 
     The arguments are those of ``tt.save``; ``"safetensors"`` is its ``"native"``. Every rank of ``process_group`` (by
-    default all) calls it with the same ones, and sees the same file system. The files of a save in shards
-    (``max_shard_size``) are written side by side, each by one rank, to which the others send their rows, one tensor at
-    a time. What every rank holds whole is that of the first.
+    default all) calls it with the same arguments, and sees the same file system. The files of a save in shards
+    (``max_shard_size``) are written in parallel, each by one rank. The other ranks send it their rows, one tensor at a
+    time. A tensor that is not sharded is written as the first rank holds it.
 
-    With ``optimizer`` its state is stored too, a tied parameter's once, in the folder ``optimizer`` beside the model's
-    files; ``tt.distributed.load(..., optimizer=)`` takes it up where it was, on any number of ranks.
+    With ``optimizer`` its state is stored too, in the folder ``optimizer`` beside the model's files, once for a tied
+    parameter; ``tt.distributed.load(..., optimizer=)`` restores it, on any number of ranks.
 
-    ``format="dcp"`` writes a new folder by ``torch.distributed.checkpoint``, each rank its own rows, of what
-    ``tt.distributed.state_dict`` gives. ``tt.load`` and ``tt.open`` read it too.
+    ``format="dcp"`` writes ``tt.distributed.state_dict`` to a new folder by ``torch.distributed.checkpoint``, each rank
+    its own rows. ``tt.load`` and ``tt.open`` read it too.
 
-    Each file is written beside its target, and when all are on the disk the first rank renames them, as ``tt.save``: if
-    a rank fails, or is killed, before that, the old checkpoint is whole, and every rank raises.
+    Each file is written beside its target. When all are on the disk, the first rank renames them, as ``tt.save`` does.
+    If a rank fails or is killed before that, the old checkpoint stays whole, and every rank raises.
 
     Raises:
         CheckpointError: as ``tt.save``; the ranks hold different tensors; or another rank failed.
@@ -91,7 +91,7 @@ def save(
 
 
 class _Save:
-    """Write the files of this rank; every rank knows all that is to be written."""
+    """Write the files of this rank; every rank plans all files."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class _Save:
             self._check_alone()
         self.files: FilePlan = plan_files(groups, path, target, max_shard_size)
         self.written: dict[Path, tuple[Path, str]] = {}
-        """Return the paths of this rank's files, beside their targets, and the digests of their headers."""
+        """By target, the temporary path of each file that this rank has written, and the digest of its header."""
 
     def _check_alone(self) -> None:
-        """Raise CheckpointError unless this rank, which is alone, holds all of each tensor."""
+        """Raise CheckpointError unless this rank, the only one, holds the whole of each tensor."""
         for name, tensor in self._sharded.items():
             box = self._boxes[name]
             if any(box_ != (0, size) for box_, size in zip(box, tensor.shape, strict=True)):
@@ -127,7 +127,7 @@ class _Save:
                 )
 
     def agree(self) -> None:
-        """Raise unless all ranks are about to write the same tensors; note what each of them holds."""
+        """Raise CheckpointError unless all ranks plan the same files; exchange what each of them holds."""
         layout = [(str(file), [(g.layout, g.ties, g.weights) for g in shard]) for file, shard in self._shards()]
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()
         found = self._ranks.gather((digest, self._boxes), CheckpointError)
@@ -144,7 +144,7 @@ class _Save:
         return list(zip(self.files.targets, self.files.shards, strict=True))
 
     def write(self, stack: contextlib.ExitStack, progress: Progress) -> None:
-        """Write this rank's files beside their targets, where they stay until ``stack`` is closed."""
+        """Write this rank's files beside their targets; ``stack`` removes them when it is closed."""
         count, rank = self._ranks.count, self._ranks.rank
         mine = self._shards()[rank::count]
         total = sum(group.nbytes for _, shard in mine for group in shard)
@@ -166,14 +166,14 @@ class _Save:
                     self.written[target] = opened.pairs[i][0], header
             except BaseException as first:
                 error = first
-            for _ in steps:  # the other writers wait for what this rank holds, whatever happened here
+            for _ in steps:  # other writers wait for this rank's rows, even if it failed
                 pass
         if error is not None:
             raise error
         opened.sync()
 
     def change(self, written: Mapping[Path, tuple[Path, str]]) -> FolderChange:
-        """Return what puts the files of all ranks in place, given what each has ``written``."""
+        """Return the change that renames the files of all ranks; ``written`` is the union of theirs."""
         pairs = [(written[target][0], target) for target in self.files.targets]
         return self.files.change(pairs, {target.name: written[target][1] for target in self.files.targets})
 
@@ -188,7 +188,7 @@ class _Save:
 
 
 def _packed(steps: Iterator[tuple[Item, Tensor] | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are stored for each item, under their keys."""
+    """Yield the stored tensors of each item, with their keys."""
     for step in steps:
         if step is not None:
             item, tensor = step

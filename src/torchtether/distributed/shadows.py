@@ -1,4 +1,4 @@
-"""A sharded model as others see it: as one process would hold it, or as the part of it that this rank holds."""
+"""Shadows of a sharded model: stand-ins with whole tensors without memory, or with this rank's local tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..torch_private.fsdp2 import local_shape_and_offset
 from ..torch_private.modules import set_tables, tables_of
 from ..torch_private.tensors import storage_id
 from ..weights.weight import Weight
-from .views import has_views, put_views, spread, viewed_owners
+from .views import has_views, register_views, spread, viewed_owners
 
 
 def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTensor]:
@@ -30,7 +30,7 @@ def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTenso
 
 
 def reshard(model: nn.Module) -> None:
-    """Have no FSDP2 module show gathered parameters, as the root does between forward and backward."""
+    """Reshard every FSDP2 module; the root's parameters, for one, stay gathered between forward and backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -44,9 +44,9 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def box_of(tensor: DTensor) -> tuple[Range, ...]:
-    """Return the indices of ``tensor`` that this rank holds, by dimension, from the first to one past the last.
+    """Return the indices of ``tensor`` that this rank holds, as (start, stop) for each dimension.
 
-    Raises NotImplementedError for placements that give a rank no box: partial sums.
+    Raises NotImplementedError for placements without such a box (partial sums), and if the rank is not in the mesh.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise NotImplementedError(f"its placements are {tensor.placements}: sums that nobody has done yet")
@@ -70,15 +70,15 @@ def box_of(tensor: DTensor) -> tuple[Range, ...]:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device on which the ranks of ``mesh`` compute; of several devices of a kind the current one."""
+    """Return the device on which this rank of ``mesh`` computes; of several devices of a type the current one."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()
     return torch.device(mesh.device_type, index)
 
 
-def redone(tensor: DTensor, local: Tensor) -> Tensor:
-    """Return a DTensor that is ``tensor`` with another local tensor, of any dtype and device."""
+def with_local(tensor: DTensor, local: Tensor) -> Tensor:
+    """Return a DTensor like ``tensor`` with the local tensor ``local``, of any dtype and device."""
     with torch.no_grad():
         return DTensor.from_local(
             local,
@@ -94,7 +94,7 @@ def redone(tensor: DTensor, local: Tensor) -> Tensor:
 
 
 def whole_shadow(tensor: Tensor) -> Tensor:
-    """Return a tensor of shape, dtype and device of all of ``tensor``, without its memory; ``tensor`` if no DTensor."""
+    """Return a tensor with the global shape, dtype and device of a DTensor, without memory; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     local, shape = local_of(tensor), tuple(tensor.shape)
@@ -113,23 +113,23 @@ def local_shadow(tensor: Tensor) -> Tensor:
         return tensor
     held = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     if isinstance(held, Weight):
-        # whole for this rank: who cut it from padded rows matters to nobody who fills it
+        # a new Weight without the link to FSDP2's padded one: filling it needs no padding
         made: Tensor = Weight({name: part.detach() for name, part in held.parts.items()}, held.spec)
     else:
         made = held.detach()
     made = _as_held(made, tensor)
     if type(tensor) in STOCK:
-        made.__dict__.update(tensor.__dict__)  # what ``tt.on_meta`` remembers of it
+        made.__dict__.update(tensor.__dict__)  # the recipe of ``tt.on_meta``
     return made
 
 
 def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: bool = False) -> nn.Module:
-    """Return twins of the modules of ``model``, with the shadow of each tensor; tied objects have one shadow.
+    """Return a copy of ``model`` in which each tensor is replaced by its shadow; tied objects have one shadow.
 
-    With ``views`` names that are views of sharded parameters are there too, over the shadows of those.
+    With ``views`` the copy also registers names that are views of sharded parameters, as views of their shadows.
 
-    It answers questions about names and kinds. Its modules share everything else with those of ``model``, hooks
-    excepted, and are of the classes that they had before ``fully_shard``.
+    The copy is for questions about names, shapes and schemes. Its modules have the classes from before
+    ``fully_shard``, dictionaries (such as those of hooks) of their own, and share everything else with ``model``.
     """
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
@@ -148,7 +148,7 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
             return None
         if id(module) not in modules:
             made = modules[id(module)] = object.__new__(_plain_class(module))
-            state = {key: dict_again(value) for key, value in vars(module).items()}
+            state = {key: copied_dict(value) for key, value in vars(module).items()}
             made.__dict__.update(state)
             tables = tables_of(module)
             set_tables(
@@ -162,38 +162,38 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
     made = of_module(model)
     assert made is not None
     if viewed:
-        put_views(model, modules)
+        register_views(model, modules)
     return made
 
 
-def dict_again(value: Any) -> Any:
-    """Return ``value``; of torch's own dictionaries of hooks and tensors a copy, so that what is added stays there."""
+def copied_dict(value: Any) -> Any:
+    """Return ``value``, or a copy if it is a dict, so that a hook added to one module is not added to the other."""
     return value.copy() if isinstance(value, dict) else value
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that ``module`` had before ``fully_shard`` and views."""
+    """Return the class that ``module`` had before ``fully_shard`` and ``replace_by_views``."""
     kinds: tuple[Any, ...] = type(module).__mro__
     found: type[nn.Module] = next(kind for kind in kinds if not issubclass(kind, FSDPModule) and not has_views(kind))
     return found
 
 
 def _spread(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one element expanded to ``shape``; on ``meta``, where nothing takes memory, a tensor of ``shape``."""
+    """Return one element expanded to ``shape``, to save memory; on ``meta`` a contiguous tensor."""
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 def _as_held(made: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``made``, a Parameter if ``tensor`` is one."""
+    """Return ``made``, as a Parameter if ``tensor`` is one."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made
 
 
 class Shadowed:
-    """Hold a model (or a mapping) beside its ``shadow`` of whole tensors, and find the real tensor of each shadow."""
+    """Hold a model (or a mapping) and its ``shadow`` of whole tensors; find the real tensor of each shadow."""
 
     def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         self.model = model
@@ -205,7 +205,7 @@ class Shadowed:
             again = {id(tensor): whole_shadow(tensor) for tensor in model.values() if isinstance(tensor, DTensor)}
             self.shadow = {name: again.get(id(tensor), tensor) for name, tensor in model.items()}
         self.sharded = sharded_tensors(model)
-        """Every DTensor, by every name."""
+        """Every DTensor of the model, under each of its names."""
         seen = named_tensors(self.shadow)
         self._names: dict[int, str] = {}
         for name in self.sharded:
@@ -226,12 +226,12 @@ class Shadowed:
         return name
 
     def real(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of which ``tensor`` is the shadow; not for a view."""
+        """Return the tensor of which ``tensor`` is the shadow, or ``tensor`` itself. Raises what ``name`` does."""
         name = self.name(tensor)
         return tensor if name is None else self.sharded[name]
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Return the id of the memory of a shadow, whichever object is over it."""
+    """Return the id of the storage under a shadow; 0 if it has none."""
     first = next(iter(tensor.parts.values())) if isinstance(tensor, Weight) else tensor
     return storage_id(first) if is_strided(first) else 0

@@ -1,4 +1,4 @@
-"""Applying a unit plan: FSDP2 is told of each unit, and the ties hold when that is done, not only at first forward."""
+"""Applying a unit plan by ``fully_shard``, so that ties hold at once, not only after the first forward."""
 
 from __future__ import annotations
 
@@ -25,40 +25,42 @@ from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .guards import guard
 from .unit_plan import UnitPlan
-from .views import ViewAlias, give_back, take_views, view_aliases
+from .views import ViewAlias, replace_by_views, restore_modules, view_aliases
 
 _FIX_PLAN = "Call plan_units on this model again."
 
 
 def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **fully_shard_kwargs: Any) -> nn.Module:
-    """Shard ``model`` by ``fully_shard`` in the units of ``plan``, and return it; its ties hold.
+    """Shard ``model`` by ``fully_shard`` in the units of ``plan``, keep its ties, and return it.
 
     Quantize before.  Parameters are new objects afterwards (DTensors): build the optimizer later, or give one that
     has not stepped yet as ``optimizer``, which then holds the new ones.  ``plan`` may come from another instance of
     the model, as long as names and shapes are equal.
 
-    Tied names that tensor parallelism (``parallelize_module``) has cut apart are one object again.  Two parameters
-    over one memory become one, and a tied buffer shows what its parameter is: whole while that is gathered.
+    Tied names that tensor parallelism (``parallelize_module``) has made separate DTensors become one object again.
+    Two parameters over one memory become one. A tied buffer follows its parameter: it is whole while that is gathered.
 
-    A name that is a view of another parameter (its transpose, some of its rows) is a view of it in forward, and no
-    parameter any more: gradients of both names meet in the owner's, and the optimizer holds the owner.  So training is
-    that of a module which takes the view in ``forward``; of two parameters over one memory too, where the optimizer
-    keeps no state.  ``tt.distributed.save`` and ``load`` know the name; the model's own ``state_dict()`` leaves it out.
+    A name that is a view of another parameter (its transpose, some of its rows) is computed from it in forward, and is
+    not a parameter any more: the owner's gradient is the sum over both names, and the optimizer holds the owner.
+    Training is then that of a module which takes the view in ``forward``.  It also equals training of two parameters
+    over one memory, if the optimizer keeps no state.  ``tt.distributed.save`` and ``load`` know the name; the model's
+    own ``state_dict()`` omits it.
 
-    A tied group is gathered once and has one gradient: there is no plan of two units over one shard ("dual leaf"),
-    which would halve the peak of a large embedding in backward, and needs fields of FSDP2 that are private.
+    A tied group is gathered once and has one gradient.  A plan of two units over one shard ("dual leaf") would halve
+    the peak of a large embedding in backward, but needs private fields of FSDP2, so it is not offered.
 
-    Stock calls are guarded from then on: see ``torchtether.distributed.guards``.
+    Hooks guard stock calls from then on: see ``torchtether.distributed.guards``.
 
     Args:
         fully_shard_kwargs: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, and so on.  With
-            Weights ``reshard_after_forward`` is no number: torch 2.13 gathers again from a smaller mesh only what has
-            no all-gather hooks (``FSDPParam.all_gather_inputs`` raises NotImplementedError), and a Weight needs them.
+            Weights ``reshard_after_forward`` must not be a number: torch 2.13 cannot gather tensors with all-gather
+            hooks again from a smaller mesh (``FSDPParam.all_gather_inputs`` raises NotImplementedError), and a Weight
+            needs those hooks.
 
     Raises:
         TieError: the plan has faults or is of another model, or names that it ties are not tied.
-        ConversionError: the model is sharded already, is under DDP, or Weights are asked for what they cannot.
-        OptimizerError: ``optimizer`` has state, or lacks what it would have to follow.
+        ConversionError: the model is sharded already, is under DDP, or Weights do not support the arguments.
+        OptimizerError: ``optimizer`` has state, holds parameters of another model, or a view without its owner.
     """
     if plan.faults:
         raise TieError(f"the plan has {len(plan.faults)} faults: {' '.join(plan.faults)}", fix="Mend them, plan again.")
@@ -72,14 +74,14 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     views = view_aliases(model, plan.ties)
     followers.check([alias for _, alias in views])
     modules = dict(model.named_modules(remove_duplicate=False))
-    undo = take_views(views)
+    undo = replace_by_views(views)
     try:
         for unit in plan.units:
             chosen = [modules[path] for path in unit.modules]
             fully_shard(chosen[0] if len(chosen) == 1 else chosen, **kwargs)  # type: ignore[arg-type, call-overload]
     except BaseException:
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
-            give_back(undo)
+            restore_modules(undo)
         raise
     tensors = named_tensors(model)
     for module, name, owner, is_object in buffers:
@@ -94,7 +96,7 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
 
 
 def _check_model(model: nn.Module, plan: UnitPlan) -> None:
-    """Raise unless the model has the parameters that were planned, and nothing has wrapped it yet."""
+    """Raise unless the model has the planned parameters and is not under FSDP2 or DDP."""
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ConversionError(
@@ -127,13 +129,13 @@ def _check_model(model: nn.Module, plan: UnitPlan) -> None:
 
 
 def _scheme(tensor: Tensor) -> Any:
-    """Return the scheme of ``tensor``, or of this rank's part of it."""
+    """Return the scheme of ``tensor``, or of its local tensor."""
     local = local_or_itself(tensor)
     return local.scheme if isinstance(local, Weight) else Plain()
 
 
 def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
-    """Raise TieError unless the arguments of ``fully_shard`` are those that the plan counts with."""
+    """Raise unless the arguments of ``fully_shard`` fit the plan and its Weights."""
     mesh = kwargs["mesh"]
     if mesh is None:
         size, replicas = torch.distributed.get_world_size(), 1
@@ -162,10 +164,10 @@ def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
 
 
 def restore_ties(model: nn.Module, ties: Iterable[Tie]) -> None:
-    """Make every name of ``ties`` the very object that its owner names.
+    """Make every name of ``ties`` the object that its owner names.
 
-    ``parallelize_module`` distributes each name by itself, so that tied ones become two DTensors without a word; call
-    this after it (``shard`` does).  Two parameters over one memory become one too.  Buffers and views are left.
+    ``parallelize_module`` distributes each name by itself and silently makes tied names two DTensors; call this after
+    it (``shard`` does).  Two parameters over one memory become one too.  Buffers and views are not changed.
 
     Raises:
         TieError: the names were placed differently, or hold other values by now.
@@ -201,7 +203,7 @@ def _is_one_memory(one: Tensor, two: Tensor) -> bool:
 
 
 def _is_same(one: Tensor, two: Tensor) -> bool:
-    """Return whether the two tensors are alike and have equal values, as far as they have any."""
+    """Return whether the two tensors have equal shape, dtype and values; on ``meta`` there are no values to compare."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return one.is_meta or two.is_meta or torch.equal(one, two)
@@ -232,14 +234,14 @@ def _check_live(model: nn.Module, plan: UnitPlan) -> None:
 
 
 def _is_like(one: tuple[str, View | None] | None, two: tuple[str, View]) -> bool:
-    """Return whether two views are the same, in whatever dtype."""
+    """Return whether owner and view are equal, whatever the dtypes of the views."""
     if one is None or one[1] is None:
         return False
     return one[0] == two[0] and one[1] == dataclasses.replace(two[1], dtype=one[1].dtype)
 
 
 def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str, str, bool]]:
-    """Return module and name of every buffer tied to a parameter, that parameter, and whether it is the very object."""
+    """Return (module, name, owner, is the same object) of every buffer that is tied to the parameter ``owner``."""
     modules, found = dict(model.named_modules(remove_duplicate=False)), []
     tensors = named_tensors(model)
     for tie in plan.ties:
@@ -254,7 +256,7 @@ def _tied_buffers(model: nn.Module, plan: UnitPlan) -> list[tuple[nn.Module, str
 
 
 class _Followers:
-    """Hold optimizers that were built for the whole parameters, and give them the sharded ones."""
+    """Hold optimizers that were built over the unsharded parameters, and give them the sharded ones."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
         self._model, self._optimizers = model, optimizers_of(optimizer)
@@ -277,7 +279,7 @@ class _Followers:
                 self._groups.append((group, [names[id(p)] for p in group["params"]]))
 
     def check(self, views: Iterable[ViewAlias]) -> None:
-        """Raise OptimizerError if a view is trained and its owner is not, as names stand."""
+        """Raise OptimizerError if the optimizers hold a view and not its owner."""
         held = {name for _, names in self._groups for name in names}
         self._views = {alias.name for alias in views}
         for alias in views:
@@ -289,7 +291,7 @@ class _Followers:
                 )
 
     def follow(self) -> None:
-        """Give each group of the optimizers the sharded parameters, without views."""
+        """Replace the parameters of each group by the sharded ones, without views."""
         tensors = named_tensors(self._model)
         for group, names in self._groups:
             group["params"] = [tensors[name] for name in names if name not in self._views]
@@ -299,9 +301,9 @@ class _Followers:
 
 
 def _verify(model: nn.Module, plan: UnitPlan) -> None:
-    """Raise unless every tie is one object, and every parameter is managed once, in the unit that was planned.
+    """Raise unless every tie is one object, and FSDP2 manages every DTensor, each with memory of its own.
 
-    Objects are compared, then the memory under them; never ``data_ptr()``, which is 0 for every DTensor.
+    Objects are compared, then blocks of memory; never ``data_ptr()``, which is 0 for every DTensor.
     """
     tensors = named_tensors(model)
     for parameter in plan.parameters:

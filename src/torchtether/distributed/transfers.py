@@ -1,4 +1,4 @@
-"""Tensors that come together on one rank, from the rows that each rank holds."""
+"""Assembling whole tensors on the ranks that write them, from the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ Boxes = Mapping[str, tuple[Range, ...]]
 
 @dataclass(frozen=True)
 class Item:
-    """Hold what is stored under ``key``: a tensor, or a Weight for ``format`` to pack.
+    """Describe the entry ``key`` of a file: a tensor, or a Weight that ``format`` packs.
 
-    ``shadow`` says what it is; it is also where the values are, unless ``name`` is that of a sharded tensor.
+    ``shadow`` has the shape, dtype and scheme of the whole. It also has the values, unless ``name`` names a sharded
+    tensor, whose shards have them.
     """
 
     key: str
@@ -38,7 +39,7 @@ class Item:
 
 
 class Transfers:
-    """Bring items to the ranks that write them; ``boxes`` has what each rank holds of the sharded tensors."""
+    """Send items to the ranks that write them; ``boxes`` maps each sharded tensor to the indices held, by rank."""
 
     def __init__(self, ranks: Ranks, sharded: Mapping[str, DTensor], boxes: Sequence[Boxes]) -> None:
         self._ranks, self._sharded, self._boxes = ranks, sharded, boxes
@@ -47,15 +48,15 @@ class Transfers:
     def run(self, wanted: Sequence[Sequence[Item]]) -> Iterator[tuple[Item, Tensor] | None]:
         """Yield the items that ``wanted`` lists for this rank, one after the other, each with its tensor on the CPU.
 
-        All ranks run through it to its end, however many items are theirs: in each turn one item goes to each rank.
-        ``None`` is a turn without one for this rank.
+        ``wanted`` lists the items by rank. In each turn every rank receives at most one item, so every rank must
+        exhaust the iterator, whatever it receives. ``None`` is a turn without an item for this rank.
         """
         for turn in range(max(map(len, wanted), default=0)):
             jobs = [(rank, items[turn]) for rank, items in enumerate(wanted) if turn < len(items)]
             yield self._turn(jobs)
 
     def _turn(self, jobs: Sequence[tuple[int, Item]]) -> tuple[Item, Tensor] | None:
-        """Bring one item to each of some writers; return the item of this rank with its tensor, if it is one."""
+        """Send each item of ``jobs`` to its rank; return this rank's item with its tensor, or ``None``."""
         me, mine, made = self._ranks.rank, None, {}
         flights: list[Any] = []
         landed: list[tuple[Tensor, Tensor]] = []
@@ -110,20 +111,20 @@ class Transfers:
         return dist.irecv(memory, group=self._ranks.group, group_src=rank)
 
     def _held(self, item: Item, role: str) -> Tensor:
-        """Return this rank's part of ``item``, or of its part ``role``."""
+        """Return this rank's shard of the part ``role`` of ``item``; a plain tensor has the one part ``""``."""
         tensor = item.shadow if item.name is None else local_of(self._sharded[item.name])
         if isinstance(tensor, Weight) and not isinstance(item.shadow, Weight):
             return tensor.values_of()
         return _parts(tensor)[role]
 
     def _sources(self, item: Item, role: str) -> list[tuple[int, Region]]:
-        """Return the ranks that hold something of this part of the item, and the region of each; each place once."""
+        """Return the ranks that hold rows of the part ``role``, each with its region; of replicas the first rank."""
         shadow = item.shadow
         if shadow.numel() == 0:
             return []
         if item.name is None:
             return [(0, ())]
-        found: dict[tuple[Range, ...], int] = {}  # slices are no keys
+        found: dict[tuple[Range, ...], int] = {}  # slices are not hashable before Python 3.12
         for rank, boxes in enumerate(self._boxes):
             box = boxes[item.name]
             if any(start == stop for start, stop in box):
@@ -136,12 +137,12 @@ class Transfers:
 
 
 def _parts(tensor: Tensor) -> Mapping[str, Tensor]:
-    """Return the parts of a Weight, or a plain tensor as its one part."""
+    """Return the parts of a Weight, or a plain tensor as its one part ``""``."""
     return tensor.parts if isinstance(tensor, Weight) else {"": tensor}
 
 
 def _device(ranks: Ranks) -> torch.device:
-    """Return the device whose memory the group can send: the CPU, unless it knows only others."""
+    """Return the device whose memory the group's backend can send: the CPU if it can, else the current CUDA device."""
     if ranks.is_alone or "gloo" in dist.get_backend_config(ranks.group) or "mpi" in dist.get_backend(ranks.group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""What a unit plan is, and how it reads in words and columns."""
+"""The unit plan, and its description as text and a table."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """Return its modules, in words."""
+        """Return the paths of its modules as text; ``root`` for the root."""
         return "[" + ", ".join(self.modules) + "]" if len(self.modules) > 1 else self.modules[0] or "root"
 
     def cost(self, ranks: int, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> Cost:
-        """Return the bytes that gathering and reducing it takes."""
+        """Return the bytes that gathering and reducing the unit takes."""
         stays = len(self.modules) > 1 or self.modules == ("",)
         return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays)
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Hold the modules that ``shard`` gives to ``fully_shard``, in order, with their costs; made by ``plan_units``.
+    """Hold the modules that ``shard`` passes to ``fully_shard``, in order, with their costs; made by ``plan_units``.
 
-    plan.units                    inner ones first, the root last
-    plan.faults, plan.warnings    lines; ``shard`` refuses a plan with faults
+    plan.units                    inner units first, the root last
+    plan.faults, plan.warnings    lines of text; ``shard`` refuses a plan with faults
     plan.ranks, plan.replicas     how many ranks share the rows, and how many such groups there are
     plan.held_bytes(rank)         bytes of parameters that a rank holds, without padding
-    plan.peaks()                  the most that is gathered at once, in forward and in backward
+    plan.peaks()                  the peak bytes beside the shards, in forward and in backward
     print(plan)
     """
 
@@ -71,7 +71,7 @@ class UnitPlan:
         return tuple(parameter for unit in self.units for parameter in unit.parameters)
 
     def unit_of(self, name: str) -> Unit:
-        """Return the unit that holds the parameter ``name``, whichever of its names that is. Raises KeyError."""
+        """Return the unit that holds the parameter ``name``, which may be any of its names. Raises KeyError."""
         for unit in self.units:
             if any(name in (*parameter.names, *parameter.views) for parameter in unit.parameters):
                 return unit
@@ -93,9 +93,9 @@ class UnitPlan:
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
     ) -> Peaks:
-        """Return the most bytes of gathered parameters, decoded values and whole gradients at once.
+        """Return the peak bytes of gathered parameters, decoded values and whole gradients.
 
-        The dtypes are those of the policy.
+        The dtypes are those of FSDP2's ``MixedPrecisionPolicy``.
         """
         costs = [unit.cost(self.ranks, param_dtype, reduce_dtype) for unit in self.units]
         return peaks(costs, keeps=not reshard_after_forward)
@@ -103,7 +103,7 @@ class UnitPlan:
     def fsdp1_policy(self) -> Callable[..., bool]:
         """Return a policy for ``FullyShardedDataParallel(model, auto_wrap_policy=...)`` that keeps tied groups whole.
 
-        FSDP1 wraps one module at a time, so modules that are a unit together here are left to the unit around them.
+        FSDP1 wraps one module at a time, so modules that form one unit here are part of their enclosing unit there.
         """
         model = self._model() if self._model is not None else None
         if model is None:
@@ -128,7 +128,7 @@ class UnitPlan:
 
 
 def describe_plan(plan: UnitPlan) -> str:
-    """Return the plan as ``print`` shows it: ranks, units, what is gathered when, peaks, and what to look at."""
+    """Return the plan as ``print`` shows it: ranks, units, when each is gathered, peaks, notes, warnings and faults."""
     world = f"{plan.ranks} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
     total = sum(parameter.held_bytes(0, 1) for parameter in plan.parameters)
     lines = [f"{len(plan.units)} units over {world}, {describe_bytes(total)} of parameters"]
@@ -147,15 +147,15 @@ def describe_plan(plan: UnitPlan) -> str:
     if not plan.is_traced:
         lines.append("no forward was traced: give inputs= to find tied weights that are used outside of their modules")
     for title, found in (("tied", map(str, plan.ties)), ("note", plan.notes)):
-        lines += _few(title, list(found))
-    lines += _few("warning", list(plan.warnings)) + _few("FAULT", list(plan.faults))
+        lines += _first_lines(title, list(found))
+    lines += _first_lines("warning", list(plan.warnings)) + _first_lines("FAULT", list(plan.faults))
     return "\n".join(lines)
 
 
 def _table(plan: UnitPlan) -> list[str]:
-    """Return the lines of the table of units; like ones that follow each other share a line."""
+    """Return the lines of the table of units; equal consecutive units share a line."""
     rows = [("unit", "per rank", "gathered", "when")]
-    for (size, shard, when), units in groupby(plan.units, key=lambda unit: _look(plan, unit)):
+    for (size, shard, when), units in groupby(plan.units, key=lambda unit: _unit_row(plan, unit)):
         found = list(units)
         label = found[0].label if len(found) == 1 else f"{found[0].label} ... {found[-1].label} ({len(found)} units)"
         rows.append((cut(label, 60), describe_bytes(shard), describe_bytes(size), when))
@@ -163,7 +163,7 @@ def _table(plan: UnitPlan) -> list[str]:
     return [f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
 
 
-def _look(plan: UnitPlan, unit: Unit) -> tuple[int, int, str]:
+def _unit_row(plan: UnitPlan, unit: Unit) -> tuple[int, int, str]:
     """Return the bytes gathered, the bytes of a shard, and when ``unit`` is gathered."""
     shard = sum(parameter.shard_bytes(plan.ranks) for parameter in unit.parameters)
     if unit.modules == ("",):
@@ -175,7 +175,7 @@ def _look(plan: UnitPlan, unit: Unit) -> tuple[int, int, str]:
     return unit.cost(plan.ranks).gathered, shard, when
 
 
-def _few(title: str, found: list[str]) -> list[str]:
-    """Return a line under ``title`` for each of the first texts of ``found``."""
+def _first_lines(title: str, found: list[str]) -> list[str]:
+    """Return a line with ``title`` for each of the first texts of ``found``, and how many more there are."""
     more = [f"{title}: and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return [f"{title}: {line}" for line in found[:_SHOWN]] + more

@@ -1,4 +1,4 @@
-"""The plan of a sharded model: which modules are units, what each rank holds, what is gathered when."""
+"""Planning a sharded model: which modules are units, what each rank holds, and when each unit is gathered."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ def plan_units(
     inputs: Any = None,
     ties: Iterable[Tie] = (),
 ) -> UnitPlan:
-    """Return the plan in which each module of ``unit_types`` is a sharding unit, and every tied group lies in one.
+    """Plan a sharding in which each module of ``unit_types`` is a unit, and every tied group lies in one unit.
 
-    Nothing is changed, and no process group is needed: a model on ``meta`` of any size, for any number of ranks.
+    Nothing is changed, and no process group is needed: the model may be on ``meta``, for any number of ranks.
 
     Args:
-        unit_types: classes of modules, or globs over their paths such as ``"layers.*"``; what they leave is the root's.
+        unit_types: classes of modules, or globs over their paths such as ``"layers.*"``; parameters of other modules
+            belong to the root.
         mesh: the mesh, or its size: 8 ranks, or (2, 4) for 2 replicas over 4 ranks each. ``None``: the process group.
-        policy: where names of a tied group lie in several units, ``"group"`` makes one unit of the modules that own
-            them; ``"root"`` gives them to the unit around all of them.
-        inputs: of a forward, as a tuple or a mapping of keywords.  It runs on ``meta``, to find tied weights that are
-            used outside of the modules that own them (``F.linear(h, self.emb.weight)``).
-        ties: that will hold when the model is sharded, though they do not now.
+        policy: for tied groups whose names lie in several units.  ``"group"`` makes one unit of the modules that own
+            them; ``"root"`` moves them to the unit that encloses all of them.
+        inputs: arguments of a forward, as a tuple or a mapping of keywords.  The forward runs on ``meta``, to find tied
+            weights that are used outside of the modules that own them (``F.linear(h, self.emb.weight)``).
+        ties: ties that will hold when the model is sharded, but do not now.
 
     Raises:
         RuleError: ``unit_types`` match no module, or the mesh has no size.
@@ -82,7 +83,7 @@ def plan_units(
     uses = _traced(model, inputs, warnings)
     grouping = Grouping(model, wanted, policy)
     rooted = Grouping(model, wanted, "root")
-    together = _with_uses(_united(groups), uses or (), model, tensors)
+    together = _with_uses(_merged_groups(groups), uses or (), model, tensors)
     grouping.settle(together)
     rooted.settle(together)
     units = _units(grouping, tensors, uses, (*found, *declared))
@@ -119,7 +120,7 @@ def plan_units(
     )
 
 
-# -- what was asked for -----------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _sizes(mesh: Mesh) -> tuple[int, int]:
@@ -156,7 +157,7 @@ def _wanted(model: nn.Module, unit_types: UnitTypes) -> list[nn.Module]:
 
 
 def _fits(path: str, glob: str) -> bool:
-    """Return whether ``path`` matches; a star stands for one part of it: ``layers.*`` are the layers alone."""
+    """Return whether ``path`` matches ``glob``, in which a star matches one part: ``layers.*`` are the layers alone."""
     steps, parts = path.split("."), glob.split(".")
     return len(steps) == len(parts) and all(fnmatchcase(step, part) for step, part in zip(steps, parts, strict=True))
 
@@ -173,8 +174,8 @@ def _live_ties(model: nn.Module, faults: list[str]) -> tuple[Tie, ...]:
         return ()
 
 
-def _united(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the groups, those that share a name joined."""
+def _merged_groups(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the groups; those that share a name are merged."""
     sets, first = DisjointSets(len(groups)), dict[str, int]()
     for i, names in enumerate(groups):
         for name in names:
@@ -185,7 +186,7 @@ def _united(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def _with_uses(
     groups: Sequence[tuple[str, ...]], uses: Sequence[Use], model: nn.Module, tensors: dict[str, Tensor]
 ) -> list[TiedNames]:
-    """Return each group with the stacks of modules that run where it is used; so for parameters of one name."""
+    """Return each group with the stacks of modules that run at its uses; each other used parameter is a group too."""
     ids = {path: id(module) for path, module in model.named_modules(remove_duplicate=False)}
     stacks: dict[str, dict[tuple[int, ...], None]] = {}
     for use in uses:
@@ -199,12 +200,12 @@ def _with_uses(
 
 
 def _traced(model: nn.Module, inputs: Any, warnings: list[str]) -> tuple[Use, ...] | None:
-    """Return the uses of parameters in a forward on meta; ``None`` with a warning if it stops."""
+    """Return the uses of parameters in a forward on ``meta``; ``None``, and a warning, if the forward raises."""
     if inputs is None:
         return None
     try:
         return find_uses(model, inputs)
-    except Exception as error:  # the model's own, which we do not know
+    except Exception as error:  # the model's code may raise anything
         warnings.append(
             f"the forward on meta stopped ({type(error).__name__}: {_first_line(error)}), so weights that are used "
             "outside of their modules are not known"
@@ -221,8 +222,8 @@ def _units(
     grouping: Grouping, tensors: dict[str, Tensor], uses: tuple[Use, ...] | None, ties: Sequence[Tie]
 ) -> tuple[Unit, ...]:
     """Return the units with their parameters, in the order of ``grouping``."""
-    one: dict[int, int] = {}  # several parameters that will be one
-    views: dict[str, list[str]] = {}  # names that are views of an owner
+    one: dict[int, int] = {}  # parameters over one memory, which will be one: id to the owner's id
+    views: dict[str, list[str]] = {}  # names that are views, by owner
     for tie in ties:
         for name, view in zip(tie.names, tie.views, strict=True):
             if view is not None and isinstance(tensors.get(tie.owner), nn.Parameter):
@@ -256,11 +257,11 @@ def _parameter(names: tuple[str, ...], views: tuple[str, ...], tensor: Tensor, u
     return UnitParameter(names, tuple(tensor.shape), tensor.dtype, scheme, tensor.requires_grad, uses, views)
 
 
-# -- what cannot be, and what is worth knowing -------------------------------------------------------------------------
+# -- faults and warnings ----------------------------------------------------------------------------------------------
 
 
 def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[str]:
-    """Return why ``parameter`` cannot be sharded over ``ranks``, a line each."""
+    """Return a line for each reason why ``parameter`` cannot be sharded over ``ranks``."""
     if is_lazy(parameter):
         return [f"{name}: is lazy and has no shape yet. Run one forward first."]
     if parameter.dim() == 0:
@@ -289,7 +290,7 @@ def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[st
 
 
 def _check_unit(unit: Unit, ranks: int, faults: list[str], warnings: list[str]) -> None:
-    """Append what FSDP2 would refuse in ``unit``, and warn of rows that are not evenly shared."""
+    """Append a fault for mixed dtypes, which FSDP2 refuses in a unit, and a warning for each uneven shard."""
     dtypes = {parameter.dtype for parameter in unit.parameters if parameter.requires_grad}
     if len(dtypes) > 1:
         listed = ", ".join(sorted(map(str, dtypes)))

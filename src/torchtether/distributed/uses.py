@@ -1,4 +1,4 @@
-"""Where a model's parameters are used: a forward on ``meta`` sees each use, and which modules run at that moment."""
+"""The uses of a model's parameters: recorded in a forward on ``meta``, with the modules that run at that moment."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..torch_private.dispatching import tree_flatten, tree_map_only
 from ..torch_private.modules import tables_of
 
 _VIEWS = {"T", "mT", "H", "mH", "data"}
-"""Attributes that give a tensor over the same values; all others (``shape``, ``dtype``) read no value."""
+"""Attributes whose value is a view of the tensor; all others (``shape``, ``dtype``) do not read its values."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """Note that ``name`` is an argument of ``function`` while the modules of ``running``, outermost first, run."""
+    """Record that ``name`` is an argument of ``function`` while the modules of ``running``, outermost first, run."""
 
     name: str
     running: tuple[str, ...]
@@ -67,7 +67,7 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
         if tensor is not None
     ]
     try:
-        # not functional_call: it leaves modules that are registered twice with what it was given
+        # not functional_call, which leaves the given tensors in modules that are registered twice
         for held, leaf, tensor in slots:
             held[leaf] = stand_ins[id(tensor)]
         with torch.no_grad(), torch.device("meta"), watch:
@@ -81,12 +81,12 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
 
 
 def _entering(stack: list[str], name: str) -> Callable[..., None]:
-    """Return the hook that notes that the module ``name`` runs."""
+    """Return a hook that pushes the module ``name`` on ``stack``."""
     return lambda *_: stack.append(name)
 
 
 def _leave(stack: list[str]) -> None:
-    """Note that the innermost module has run."""
+    """Pop the innermost module off ``stack``."""
     stack.pop()
 
 

@@ -1,7 +1,7 @@
-"""Aliases that are views of a sharded parameter: no memory of their own, computed from it whenever they are asked for.
+"""Aliases that are views of a sharded parameter: properties that compute the view of the owner when they are read.
 
-A rank has some rows of the owner, of which a slice or a transpose is no shard that FSDP2 could know.  So the alias is
-no parameter once the owner is sharded: reading it takes the view of the owner, whose gradient then has the alias's.
+A rank has some rows of the owner.  A slice or a transpose of those is not a shard that FSDP2 could manage, so the
+alias is not a parameter once the owner is sharded.  Its gradient flows into the owner's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MARK = "_torchtether_has_views"
 
 @dataclass(frozen=True)
 class ViewAlias:
-    """Hold the tensor of a module under ``leaf``: the ``view`` of the parameter that ``home`` has as ``home_leaf``."""
+    """Describe the tensor ``leaf`` of a module as a ``view`` of the parameter ``home_leaf`` of the module ``home``."""
 
     name: str
     leaf: str
@@ -37,18 +37,18 @@ class ViewAlias:
     home_leaf: str
     view: View
     detached: bool
-    """True if it was frozen, or a buffer, so that no gradient passes it."""
+    """Whether it was frozen, or a buffer, so that no gradient flows through it."""
     is_parameter: bool
     is_persistent: bool
     order: tuple[str, ...]
-    """Names beside which it stood in its module, in order."""
+    """All names of the module's table that held it, in order."""
 
     def held(self) -> Tensor:
-        """Return the owner as it is now: sharded, or gathered."""
+        """Return the owner in its current state: sharded, or gathered."""
         return tables_of(self.home).parameters[self.home_leaf]  # type: ignore[return-value]
 
     def now(self) -> Tensor:
-        """Return the view of the owner as it is now. Raises TieError for some rows of an owner that is sharded."""
+        """Return the view of the owner in its current state. Raises TieError for a slice of a sharded owner."""
         held = self.held()
         steps = narrow_permute_of(tuple(held.shape), self.view)
         if isinstance(held, DTensor) and (steps is None or steps.box != tuple((0, size) for size in held.shape)):
@@ -66,7 +66,7 @@ class ViewAlias:
 
 @dataclass(frozen=True)
 class NarrowPermute:
-    """Hold a view as ``narrow`` in each dimension, then ``permute``: their gradients copy no more than they must."""
+    """Hold a view as ``narrow`` in each dimension, then ``permute``; backward copies less than with ``as_strided``."""
 
     box: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
@@ -74,7 +74,7 @@ class NarrowPermute:
 
 @lru_cache(maxsize=4096)
 def narrow_permute_of(shape: Shape, view: View) -> NarrowPermute | None:
-    """Return ``view`` of a contiguous tensor of ``shape`` as ``NarrowPermute``; ``None`` for other ``as_strided``.
+    """Return ``view`` of a contiguous tensor of ``shape`` as ``NarrowPermute``; ``None`` if it is not of that form.
 
     >>> narrow_permute_of((6, 4), View(torch.float32, (4, 2), (1, 4), 8))
     NarrowPermute(box=((2, 4), (0, 4)), order=(1, 0))
@@ -100,7 +100,7 @@ def narrow_permute_of(shape: Shape, view: View) -> NarrowPermute | None:
 
 
 def viewed(held: Tensor, view: View) -> Tensor:
-    """Return ``view`` of ``held``, which is contiguous, in its own dtype, over its own memory; gradients pass."""
+    """Return ``view`` of the contiguous tensor ``held``, in its dtype and over its memory; gradients flow through."""
     steps = narrow_permute_of(tuple(held.shape), view)
     if steps is None:
         return held.as_strided(view.size, view.stride, held.storage_offset() + view.offset)
@@ -110,11 +110,11 @@ def viewed(held: Tensor, view: View) -> Tensor:
     return held if steps.order == tuple(range(held.dim())) else held.permute(steps.order)
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 
 
 def view_faults(model: nn.Module, tie: Tie, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield why names of ``tie`` that are views cannot follow their owner once it is sharded, a line each."""
+    """Yield a line for each view of ``tie`` that cannot follow its owner once that is sharded, with the reason."""
     owner = tensors[tie.owner]
     modules = dict(model.named_modules(remove_duplicate=False))
     names = [n for n, view in zip(tie.names, tie.views, strict=True) if view is not None]
@@ -146,7 +146,7 @@ def view_faults(model: nn.Module, tie: Tie, tensors: Mapping[str, Tensor]) -> It
 
 
 def view_aliases(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module, ViewAlias]]:
-    """Return every name of ``ties`` that is a view of a parameter, with the module that has it."""
+    """Return every name of ``ties`` that is a view of a parameter, with its module."""
     modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
     found: dict[tuple[int, str], tuple[nn.Module, ViewAlias]] = {}
     for tie in ties:
@@ -178,8 +178,8 @@ def view_aliases(model: nn.Module, ties: Sequence[Tie]) -> list[tuple[nn.Module,
     return list(found.values())
 
 
-def take_views(aliases: Sequence[tuple[nn.Module, ViewAlias]]) -> list[tuple[nn.Module, type[nn.Module], Any]]:
-    """Give the modules views in place of tensors of their own; return what ``give_back`` needs to undo that."""
+def replace_by_views(aliases: Sequence[tuple[nn.Module, ViewAlias]]) -> list[tuple[nn.Module, type[nn.Module], Any]]:
+    """Replace the tensors ``aliases`` of the modules by views; return what ``restore_modules`` needs to undo it."""
     undo: list[tuple[nn.Module, type[nn.Module], Any]] = []
     for module, alias in aliases:
         tables = tables_of(module)
@@ -190,8 +190,8 @@ def take_views(aliases: Sequence[tuple[nn.Module, ViewAlias]]) -> list[tuple[nn.
     return undo
 
 
-def give_back(undo: Sequence[tuple[nn.Module, type[nn.Module], Any]]) -> None:
-    """Make the modules what they were before ``take_views``."""
+def restore_modules(undo: Sequence[tuple[nn.Module, type[nn.Module], Any]]) -> None:
+    """Restore the modules as they were before ``replace_by_views``."""
     for module, kind, (parameters, buffers) in reversed(undo):
         module.__class__ = kind
         vars(module).pop(_KEY, None)
@@ -203,7 +203,7 @@ def give_back(undo: Sequence[tuple[nn.Module, type[nn.Module], Any]]) -> None:
 
 @lru_cache(maxsize=1024)
 def _with_view(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
-    """Return a subclass of ``kind`` that computes the view ``leaf`` whenever it is asked for."""
+    """Return a subclass of ``kind`` with a property ``leaf`` that computes the view."""
 
     def get(module: nn.Module) -> Tensor:
         alias = aliases_of(module).get(leaf)
@@ -220,17 +220,20 @@ def _with_view(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
 
 
 def aliases_of(module: nn.Module) -> Mapping[str, ViewAlias]:
-    """Return the aliases of ``module`` that are views, by leaf."""
+    """Return the view aliases of ``module`` by leaf name."""
     return vars(module).get(_KEY) or {}
 
 
 def has_views(kind: type) -> bool:
-    """Return whether the class is one that ``take_views`` has put in front of the module's own."""
+    """Return whether ``replace_by_views`` made the class."""
     return _MARK in vars(kind)
 
 
-def put_views(model: nn.Module, twin: Mapping[int, nn.Module]) -> None:
-    """Give the twins of ``model``'s modules (by id) the views as tensors over the memory of the owner's twin."""
+def register_views(model: nn.Module, twin: Mapping[int, nn.Module]) -> None:
+    """Register the views on copies of ``model``'s modules, as tensors over the memory of the copied owner.
+
+    ``twin`` maps the id of each module to its copy.
+    """
     for module in model.modules():
         made = twin[id(module)]
         for leaf, alias in aliases_of(module).items():
@@ -251,11 +254,11 @@ def put_views(model: nn.Module, twin: Mapping[int, nn.Module]) -> None:
 
 
 def viewed_owners(model: nn.Module) -> set[int]:
-    """Return the ids of the tensors, as they are now, that others are views of."""
+    """Return the ids of the current tensors of all owners of views."""
     return {id(alias.held()) for module in model.modules() for alias in aliases_of(module).values()}
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Return memory for ``tensor``, of which views can be taken; on the CPU pages that nobody touches cost nothing."""
+    """Return an uninitialised contiguous tensor like ``tensor``, which views need; untouched CPU pages cost nothing."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
