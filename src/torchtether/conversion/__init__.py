@@ -1,1 +1,1 @@
-"""The verbs that change a model in place: dtype, device, quantization, from meta to memory."""
+"""Functions that change a model in place: dtype, device, quantization, and from ``meta`` to memory."""

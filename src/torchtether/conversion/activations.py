@@ -1,4 +1,4 @@
-"""Weights whose products round their inputs to 8 bits, too."""
+"""Quantizing activations: Weights whose products round their inputs to 8 bits."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def quantize_activations(
 ) -> nn.Module:
     """Round the inputs of ``F.linear`` with the Weights of ``model`` to 8 bits, until this is called again.
 
-        "int8"      each row (token) in 255 steps: by at most 1/254 of its largest value
-        "float8"    each row to float8_e4m3fn, its largest value to 448: every value by at most 1/16 of itself
-        None        as they are
+        "int8"      each row (token) in 255 steps: an error of at most 1/254 of its largest value
+        "float8"    each row to float8_e4m3fn, scaled by its largest value to 448: an error of at most 1/16 of a value
+        None        no rounding
 
-    This is dynamic activation quantization, by token and symmetric.  Of Gaussian inputs the rounding moves a product
-    by 0.7 to 1 % (int8) or 2 to 3 % (float8) of its norm; inputs with a few large values lose more, because their row
+    This is dynamic activation quantization, per token and symmetric.  For Gaussian inputs the error of a product is
+    0.7 to 1 % (int8) or 2 to 3 % (float8) of its norm; inputs with a few large values lose more, because their row
     has one scale.  With AVX2 it makes products with 4-bit integers faster; on CUDA devices int8 and e4m3 Weights with a
     scale per row go to torch's products of 8 bits with 8 bits, which no GPU has run yet; elsewhere it gains no time.
 
-    ``only``: globs over the names of Weights; all of two dimensions without it.  It is a fact of the Weight, as its tie
-    is: it stays through conversions, loads, quantizing again, copies and files of ``tt.save``, and ends with
-    ``dequantize``.  Gradients pass as if nothing were rounded.  A row with a value that is not finite gives nan.  The
-    products of convolutions, embeddings and ``x @ weight`` are not touched.
+    ``only``: globs over the names of Weights; by default all Weights of two dimensions.  The setting is part of the
+    Weight, as its tie is: it stays through conversions, loads, quantizing again, copies and files of ``tt.save``, and
+    ends with ``dequantize``.  Gradients pass as if nothing were rounded.  A row with a value that is not finite gives
+    nan.  The products of convolutions, embeddings and ``x @ weight`` are not affected.
 
     Raises:
-        ArgumentError: ``to`` is something else.
+        ArgumentError: ``to`` is none of these values.
         RuleError: a glob matches no Weight, or there is none.
         ConversionError: a Weight is sharded. In each case nothing has changed.
 

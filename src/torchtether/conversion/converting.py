@@ -1,4 +1,4 @@
-"""``.to()`` with every promise: the same objects, ties, grads, hooks, attributes; optimizer state follows."""
+"""``tt.convert``: ``.to()`` that keeps objects, ties, grads, hooks and attributes, and converts optimizer state."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ def convert(
 
     Returns ``model``.
 
-    Parameters and buffers are the objects that they were, with grads, hooks, ``requires_grad`` and attributes; what
-    shared memory still does, and was converted once.  Tensors that are right already are not touched.  A Weight takes
-    ``dtype`` as its compute dtype; its codes and scales stay.  ``optimizer`` (one or several): state follows.  Without
-    it the state of an optimizer that has stepped stays in the old dtype, and its next step fails in torch.
+    Parameters and buffers stay the same objects, with grads, hooks, ``requires_grad`` and attributes.  Tensors that
+    share memory still do; it is converted once.  Tensors that have the dtype and device already are not touched.  A
+    Weight takes ``dtype`` as its compute dtype; its codes and scales stay.  The state of ``optimizer`` (one or several)
+    is converted too.  Without it the state of an optimizer that has stepped stays in the old dtype, and its next step
+    fails in torch.
 
-    ``atomic="checked"``: every refusal comes before the first change, and memory peaks one tensor above the model.
-    ``atomic="full"``: even an error in the middle, out of memory included, changes nothing; old and new fit at once.
-    Ctrl-C comes between two tensors, and then ``"full"`` changes nothing, while ``"checked"`` leaves what was done so
-    far; or it comes when all is done.
+    ``atomic="checked"``: every error that can be foreseen comes before the first change, and memory peaks one tensor
+    above the model.  ``atomic="full"``: even an error in the middle, out of memory included, changes nothing, but old
+    and new tensors must fit in memory together.  Ctrl-C is delivered between two tensors: ``"full"`` then undoes all
+    changes, ``"checked"`` leaves those made so far.  If it arrives later, it is delivered when all is done.
 
     Raises:
         ConversionError: ``dtype`` is no float dtype, a complex tensor would lose its imaginary part, a tensor is on
@@ -79,7 +80,7 @@ def convert(
         if place is None:
             exchange.put_each(
                 unshared, map(methodcaller("to", dtype), unshared)
-            )  # each of them is to have it: nothing else differs
+            )  # every one needs the new dtype, since nothing else can differ
         else:
             exchange.put_each(unshared, (converted(tensor, dtype, place) for tensor in unshared))
         for component in work:
@@ -94,10 +95,7 @@ def convert(
 
 
 def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
-    """Return ``tensor``, detached, on ``device`` and, if it is floating point, in ``dtype``.
-
-    Runs once per piece of memory.
-    """
+    """Return ``tensor``, detached, on ``device`` and, if it is floating point or complex, in ``dtype``."""
     if torch.is_grad_enabled():
         tensor = tensor.detach()
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -110,13 +108,13 @@ def _differs(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | N
         return True
     if device is not None and tensor.device != device:
         return True
-    return type(tensor) not in STOCK and is_lazy(tensor)  # so that it is refused by name
+    return type(tensor) not in STOCK and is_lazy(tensor)  # so that the exchange refuses it by name
 
 
 def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None, exchange: Exchange) -> None:
-    """Raise ConversionError for what ``.to`` would do wrong silently, or refuse half way."""
+    """Raise ConversionError where ``.to`` would lose values silently, or fail after some tensors were changed."""
     if type(tensor) not in STOCK and is_lazy(tensor):
-        return  # the exchange says so
+        return  # the exchange raises for it
     if device is not None and tensor.is_meta and device.type != "meta":
         raise ConversionError(
             f"is on meta and has no values to move to {device}",
@@ -140,7 +138,7 @@ def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | Non
 
 
 def _check_shared(components: list[Component], dtype: torch.dtype | None) -> None:
-    """Raise ConversionError unless memory that several tensors share can be converted as one."""
+    """Raise an error unless memory that several tensors share can be converted as one tensor."""
     for component in components:
         if len(component.members) == 1:
             continue

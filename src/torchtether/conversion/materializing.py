@@ -1,4 +1,4 @@
-"""Models on ``meta``: built without memory, then made real with everything that their constructors computed."""
+"""Models on ``meta``: building without memory, then materializing with the values that constructors computed."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ from .replaying import Replay
 Model = TypeVar("Model", bound=nn.Module)
 
 _RECIPE = "_tether_recipe"
-"""Under this attribute a tensor on ``meta`` carries how it was computed."""
+"""The attribute of a tensor on ``meta`` that holds its recipe."""
 
 _RECIPES = "_tether_recipes"
-"""Under this attribute a module carries the same for buffers, which ``.to(dtype)`` makes anew, and plain tensors."""
+"""The attribute of a module that holds recipes of its plain tensors and buffers, which ``.to(dtype)`` replaces."""
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Build modules on ``meta`` inside the block, and remember how each of their tensors was computed.
+    """Build modules on ``meta`` inside the block, and record how each of their tensors is computed.
 
-    As ``torch.device("meta")``, and ``materialize`` or ``load`` can bring back exactly what the constructors computed
-    (rotary frequencies, masks, ``torch.tensor`` constants), which no checkpoint stores.  Code that asks for values
-    (``.item()``, ``.tolist()``, ``nonzero``) gets them where they are determined.  Modules are watched in this thread.
+    Like ``torch.device("meta")``, but ``materialize`` or ``load`` can restore exactly what the constructors computed
+    (rotary frequencies, masks, ``torch.tensor`` constants), which no checkpoint stores.  Code that reads values
+    (``.item()``, ``.tolist()``, ``nonzero``) gets them if the record determines them.  Only modules that this thread
+    builds are recorded.
 
     >>> import torch, torchtether as tt
     >>> with tt.on_meta():
@@ -56,12 +57,12 @@ def on_meta() -> Iterator[None]:
     """
     with _modules_built() as modules, recording() as recorder:
         yield
-        _remember(modules, recorder)
+        _attach_recipes(modules, recorder)
 
 
 @contextmanager
 def _modules_built() -> Iterator[dict[int, nn.Module]]:
-    """Return every module to which this thread registers a parameter, a buffer or a module."""
+    """Yield a dictionary in which the block collects, by id, the modules in which this thread registers something."""
     built: dict[int, nn.Module] = {}
     thread = threading.get_ident()
 
@@ -84,8 +85,8 @@ def _modules_built() -> Iterator[dict[int, nn.Module]]:
         built.clear()
 
 
-def _remember(modules: dict[int, nn.Module], recorder: Recorder) -> None:
-    """Give every tensor of ``modules`` that the record explains its recipe."""
+def _attach_recipes(modules: dict[int, nn.Module], recorder: Recorder) -> None:
+    """Attach its recipe to every tensor of ``modules`` whose values the record determines."""
     kept: list[Recipe] = []
     for module in modules.values():
         own: dict[str, Recipe] = {}
@@ -112,17 +113,17 @@ def materialize(
 ) -> Model:
     """Give every tensor of ``model`` that is on ``meta`` memory and values on ``device``; it stays the same object.
 
-    What was built inside ``on_meta`` is what its constructor computes: parameters as they were initialised there,
-    buffers exactly.  Anything else is initialised by ``reset_parameters`` of its module.  ``init(module)``, if given,
-    is called instead, after the record, for every module with a new tensor in or below it, children first, as
-    ``Module.apply`` does.  Each tensor is initialised once, by the module of its owner; ties, views among them, hold.
-    What is real already is not touched.  State that ``optimizer`` (one or several) has on ``meta`` has no values; it is
-    dropped, and the next step makes it again.
+    Tensors built inside ``on_meta`` get the values that their constructors computed: parameters by the same random
+    initialisation, buffers exactly.  Other tensors are initialised by ``reset_parameters`` of their module.  If
+    ``init`` is given, ``init(module)`` is called instead of that, after recorded values are in place, for every module
+    with a new tensor in or below it, children first, as ``Module.apply`` does.  Each tensor is initialised once, by the
+    module of its owner; ties and views hold.  Tensors with memory are not touched.  State that ``optimizer`` (one or
+    several) has on ``meta`` has no values; it is dropped, and the next step makes it again.
 
     Raises:
         OptimizerError: the optimizer belongs to another model; nothing has changed.
         ConversionError: a tensor has neither record nor ``reset_parameters`` nor ``init``, or something holds it;
-            nothing has changed.  Or ``reset_parameters`` left a tensor unset: it is named.
+            nothing has changed.  Or ``reset_parameters`` did not set a tensor, which the error names.
 
     >>> import torch, torchtether as tt
     >>> with torch.device("meta"):
@@ -165,7 +166,7 @@ def materialize(
 
 
 def forget_recipes(model: nn.Module) -> None:
-    """Remove the recipes that tensors and modules carry."""
+    """Remove the recipes of all tensors and modules of ``model``."""
     for tensor in named_tensors(model).values():
         tensor.__dict__.pop(_RECIPE, None)
     for module in model.modules():
@@ -173,9 +174,9 @@ def forget_recipes(model: nn.Module) -> None:
 
 
 def _check_held(exchange: Exchange, components: Iterable[Component]) -> None:
-    """Check all but buffers that others are views of.
+    """Check that all tensors but bases of views can be exchanged.
 
-    ``_put`` exchanges the view first, and then nothing holds them.
+    ``_put`` exchanges a view first, and then nothing holds its base.
     """
     tensors = [member.tensor for component in components for member in component.members]
     bases = {id(base_of(tensor)) for tensor in tensors}
@@ -187,11 +188,11 @@ def _put(exchange: Exchange, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         exchange.put(held, new)
 
 
-# -- what was recorded ------------------------------------------------------------------------------------------------
+# -- recorded tensors -------------------------------------------------------------------------------------------------
 
 
 def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int, Recipe]:
-    """Return recipes by index of the member. Empty unless the owner has one, whose memory is that of all."""
+    """Return the recipes of members by their index; empty unless the owner, whose memory all members share, has one."""
     tie = tie_of(component)
     owner = component.names[0] if tie is None else tie.owner
     found = {}
@@ -207,7 +208,7 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
 
 
 def _plain_recipes(module: nn.Module) -> dict[str, Recipe]:
-    """Return the recipes of tensors on ``meta`` that are mere attributes of the module, which no conversion walks."""
+    """Return the recipes of tensors on ``meta`` that are plain attributes of the module, not parameters or buffers."""
     own = vars(module)
     return {
         name: recipe
@@ -219,7 +220,7 @@ def _plain_recipes(module: nn.Module) -> dict[str, Recipe]:
 def _replayed(
     component: Component, recipes: dict[int, Recipe], replay: Replay, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each member with its new contents; where one memory was recorded for all, they share it again."""
+    """Yield each member with its new contents, all over one memory: the recorded one, or a new one."""
     members = component.members
     memories = {(id(recipe.program), recipe.ref.memory) for recipe in recipes.values()}
     as_recorded = len(recipes) == len(members) and all(_matches(members[i].tensor, r) for i, r in recipes.items())
@@ -249,11 +250,11 @@ def _matches(tensor: Tensor, recipe: Recipe) -> bool:
     return not isinstance(tensor, Weight) and (tensor.dtype, tuple(tensor.stride())) == (ref.dtype, ref.stride)
 
 
-# -- what modules initialise ------------------------------------------------------------------------------------------
+# -- tensors that modules initialise ----------------------------------------------------------------------------------
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """Return ``reset_parameters``; ``nn.MultiheadAttention`` spells it with an underscore."""
+    """Return ``module.reset_parameters``, which ``nn.MultiheadAttention`` spells with an underscore, or ``None``."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 
@@ -276,13 +277,13 @@ def _check_init(components: Iterable[Component], modules: dict[str, nn.Module], 
 
 
 def _paths(component: Component) -> list[str]:
-    """Return the modules that hold the component, that of the owner first."""
+    """Return the paths of the modules that hold the component, that of the owner first."""
     tie = tie_of(component)
     return list(dict.fromkeys(name.rpartition(".")[0] for name in (component.names if tie is None else tie.names)))
 
 
 def _reserved(component: Component, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each member with memory that ``_is_unset`` knows again."""
+    """Yield each member with memory that holds the mark which ``_is_unset`` looks for."""
     held = component.members[0].tensor
     if isinstance(held, Weight) and not held.scheme.transparent:
         zeros = torch.zeros((), dtype=held.dtype, device=device).expand(held.shape)
@@ -296,9 +297,9 @@ def _reserved(component: Component, device: torch.device) -> Iterator[tuple[Tens
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors in which a mark can be left, and is lost with the first write: of a Weight its scales.
+    """Return the plain tensors that hold the mark until the first write: of a Weight, its parts of floats.
 
-    A bool has no value to spare for a mark, so nothing is said about it.
+    A bool has no spare value for a mark, so whether it was set is not known.
     """
     if isinstance(tensor, Weight):
         own = [part for part in tensor.parts.values() if tensor.scheme.transparent or part.is_floating_point()]
@@ -311,13 +312,13 @@ def _mark(dtype: torch.dtype) -> float | int:
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    """Return whether nothing was written since ``_reserved``."""
+    """Return whether ``tensor`` was not written to since ``_reserved``."""
     pieces = _pieces(tensor)
     return bool(pieces) and all(map(_is_marked, pieces))
 
 
 def _is_marked(piece: Tensor) -> bool:
-    first = piece[(0,) * piece.dim()]  # most tensors are set, and one element tells
+    first = piece[(0,) * piece.dim()]  # most tensors are set, which their first element shows
     for part in (first, piece):
         wide = part.float() if part.dtype.is_floating_point and part.dtype.itemsize == 1 else part
         if not bool(
@@ -328,7 +329,7 @@ def _is_marked(piece: Tensor) -> bool:
 
 
 def _initialise(components: list[Component], modules: dict[str, nn.Module], init: Any) -> None:
-    """Set each of ``components`` once: what the holder of an alias would set again keeps its owner's values."""
+    """Initialise each of ``components`` once: if the module of an alias sets it again, restore the owner's values."""
     holders: dict[str, list[Component]] = {}
     for component in components:
         for path in _paths(component):
@@ -347,7 +348,7 @@ def _initialise(components: list[Component], modules: dict[str, nn.Module], init
             for tensor, value in kept:
                 tensor.copy_(value)
         done.update(id(c) for c in own)
-    torch.clear_autocast_cache()  # holds casts of what has been set since
+    torch.clear_autocast_cache()  # may hold casts of the values before initialisation
     unset = [c.names[0] for c in components if any(_is_unset(m.tensor) for m in c.members)]
     if unset:
         who = "reset_parameters" if init is None else "init"
@@ -358,13 +359,13 @@ def _initialise(components: list[Component], modules: dict[str, nn.Module], init
 
 
 def _in_order(modules: Iterable[str], holders: dict[str, Any], owners: dict[int, str]) -> list[str]:
-    """Return the modules with new tensors of their own: owners before those that hold aliases only."""
+    """Return the modules with new tensors of their own: those of owners before those that hold only aliases."""
     own = [path for path in modules if path in holders]
     first = set(owners.values())
     return [path for path in own if path in first] + [path for path in own if path not in first]
 
 
 def _children_first(modules: Iterable[str], holders: Iterable[str]) -> list[str]:
-    """Return the modules with new tensors in or below them, as ``Module.apply`` goes, for which ``init`` is written."""
+    """Return the modules with new tensors in or below them, children first, the order of ``Module.apply``."""
     above = {path[:end] for path in holders for end in (0, len(path), *(i for i, c in enumerate(path) if c == "."))}
     return sorted((path for path in modules if path in above), key=lambda path: -(path.count(".") + bool(path)))

@@ -1,4 +1,4 @@
-"""Ops on ``meta`` and the memory that they make, written down as numbers and geometry."""
+"""The recorded program: ops on ``meta``, and the memory that they make, as numbers and geometry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor, as geometry over memory number ``memory`` of its program."""
+    """A reference to a tensor: the number of its memory in the program, and the geometry over it."""
 
     memory: int
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class Ref:
 
 @dataclass
 class Const:
-    """A real tensor that entered the record; where it is not a copy, ``version`` tells whether it was changed since."""
+    """A real tensor that entered the record; if it is not a copy, ``version`` is its version at that moment."""
 
     tensor: Tensor
     version: int | None = None
@@ -33,7 +33,7 @@ class Const:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One op. ``op`` is its name, so that a record can be pickled; empty for a constant."""
+    """One recorded op. ``op`` is its name, so that a record can be pickled; empty for a constant."""
 
     op: str
     args: tuple[Any, ...]
@@ -45,13 +45,13 @@ class RecordedOp:
 
     @property
     def fills(self) -> bool:
-        """Return whether the step gives values; ``empty`` gives memory only."""
+        """Return whether the step sets values; ``empty`` only makes memory."""
         return "empty" not in self.op
 
 
 @dataclass
 class Program:
-    """The steps by their number, and for each memory the numbers of those that make or write it."""
+    """The steps by number, and for each memory the numbers of the steps that make or write it."""
 
     steps: dict[int, RecordedOp] = field(default_factory=dict)
     history: dict[int, list[int]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Program:
         return sorted(chosen)
 
     def knows(self, memory: int) -> bool:
-        """Return whether everything that ``memory`` depends on was made by a step, and something filled it."""
+        """Return whether all memories that ``memory`` depends on are made by steps, and a step sets its values."""
         numbers = self.slice([memory])
         steps = [self.steps[number] for number in numbers]
         made = {ref.memory for step in steps for _, ref in step.makes}
@@ -83,10 +83,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compute one tensor."""
+    """A program and the reference of the tensor that it computes."""
 
     program: Program
     ref: Ref
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
-        return self  # nothing in it changes
+        return self  # it is immutable once the record is closed

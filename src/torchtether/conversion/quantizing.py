@@ -29,10 +29,11 @@ from ..weights.weight import Weight
 from .selection import Rules, schemes_for
 
 _CHUNK = 2**20
-"""Elements looked at in one go by the check for values that no scheme holds."""
+"""Elements converted to float32 at once by the check for values that a scheme cannot hold."""
 
 _LARGE = 200.0
-"""No scale of smaller values is too large for a dtype of scales, the least of which ends at 448; others are tried."""
+"""Values up to this need no trial encoding: their scales fit every dtype of scales, the smallest of which reaches 448.
+"""
 
 
 @not_followed
@@ -48,15 +49,15 @@ def quantize(
     """Make the parameters that ``rules`` choose Weights; each stays the same Parameter object.
 
     ``rules``: ``None``; a scheme or its name, for the weight of every ``nn.Linear``, of transformers' ``Conv1D``, and
-    of experts stored as one tensor of 3 dimensions; or globs over parameter names, each with a scheme or ``None``, the
-    first match wins.  A tied group is quantized once and stays tied.  A Weight of
-    the wanted scheme is left alone, one of another scheme is encoded again, a tensor on ``meta`` becomes a Weight on
-    ``meta``.  Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without
-    ``assign=True``.  State of ``optimizer`` (one or several) follows its parameters; ``atomic`` as in ``tt.convert``.
-    ``progress`` is ``True`` for a bar, or a function of (bytes done, bytes in all) of what is encoded.
+    of experts stored as one tensor of 3 dimensions; or globs over parameter names, each with a scheme or ``None``, of
+    which the first match wins.  A tied group is quantized once and stays tied.  A Weight that has the wanted scheme is
+    not changed, one of another scheme is encoded again, and a tensor on ``meta`` becomes a Weight on ``meta``.
+    Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without ``assign=True``.
+    The state of ``optimizer`` (one or several) follows its parameters; ``atomic`` is as in ``tt.convert``.
+    ``progress`` is ``True`` for a bar, or a function of (bytes done, bytes in all) of the tensors that are encoded.
 
-    Weights that required grad still do, and learn: an optimizer's update is computed in float32 and rounded to either
-    neighbour by chance, so that its mean is exact (``torch.manual_seed`` makes it reproducible).  With a ``master``,
+    Weights that required grad still do, and can be trained: an optimizer's update is computed in float32 and rounded
+    stochastically, so that its mean is exact (``torch.manual_seed`` makes it reproducible).  With a ``master`` dtype,
     such as ``torch.float32``, every Weight is ``tt.Mastered``: updates go to a tensor of that dtype beside the codes.
 
     Raises:
@@ -101,8 +102,8 @@ def quantize(
 def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
     """Make every Weight of the model a plain tensor of its values; each stays the same Parameter object.
 
-    Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.  State of
-    ``optimizer`` follows its parameters; ``atomic`` as in ``tt.convert``.
+    Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.  The state
+    of ``optimizer`` follows its parameters; ``atomic`` is as in ``tt.convert``.
 
     Raises:
         ConversionError: something holds a parameter; nothing has changed.
@@ -136,7 +137,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
 
 
 def _put(exchange: Exchange, members: Sequence[Member], made: list[Any]) -> None:
-    """Put the contents; apart, so that no variable keeps old ones alive while the next tensor is made."""
+    """Exchange the members for ``made``; in a function, so no variable keeps the old ones while the next are made."""
     exchange.put_together((member.tensor, new) for member, new in zip(members, made, strict=True))
 
 
@@ -145,7 +146,7 @@ def _is_held_in(component: Component, scheme: Scheme) -> bool:
 
 
 def _decoded(span: Tensor, members: Sequence[Member]) -> list[Tensor]:
-    """Return one plain tensor per member, all over the same memory."""
+    """Return one plain tensor for each member, all over the same memory."""
     if isinstance(span, Weight):
         values = span.dequantize()
         return [values.as_strided(member.view.size, member.view.stride) for member in members]
@@ -153,9 +154,9 @@ def _decoded(span: Tensor, members: Sequence[Member]) -> list[Tensor]:
 
 
 def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weight]:
-    """Return one Weight per member, all over the same parts."""
+    """Return one Weight for each member, all over the same parts."""
     owner = _owner(component, tie)
-    is_memory = not isinstance(owner.tensor, Weight) or owner.tensor.scheme.transparent  # and not decoded first
+    is_memory = not isinstance(owner.tensor, Weight) or owner.tensor.scheme.transparent  # else it has to be decoded
     if scheme.transparent and is_memory:
         return [Weight.encode(_wrapped(member.tensor), scheme, tie=tie) for member in component.members]
     weight = Weight.encode(owner.tensor, scheme, tie=tie)
@@ -172,12 +173,12 @@ def _owner(component: Component, tie: Tie | None) -> Member:
 
 
 def _wrapped(tensor: Tensor) -> Tensor:
-    """Return the memory itself, where a transparent Weight wraps it, so that views stay views."""
+    """Return the detached tensor inside a transparent Weight, or a tensor itself; not decoded, so views stay views."""
     return plain_values(tensor).detach()
 
 
 def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None:
-    """Raise before anything changes. Encoding would find it too, but after the tensors before this one."""
+    """Raise SchemeError if ``scheme`` cannot hold the values; encoding would raise after earlier tensors changed."""
     tensor = _owner(component, tie).tensor.detach()
     if scheme.transparent or tensor.is_meta:
         return
@@ -187,7 +188,7 @@ def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None
         return
     chunks = rows.split(max(_CHUNK * rows.shape[0] // rows.numel(), 1))
     largest = torch.stack([chunk.float().abs().amax() for chunk in chunks]).amax()
-    if is_true(largest <= _LARGE, unseen=True):  # looked at once a tensor: on a GPU that waits
+    if is_true(largest <= _LARGE, unseen=True):  # one synchronisation with a GPU for each tensor
         return
     if not torch.isfinite(largest):
         bad = next(count for chunk in chunks if (count := int((~torch.isfinite(chunk.float())).sum())))
@@ -206,7 +207,7 @@ def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None
 
 
 def keep_loading(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> None:
-    """Give the modules that hold ``names`` the load hook, each once; it goes again if ``exchange`` takes all back."""
+    """Add the load hook to the modules that hold ``names``, once to each; a rollback of ``exchange`` removes it."""
     for path in {name.rpartition(".")[0] for name in names}:
         handle = add_load_hook(model.get_submodule(path))
         if handle is not None:
@@ -214,13 +215,13 @@ def keep_loading(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> 
 
 
 LISTENERS: list[Callable[[nn.Module, str], Callable[[], None] | None]] = []
-"""Called with a model and the path of a module in it that has got a Weight; what each returns takes it back."""
+"""Functions called with a model and the path of a module that has a new Weight; each returns its undo, or ``None``."""
 
 
 def know_weights(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> None:
-    """Give the modules that hold the new Weights ``names`` the load hook, and tell ``LISTENERS``.
+    """Add the load hook to the modules that hold the new Weights ``names``, and call ``LISTENERS`` for them.
 
-    ``exchange`` takes back what they did.
+    A rollback of ``exchange`` undoes both.
     """
     names = tuple(names)
     keep_loading(model, exchange, names)
@@ -229,16 +230,16 @@ def know_weights(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> 
 
 
 def tell_listeners(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
-    """Call ``LISTENERS`` for the modules that hold the Weights ``names``; return what takes back what they did."""
+    """Call ``LISTENERS`` for the modules that hold the Weights ``names``; return the functions that undo it."""
     paths = {name.rpartition(".")[0] for name in names}
     undone = [listener(model, path) for path in paths for listener in LISTENERS]
     return [undo for undo in undone if undo is not None]
 
 
 def add_load_hook(module: nn.Module) -> RemovableHandle | None:
-    """Have stock ``load_state_dict`` of ``module`` follow the policy of ``module_load``, the swap flag on or off.
+    """Make stock ``load_state_dict`` of ``module`` follow ``module_load``, whether torch's swap flag is on or off.
 
-    Returns the handle of the hook; ``None`` if the module has it already.
+    Returns the handle of the hook; ``None`` if the module has the hook already.
     """
     present = (getattr(hook, "hook", hook) for hook in load_hooks_of(module).values())
     return None if keep_policy in present else module.register_load_state_dict_pre_hook(keep_policy)
@@ -247,11 +248,12 @@ def add_load_hook(module: nn.Module) -> RemovableHandle | None:
 def keep_policy(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Run before torch loads the module's own tensors: what ``assign=True`` would replace is loaded here instead.
+    """Load the tensors of ``module`` that ``assign=True`` would replace; a hook that runs before torch loads them.
 
-    The held Parameter takes what the policy says, and then stands in the (local copy of the) state dict itself, so
-    that torch assigns it to where it is.  With ``assign=False`` torch copies in place, which a Weight answers; with
-    the swap flag on torch asks ``Tensor.module_load``; shapes that differ are torch's to report.
+    The held Parameter takes the contents that ``module_load`` returns, and replaces the given tensor in the (local
+    copy of the) state dict, so that torch assigns the Parameter to its own name.  With ``assign=False`` torch copies in
+    place, which a Weight handles; with the swap flag on torch calls ``Tensor.module_load``; torch itself reports
+    shapes that differ.
     """
     errors: list[str] = rest[-1]
     is_assigned = local_metadata.get("assign_to_params_buffers", False)
@@ -270,9 +272,9 @@ def keep_policy(
             with Exchange(module, verb="load") as exchange:
                 exchange.check([held])
                 exchange.put(held, made)
-        except Exception as error:  # as torch does: every tensor is tried, and all errors are reported at once
+        except Exception as error:  # like torch, try every tensor and report all errors at once
             errors.append(f'While loading the parameter named "{key}", an exception occurred : {error}')
         state_dict[key] = held
 
 
-keep_policy.__module__ = "torchtether"  # pickles of models know it by this name, wherever it is defined
+keep_policy.__module__ = "torchtether"  # pickles of models store this name, wherever it is defined

@@ -1,7 +1,7 @@
-"""How tensors on ``meta`` were computed: recorded while a model is built, run again later on a real device.
+"""Recording how tensors on ``meta`` are computed while a model is built, so that a real device can replay it.
 
-Each op that makes or writes memory on ``meta`` is a step.  Tensors in it are written down as ``Ref``: which memory, and
-the geometry over it.  So views need no steps, and no tensor, parameter or not, is kept alive by the record.
+Each op that makes or writes memory on ``meta`` is a step.  A step refers to a tensor by a ``Ref``: the number of its
+memory, and the geometry over it.  So views need no steps, and the record keeps no tensor on ``meta`` alive.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .programs import Const, Program, Recipe, RecordedOp, Ref
 from .replaying import Replay
 
 _SMALL = 2**20
-"""Elements up to which a real tensor that enters the record is copied at once; larger ones when the record ends."""
+"""Elements up to which a real tensor that enters the record is copied at once; larger ones are copied by ``close``."""
 
 
 class Recorder(TorchDispatchMode):
-    """While active, every op on ``meta`` is written to ``program``; ``close`` drops all but what is asked for."""
+    """Record every op on ``meta`` in ``program`` while active; ``close`` keeps only the steps that are needed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.program = Program()
         self._numbers: dict[int, int] = {}
-        self._memories: list[torch.UntypedStorage] = []  # alive while recording, so that no id is used twice
+        self._memories: list[torch.UntypedStorage] = []  # kept alive while recording, so that no id is reused
         self._consts: list[Const] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler at the first op, which takes seconds, to keep it out of here
+        return False  # if True, torch imports its compiler at the first op, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
-            real = self._real_answer(func, args, kwargs)
+            real = self._result_on_values(func, args, kwargs)
             if real is None:
                 raise
             out = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, real)
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return the tensor as a Ref; its memory gets a number if it has none."""
+        """Return the Ref of ``tensor``, whose memory gets a number if it has none."""
         key = storage_id(tensor)
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
@@ -69,22 +69,22 @@ class Recorder(TorchDispatchMode):
         )
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
-        """Return how to compute ``tensor``; ``None`` where the record does not say."""
+        """Return the recipe of ``tensor``; ``None`` if the record does not determine its values."""
         if not _is_meta(tensor) or storage_id(tensor) not in self._numbers:
             return None
         ref = self.ref(tensor)
         return Recipe(self.program, ref) if self.program.knows(ref.memory) else None
 
     def add_constant(self, made: Tensor, value: Tensor) -> None:
-        """Record that ``made``, on ``meta``, holds ``value``: ``torch.tensor`` on ``meta`` shows no op its numbers."""
+        """Record that ``made``, on ``meta``, has the values of ``value``: ``torch.tensor`` shows them to no op."""
         ref = self.ref(made)
         if ref.memory not in self.program.history:
             self._append(RecordedOp("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the values that ``tensor`` would have on the CPU, for building code that asks.
+        """Return the values that ``tensor`` would have on the CPU, for constructors that read them.
 
-        ``None`` if not determined.
+        Return ``None`` if the record does not determine them, or they are random.
         """
         recipe = self.recipe(tensor)
         if recipe is None or self.program.is_random(recipe.ref.memory):
@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         return Replay([recipe], torch.device("cpu")).tensor(recipe)
 
     def close(self, kept: Iterable[Recipe]) -> None:
-        """Keep the steps that ``kept`` need, and let go of every tensor and memory of the model."""
+        """Keep the steps that the recipes ``kept`` need, and release every tensor and memory of the model."""
         wanted = self.program.slice({recipe.ref.memory for recipe in kept})
         self.program.steps = {number: self.program.steps[number] for number in wanted}
         self.program.history = {
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         self._consts.clear()
 
     def is_stale(self, recipe: Recipe) -> bool:
-        """Return whether a large real tensor that went into ``recipe`` was changed after that."""
+        """Return whether a large real tensor in ``recipe`` was written to after it was recorded."""
         steps = (self.program.steps[number] for number in self.program.slice([recipe.ref.memory]))
         consts = (x for step in steps for x in tree_leaves((step.args, step.kwargs)) if isinstance(x, Const))
         return any(const.version not in (None, const.tensor._version) for const in consts)
@@ -118,14 +118,14 @@ class Recorder(TorchDispatchMode):
         if not any(x is not None and x.is_meta for x in (*inputs, *outputs)):
             return
         if any(x is not None and x.is_meta and not is_strided(x) for x in (*inputs, *outputs)):
-            return  # wrappers and sparse tensors: their memory stays unknown to the record
+            return  # the memory of wrappers and sparse tensors cannot be recorded
         known = self._numbers.keys() | {
             storage_id(x) for x in inputs if _is_meta(x)
         }  # ``lift_fresh`` returns its input
         new = [i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in known]
         written = [x for x in _written(func, args, kwargs) if _is_meta(x)]
         if not new and not written:
-            return  # a view, or a question
+            return  # a view, or an op whose result is not a tensor
         touched = {self.ref(x).memory for x in inputs if _is_meta(x)}
         makes = tuple((i, self.ref(x)) for i in new if (x := outputs[i]) is not None)
         step = RecordedOp(
@@ -153,13 +153,13 @@ class Recorder(TorchDispatchMode):
     def _const(self, value: Tensor) -> Const:
         if value.numel() <= _SMALL or value.is_inference():
             return Const(value.detach().clone())
-        # the tensor itself: what detach makes inside a dispatch mode has a version of its own
+        # not detached: inside a dispatch mode ``detach`` returns a tensor with a version counter of its own
         const = Const(value, value._version)
         self._consts.append(const)
         return const
 
-    def _real_answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what ``func`` gives on real values, for ops that depend on them (``nonzero``); ``None`` if unknown."""
+    def _result_on_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of ``func`` on real values, for ops like ``nonzero``; ``None`` if values are unknown."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
         values = {id(x): self.value_of(x) for x in tensors}
         if not tensors or any(value is None for value in values.values()) or _written(func, args, kwargs):
@@ -169,17 +169,17 @@ class Recorder(TorchDispatchMode):
 
 
 _FROM_DATA: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
-"""Functions that read Python data, and where it stands among their arguments."""
+"""Functions that read Python data, and the index of that argument."""
 
-_ASKS = {
+_VALUE_READERS = {
     getattr(Tensor, name)
     for name in "item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __array__ __contains__".split()
 }
-"""Methods that need values, and that refuse ``meta`` before any op runs."""
+"""Methods that need values, and that raise on ``meta`` before any op is dispatched."""
 
 
 class DataReader(TorchFunctionMode):
-    """Beside a Recorder: shows it what never becomes an op."""
+    """Give a Recorder what never becomes an op: Python data of new tensors, and reads of values."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class DataReader(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKS and _is_meta(args[0]):
+        if func in _VALUE_READERS and _is_meta(args[0]):
             value = self.recorder.value_of(args[0])
             if value is not None:
                 return func(value, *args[1:], **kwargs)
@@ -205,7 +205,7 @@ def _is_meta(tensor: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that ``func`` writes to, as its schema says."""
+    """Return the tensors that ``func`` writes to according to its schema."""
     found: list[Tensor] = []
     for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""Recorded ops, run again on a real device."""
+"""Replaying recorded ops on a real device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .programs import Const, Program, Recipe, RecordedOp, Ref
 
 
 class Replay:
-    """The values of ``recipes`` on ``device``: every step that any of them needs runs once, in the recorded order."""
+    """Compute the tensors of ``recipes`` on ``device``: run each step that they need once, in the recorded order."""
 
     def __init__(self, recipes: Iterable[Recipe], device: torch.device) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class Replay:
             torch.set_default_dtype(before)
 
     def tensor(self, recipe: Recipe) -> Tensor:
-        """Return the tensor of ``recipe``. Recipes over one memory give tensors over one memory."""
+        """Return the tensor of ``recipe``. Tensors of recipes over one memory share it."""
         return self._tensor(id(recipe.program), recipe.ref)
 
     def _run(self, program: Program, targets: set[int]) -> None:
@@ -68,10 +68,7 @@ class Replay:
                 self._memory[program, ref.memory] = self._laid_out(outputs[i], ref, step)
 
     def _laid_out(self, tensor: Tensor, ref: Ref, step: RecordedOp) -> torch.UntypedStorage:
-        """Return the memory of ``tensor``, whose geometry is that of ``ref``.
-
-        A copy if the real op chose another geometry.
-        """
+        """Return memory of ``tensor`` with the geometry of ``ref``: a copy if the real op chose another geometry."""
         if tensor.dtype != ref.dtype or tuple(tensor.shape) != ref.size:
             on_meta, real = f"{ref.dtype} {ref.size}", f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ConversionError(

@@ -1,4 +1,4 @@
-"""Which scheme each parameter gets: from what the user asks to one scheme per tied group."""
+"""Choosing a scheme for each parameter: from the user's rules to one scheme per tied group."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..weights.weight import Weight
 _EXCLUDE = "Exclude it with a rule of None."
 
 Rules = Scheme | str | Mapping[str, Scheme | str | None] | None
-"""``None``; a scheme or its name, for every ``nn.Linear`` and experts; or globs over names, the first match wins."""
+"""``None``; a scheme or its name, for every ``nn.Linear`` and experts; or globs over names, whose first match wins."""
 
 
 def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str, Scheme]:
     """Return the scheme of each tied group or single parameter that is to be quantized, by its owner's name.
 
     Raises:
-        RuleError: a glob matches nothing, a scheme is unknown, two rules ask for different things in one tied group,
-            or a tied group has an alias that a quantized owner cannot keep.
+        RuleError: a glob matches nothing, a scheme is unknown, two rules ask for different schemes in one tied group,
+            or a tied group has an alias that is a view which a Weight does not have.
         SchemeError: a scheme does not fit a parameter's shape or dtype.
 
     >>> import torch, torchtether as tt
@@ -83,8 +83,8 @@ def _of_products(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
 def _weights_of(module: nn.Module) -> list[str]:
     """Return the names of the parameters of ``module`` that multiply its inputs.
 
-    Those are the weight of ``nn.Linear``, that of transformers' ``Conv1D``, which is a linear layer stored transposed,
-    and of experts stored as one tensor those of 3 dimensions, the first of which counts the experts.
+    Those are the weight of ``nn.Linear``, the weight of transformers' ``Conv1D`` (a linear layer stored transposed),
+    and, in a module with ``num_experts``, parameters of 3 dimensions whose first size is that number.
     """
     parameters = {name: parameter for name, parameter in parameters_of(module).items() if parameter is not None}
     is_conv1d = (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
@@ -108,7 +108,7 @@ def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> d
 
 
 def globs_of(only: str | Iterable[str]) -> list[str]:
-    """Return ``only`` as a list. Raise ArgumentError if it is anything but a glob or several."""
+    """Return ``only`` as a list of globs. Raise ArgumentError if it is neither a glob nor several."""
     try:
         globs = [only] if isinstance(only, str) else list(only)
     except TypeError:
@@ -120,7 +120,7 @@ def globs_of(only: str | Iterable[str]) -> list[str]:
 
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:
-    """Return the globs that match none of ``names``, each with words that tell the nearest name.
+    """Return the globs that match none of ``names``, each with text for an error message that has the nearest name.
 
     >>> unmatched(["*.bias", "emb.*"], ["emb.weight", "bias"])
     {'*.bias': ", the nearest is 'bias'"}
@@ -162,7 +162,7 @@ def _check_fit(name: str, tensor: Tensor, scheme: Scheme) -> None:
 
 
 def _check_aliases(tie: Tie, tensors: Mapping[str, Tensor], scheme: Scheme) -> None:
-    """Raise RuleError unless every alias is the whole owner, in any order of dimensions: parts have no other views."""
+    """Raise RuleError unless every alias is the whole owner with permuted dimensions: a Weight has no other views."""
     owner = tensors[tie.owner]
     for name, view in zip(tie.names, tie.views, strict=True):
         if view is not None and order_of(view, owner) is None:

@@ -1,4 +1,4 @@
-"""Which scheme each weight gets so that a model takes a given size and loses least."""
+"""Choosing a scheme for each weight so that a model has a given size and the least error."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CANDIDATES: tuple[Scheme | None, ...] = (
     SuperBlocks(3, 16, offset=4),
     SuperBlocks(2, 16, scale_bits=4, minimum=True),
 )
-"""What a weight may become by default: 2.6 to 8 bits with all scales. ``None`` leaves it as it is."""
+"""The default candidates for a weight: 2.6 to 8 bits with all scales. ``None`` leaves it as it is."""
 
 _CHUNK = 2**20
-"""Elements decoded in one go."""
+"""Elements decoded at once."""
 
 
 class Option(NamedTuple):
-    """What one scheme costs for one weight: ``nbytes``, and ``error``, its part of the weight's squared norm."""
+    """A scheme for one weight: its ``nbytes``, and its squared ``error`` as a fraction of the weight's squared norm."""
 
     scheme: Scheme | None
     nbytes: int
@@ -51,10 +51,10 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """Hold one scheme for each weight that was looked at, by the name of its owner; ``print`` shows it as a table.
+    """Hold one scheme for each planned weight, by the name of its owner; ``print`` shows it as a table.
 
-    ``tt.plan_quantize`` makes it. ``choices`` has an ``Option`` (scheme, nbytes, error) for each, ``elements`` how
-    many elements it has. ``rules`` is what ``tt.quantize`` and ``tt.load(quantize=)`` take.
+    ``tt.plan_quantize`` makes it. ``choices`` has an ``Option`` (scheme, nbytes, error) for each weight, ``elements``
+    its number of elements. ``rules`` is an argument for ``tt.quantize`` and ``tt.load(quantize=)``.
 
     >>> import torch, torchtether as tt
     >>> plan = tt.plan_quantize(torch.nn.Linear(64, 64), bits=9)
@@ -65,7 +65,7 @@ class QuantizePlan:
     choices: Mapping[str, Option]
     elements: Mapping[str, int] = field(repr=False)
     others: int = 0
-    """Bytes of all tensors that were not looked at: norms, biases, what is quantized already."""
+    """Bytes of all tensors that were not planned: norms, biases, tensors that are quantized already."""
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +74,12 @@ class QuantizePlan:
 
     @property
     def bits(self) -> float:
-        """Return the bits per element of the weights that were looked at, scales and zero points included."""
+        """Return the bits per element of the planned weights, scales and zero points included."""
         return 8 * sum(option.nbytes for option in self.choices.values()) / max(sum(self.elements.values()), 1)
 
     @property
     def error(self) -> float:
-        """Return the sum of the errors of all weights: what the plan makes as small as the size allows."""
+        """Return the sum of the errors of all planned weights, which the plan minimises for the size."""
         return sum(option.error for option in self.choices.values())
 
     @property
@@ -111,23 +111,24 @@ def plan_quantize(
     inputs: Iterable[Any] | None = None,
     progress: Progress = None,
 ) -> QuantizePlan:
-    """Choose a scheme for each weight of ``model`` so that it takes a size and loses least; nothing is changed.
+    """Choose a scheme for each weight of ``model`` that meets a size with the least error; nothing is changed.
 
-    Size: ``bytes`` of all parameters and buffers (a number, or ``"4GB"``), or ``bits`` per element of the weights that
-    are looked at, scales included. Those are what a bare scheme quantizes (see ``tt.quantize``), or what the globs
-    ``only`` match; a tied group is looked at once, and a Weight stays as it is. ``schemes`` are what each may become,
-    ``None`` meaning as it is; one that does not fit a shape is left out there.
+    Size: ``bytes`` of all parameters and buffers (a number, or ``"4GB"``), or ``bits`` per element of the planned
+    weights, scales included. Planned are the weights that a bare scheme quantizes (see ``tt.quantize``), or those that
+    the globs ``only`` match; a tied group is planned once, and a Weight stays as it is. ``schemes`` are the candidates
+    for each weight, ``None`` meaning as it is; a scheme that does not fit a shape is left out there.
 
-    The error of a scheme is the squared error of the decoded values, as a part of the squared norm of the weight: what
-    it adds to outputs whose inputs are white noise. With ``inputs`` (batches: a mapping is given to the model by name,
-    a tuple by position, all else alone) the columns of a linear layer count as much as the mean squares of its inputs.
-    Errors are summed over weights and the sum is minimised, by Lagrange's method: it takes, one after the other, the
-    step that saves most error per byte. Each weight is encoded once in each scheme; scratch is one tensor.
-    ``progress`` is ``True`` for a bar, or a function of (bytes done, bytes in all) of what is tried.
+    The error of a scheme is the squared error of the decoded values as a fraction of the weight's squared norm. It is
+    the relative squared error of outputs whose inputs are white noise. With ``inputs`` (batches: a mapping is passed to
+    the model by name, a tuple by position, anything else as the only argument) each column of a linear layer is
+    weighted by the mean square of its inputs. The sum of errors over weights is minimised by Lagrange's method, which
+    takes, one after the other, the step that saves most error per byte. Each weight is encoded once in each scheme;
+    scratch is one tensor. ``progress`` is ``True`` for a bar, or a function of (bytes done, bytes in all) of the
+    weights that have been tried.
 
     Raises:
-        ArgumentError: not one size is given, it is none or too small, or a weight is on ``meta``.
-        RuleError: a glob or a scheme is unknown, or there is no weight to look at.
+        ArgumentError: not exactly one size is given, it is not a size or too small, or a weight is on ``meta``.
+        RuleError: a glob or a scheme is unknown, or there is no weight to plan.
         SchemeError: no scheme fits a weight, or its values are not finite.
 
     >>> import torch, torchtether as tt
@@ -195,7 +196,7 @@ def _resolved(schemes: Iterable[Scheme | str | None]) -> list[Scheme | None]:
 def options_of(
     name: str, tensor: Tensor, candidates: Sequence[Scheme | None], moments: Tensor | None = None
 ) -> list[Option]:
-    """Return what each scheme that fits ``tensor`` (..., K) costs; ``moments`` (K,) are weights of its columns.
+    """Return an Option for each scheme that fits ``tensor`` (..., K); ``moments`` (K,) are weights of its columns.
 
     Raises SchemeError if none fits, or if values are not finite.
     """
@@ -215,9 +216,9 @@ def options_of(
 
 
 def relative_error(tensor: Tensor, scheme: Scheme, moments: Tensor | None = None) -> float:
-    """Return the squared error of ``tensor`` (..., K) in ``scheme``, as a part of its squared norm.
+    """Return the squared error of ``tensor`` (..., K) in ``scheme`` as a fraction of its squared norm.
 
-    Columns count as much as ``moments`` (K,) says. Sums are float64.
+    Columns are weighted by ``moments`` (K,). Sums are float64.
     """
     values = tensor.detach().reshape(-1, tensor.shape[-1])
     parts = scheme.encode(tensor.detach())
@@ -240,10 +241,11 @@ def _weighted(x: Tensor, moments: Tensor | None) -> float:
 
 
 def allocate(options: Mapping[str, Sequence[Option]], budget: int, others: int = 0) -> dict[str, Option]:
-    """Return one option for each name, of at most ``budget`` bytes together, with about the least sum of errors.
+    """Return one option for each name, of at most ``budget`` bytes in sum, with about the least sum of errors.
 
-    Only options on the lower convex hull of (bytes, error) are taken, and steps along it in the order of what they save
-    per byte: the best there is for the bytes that result. Raises ArgumentError if the smallest are too large.
+    Only options on the lower convex hull of (bytes, error) are chosen. Steps along the hulls are taken in the order of
+    error saved per byte, which is optimal for the bytes that result. Raises ArgumentError if the smallest options
+    exceed the budget.
     """
     hulls = {name: _hull(some) for name, some in options.items()}
     at = dict.fromkeys(hulls, 0)
@@ -262,7 +264,7 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: int, others: int =
         hull, now = hulls[name], at[name]
         cost = hull[now + 1].nbytes - hull[now].nbytes
         if cost > left:
-            continue  # the steps after it save less per byte; those of others may fit
+            continue  # later steps of this hull save less per byte; steps of other hulls may fit
         left, at[name] = left - cost, now + 1
         if now + 2 < len(hull):
             heapq.heappush(heap, (_gain(hull, now + 1), i, name))
@@ -270,13 +272,13 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: int, others: int =
 
 
 def _gain(hull: Sequence[Option], at: int) -> float:
-    """Return the change of the error per byte of the step after ``at``: negative, least where it saves most."""
+    """Return the change of the error per byte of the step from ``at`` to the next option; negative."""
     here, there = hull[at], hull[at + 1]
     return (there.error - here.error) / (there.nbytes - here.nbytes)
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """Return the options that no mixture of two others beats in both bytes and error, smallest first."""
+    """Return the options on the lower convex hull of (bytes, error), smallest first."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda one: (one.nbytes, one.error)):
         if hull and option.error >= hull[-1].error:
@@ -292,7 +294,7 @@ def _slope(a: Option, b: Option) -> float:
 
 
 def _mean_squares(model: nn.Module, planned: Mapping[str, Tensor], inputs: Iterable[Any]) -> dict[str, Tensor]:
-    """Run the model on ``inputs``; return the mean square of each column (K,) that reaches a planned linear layer."""
+    """Run the model on ``inputs``; return the mean square of each input column (K,) of each planned linear layer."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
