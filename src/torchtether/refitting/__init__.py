@@ -1,1 +1,1 @@
-"""New values for a model in the memory that it has: a trainer's floats into a quantized rollout."""
+"""Refitting: writing new values into the memory of a model, such as a trainer's floats into a quantized rollout."""

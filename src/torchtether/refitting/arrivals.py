@@ -1,4 +1,4 @@
-"""Pieces that arrive one after the other, in any order: each is written as soon as its tensor is complete."""
+"""Pieces that arrive one after the other, in any order; each tensor is written as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from .writing import Writer
 
 @dataclass
 class _Group:
-    """Pieces that wait for others, because the rules make the same tensors of them."""
+    """Pieces that wait for other pieces from which the rules make the same tensors."""
 
     names: set[str]
-    """What the rules make of them, as far as each piece alone tells."""
+    """Names of the tensors that the rules make of the pieces, as far as each piece alone determines them."""
     pieces: dict[str, Tensor] = field(default_factory=dict)
     numel: int = 0
     nbytes: int = 0
 
 
 class Arrivals:
-    """Take pieces, write what they complete, and find at the end what was wrong with all of them together.
+    """Take pieces, write each tensor that is complete, and collect the faults of all pieces at the end.
 
-    A piece that completes nothing yet is copied, so its sender may use the memory again when it makes the next one.
+    A piece that completes no tensor is copied, so that its sender may reuse the memory for the next piece.
     """
 
     def __init__(self, target: Target, rename: Rename, writer: Writer) -> None:
         self._target, self._writer = target, writer
         self._rename = _prepared(rename)
         self._library: Rename = None
-        renamed((), self._rename)  # raises RuleError for what is no rule
+        renamed((), self._rename)  # raises RuleError if it has something that is not a rule
         self.faults: list[str] = []
-        self._targets = find_targets(target.whole, LoadOptions(is_refit=True), [])  # the last match finds its faults
+        self._targets = find_targets(target.whole, LoadOptions(is_refit=True), [])  # ``end`` reports its faults
         self._home = {name: component for component in self._targets.components for name in component.names}
         self._came: dict[str, Tensor] = {}
-        """Every piece by its name: a tensor without memory, or the piece itself while it waits."""
+        """Every piece that has come, by its name: on ``meta``, or with its values while it waits."""
         self._groups: dict[str, _Group] = {}
-        """The group that waits for a name of the model, by that name."""
+        """The group of waiting pieces for each name of the model."""
         self._settled: dict[int, tuple[str, Any]] = {}
-        """The name under which each component has come, and the bits of those that may come again under another."""
+        """By id of each written component: the name under which it came, and ``_bits`` if it has other names."""
         self._waiting: set[str] = set()
         self._waits = self._items = 0
         self.waited: int = 0
-        """Most bytes that were held at once because something of their tensors was still to come."""
+        """The peak bytes of waiting pieces."""
 
     def take(self, pair: Any) -> None:
         """Take one (name, tensor) pair."""
@@ -91,7 +91,7 @@ class Arrivals:
         self._forget(name)
 
     def _wait(self, group: _Group, name: str, tensor: Tensor, wanted: set[str]) -> None:
-        """Add a piece to ``group``, and write what that completes."""
+        """Add a piece to ``group``; if the group is complete, write its tensors."""
         given = None
         group.names |= wanted
         homes = {id(self._home[one]): self._home[one].member(one).tensor for one in group.names if one in self._home}
@@ -114,7 +114,7 @@ class Arrivals:
         self.waited = max(self.waited, self._waits)
 
     def _join(self, wanted: Iterable[str]) -> _Group | None:
-        """Return one group of all that wait for any of ``wanted``; ``None`` if nothing does."""
+        """Merge the groups that wait for any of ``wanted``, and return the result; ``None`` if there are none."""
         found = list({id(g): g for g in (self._groups.get(one) for one in wanted) if g is not None}.values())
         for other in found[1:]:
             found[0].names |= other.names
@@ -123,18 +123,18 @@ class Arrivals:
         return found[0] if found else None
 
     def _forget(self, name: str) -> None:
-        """Keep of a piece no more than shape and dtype, unless it waits."""
+        """Keep only shape and dtype of a piece, unless it waits."""
         if name not in self._waiting:
             self._came[name] = _outline(self._came[name])
 
-    # -- what is complete -----------------------------------------------------------------------------------------
+    # -- complete tensors -----------------------------------------------------------------------------------------
 
     def _renamed(self, pieces: Mapping[str, Tensor]) -> RenamedCheckpoint:
         checkpoint = self._target.hold(pieces)
         return RenamedCheckpoint(checkpoint, self._rules(checkpoint, pieces))
 
     def _rules(self, checkpoint: HeldCheckpoint, pieces: Mapping[str, Tensor]) -> Rename:
-        """Return the rules for ``pieces``: without any those of the model's library, unless names and shapes fit."""
+        """Return the rules for ``pieces``: the user's, or, if names and shapes do not fit, those of the library."""
         if self._rename is not None or all(
             name in self._home and self._home[name].member(name).tensor.shape == piece.shape
             for name, piece in pieces.items()
@@ -145,20 +145,20 @@ class Arrivals:
         return self._library
 
     def _is_complete(self, given: RenamedCheckpoint) -> bool:
-        """Return whether no other piece can change what the rules make of these."""
+        """Return whether no further piece can change the tensors that the rules make of these."""
         return not given.broken and all(self._is_final(name, given) for name in given)
 
     def _is_final(self, name: str, given: RenamedCheckpoint) -> bool:
-        """Return whether ``name`` is all there; one that does not fit is, if it came as it is."""
+        """Return whether ``name`` is complete, though it may not fit: it came as one tensor, or has the final shape."""
         component = self._home.get(name)
         if component is None:
             return True
         if len(component.members) > 1:
-            return False  # views of one memory are compared when all are there
+            return False  # views of one memory are compared when all of them have come
         return given.is_as_it_is(name) or given.spec(name).shape == tuple(component.members[0].tensor.shape)
 
     def _write(self, given: RenamedCheckpoint) -> None:
-        """Write the tensors that ``given`` has; those that have come under another name must be the same."""
+        """Write the tensors of ``given``; compare those that have come under another name already."""
         homes = {id(self._home[name]): self._home[name] for name in given if name in self._home}
         for key, component in homes.items():
             if key in self._settled:
@@ -176,17 +176,17 @@ class Arrivals:
             self._finish(self._target.cut(draft))
 
     def _assembled(self, given: RenamedCheckpoint, names: list[str]) -> RenamedCheckpoint:
-        """Return ``names`` of ``given`` with what is made of several pieces put together, to be read more than once."""
+        """Return ``names`` of ``given``; tensors of several pieces are assembled once, because they are read twice."""
         keys = [key for name in names for key in given.keys_of(name)]
         if all(map(given.is_as_it_is, names)) or any(is_sharded(self._came[key]) for key in keys):
             return given
         try:
             return RenamedCheckpoint(self._target.hold({name: given.read_briefly(name) for name in names}))
         except TetherError:
-            return given  # Weights that cannot be joined: a fault of the match
+            return given  # Weights that cannot be joined, which matching reports as a fault
 
     def _finish(self, draft: Draft) -> None:
-        """Write the steps of ``draft`` if nothing is wrong with them."""
+        """Write the steps of ``draft`` if they have no faults."""
         self.faults += draft.faults
         if not draft.faults:
             faults = self._writer.check(draft.steps, draft.given)
@@ -204,7 +204,7 @@ class Arrivals:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def end(self) -> Draft:
-        """Write what waited for the end, and return the plan of all that came, with every fault."""
+        """Write the tensors that were left for the end; return the draft of all pieces, with every fault."""
         rename = self._rename if self._library is None else self._library
         given = _Outlines(self._target.hold(self._came), rename)
         draft = self._target.match(given, LoadOptions(is_refit=True))
@@ -223,15 +223,15 @@ class Arrivals:
 
 
 class _Outlines(RenamedCheckpoint):
-    """All that came, most of it without values: what has been written was compared and checked when it came."""
+    """All pieces, most of them on ``meta``: those whose tensors were written were checked and compared before that."""
 
     def check(self, name: str) -> None:
-        """Raise UnsupportedOpError if Weights that are here cannot be cut or joined."""
+        """Raise UnsupportedOpError if Weights that have their values cannot be cut or joined."""
         if self._are_here(name):
             super().check(name)
 
     def is_same(self, one: str, other: str) -> bool:
-        """Return whether two names hold the same bits; what is not here any more was compared."""
+        """Return whether two names hold the same bits; pieces without values were compared when they came."""
         return not (self._are_here(one) and self._are_here(other)) or super().is_same(one, other)
 
     def _are_here(self, name: str) -> bool:
@@ -241,7 +241,7 @@ class _Outlines(RenamedCheckpoint):
 
 
 def fault_of_tensor(tensor: Any) -> str:
-    """Return why ``tensor`` can fill nothing; empty if it can."""
+    """Return why ``tensor`` cannot be a source of values; empty if it can."""
     if not isinstance(tensor, Tensor):
         return f"the source has {describe(tensor)} for it, not a tensor"
     if tensor.is_meta:
@@ -256,7 +256,7 @@ def _bits(given: RenamedCheckpoint, name: str) -> tuple[Any, ...]:
 
 
 def _outline(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without memory."""
+    """Return a tensor like ``tensor`` on ``meta``."""
     if isinstance(tensor, Weight):
         return tensor.map(_outline)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -264,7 +264,7 @@ def _outline(tensor: Tensor) -> Tensor:
 
 
 def _prepared(rename: Rename) -> Rename:
-    """Return ``rename`` with rules that are ready to be applied once a piece."""
+    """Return ``rename`` with prepared rules, because they are applied to each piece."""
     if isinstance(rename, Rule):
         return rename.prepared()
     if isinstance(rename, Iterable) and not isinstance(rename, Mapping):

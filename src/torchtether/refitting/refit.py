@@ -1,4 +1,4 @@
-"""tt.refit: a trainer's floats into a quantized rollout, in place."""
+"""``tt.refit``: write a trainer's floats into a quantized rollout, in place."""
 
 from __future__ import annotations
 
@@ -47,34 +47,36 @@ def refit(
 ) -> RefitReport:
     """Write the values of ``source`` into ``model``, in the memory that it has, and report what was written.
 
-    ``source``     a path as of ``tt.load`` or an open ``tt.open``; a state dict; or an iterable of (name, tensor)
+    ``source``     a path for ``tt.load``, or the result of ``tt.open``; a state dict; or an iterable of (name, tensor)
                    pairs in any order. Tensors are plain, Weights or DTensors, on any device, of any float dtype
-    ``rename``     what the source's names are called in the model, as of ``tt.load``: pieces may be joined and split,
-                   and a model of transformers takes the published names by itself
-    ``optimizer``  is checked by ``tt.check_optimizer`` before the first change. Its state stays as it is: it belongs
-                   to the same Parameters, and nobody knows that of the source's
-    ``atomic``     ``"full"`` keeps the old values of all that is written until the end, twice the model's memory: an
+    ``rename``     rules from the source's names to the model's, as of ``tt.load``: pieces may be joined and split;
+                   a model of transformers takes its published names without rules
+    ``optimizer``  is checked by ``tt.check_optimizer`` before the first change. Its state does not change: it belongs
+                   to the same Parameters, and the source has no state
+    ``atomic``     ``"full"`` keeps the old values of all written tensors until the end, twice the model's memory: an
                    error, a fault or an interrupt at any point leaves the model as it was, bit for bit
 
-    Parameters stay the same objects, and the parts of a ``Weight`` stay where they are (``data_ptr``), so compiled
-    graphs, CUDA graphs and optimizers go on with the new values. Values are encoded in the Weight's own scheme, as
-    ``tt.quantize`` encodes them; a source Weight of the same scheme is copied part by part, of another scheme decoded
-    and encoded. Plain parameters and buffers are filled, in their own dtype. The scratch is one tensor.
+    Parameters stay the same objects, and the parts of a ``Weight`` stay at their addresses (``data_ptr``), so compiled
+    graphs, CUDA graphs and optimizers continue with the new values. Values are encoded in the Weight's own scheme, as
+    ``tt.quantize`` encodes them. A source Weight of the same scheme is copied part by part; one of another scheme is
+    decoded and encoded. Plain parameters and buffers are filled in their own dtype. The scratch is one tensor.
 
-    Every name must come once: tied ones under one name or several, whose values must agree. Non-persistent buffers
-    (rotary frequencies) are written if the source has them, and else keep the values that they have: the report names
-    them. What never came, came twice, does not fit, or is not finite where the scheme cannot hold that, is a fault.
-    All of a path or a state dict is listed and read first, so that its faults are found before the first change.
+    Every tensor must come once; tied tensors come under one name or several, and their values must agree.
+    Non-persistent buffers (rotary frequencies) are written if the source has them; otherwise they keep their values,
+    and the report names them. A tensor that does not come, comes twice, does not fit, or has non-finite values that
+    the scheme cannot hold, is a fault. A path or a state dict is listed and read completely first, so that faults are
+    found before the first change.
 
-    Of an iterable nothing is known before it comes: a tensor is written when it is complete, and faults are reported
-    at the end, with what was written. What one does not fit or cannot be held is not written. A piece of a fused tensor
-    is copied and waits until the last of it has come, so send the pieces of one tensor close together (the report has
-    the most that waited); so do names that are views of one memory. Others are read before the next item is asked for.
+    An iterable cannot be listed first. Each tensor is written when it is complete, and faults are reported at the end,
+    together with what was written. Tensors that do not fit, or that their scheme cannot hold, are not written. A piece
+    of a fused tensor is copied and waits until the last piece has come, so send the pieces of one tensor close together
+    (the report has the peak of waiting bytes). Names that are views of one memory wait for each other, too. All other
+    tensors are read before the next item is requested.
 
-    DTensors are read one at a time, shard by shard, and all ranks of their mesh call this with the same names in the
-    same order. A model with DTensors (``fully_shard``) is called on all ranks: each reads its own rows, from a path,
-    from whole tensors, or from DTensors that are sharded alike. A rank without a model calls ``.full_tensor()`` for
-    each name, while one with a model iterates over the same.
+    DTensors are read one at a time, shard by shard, and all ranks of their mesh must call this with the same names in
+    the same order. For a model with DTensors (``fully_shard``) all ranks call it, and each reads its own rows, from a
+    path, from whole tensors, or from DTensors that are sharded alike. If only some ranks of the source's mesh have a
+    model, the others call ``.full_tensor()`` for each name, while those with a model iterate over the same names.
 
     Raises:
         LoadError: the source does not fit; ``faults`` lists everything.
@@ -126,7 +128,7 @@ def _target_of(model: nn.Module) -> Target:
 
 
 class _Refit:
-    """One refit: what is to be filled, what fills it, and what has been done."""
+    """One refit: its target, its rules, and its progress."""
 
     def __init__(self, model: nn.Module, target: Target, rename: Rename, writer: Writer, signals: Deferred) -> None:
         self._model, self._target, self._rename = model, target, rename
@@ -138,7 +140,7 @@ class _Refit:
         """Return the non-persistent buffers that were not written."""
         return sorted(transient_names(self._model) - self._filled)
 
-    # -- what can be listed ---------------------------------------------------------------------------------------
+    # -- sources that can be listed -------------------------------------------------------------------------------
 
     def listed_tensors(self, source: Mapping[Any, Any]) -> None:
         """Write the values of a state dict."""
@@ -149,7 +151,7 @@ class _Refit:
         self.listed(self._target.hold(tensors), faults)
 
     def listed(self, checkpoint: Checkpoint, faults: Iterable[str] = ()) -> None:
-        """Write the values of ``checkpoint`` after everything in it has been found to fit."""
+        """Write the values of ``checkpoint`` after checking that all of them fit."""
         target, rename = self._target, self._rename
         with target.together(), uncollected():
             if rename is None:
@@ -162,7 +164,7 @@ class _Refit:
         self._write(lambda: self.writer.write(draft.steps, draft.given))
         self._filled = _names_of(draft)
 
-    # -- what arrives -----------------------------------------------------------------------------------------------
+    # -- iterables ----------------------------------------------------------------------------------------------------
 
     def streamed(self, source: Iterator[Any]) -> None:
         """Write the pairs of ``source`` as they come."""
@@ -183,7 +185,7 @@ class _Refit:
     # -- the changes --------------------------------------------------------------------------------------------------
 
     def _write(self, change: Callable[[], None]) -> None:
-        """Call ``change``; undo it after an error if it can be undone, and say otherwise how far it came."""
+        """Call ``change``; after an error undo it if possible, otherwise raise an error that says what was written."""
         try:
             with self._target.together():
                 change()
@@ -196,5 +198,5 @@ class _Refit:
 
 
 def _names_of(draft: Draft) -> set[str]:
-    """Return all names of what ``draft`` fills."""
+    """Return all names of the tensors that ``draft`` fills."""
     return {name for step in draft.steps for name in step.component.names}

@@ -1,4 +1,4 @@
-"""The report of a refit, by which ranks can compare what they hold."""
+"""The report of a refit, and the checksums by which ranks can compare their tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..weights.weight import Weight
 
 @dataclass(frozen=True)
 class RefitReport:
-    """Report what a refit has written: print it, or compare ``checksum`` between ranks and ``checksums`` by name.
+    """Report what a refit has written; ``checksum``, and ``checksums`` by name, can be compared between ranks.
 
     >>> print(RefitReport(bytes=5_000_000, nbytes=2_500_000, seconds=0.5, checksums={"w": 7}, encoded={"w": "int8"}))
     1 tensor, 1 of them encoded, 5 MB into 2.5 MB in 0.50 s, checksum f1952881
@@ -32,23 +32,23 @@ class RefitReport:
     """Bytes of the model that were written: parts of Weights, and plain tensors."""
     seconds: float = 0.0
     checksums: Mapping[str, int] = field(default_factory=dict)
-    """The CRC-32 of each tensor, tied ones once, by the owner's name: of its bytes in row-major order, and of those of
-    the parts of a Weight one after the other. Of a sharded tensor they are those of this rank's rows."""
+    """The CRC-32 of each tensor by the owner's name, tied tensors once. It covers the bytes in row-major order; of a
+    Weight, those of its parts one after the other; of a sharded tensor, those of this rank's rows."""
     encoded: Mapping[str, str] = field(default_factory=dict)
     """The scheme of each Weight into which values were encoded, by name."""
     left: tuple[str, ...] = ()
     """Non-persistent buffers that the source does not have and that were left as they are."""
     waiting: int = 0
-    """Most bytes that were held because a fused tensor still lacked a piece; for sources that cannot be listed."""
+    """The peak bytes of pieces that waited for other pieces of a fused tensor; only for iterables of pairs."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of what was written, tied tensors once, in the order of the writing."""
+        """Return the names of the written tensors, tied ones once, in the order of writing."""
         return tuple(self.checksums)
 
     @property
     def checksum(self) -> int:
-        """Return one CRC-32 of all names and their checksums, whatever their order."""
+        """Return one CRC-32 of all names and checksums, which does not depend on their order."""
         lines = (f"{name} {self.checksums[name]:08x}\n" for name in sorted(self.checksums))
         return zlib.crc32("".join(lines).encode())
 
@@ -67,7 +67,7 @@ class RefitReport:
 
 
 def checksum_of(tensor: Tensor, start: int = 0) -> int:
-    """Return the CRC-32 of the bytes of ``tensor`` in row-major order, or of a Weight's parts; ``start`` goes before.
+    """Return the CRC-32 of the bytes of ``tensor`` in row-major order, or of a Weight's parts, continuing ``start``.
 
     >>> import torch
     >>> checksum_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)) == zlib.crc32(bytes([1, 2, 3, 4]))
@@ -93,7 +93,7 @@ def checksum_by_all(tensor: Tensor) -> int:
 
 
 class Checksum:
-    """``checksum_of(tensor)``, by jobs that several threads may do, in any order."""
+    """Compute ``checksum_of(tensor)`` by jobs that several threads may do, in any order."""
 
     def __init__(self, tensor: Tensor) -> None:
         tensors = tensor.parts.values() if isinstance(tensor, Weight) else (tensor,)
@@ -102,11 +102,11 @@ class Checksum:
         self._found = [(0, 0)] * len(self._pieces)
 
     def jobs(self) -> list[Job]:
-        """Return what is to be done before ``value`` is asked for."""
+        """Return the jobs, all of which must be done before ``value`` is called."""
         return [partial(self._job, i) for i in range(len(self._pieces))]
 
     def _job(self, i: int, space: Scratch) -> int:
-        piece, self._pieces[i] = self._pieces[i], memoryview(b"")  # some are of a copy
+        piece, self._pieces[i] = self._pieces[i], memoryview(b"")  # frees the memory if it is a copy
         self._found[i] = crc32(piece), len(piece)
         return len(piece)
 

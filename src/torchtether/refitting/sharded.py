@@ -1,4 +1,4 @@
-"""A model with DTensors, of which each rank fills the rows that it holds."""
+"""The target of a refit for a model with DTensors: each rank fills the rows that it holds."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .target import Target
 
 
 class ShardedTarget(Target):
-    """A model with DTensors, of which every rank fills the rows that it holds."""
+    """A model with DTensors, of which each rank fills its own rows."""
 
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
-        check_shards(model)  # what FSDP2 gathers is what the parameters hold, before they are written to
+        check_shards(model)  # FSDP2 must gather from the memory that is about to be written
         super().__init__(stand_in(model, whole_shadow, views=True))
         self._held = named_tensors(model)
         self._part = stand_in(model, local_shadow)
         self._components = find_components(self._part)
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the steps of ``draft`` for the rows of this rank; blocks that they cut are faults."""
+        """Restrict the steps of ``draft`` to the rows of this rank; add faults for blocks that the rows cut."""
         boxes, faults = find_boxes(self._held, draft)
         draft = restrict(draft, self._part, boxes, lambda name: torch.device("cpu"), faults, self._components)
         checkpoint = draft.given.checkpoint
@@ -49,20 +49,20 @@ class ShardedTarget(Target):
         return super().cut(draft)
 
     def hold(self, tensors: Mapping[str, Tensor]) -> HeldCheckpoint:
-        """Return the checkpoint of ``tensors``; of sharded ones a rank reads what it holds itself."""
+        """Return the checkpoint of ``tensors``; of a sharded one this rank reads its own shard."""
         return HeldCheckpoint(tensors, OwnShard())
 
     def receive(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` as it is: this rank reads what it holds of it."""
+        """Return ``tensor`` as it is: this rank reads its own shard."""
         return tensor
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a block that raises on all ranks, or on none."""
+        """Return a context manager that raises on all ranks, or on none."""
         return Ranks().all_or_none(LoadError)
 
 
 def _not_here(draft: Draft, checkpoint: HeldCheckpoint) -> dict[str, str]:
-    """Return the faults of steps that need other elements of a DTensor of the source than this rank has, by name."""
+    """Return faults, by name, of steps that need elements of a source DTensor which this rank does not have."""
     wrong: dict[str, str] = {}
     for step in draft.steps:
         for piece in (piece for source in step.sources for piece in draft.given[source.name].pieces):

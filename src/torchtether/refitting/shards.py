@@ -1,4 +1,4 @@
-"""Values of sharded tensors: those of all ranks, shard by shard, or those that this rank holds."""
+"""Reading the values of DTensors: gathered from all ranks, shard by shard, or this rank's own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..distributed.shadows import box_of, local_of
 
 
 class OwnShard:
-    """Read what this rank holds of a DTensor, without the others."""
+    """Read this rank's shard of a DTensor, without communication."""
 
     def read(self, tensor: Any, box: Ranges) -> Tensor:
-        """Return the elements of ``box``, all of which this rank holds; all that it holds for no box."""
+        """Return the elements of ``box``, all of which this rank holds; with an empty box, its whole shard."""
         local = local_of(tensor)
         if not box:
             return local
@@ -26,15 +26,15 @@ class OwnShard:
         return local[tuple(slice(s.start - start, s.stop - start) for s, (start, _) in zip(box, held, strict=True))]
 
     def holds(self, tensor: Any, test: Callable[[Tensor], bool]) -> bool:
-        """Return whether ``test`` holds for what this rank has."""
+        """Return whether ``test`` holds for this rank's shard."""
         return test(local_of(tensor))
 
 
 class AllShards:
-    """Read all of a DTensor, as every rank of its mesh does at the same time."""
+    """Read the whole of a DTensor; every rank of its mesh must do so at the same time."""
 
     def read(self, tensor: Any, box: Ranges) -> Tensor:
-        """Return the elements of ``box``, all of them for no box; of each shard no more is sent than lies in it."""
+        """Return the elements of ``box``; with an empty box, all elements. Only elements of the box are sent."""
         return _gathered(tensor, box)
 
     def holds(self, tensor: Any, test: Callable[[Tensor], bool]) -> bool:
@@ -47,7 +47,7 @@ class AllShards:
 
 
 def _gathered(tensor: Any, box: Ranges) -> Tensor:
-    """Return the elements of ``box`` of a DTensor, the shards of all ranks one after the other."""
+    """Return the elements of ``box`` of a DTensor; the ranks broadcast their shards one after the other."""
     placement, mesh = tensor.placements[0], tensor.device_mesh
     ranges = [(one.start, one.stop) for one in box] or [(0, size) for size in tensor.shape]
     local = local_of(tensor)

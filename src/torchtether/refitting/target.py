@@ -1,4 +1,4 @@
-"""The model as a refit sees it: its tensors, and what fills them."""
+"""The target of a refit: the model's tensors, and the steps that fill them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,23 @@ from .writing import unwritable
 
 
 class Target:
-    """A model of which this process holds all."""
+    """A model that this process holds whole."""
 
     def __init__(self, model: nn.Module) -> None:
         self.whole = model
-        """The model, or a shadow of all of it that has its names, shapes and ties."""
+        """The model, or a shadow of the whole model with its names, shapes and ties."""
 
     def match(self, given: RenamedCheckpoint, options: LoadOptions) -> Draft:
-        """Return the steps that fill what this process holds from ``given``, and all faults."""
+        """Return the steps that fill this process's part of the model from ``given``, and all faults."""
         return self.cut(match_renamed(self.whole, given, options))
 
     def cut(self, draft: Draft) -> Draft:
-        """Return the steps of ``draft``, which fill all of the model, for what this process holds of it.
-
-        Faults are added for what cannot be written.
-        """
+        """Restrict the steps of ``draft`` to this process's part of the model; add faults for unwritable memory."""
         draft.faults += [what for what in map(unwritable, draft.steps) if what]
         return draft
 
     def hold(self, tensors: Mapping[str, Tensor]) -> HeldCheckpoint:
-        """Return the checkpoint of ``tensors``; of sharded ones every rank reads all, shard by shard."""
+        """Return the checkpoint of ``tensors``; every rank reads sharded ones whole, shard by shard."""
         if not any(map(is_sharded, tensors.values())):
             return HeldCheckpoint(tensors)
         from .shards import AllShards
@@ -44,9 +41,9 @@ class Target:
         return HeldCheckpoint(tensors, AllShards())
 
     def receive(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, which has arrived alone, as ``hold`` takes it: read from all ranks if it is sharded."""
+        """Return ``tensor``, which has arrived by itself, for ``hold``: gathered from all ranks if it is sharded."""
         return self.hold({"": tensor}).read("") if is_sharded(tensor) else tensor
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a block that raises on all ranks, or on none."""
+        """Return a context manager that raises on all ranks, or on none."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Steps written into the memory that the model holds, with what it takes to undo them and to tell what was done."""
+"""Writing steps into the memory that the model holds, undoing them, and reporting what was written."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ..weights.weight import Weight
 from .report import Checksum, RefitReport, checksum_of
 
 _AT_ONCE = 64 * 2**20
-"""Bytes after which it is looked whether a signal waits, and the checksums of what came are begun."""
+"""Bytes of a group of steps: between groups, signals are delivered and checksums of the last group are started."""
 
 _WORTHWHILE = 2**20
-"""Bytes below which a checksum is done before a thread has begun."""
+"""Bytes from which a checksum is computed by threads: a smaller one is finished before a thread has started."""
 
 _PLAIN_RANGE = 256.0
-"""Values up to here every scheme holds; tensors with others, and not finite ones, are encoded once to try."""
+"""The largest magnitude that every scheme can hold; tensors with larger or non-finite values are encoded as a trial."""
 
 
 def unwritable(step: Step) -> str:
@@ -50,14 +50,14 @@ def unwritable(step: Step) -> str:
 
 
 class Writer:
-    """Write steps in place. ``is_atomic`` holds what was there before, so that ``undo`` has it back bit for bit."""
+    """Write steps in place. With ``is_atomic`` keep copies of the old values, which ``undo`` restores bit for bit."""
 
     def __init__(self, signals: Deferred, is_atomic: bool) -> None:
         self._signals, self.is_atomic = signals, is_atomic
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._checksums: dict[str, Checksum | int] = {}
         self._behind: list[Job] = []
-        """What is left to compute of the checksums: done beside the next steps."""
+        """Jobs of checksums that are left to do; threads do them during the next group of steps."""
         self._encoded: dict[str, str] = {}
         self._begun: list[str] = []
         """The names of the steps that are being written."""
@@ -66,13 +66,13 @@ class Writer:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Return the names of the steps that are done."""
+        """Return the names of the steps that have been written."""
         return tuple(self._checksums)
 
     # -- before the first change ----------------------------------------------------------------------------------
 
     def check(self, steps: Sequence[Step], given: RenamedCheckpoint) -> list[str]:
-        """Return the faults of values that their scheme cannot hold; all of them are read, nothing is changed."""
+        """Return the faults of values that their scheme cannot hold; reads all values and changes nothing."""
         encoded, suspects = [step for step in steps if step.is_encoded], dict[str, Step]()
 
         def look(step: Step, values: Tensor) -> None:
@@ -109,7 +109,7 @@ class Writer:
     def _look_later(
         self, step: Step, given: RenamedCheckpoint, place: tuple[str, int], batch: Batch, look: Callable[[Tensor], None]
     ) -> None:
-        """Have ``batch`` read the values of ``step``, which the file has from ``place`` on, for ``look``."""
+        """Schedule in ``batch`` reads of the values of ``step``; ``place`` is (key, first row), ``look`` gets each."""
         (key, first), store, rows = place, given.checkpoint.store, given.spec(step.sources[0].name).shape[0]
         at_once = max(1, SLICE // max(store.stored(key).nbytes // store.stored(key).shape[0], 1))
         for start in range(0, rows, at_once):
@@ -128,7 +128,7 @@ class Writer:
             batch = Batch(self._ring, self._crew)
             for step in some:
                 self._begun.append(step.name)
-                for source in reversed(step.sources):  # the first source is written last, so that it wins
+                for source in reversed(step.sources):  # the first source is written last, so its values remain
                     with torch.no_grad():
                         _write(step, source, given, batch)
             behind, self._behind = self._behind, []
@@ -143,36 +143,36 @@ class Writer:
         held = step.held
         for tensor in (held, *(held.parts.values() if isinstance(held, Weight) else ())):
             if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)  # what was saved for a backward is no longer there
+                torch.autograd.graph.increment_version(tensor)  # backward must not use it as a saved tensor any more
         memory = plain_values(held) if isinstance(held, Weight) and held.scheme.transparent else held
         self._bytes, self._nbytes = self._bytes + step.nbytes, self._nbytes + memory.nbytes
         if isinstance(held, Weight) and not held.scheme.transparent:
             self._encoded[step.name] = str(held.scheme)
-        if memory.nbytes > _WORTHWHILE and memory.device.type == "cpu":  # another thread has another stream
+        if memory.nbytes > _WORTHWHILE and memory.device.type == "cpu":  # on a GPU, another thread has another stream
             self._checksums[step.name] = checksum = Checksum(memory)
             self._behind += checksum.jobs()
         else:
             self._checksums[step.name] = checksum_of(memory)
 
     def finish(self) -> None:
-        """Compute the checksums that are left."""
+        """Do the jobs of checksums that are left."""
         self._crew.do(self._behind, no_tick)
 
     def report(self, seconds: float, left: Sequence[str], waiting: int) -> RefitReport:
-        """Return what was done, after ``finish``."""
+        """Return the report; call ``finish`` before."""
         checksums = {name: one if isinstance(one, int) else one.value() for name, one in self._checksums.items()}
         return RefitReport(self._bytes, self._nbytes, seconds, checksums, self._encoded, tuple(left), waiting)
 
     # -- afterwards -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the threads end, and free what was held for the writing."""
+        """End the threads, and free the buffers."""
         self._crew.close()
         self._ring.close()
-        torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
+        torch.clear_autocast_cache()  # it may hold casts of the old values
 
     def undo(self) -> bool:
-        """Give the model the values of before, if they were kept; return whether nothing of the refit is left."""
+        """Restore the old values, if they were kept; return whether the model is as before the refit."""
         with torch.no_grad():
             for tensor, old in reversed(self._undo):
                 tensor.copy_(old)
@@ -181,14 +181,14 @@ class Writer:
         return is_whole
 
     def describe(self) -> str:
-        """Return which tensors have new values, and which may have some, in words."""
+        """Return text that names the tensors with new values, and those that may have some of both."""
         done = f"{len(self.written)} tensors have been written ({describe_some(self.written)})." if self.written else ""
         begun = [name for name in self._begun if name not in self._checksums]
         mixed = f"{len(begun)} may have values of both ({describe_some(begun)})." if begun else ""
         return " ".join(filter(None, (done, mixed))) or "Nothing has been written."
 
     def stopped(self, error: Exception) -> NoReturn:
-        """Raise ``error``, as one that says what was written by then."""
+        """Raise an error caused by ``error`` whose text says what was written before it."""
         kind = type(error) if isinstance(error, TetherError) else LoadError
         raise kind(
             f"the refit stopped: {type(error).__name__}: {error}",
@@ -197,7 +197,7 @@ class Writer:
 
 
 def _grouped(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Yield ``steps`` in groups that are read and encoded at once."""
+    """Yield ``steps`` in groups of about ``_AT_ONCE`` bytes, each of which is read and encoded as one batch."""
     some, size = list[Step](), 0
     for step in steps:
         some.append(step)
@@ -210,7 +210,7 @@ def _grouped(steps: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def _rows_in_file(source: Source, given: RenamedCheckpoint) -> tuple[str, int] | None:
-    """Return the key that holds the values of ``source`` as rows, and the first of them; ``None`` if none does."""
+    """Return (key, first row) of the values of ``source``, if one stored tensor has them as its rows; else ``None``."""
     place = given.rows_in(source.name)
     if place is None or not given.checkpoint.store.stored(place[0]).shape:
         return None
@@ -218,7 +218,7 @@ def _rows_in_file(source: Source, given: RenamedCheckpoint) -> tuple[str, int] |
 
 
 def _is_in_memory(step: Step, given: RenamedCheckpoint) -> bool:
-    """Return whether the values of ``step`` are all in one tensor of the state dict, in memory of this process."""
+    """Return whether one plain CPU tensor of a state dict holds the values of ``step`` without renaming steps."""
     checkpoint, name = given.checkpoint, step.sources[0].name
     if not isinstance(checkpoint, HeldCheckpoint) or not given.is_as_it_is(name):
         return False
@@ -227,7 +227,7 @@ def _is_in_memory(step: Step, given: RenamedCheckpoint) -> bool:
 
 
 def _holds(step: Step, given: RenamedCheckpoint) -> bool:
-    """Return whether all values of ``step`` are in the plain range; those of sharded tensors need not travel."""
+    """Return whether all values of ``step`` are in the plain range; each rank tests its own shard of a DTensor."""
     checkpoint, name = given.checkpoint, step.sources[0].name
     if isinstance(checkpoint, HeldCheckpoint) and given.is_as_it_is(name):
         return checkpoint.holds(given.keys_of(name)[0], _is_in_plain_range)
@@ -235,10 +235,10 @@ def _holds(step: Step, given: RenamedCheckpoint) -> bool:
 
 
 def _is_in_plain_range(values: Tensor) -> bool:
-    """Return whether all ``values`` are finite and of a size that every scheme holds, in one pass over them."""
+    """Return whether all ``values`` are finite and within ``_PLAIN_RANGE``, in one pass over them."""
     if not values.numel() or not values.is_floating_point():
         return True
-    low, high = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)  # nan if one is
+    low, high = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)  # nan if any value is nan
     return bool(low >= -_PLAIN_RANGE) and bool(high <= _PLAIN_RANGE)
 
 
@@ -250,7 +250,7 @@ def _memory(step: Step) -> Iterator[Tensor]:
 
 
 def _write(step: Step, source: Source, given: RenamedCheckpoint, batch: Batch) -> None:
-    """Write the values of ``source``, or have ``batch`` do so."""
+    """Write the values of ``source`` now, or schedule it in ``batch``."""
     held = step.component.members[source.member].tensor
     if not isinstance(held, Weight) or held.scheme.transparent:
         plain, place = plain_values(held).detach(), given.rows_in(source.name)
@@ -267,7 +267,7 @@ def _write(step: Step, source: Source, given: RenamedCheckpoint, batch: Batch) -
 
 
 def _encode(step: Step, held: Weight, given: RenamedCheckpoint, batch: Batch) -> None:
-    """Encode the values of ``step`` into the parts of ``held``, as ``tt.quantize`` encodes them."""
+    """Encode the values of ``step`` into the parts of ``held``, as ``tt.quantize`` does, now or in ``batch``."""
     is_dense = held.spec.is_contiguous and all(part.is_contiguous() for part in held.parts.values())
     again = partial(encode_whole, step, given, no_tick)
     if is_dense and encode_rows_into(step, given, batch, again, held.parts) is not None:
