@@ -1,4 +1,4 @@
-"""Who shares what: storages, and the tensors that lie on them, as text, as a picture and as a comparison."""
+"""Storage maps: storages and the tensors that share them, as text, as a picture and as a comparison."""
 
 from .storage_map import StorageDiff, StorageMap, storage_map
 

@@ -1,4 +1,4 @@
-"""What a load, a conversion or a quantization changed: two storage maps, compared name by name."""
+"""The difference of two storage maps, name by name: the changes by a load, a conversion or a quantization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Known = tuple[Held, StorageGroup]
 def changes_between(before: Sequence[StorageGroup], after: Sequence[StorageGroup]) -> tuple[tuple[str, str], ...]:
     """Return (name, change) for every name that changed, in the order of ``after``; then the names that are gone.
 
-    An object or a memory is called another one only where that is certain.
+    Another object or other memory is reported only if it is certain.
     """
     old, new = _by_name(before), _by_name(after)
     partners, now_partners = _partners(before), _partners(after)
@@ -29,7 +29,7 @@ def changes_between(before: Sequence[StorageGroup], after: Sequence[StorageGroup
 
 
 def grouped(changes: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the changes as lines: names that differ only in numbers, and changed alike, are one line."""
+    """Return the changes as lines; names that differ only in numbers and have the same change share a line."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, what in changes:
         alike.setdefault((pattern_of(name), pattern_of(what)), []).append(name)
@@ -75,7 +75,7 @@ def _memory_of(held: Held, group: StorageGroup) -> set[int]:
 
 
 def _tie_words(name: str, old: set[str], new: set[str], before: dict[str, Known], after: dict[str, Known]) -> list[str]:
-    """Return the ties made or lost, as words; they count only between names that both maps know."""
+    """Return descriptions of ties that ``name`` gained or lost; only names that both maps have are counted."""
     lost = sorted(other for other in old - new if other in after)
     made = sorted(other for other in new - old if other in before and name in before)
     words = [f"no longer tied to {_some(lost)}"] if lost and name in after else []

@@ -1,4 +1,4 @@
-"""What a storage map knows: every tensor, every storage under it, and where on it the tensor lies."""
+"""The facts of a storage map: every tensor, every storage, and the place of each tensor in its storage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Describe one plain tensor over a storage, in bytes from the first of it.
+    """Describe one plain tensor in a storage; ``start`` and ``stop`` are bytes from the storage's first.
 
-    ``owner`` is the index, in its group, of the tensor that it is or belongs to; ``part`` names an inner tensor.
-    ``is_dense`` says that it covers every byte between ``start`` and ``stop``.
+    ``owner`` is the index, in its group, of the tensor that the lane is or is a part of; ``part`` names the part.
+    ``is_dense`` says that it covers every byte from ``start`` to ``stop``.
     """
 
     owner: int
@@ -34,7 +34,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Describe one piece of memory, or of a file: ``where`` says which. ``identity`` is 0 where it is not known."""
+    """Describe one storage in memory, or in a file at the place ``where``. ``identity`` is 0 if it is not known."""
 
     nbytes: int
     device: str
@@ -44,7 +44,7 @@ class Storage:
 
     @property
     def reached(self) -> int:
-        """Return the number of bytes that some tensor reaches; the rest is kept alive for nobody."""
+        """Return the number of bytes that some tensor covers; the rest is allocated but unused."""
         total, end = 0, 0
         for lane in sorted(self.lanes, key=lambda lane: lane.start):
             total += max(0, lane.stop - max(lane.start, end))
@@ -56,8 +56,8 @@ class Storage:
 class Held:
     """Describe one tensor object under all of its names; ``kind`` is "parameter", "buffer" or "tensor".
 
-    ``scheme`` says what it is made of, if it is no plain tensor; ``decoded`` what its values take once decoded.
-    ``nbytes`` counts the bytes of its elements, or of its parts. ``note`` is what else there is to say.
+    ``scheme`` is that of a Weight, or the class of another wrapper; ``decoded`` are the bytes of its decoded values.
+    ``nbytes`` counts the bytes of its elements, or of its parts. ``note`` is an additional remark.
     """
 
     names: tuple[str, ...]
@@ -77,9 +77,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class StorageGroup:
-    """Hold tensors that lie on the same storages, directly or through each other; most groups hold one of each.
+    """Hold tensors that share storages, directly or through each other; most groups hold one of each.
 
-    ``ties`` are those that share elements; what only lies beside each other in one storage is not tied.
+    ``ties`` are those of tensors that share elements; tensors at different places of one storage are not tied.
     """
 
     tensors: tuple[Held, ...]
@@ -95,8 +95,8 @@ class StorageGroup:
         return tuple(name for held in self.tensors for name in held.names)
 
 
-def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
-    """StorageGroup ``items`` that have a key in common, directly or through each other, in order."""
+def grouped_by_keys(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
+    """Group ``items`` that have a key in common, directly or through each other; keep their order."""
     first: dict[object, int] = {}
     groups = DisjointSets(len(items))
     for i, own in enumerate(keys):
@@ -106,7 +106,7 @@ def joined(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]
 
 
 def layout_of(shape: Shape, stride: Shape) -> str:
-    """Return how elements lie, in a word: contiguous, transposed, permuted, strided, expanded, overlapping.
+    """Return the layout in a word: contiguous, transposed, permuted, strided, expanded or overlapping.
 
     >>> layout_of((2, 3), (3, 1)), layout_of((3, 2), (1, 3)), layout_of((2, 3), (6, 1)), layout_of((2, 3), (0, 1))
     ('contiguous', 'transposed', 'strided', 'expanded')

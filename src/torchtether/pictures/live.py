@@ -1,4 +1,4 @@
-"""The facts of live tensors: of a module, or of a state dict. Nothing is read, and nothing is kept alive."""
+"""The facts of a storage map of live tensors, in a module or state dict. Reads no values and keeps no tensor alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..torch_private.modules import transient_of
 from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .facts import Held, Lane, Storage, StorageGroup, joined, layout_of
+from .facts import Held, Lane, Storage, StorageGroup, grouped_by_keys, layout_of
 
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -33,20 +33,20 @@ _SPARSE = {
 
 
 def groups_of(model: Tensors) -> tuple[StorageGroup, ...]:
-    """Return every tensor of ``model`` on its storages, in module order."""
+    """Return every tensor of ``model`` with its storages, in module order."""
     objects: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in named_tensors(model).items():
         objects.setdefault(id(tensor), (tensor, []))[1].append(name)
     transient = _not_persistent(model)
     found = [_described(tensor, tuple(names), transient) for tensor, names in objects.values()]
     memory = _memory([piece for _, pieces in found for piece in pieces])
-    indices = joined(range(len(found)), [[memory[piece][0] for piece in pieces] for _, pieces in found])
+    indices = grouped_by_keys(range(len(found)), [[memory[piece][0] for piece in pieces] for _, pieces in found])
     ties = _ties_of(model)
     return tuple(_group([found[i] for i in group], memory, ties) for group in indices)
 
 
 _Piece = tuple[str, int, int, int, str, Lane]
-"""An inner tensor: its device, its storage's identity, address and size, ... and its lane within that storage."""
+"""A plain tensor: its device, its storage's identity, address and size, its part name, and its lane in the storage."""
 
 
 def _group(
@@ -70,9 +70,9 @@ def _group(
 
 
 def _memory(pieces: list[_Piece]) -> dict[_Piece, tuple[int, int, int]]:
-    """Return for each piece the storage that it is on, the start of its own storage in that, and the size of that.
+    """Return, for each piece, the identity of its memory, the offset of its storage in that, and the memory's size.
 
-    Storages over the same addresses, such as two that came from one numpy array, are one memory.
+    Storages with overlapping addresses, such as two over one numpy array, are one memory.
     """
     made: dict[_Piece, tuple[int, int, int]] = {}
     spans: dict[tuple[str, int, int, int], list[_Piece]] = {}
@@ -97,7 +97,7 @@ def _memory(pieces: list[_Piece]) -> dict[_Piece, tuple[int, int, int]]:
         stop = max(stop, span[1] + span[2])
     close()
     for span, own in spans.items():
-        if not (span[1] and span[2]):  # meta, freed or empty: only the memory object tells
+        if not (span[1] and span[2]):  # meta, freed or empty: there is no address, so each storage is one memory
             made.update((piece, (span[3], 0, span[2])) for piece in own)
     return made
 
@@ -176,7 +176,7 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def _pieces(tensor: Tensor, part: str = "") -> Iterator[_Piece]:
-    """Return the plain tensors that ``tensor`` is made of; none for a tensor without memory, or that hides it."""
+    """Yield the plain tensors that ``tensor`` is made of; none if it has no memory, or its class hides it."""
     if is_lazy(tensor):
         return
     if isinstance(tensor, Weight):
@@ -185,7 +185,7 @@ def _pieces(tensor: Tensor, part: str = "") -> Iterator[_Piece]:
     elif _is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             inner = getattr(tensor, name)
-            if isinstance(inner, Tensor):  # a DTensor has its mesh among them
+            if isinstance(inner, Tensor):  # a DTensor lists its mesh, too
                 yield from _pieces(inner, _path(part, name))
     elif tensor.layout in _SPARSE:
         for name in _SPARSE[tensor.layout]:
@@ -217,7 +217,7 @@ def _piece(tensor: Tensor, part: str) -> _Piece:
 
 
 def _ties_of(model: Tensors) -> dict[str, Tie]:
-    """Return the tie of each name that has one; a tie that cannot be described is left to the picture."""
+    """Return the tie of each name that has one; sharing that a Tie cannot express is omitted."""
     made: dict[str, Tie] = {}
     for component in find_components(model):
         try:

@@ -1,4 +1,4 @@
-"""A storage map as one SVG document, and as a page of HTML around it: no script, no font, nothing from elsewhere."""
+"""A storage map as an SVG document, and the HTML page around it, both self-contained: no script, no font, no link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = (
 
 
 def draw(groups: Sequence[StorageGroup], title: str, limit: int | None = 300) -> str:
-    """Return the storage map as an SVG document; at most ``limit`` groups that look different are drawn."""
+    """Return the storage map as an SVG document; at most ``limit`` different groups are drawn."""
     rows = rows_of(groups, limit)
     scale = Scale.of(row.total for row in rows)
     left = 12 + _RAIL * (1 + min(_RAILS, max((max(row.links) + 1 for row in rows if row.links), default=0)))
@@ -90,7 +90,7 @@ def _bar(row: MapRow, y: float, scale: Scale, x: float, patterns: dict[str, tupl
 
 
 def _links(rows: Sequence[MapRow], left: float) -> Iterable[str]:
-    """Draw each tie as a line beside the names that it holds together."""
+    """Yield elements that draw each tie as a line beside its names."""
     members: dict[int, list[float]] = {}
     for i, row in enumerate(rows):
         for tie in row.links:
@@ -143,7 +143,7 @@ _PAGE = (
 
 
 def page(title: str, summary: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Return one HTML page: ``sections`` are headings and markup."""
+    """Return an HTML page; ``sections`` are pairs of a heading and markup."""
     body = "".join((element("h2", safe(heading)) if heading else "") + markup for heading, markup in sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -154,17 +154,17 @@ def page(title: str, summary: str, sections: Iterable[tuple[str, str]]) -> str:
 
 
 def wide(svg: str) -> str:
-    """Wrap a picture so that it scrolls by itself where the page is too narrow."""
+    """Wrap a picture so that it scrolls horizontally if the page is too narrow."""
     return element("div", svg, klass="wide")
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """Return lines as a list."""
+    """Return ``lines`` as an HTML list."""
     return element("ul", "".join(element("li", safe(line)) for line in lines)) or "<p>nothing</p>"
 
 
 def table(groups: Sequence[StorageGroup]) -> str:
-    """Return a folded table of every name with its facts, to be searched and copied."""
+    """Return a collapsed table of every name with its facts, as text that can be searched and copied."""
     head = "".join(
         element("th", safe(text))
         for text in ("name", "kind", "dtype", "shape", "stride", "device", "bytes", "decoded", "scheme", "shares with")

@@ -1,4 +1,4 @@
-"""A storage map as rows, for the terminal and for the picture alike: what to write, and what to draw beside it."""
+"""The rows of a storage map, for the terminal and for the picture: the text of each row, and the facts of its bar."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from .drawing import describe_bytes
 from .facts import Held, Lane, Storage, StorageGroup
 
 _LANES = 24
-"""Names, lanes or storages of one group that are shown one by one."""
+"""The most names, lanes or storages of one group that are shown one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapRow:
-    """Hold one line. ``nbytes`` is that of a storage, on its first row. It covers ``start`` to ``stop`` of ``total``.
+    """Hold one row. Its bar covers the bytes ``start`` to ``stop`` of a storage of ``total`` bytes.
 
-    ``links`` are the ties that the row belongs to; ``count`` how many groups look like this one.
+    ``nbytes`` are the bytes of a storage, on its first row. ``links`` are the numbers of the ties that the row belongs
+    to; ``count`` is the number of similar groups that the row stands for.
     """
 
     label: str
@@ -39,9 +40,9 @@ class MapRow:
 
 
 def rows_of(groups: Sequence[StorageGroup], limit: int | None) -> list[MapRow]:
-    """Return the rows of ``groups``: alike ones once with their count, at most ``limit``, the rest in a last row.
+    """Return the rows of at most ``limit`` of ``groups``, similar ones once with their count, the rest as a last row.
 
-    Groups with ties come before others in the choice, large ones before small ones; they are shown in their order.
+    Groups with ties are chosen before others, and large ones before small ones; they are shown in their own order.
     """
     alike: dict[object, list[StorageGroup]] = {}
     for group in groups:
@@ -78,7 +79,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """Replace every number in a name, so that those of alike layers are equal.
+    """Replace every number in a name by a star, so that names of similar layers become equal.
 
     >>> pattern_of("model.layers.31.q_proj.weight")
     'model.layers.*.q_proj.weight'
@@ -87,7 +88,7 @@ def pattern_of(name: str) -> str:
 
 
 def _pattern(group: StorageGroup) -> object:
-    """Return the key of groups that can be shown as one: everything but numbers in names, and where they lie."""
+    """Return the key by which groups are similar: all facts but numbers in names, identities and notes on places."""
     tensors = tuple(
         replace(held, names=tuple(map(pattern_of, held.names)), identity=0, nbytes=0) for held in group.tensors
     )
@@ -167,7 +168,7 @@ def _group_rows(like: Sequence[StorageGroup], tied: int) -> Iterator[MapRow]:
 
 
 def _is_wrapped(held: Held, group: StorageGroup) -> bool:
-    """Return whether it is not itself a lane: a Weight, another wrapper, something sparse or without memory."""
+    """Return whether ``held`` has no lane of its own: a Weight or other wrapper, sparse, or without memory."""
     index = group.tensors.index(held)
     return all(lane.part for storage in group.storages for lane in storage.lanes if lane.owner == index)
 

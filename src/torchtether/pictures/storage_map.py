@@ -1,4 +1,4 @@
-"""Storage maps: made, printed, drawn and compared."""
+"""Storage maps: making, printing, drawing and comparing them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .stored import groups_of_checkpoint
 from .terminal import lines_of
 
 Mapped = nn.Module | Mapping[str, Tensor] | Checkpoint | str | PathLike[str]
-"""What can be mapped: a module, a state dict, an open checkpoint or the path of one."""
+"""The arguments of ``storage_map``: a module, a state dict, an open checkpoint or the path of one."""
 
 
 def storage_map(model: Mapped) -> StorageMap:
-    """Map who shares what in ``model``, as it is now: every storage, and the parameters and buffers that lie on it.
+    """Map the current storages of ``model``, and the parameters and buffers that share them.
 
     ``model`` is a module, a mapping from names to tensors, or a checkpoint or its path (``str`` or path object), of
     which only headers are read.  Tensors on ``meta``, Weights and other wrappers, sparse, complex and empty tensors are
-    mapped too.  The map keeps no tensor alive; nothing of the model is changed or read.
+    mapped too.  The map keeps no tensor alive; no value of the model is read or changed.
 
     Raises:
-        ArgumentError: ``model`` is none of these, or the mapping holds what is no tensor.
+        ArgumentError: ``model`` is none of these, or the mapping holds something that is not a tensor.
         CheckpointError: the path cannot be read.
 
     >>> import torch, torchtether as tt
@@ -61,9 +61,9 @@ def storage_map(model: Mapped) -> StorageMap:
 
 @dataclass(frozen=True)
 class StorageMap:
-    """Hold who shared what when it was made: ``groups`` of tensors with the storages that they lie on.
+    """Hold the storages of a model and their tensors, as ``groups``, at the time when the map was made.
 
-    ``print(map)`` shows it; ``to_svg`` and ``to_html`` draw it; ``diff`` says what has changed since another one.
+    ``print(map)`` shows it; ``to_svg`` and ``to_html`` draw it; ``diff`` compares it with an earlier map.
 
     >>> import torch, torchtether as tt
     >>> both = torch.arange(6.0)
@@ -90,12 +90,12 @@ class StorageMap:
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Return which names share memory, as ``tt.find_ties`` says."""
+        """Return the ties, as ``tt.find_ties`` does."""
         return tuple(tie for group in self.groups for tie in group.ties)
 
     @property
     def summary(self) -> str:
-        """Return the totals in one line."""
+        """Return the totals on one line."""
         storages, tensors = (sum(len(getattr(g, what)) for g in self.groups) for what in ("storages", "tensors"))
         words = f"{counted(storages, 'storage')} of {describe_bytes(self.nbytes)}: {counted(tensors, 'tensor')} under "
         words += counted(len(self.names), "name")
@@ -122,21 +122,21 @@ class StorageMap:
         return f"{self.title}: {self.summary}" if self.title else self.summary
 
     def to_text(self, *, limit: int | None = 40, width: int = 120) -> str:
-        """Return the map in ``width`` columns of text; groups that look alike are one line, at most ``limit`` of them.
+        """Return the map in ``width`` columns of text; similar groups share a line, and at most ``limit`` are shown.
 
-        Bars are as long as their storage is large, by order of magnitude where sizes differ much.
+        The length of a bar is proportional to the size of its storage, or logarithmic if sizes differ much.
         """
         return "\n".join([self.summary, *lines_of(self.groups, limit, max(width, 60))])
 
     def to_svg(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
-        """Return the map as an SVG document that needs nothing else; it is written to ``path`` too, if there is one.
+        """Return the map as a self-contained SVG document; write it to ``path`` too, if given.
 
         Raises CheckpointError if ``path`` cannot be written.
         """
         return _written(draw(self.groups, self._heading(), limit), path)
 
     def to_html(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
-        """Return the map as one HTML page, with a table of all names; it is written to ``path`` too, if there is one.
+        """Return the map as a self-contained HTML page with a table of all names; write it to ``path`` too, if given.
 
         Raises CheckpointError if ``path`` cannot be written.
         """
@@ -144,7 +144,7 @@ class StorageMap:
         return _written(page(f"Storage map of {self.title}", self.summary, sections), path)
 
     def diff(self, earlier: StorageMap) -> StorageDiff:
-        """Return the differences of this map from ``earlier``, name by name.
+        """Return the changes from the map ``earlier`` to this one, name by name.
 
         >>> import torch, torchtether as tt
         >>> model = torch.nn.Linear(4, 4, bias=False)
@@ -164,8 +164,8 @@ class StorageMap:
 class StorageDiff:
     """Hold the changes from the map ``before`` to the map ``after``; ``print(diff)`` shows, ``to_html`` draws.
 
-    ``changes`` are pairs of a name and what is different about it.  "another object" and "in other memory" are reported
-    only where they are certain.
+    ``changes`` are pairs of a name and a description of its change.  "another object" and "in other memory" are
+    reported only if they are certain.
 
     >>> import torch, torchtether as tt
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
@@ -186,7 +186,7 @@ class StorageDiff:
 
     @property
     def summary(self) -> str:
-        """Return bytes, storages and ties of both, in one line."""
+        """Return bytes, storages and ties of both maps, on one line."""
         return ", ".join(f"{one} -> {two}" for one, two in zip(_size(self.before), _size(self.after), strict=True))
 
     def __str__(self) -> str:
@@ -200,7 +200,7 @@ class StorageDiff:
         return bool(self.changes)
 
     def to_html(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
-        """Return the changes and both maps as one HTML page; it is written to ``path`` too, if there is one.
+        """Return the changes and both maps as a self-contained HTML page; write it to ``path`` too, if given.
 
         Raises CheckpointError if ``path`` cannot be written.
         """

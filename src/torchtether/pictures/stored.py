@@ -1,4 +1,4 @@
-"""The facts of a checkpoint, from its headers alone: every stored tensor, and the names that share it."""
+"""The facts of a checkpoint's storage map, from headers alone: every stored tensor, and the names that share it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .facts import Held, Lane, Storage, StorageGroup, layout_of
 
 
 def groups_of_checkpoint(checkpoint: Checkpoint) -> tuple[StorageGroup, ...]:
-    """Return every stored tensor of ``checkpoint`` with its aliases, in the order of names; nothing is read."""
+    """Return every stored tensor of ``checkpoint`` with its aliases, in the order of names; no values are read."""
     ties = {tie.owner: tie for tie in checkpoint.ties}
     shown = [name for name in checkpoint if name in checkpoint.entries]
     return tuple(_group(checkpoint, name, checkpoint.entries[name], ties.get(name)) for name in shown)
@@ -56,7 +56,7 @@ def _held(names: tuple[str, ...], dtype: object, shape: tuple[int, ...], stride:
 
 
 def _lane(owner: int, view: View, part: str, nbytes: int, whole: Lane) -> Lane:
-    """Locate a view on the stored tensor; on a part of a quantized weight only the whole of it is known."""
+    """Return the lane of a view over a stored tensor; over a part of a quantized weight, that of the whole part."""
     if part:
         return Lane(owner, part, whole.dtype, whole.shape, whole.stride, whole.layout, 0, nbytes)
     size = view.dtype.itemsize

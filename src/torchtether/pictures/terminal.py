@@ -16,8 +16,8 @@ _NARROW = 100
 def lines_of(groups: Sequence[StorageGroup], limit: int | None = 40, width: int = _WIDTH) -> list[str]:
     """Return each row as a line of bytes, device, bar, name and facts, within ``width`` columns.
 
-    Nothing is cut: where name and facts have no room beside each other, the facts follow on a line of their own, and
-    where in its file something lies is left out.
+    Names and facts are not shortened: if they do not fit beside each other, the facts follow on lines of their own,
+    and the row's note (the place in a file) is omitted.
     """
     rows = rows_of(groups, limit)
     scale = Scale.of(row.total for row in rows)

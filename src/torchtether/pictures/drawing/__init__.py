@@ -1,4 +1,4 @@
-"""Drawing in text and in SVG: nothing here knows what a tensor is, opens a file, or needs a network or a script."""
+"""Drawing in text and in SVG, independent of tensors; opens no files and needs neither network nor script."""
 
 from .scale import Scale
 from .text import clean, cut, cut_end, describe_bytes, padded, width_of, wrapped

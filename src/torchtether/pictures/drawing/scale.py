@@ -1,4 +1,4 @@
-"""How long a bar is: in proportion where that can be seen, by order of magnitude where it could not."""
+"""The length of bars: proportional if all can be seen then, otherwise logarithmic."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _WIDEST = 64
-"""Up to this ratio of the largest to the smallest, bars in proportion can all be seen."""
+"""The ratio of the largest to the smallest amount up to which proportional bars can all be seen."""
 
 _SHORTEST = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Map positive amounts to lengths from 0 to 1; ``is_log`` says that equal steps are equal ratios."""
+    """Map positive amounts to lengths from 0 to 1, proportionally, or logarithmically if ``is_log``."""
 
     smallest: float
     largest: float
 
     @staticmethod
     def of(amounts: Iterable[float]) -> Scale:
-        """Return the scale on which all of ``amounts`` can be seen.
+        """Return a scale on which all of ``amounts`` can be seen.
 
         >>> Scale.of([10, 20]).is_log, Scale.of([4, 10**9]).is_log
         (False, True)
@@ -44,7 +44,7 @@ class Scale:
 
     @property
     def ticks(self) -> tuple[float, ...]:
-        """Return round amounts to label: at most six powers of ten on a logarithmic scale; else quarters."""
+        """Return amounts to label: at most six powers of ten on a logarithmic scale; else quarters of the largest."""
         if not self.is_log:
             return tuple(self.largest * quarter / 4 for quarter in range(1, 5))
         first, last = math.ceil(math.log10(self.smallest)), math.floor(math.log10(self.largest))

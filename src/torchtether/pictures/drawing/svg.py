@@ -1,4 +1,4 @@
-"""SVG that stands alone: elements as text, and colours for light and dark pages."""
+"""Self-contained SVG: elements as text, and colours for light and dark pages."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def style() -> str:
 
 
 def safe(text: str) -> str:
-    """Escape ``text`` for XML: nothing that is not printable, and no markup."""
+    """Escape markup and unprintable characters of ``text`` for XML."""
     return escape(clean(text), quote=True)
 
 
 def element(tag: str, content: str = "", **attributes: object) -> str:
-    """Return an element; ``content`` is markup, attributes are not. ``klass`` is ``class``, ``_`` stands for ``-``.
+    """Return an element; ``content`` is markup, attributes are escaped. ``klass`` means ``class``, ``_`` means ``-``.
 
     >>> element("rect", x=1.5, klass="part", stroke_width=2)
     '<rect x="1.5" class="part" stroke-width="2"/>'
@@ -64,12 +64,12 @@ def _value(value: object) -> str:
 
 
 def words(x: float, y: float, text: str, klass: str | None = None, anchor: str | None = None) -> str:
-    """Return one line of text at ``x`` and the base line ``y``; ``anchor`` says which end of it is at ``x``."""
+    """Return one line of text at ``x`` with the base line ``y``; ``anchor`` is the SVG ``text-anchor``."""
     return element("text", safe(text), x=float(x), y=float(y), klass=klass, text_anchor=anchor)
 
 
 def document(content: str, width: float, height: float, label: str) -> str:
-    """Return ``content`` as an SVG file of its own."""
+    """Return ``content`` as an SVG document."""
     return element(
         "svg",
         element("title", safe(label)) + element("style", style()) + content,
@@ -83,7 +83,7 @@ def document(content: str, width: float, height: float, label: str) -> str:
 
 
 def gaps(name: str) -> tuple[str, str]:
-    """Return a hatched fill in the colour ``name``, for memory that is partly covered: its definition, and its url."""
+    """Return the definition and the url of a hatched fill in the colour ``name``, for memory that is partly covered."""
     inner = element("rect", width=6, height=6, klass=name, opacity=0.25) + element(
         "path", d="M0 6 6 0M-1 1 1 -1M5 7 7 5", stroke=f"var(--{name})", stroke_width=1.2
     )

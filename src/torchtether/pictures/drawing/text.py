@@ -1,4 +1,4 @@
-"""Text that others wrote, made safe to show: no control characters, no more columns than there are."""
+"""Untrusted text made safe to print: without control characters, and fitted to columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unicodedata
 
 
 def clean(text: str) -> str:
-    """Escape what is not printable in ``text``, so that it moves no cursor, turns no line and breaks no XML.
+    """Escape unprintable characters of ``text``, which could move the cursor, break lines or make invalid XML.
 
     >>> clean("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
@@ -22,7 +22,7 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """Shorten ``text`` to ``width`` columns; what is too long loses its middle, because names differ most at the end.
+    """Shorten ``text`` to ``width`` columns in its middle, because names differ most at the end.
 
     >>> cut("model.layers.31.mlp.down_proj.weight", 20)
     'model.…n_proj.weight'
@@ -35,7 +35,7 @@ def cut(text: str, width: int) -> str:
 
 
 def cut_end(line: str, width: int) -> str:
-    """Shorten ``line`` to ``width`` columns; what is too long loses its end, because what matters comes first."""
+    """Shorten ``line`` to ``width`` columns at its end."""
     if width_of(line) <= width:
         return line
     while width_of(line) > width - 1:
@@ -44,7 +44,7 @@ def cut_end(line: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return ``text`` in lines of at most ``width`` columns, broken after spaces where there are some; one at least.
+    """Return ``text`` in one or more lines of at most ``width`` columns, broken at spaces if possible.
 
     >>> wrapped("bfloat16 [64, 64], frozen", 12)
     ['bfloat16', '[64, 64],', 'frozen']
@@ -76,7 +76,7 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
 
 
 def describe_bytes(count: float) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes in B, kB, MB or GB.
 
     >>> describe_bytes(2_469_606_400)
     '2.47 GB'

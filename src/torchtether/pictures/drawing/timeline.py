@@ -15,9 +15,9 @@ def draw_timeline(
     title: str,
     describe: Callable[[float], str],
 ) -> str:
-    """Return an SVG document with one step curve for each of ``curves``: name, colour, and an amount per moment.
+    """Return an SVG document with a step curve for each of ``curves``: (name, colour, amount at each of ``seconds``).
 
-    ``describe`` words an amount. Amounts may be below 0; no moments at all give an empty frame.
+    ``describe`` formats an amount. Amounts may be negative; without any moments the frame is empty.
     """
     last = max(seconds, default=0.0) or 1.0
     amounts = [amount for _, _, series in curves for amount in series]
