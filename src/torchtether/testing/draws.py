@@ -1,4 +1,4 @@
-"""Tensors of known patterns: a fact is drawn (shape, dtype, pattern, seed), and torch draws the numbers."""
+"""Test tensors: a case fixes shape, dtype, pattern and seed, and torch draws the numbers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from ..geometry.views import Shape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The dtypes that values come in."""
+"""The dtypes of test values."""
 
 PATTERNS = ("normal", "zeros", "constant", "spike", "tiny", "large", "positive", "negative", "zero_rows", "mixed_rows")
-"""What ``filled`` knows to draw: what breaks quantization is never the normal distribution."""
+"""The patterns that ``filled`` draws: most bugs of quantization do not show on normally distributed values."""
 
 SHAPES: tuple[Shape, ...] = (
     (1,), (7,), (64,), (70,), (1, 1), (3, 5), (1, 64), (12, 64), (5, 70), (4, 128), (2, 256), (2, 3, 16), (2, 5, 64),
     (3, 1, 128),
 )  # fmt: skip
-"""Few, and of all kinds: of one dimension to three, even and uneven, of a row and of one element."""
+"""A few shapes of each kind: one to three dimensions, even and odd sizes, one row, one element."""
 
 
 def filled(shape: Shape, dtype: torch.dtype, pattern: str, seed: int) -> Tensor:
-    """Return a tensor of ``shape`` and ``dtype`` that shows ``pattern``; finite in every float dtype.
+    """Return a tensor of ``shape`` and ``dtype`` with values of ``pattern``; finite in every float dtype.
 
     >>> filled((2, 3), torch.float16, "constant", seed=0)
     tensor([[0.3701, 0.3701, 0.3701],
@@ -54,7 +54,7 @@ def filled(shape: Shape, dtype: torch.dtype, pattern: str, seed: int) -> Tensor:
 
 
 class Case(NamedTuple):
-    """Describe one drawn tensor."""
+    """Describe one test tensor."""
 
     shape: Shape
     dtype: torch.dtype
@@ -69,9 +69,9 @@ class Case(NamedTuple):
 
 
 def cases(shapes: tuple[Shape, ...], seed: int = 0) -> list[Case]:
-    """Return every shape with half of the patterns, and always the first; dtypes take turns, so that each meets each.
+    """Return a case for every shape with half of the patterns, always with the first; dtypes take turns.
 
-    ``seed`` turns both, and gives other numbers.
+    ``seed`` shifts the choice of patterns and dtypes, and changes the numbers.
     """
     return [
         Case(shape, FLOATS[(i + j // 2) % len(FLOATS)], pattern, 31 * i + j + seed)

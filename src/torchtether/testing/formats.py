@@ -1,4 +1,4 @@
-"""Does a checkpoint format read what it should, and refuse what it must? The laws of formats."""
+"""``check_format``, and the laws of formats: reading their own checkpoints, and refusing others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLAIN = "model.norm.weight"
 
 @dataclass(frozen=True)
 class _Sample:
-    """Hold a checkpoint in memory, and the values of its weights where they are known."""
+    """Hold a checkpoint in memory, and its weight where that is known."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -64,7 +64,7 @@ class _FormatUnderTest:
         return found
 
     def decoded(self, sample: _Sample, entry: Entry) -> Tensor:
-        """Return the values of a weight from its stored tensors; the parts must be those that its scheme lays out."""
+        """Return the decoded values of ``entry``; require that ``unpack`` returns the parts of the scheme's layout."""
         assert entry.spec is not None
         spec = entry.spec
         parts = self.format.unpack(entry, {role: sample.tensors[key].clone() for role, key in entry.keys.items()})
@@ -87,18 +87,19 @@ def check_format(
     schemes: Iterable[Scheme] | None = None,
     laws: Iterable[str] | str | None = None,
 ) -> Report:
-    """Check which laws a checkpoint format keeps, on samples that it writes itself and on those that it is given.
+    """Check which laws a checkpoint format keeps, on checkpoints that it writes itself and on given ``samples``.
 
     Args:
-        format: a module or object with ``name``, ``recognise`` and ``unpack``, and if it is written too ``layout``,
+        format: a module or object with ``name``, ``recognise`` and ``unpack``, and, if it can be written, ``layout``,
             ``pack`` and ``announce``; it need not be registered.
-        samples: small checkpoints of others in this format: files or folders. A format that is read only, or has files
-            of its own kind, has nothing else to be tried on.
-        schemes: what a written format is tried with; those that it has no words for must be refused. Ours if absent.
-        laws: ids of the laws to run; all if absent.
+        samples: paths of small checkpoints in this format: files or folders. A format that is read only, or that has
+            its own kind of file, is checked on these alone.
+        schemes: the schemes with which a writable format is checked; it must refuse those that it cannot store. By
+            default torchtether's own.
+        laws: ids of the laws to run; by default all.
 
     Raises:
-        LawError: there is no law of that id, or nothing to try: no sample, and no scheme that it can write.
+        LawError: there is no law of that id, or nothing to check: no sample, and no scheme that the format can write.
 
     >>> from torchtether import formats
     >>> check_format(formats.native, laws=["round-trip", "half-groups"]).ok
@@ -118,7 +119,7 @@ def check_format(
             except SchemeError:
                 refused.append(scheme)
                 continue
-            with suppress(SchemeError):  # it has words for the scheme, and none for these values
+            with suppress(SchemeError):  # it can store the scheme, but not these values
                 taken.append(_written(format, scheme))  # type: ignore[arg-type]
     if not taken:
         raise LawError("there is nothing to try it on", name=format.name, fix="Give samples=, or schemes it can write.")
@@ -138,7 +139,7 @@ def _weight(scheme: Scheme) -> Weight:
 
 
 def _written(format: Writable, scheme: Scheme) -> _Sample:
-    """Return a checkpoint as the format writes it, through the bytes of a file."""
+    """Return a checkpoint that the format writes, its tensors rebuilt from bytes."""
     weight = _weight(scheme)
     packed = format.pack(_NAME, weight)
     announced = format.announce({_NAME: weight.spec}, [_PLAIN])
@@ -151,7 +152,7 @@ def _written(format: Writable, scheme: Scheme) -> _Sample:
 
 
 def _through_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor as a file gives it back: nothing of it is left but dtype, shape and bytes."""
+    """Return a tensor rebuilt from dtype, shape and bytes, as one that is read from a file."""
     data = bytearray(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return (
         torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape) if data else tensor.clone()
@@ -294,7 +295,7 @@ def _malformed(subject: _FormatUnderTest) -> None:
             for role, key in entry.keys.items():
                 held = sample.tensors[key]
                 if sample.packings.get(key):
-                    continue  # the file says itself how it is packed, and its reader has checked that
+                    continue  # the file records its packing, which its reader has checked
                 for what, wrong in (
                     ("complex", held.new_zeros(held.shape, dtype=torch.complex64)),
                     ("of four more dimensions", held[None, None, None, None].expand(2, 3, 1, 1, *held.shape)),
@@ -303,7 +304,7 @@ def _malformed(subject: _FormatUnderTest) -> None:
                     how = f"{name} of {sample.name} is read with its {role} {what}"
                     for other in _readable(subject, bad, name):
                         if tuple(other.shape) != tuple(entry.shape):
-                            continue  # which the model will refuse
+                            continue  # a load refuses another shape
                         try:
                             subject.decoded(bad, other)
                         except (TetherError, Broken):
@@ -335,14 +336,14 @@ def _pure(subject: _FormatUnderTest) -> None:
 
 
 def _readable(subject: _FormatUnderTest, sample: _Sample, name: str) -> Iterator[Entry]:
-    """Return the weight of this name, if the format would read it."""
+    """Yield the entry of the weight ``name``, if the format would read it."""
     try:
         found = subject.format.recognise(sample.contents())
     except CheckpointError:
         return
     if found is None or name not in found.weights or name in found.faults:
         return
-    if all(key in sample.tensors for key in found.weights[name].keys.values()):  # or reading it raises
+    if all(key in sample.tensors for key in found.weights[name].keys.values()):  # otherwise reading it raises
         yield found.weights[name]
 
 

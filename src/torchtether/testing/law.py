@@ -1,4 +1,4 @@
-"""What a law is, and how laws are run: each on its own, none leaving a trace in the process."""
+"""Laws, and how they are run: one by one, without lasting effects on the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import LawError
 from .report import Report, Result, Status
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_TRACE = logging.getLogger("torch.__trace")  # what torch tells of each compilation, to whoever listens
+_TRACE = logging.getLogger("torch.__trace")  # torch's structured log of compilations
 
 
 class Broken(Exception):
@@ -29,13 +29,13 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Law:
-    """Hold one law: its id, its words and its function.
+    """Hold one law: its id, its texts and its function.
 
-    id        short and stable: what reports, ``laws=`` and test ids use
-    says      what holds
-    loses     what a user loses where it does not
-    test      runs it: raises Broken or NotApplicable, or whatever the subject raises
-    optional  run only if it is named
+    id        short and stable; reports, ``laws=`` and test ids use it
+    says      what the law requires
+    loses     what a user loses if it does not hold
+    test      the function that checks it: raises Broken or NotApplicable, or any error of the subject
+    optional  whether it runs only if it is named
     """
 
     id: str
@@ -95,16 +95,16 @@ def _run_one(law: Law, subject: Any) -> Result:
 
 
 def _line(error: BaseException, longest: int = 160) -> str:
-    """Return the text of an error on one line of bounded length; that of the cause where torch has wrapped it."""
+    """Return the text of an error on one line of bounded length; of its cause if torch's swap has wrapped it."""
     if type(error) is RuntimeError and isinstance(error.__cause__, Exception) and "Couldn't swap" in str(error):
         error = error.__cause__
     text = " ".join(_COLOURS.sub("", str(error)).split())
-    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 + 5 :]}"  # a fix is last
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 + 5 :]}"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Run the block with torch as it was started; restore its flags and random numbers afterwards."""
+    """Run the block with torch's default flags and seed 0; restore flags and random state afterwards."""
     future = torch.__future__
     before = future.get_swap_module_params_on_conversion(), future.get_overwrite_module_params_on_conversion()
     dtype = torch.get_default_dtype()
@@ -113,8 +113,8 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         _set_flags(False, False)
-        # Where somebody listens (pytest does), torch prints the tensors that it traces. A class without a repr of its
-        # own has torch's, which looks at values, and a compilation fails that holds elsewhere.
+        # With a handler on that log (pytest adds one), torch prints the tensors that it traces. The default repr of a
+        # class reads values, so that a compilation fails which succeeds without the handler.
         for handler in listening:
             _TRACE.removeHandler(handler)
         torch.set_default_dtype(torch.float32)

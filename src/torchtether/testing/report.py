@@ -1,4 +1,4 @@
-"""What a run of laws found: one result per law, a table to read, and an error for those who want one."""
+"""The report of a run of laws: one result for each law, a table, and an error if laws are broken."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Result:
     """Hold the result of one law.
 
     law     its id: ``"detach"``
-    status  ``"passed"``, ``"failed"``, or ``"skipped"`` where it does not apply
-    what    what happened, or why it was skipped, in one line; empty where it passed
-    says    what the law asks
-    loses   what a user loses where it does not hold
+    status  ``"passed"``, ``"failed"``, or ``"skipped"`` if it does not apply
+    what    what happened, or why it was skipped, on one line; empty if it passed
+    says    what the law requires
+    loses   what a user loses if it does not hold
     """
 
     law: str
@@ -71,7 +71,7 @@ class Report:
         return not self.failed
 
     def check(self) -> Report:
-        """Return the report; raise LawError, naming each law that failed and what is lost, if any did."""
+        """Return the report; if laws failed, raise LawError with each of them and what a user loses."""
         if self.failed:
             words = [f"{r.law} ({r.what}; lost: {r.loses})" for r in self.failed]
             ran = len(self.passed) + len(self.failed)
@@ -108,7 +108,7 @@ def _cell(result: Result | None, short: bool) -> str:
 
 
 def markdown(reports: Sequence[Report], *, short: bool = False) -> str:
-    """Return the reports side by side as a markdown table: a row per law, a column per subject; ``short`` omits why.
+    """Return the reports as a markdown table: a row for each law, a column for each report; ``short`` omits reasons.
 
     >>> print(markdown([Report("A", (Result("clone", "failed", "shares", "", ""),))]))
     | law | A |

@@ -1,4 +1,4 @@
-"""Is a scheme one that everything else can rely on? The laws of schemes, over shapes, dtypes and patterns."""
+"""``check_scheme``, and the laws of schemes, over shapes, dtypes and patterns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _SchemeUnderTest:
     cases: Callable[[], Iterable[Case]]
 
     def each(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Tensor, Parts]]:
-        """Yield every case that the scheme encodes, its values and their parts; a calm one must be encoded."""
+        """Yield every case that the scheme encodes, its values and their parts; "normal" cases must be encoded."""
         for case in self.cases():
             if case.pattern not in patterns or len(case.shape) < rank:
                 continue
@@ -51,7 +51,7 @@ class _SchemeUnderTest:
             yield case, values, parts
 
     def weights(self, patterns: Sequence[str] = PATTERNS, *, rank: int = 1) -> Iterator[tuple[Case, Weight]]:
-        """Yield the same as float32 Weights."""
+        """Yield every case that ``each`` yields, with its values as a float32 Weight."""
         for case, _, _ in self.each(patterns, rank=rank):
             yield case, Weight.encode(case.values().float(), self.scheme)
 
@@ -65,14 +65,15 @@ def check_scheme(
 ) -> Report:
     """Check which laws a scheme keeps, over shapes, dtypes and patterns that are the same in every run.
 
-    The laws are those that loading, saving, sharding, optimizers and the compiler here rely on.  ``strategies`` draws
-    more, with Hypothesis.
+    Loading, saving, sharding, optimizers and the compiler rely on these laws.  ``strategies`` draws more cases, with
+    Hypothesis.
 
     Args:
-        scheme: of any class; run it for every setting that you use.
-        shapes: what to try; those that the scheme does not fit are left out. Some of one to three dimensions if absent.
-        laws: ids of the laws to run; all if absent.
-        seed: draws other numbers, and other patterns and dtypes for each shape.
+        scheme: a scheme of any class; check every setting that you use.
+        shapes: the shapes to try; shapes that the scheme does not fit are left out. By default some of one to three
+            dimensions.
+        laws: ids of the laws to run; by default all.
+        seed: changes the numbers, and the patterns and dtypes of each shape.
 
     Raises:
         LawError: there is no law of that id, or no shape fits.
@@ -103,7 +104,7 @@ def _fits(scheme: Scheme, shape: Shape) -> bool:
     return True
 
 
-# -- what it is --------------------------------------------------------------------------------------------------------
+# -- the dataclass and its layout --------------------------------------------------------------------------------------
 
 
 @law(
@@ -167,7 +168,7 @@ def _repeats(subject: _SchemeUnderTest) -> None:
 
 @contextmanager
 def _filled_memory() -> Iterator[None]:
-    """Fill new memory inside the block with NaN, and with the largest integers."""
+    """Make torch fill new memory inside the block with NaN, and with the largest integers."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -477,7 +478,7 @@ def _file(subject: _SchemeUnderTest) -> None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the same values, contiguous also where a size of 1 lets any stride pass as such."""
+    """Return a copy with contiguous strides; ``contiguous()`` keeps odd strides of dimensions of size 1."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

@@ -1,7 +1,7 @@
-"""Hypothesis strategies for what this library is about: shapes, dtypes, values, and models with ties.
+"""Hypothesis strategies for shapes, dtypes, values, and models with ties.
 
-Hypothesis draws the facts, torch draws the numbers, so that failing examples shrink to facts one can read.  Needs the
-package ``hypothesis``, which torchtether itself does not: import this module by name.
+Hypothesis draws shapes, dtypes, patterns and seeds, and torch draws the numbers, so that failing examples shrink to
+short descriptions.  Needs the package ``hypothesis``, which torchtether itself does not: import this module by name.
 
 >>> from hypothesis import given, settings
 >>> from torchtether.testing import strategies
@@ -34,7 +34,7 @@ def dtypes(among: Sequence[torch.dtype] = FLOATS) -> st.SearchStrategy[torch.dty
 
 @st.composite
 def shapes(draw: Draw, ranks: Sequence[int] = (1, 2, 3), smallest: int = 1, largest: int = 70) -> Shape:
-    """Draw the shape of a weight: of any rank in ``ranks``, the last size up to ``largest``, those before it small."""
+    """Draw the shape of a weight: of any rank in ``ranks``, the last size up to ``largest``, other sizes small."""
     rank = draw(st.sampled_from(tuple(ranks)))
     leading = [draw(st.integers(smallest, max(12, smallest))) for _ in range(rank - 1)]
     return (*leading, draw(st.integers(smallest, largest)))
@@ -61,7 +61,7 @@ def matrices(**kwargs: Any) -> st.SearchStrategy[Tensor]:
 
 
 class TiedModel(NamedTuple):
-    """Hold a model, and the names of each group of parameters and buffers that are one memory in it."""
+    """Hold a model, and the names of each group of its parameters and buffers that share memory."""
 
     model: nn.Module
     ties: tuple[frozenset[str], ...]
@@ -69,10 +69,10 @@ class TiedModel(NamedTuple):
 
 @st.composite
 def tied_models(draw: Draw, kinds: Sequence[str] = ("object", "storage", "transposed", "rows", "buffer")) -> TiedModel:
-    """Draw a model of a few layers whose tensors are shared in some of these ways, or not at all.
+    """Draw a model of a few layers, in each of which two tensors are tied in one of these ways, or not at all.
 
     ``"object"``: one Parameter under two names; ``"storage"``: two Parameters over one memory; ``"transposed"`` and
-    ``"rows"``: Parameters that are views of others; ``"buffer"``: a buffer that is a parameter's memory.
+    ``"rows"``: Parameters that are views of others; ``"buffer"``: a buffer over a parameter's memory.
     """
     model = nn.Module()
     ties = []

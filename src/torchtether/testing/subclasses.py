@@ -1,4 +1,4 @@
-"""Does a tensor subclass survive what torch does to parameters? The laws, run on any class."""
+"""``check_tensor_subclass``: run the laws of tensor subclasses on any class."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def check_tensor_subclass(
 ) -> Report:
     """Check which laws of ``nn.Module``, optimizers, checkpoints and compilers a tensor subclass keeps.
 
-    Nothing is assumed of the class but that ``make`` makes one: it may be ours, torchao's, a DTensor or your own.
-    torch's process-wide flags and random numbers are as they were afterwards.  A class that crashes the process in
-    ``share_memory_`` does so in another one.
+    The only assumption about the class is that ``make`` makes a tensor of it: it may be ours, torchao's, a DTensor or
+    your own.  torch's process-wide flags and random state are restored afterwards.  ``share_memory_``, which crashes
+    the process with some classes, runs in a child process.
 
     Args:
-        make: gives a *new* tensor of the class at each call: two-dimensional, (N, K), on the CPU, not requiring grad,
-            with a floating-point ``dtype`` to the outside.  Draw its values from torch's generator, which is seeded
-            before each call, so that they differ; keep N and K small.
-        laws: ids of the laws to run; all but the optional ones if absent. Optional: ``"fsdp2"``, which starts two
-            processes, and for which ``make`` has to be a function of a module.
-        values: reads the values of a tensor of the class into a plain one; needed if it is no DTensor and has neither a
-            ``dequantize()`` nor inner tensors that are its values.
-        linear: ``linear(x, weight)`` is ``x @ weight.T``; ``torch.nn.functional.linear`` if absent.
-        name: how the report calls it; the name of the class if absent.
+        make: returns a *new* tensor of the class at each call: two-dimensional, (N, K), on the CPU, not requiring grad,
+            with a floating-point outer ``dtype``.  Draw its values from torch's generator, which is seeded before each
+            call, so that they differ; keep N and K small.
+        laws: ids of the laws to run; by default all but the optional one, ``"fsdp2"``, which starts two processes, and
+            for which ``make`` must be a module-level function.
+        values: returns the values of a tensor of the class as a plain tensor; needed unless it is a DTensor, has
+            ``dequantize()``, or has an inner tensor that is its values.
+        linear: ``linear(x, weight)`` returns ``x @ weight.T``; by default ``torch.nn.functional.linear``.
+        name: the title of the report; by default the name of the class.
 
     Raises:
-        LawError: there is no law of that id, or ``make`` does not give a two-dimensional tensor.
+        LawError: there is no law of that id, or ``make`` does not return a two-dimensional tensor.
 
     >>> import torch, torchtether as tt
     >>> report = check_tensor_subclass(lambda: tt.Weight.encode(torch.randn(8, 16), tt.int8()), laws=["clone", "swap"])

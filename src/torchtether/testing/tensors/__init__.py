@@ -1,4 +1,4 @@
-"""The laws of tensor subclasses, by subject, in the order in which they are reported."""
+"""The laws of tensor subclasses, by topic, in the order in which they are reported."""
 
 from . import copies, loads, modules, processes, steps
 from .subject import Subject

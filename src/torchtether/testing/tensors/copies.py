@@ -1,4 +1,4 @@
-"""Laws of copies: what is made from one tensor is of its class, with its metadata and values."""
+"""Laws of copies: a copy of a tensor has its class, metadata and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor is, of whatever class: compared fact by fact, so that a difference has a name."""
+"""The facts of a tensor of any class, compared one by one, so that a law can name the difference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...schemes import same_bits
 from ...torch_private.dispatching import is_traceable_wrapper_subclass
 from ..law import Broken
 
-_NEVER = {"_is_param"}  # what torch sets on a Parameter of a subclass
+_NEVER = {"_is_param"}  # an attribute that torch sets on a Parameter of a subclass
 
 
 def facts_of(tensor: Tensor, at: str = "") -> dict[str, Any]:
-    """Return everything that a tensor is, by name; inner tensors are described under their path."""
+    """Return class, shape, dtype, device, attributes and values of a tensor by name; inner tensors under their path."""
     facts: dict[str, Any] = {
         f"{at}class": type(tensor),
         f"{at}shape": tuple(tensor.shape),
@@ -41,7 +41,7 @@ def facts_of(tensor: Tensor, at: str = "") -> dict[str, Any]:
 
 
 def same(made: Tensor, given: Tensor, how: str, *, but: Collection[str] = ()) -> None:
-    """Raise Broken, naming the first fact in which ``made`` (by ``how``) differs from ``given``.
+    """Raise Broken with the first fact in which ``made``, the result of ``how``, differs from ``given``.
 
     ``but`` names facts that may differ, at any depth.
     """
@@ -57,17 +57,17 @@ def same(made: Tensor, given: Tensor, how: str, *, but: Collection[str] = ()) ->
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether the tensor itself has no memory: its class keeps it elsewhere."""
+    """Return whether the tensor has no memory itself, because its class keeps it in other tensors."""
     if type(tensor) in (Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     try:
         return is_traceable_wrapper_subclass(tensor) or (tensor.numel() > 0 and tensor.data_ptr() == 0)
-    except RuntimeError:  # newer torch refuses to give the pointer of a wrapper
+    except RuntimeError:  # newer torch refuses ``data_ptr`` of a wrapper
         return True
 
 
 def leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Return the plain tensors that hold it."""
+    """Yield the plain tensors that ``tensor`` is made of."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from leaves(getattr(tensor, name))
@@ -80,12 +80,12 @@ def leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def memories(tensor: Tensor) -> set[int]:
-    """Return the addresses of the memory that holds it."""
+    """Return the storage addresses of all ``leaves`` of ``tensor``."""
     return {leaf.untyped_storage().data_ptr() for leaf in leaves(tensor) if leaf.numel()} - {0}
 
 
 def equal(a: Any, b: Any, depth: int = 4) -> bool:
-    """Return whether two facts are the same: tensors bit by bit, objects without their own ``==`` field by field."""
+    """Return whether two facts are equal: tensors bit by bit, objects without their own ``==`` field by field."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             return False
@@ -106,6 +106,6 @@ def equal(a: Any, b: Any, depth: int = 4) -> bool:
 
 
 def short(value: Any, longest: int = 60) -> str:
-    """Return a fact in few words."""
+    """Return a fact as text of at most ``longest`` characters."""
     text = " ".join((value.__name__ if isinstance(value, type) else str(value)).split())
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -1,6 +1,6 @@
-"""Laws of loading: what ``module_load`` and ``load_state_dict`` make of a parameter, whatever either side is.
+"""Laws of loading: the results of ``module_load`` and ``load_state_dict``, with ``assign`` and without.
 
-A float checkpoint, a checkpoint of the same class, a plain module: each with ``assign`` or without.
+The cases are a float checkpoint, a checkpoint of the same class, and a plain module.
 """
 
 from __future__ import annotations
@@ -90,6 +90,6 @@ def _load_into_plain(subject: Subject) -> None:
 
 
 def _arrived(subject: Subject, made: Tensor, given: Tensor, old: Tensor, how: str) -> None:
-    """Require the given values, within what a class of few bits can hold; they were the opposite before."""
+    """Require that ``made`` is closer to ``given`` than to ``old``, its opposite: few bits cannot hold exact values."""
     off, before = ((subject.values(made).double() - x.double()).norm().item() for x in (given, old))
     require(off < before / 2, f"{how} does not bring the values")

@@ -1,4 +1,4 @@
-"""Laws of modules: after torch's own conversions the Parameter is the same object, tied and in the optimizer."""
+"""Laws of modules: torch's own conversions keep the Parameter object, its tie and its place in the optimizer."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def _hooks(subject: Subject) -> None:
         (".bfloat16()", lambda module: module.bfloat16()),
         ("load_state_dict(assign=True)", lambda module: module.load_state_dict(_state(subject), assign=True)),
     )
-    converts = subject.parameter(requires_grad=True).bfloat16().dtype == torch.bfloat16  # if not, another law says so
+    converts = subject.parameter(requires_grad=True).bfloat16().dtype == torch.bfloat16  # if not, the law "dtype" fails
     for how, convert in conversions:
         module = subject.tied(requires_grad=True)
         weight = module.weight
         weight.register_hook(lambda grad: grad)
         weight.register_post_accumulate_grad_hook(lambda held: None)
         weight.note = "kept"  # type: ignore[attr-defined]
-        has_grad = "load" not in how and converts  # a gradient belongs to the values that were there
+        has_grad = "load" not in how and converts  # a load replaces the values that a gradient belongs to
         if has_grad:
             weight.grad = torch.zeros(weight.shape, dtype=weight.dtype)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -34,12 +34,12 @@ _FSDP_PATIENCE = 180.0
     "model.share_memory(), or handing the model to another process, crashes Python without a traceback",
 )
 def _share_memory(subject: Subject) -> None:
-    """Run in a process of its own, because torch's own ``share_memory_`` walks a wrapper's null storage and crashes."""
-    if not hasattr(os, "fork"):  # where tensors must be made anew in the other process
+    """Run in a child process, because torch's own ``share_memory_`` crashes on the null storage of a wrapper."""
+    if not hasattr(os, "fork"):  # then the child process must make its own tensor
         _check_sendable(subject)
         _finished(*_spawned(_share_fresh, (subject,), _PATIENCE))
         return
-    given = subject.make_tensor()  # here: a forked process must not start torch's threads
+    given = subject.make_tensor()  # before the fork: a forked process must not start torch's threads
     before = [leaf.detach().clone() for leaf in leaves(given)]
     _finished(*_forked(lambda: _share(given, before)))
 
@@ -50,7 +50,7 @@ def _share_fresh(subject: Subject) -> str:
 
 
 def _share(given: Tensor, before: list[Tensor]) -> str:
-    """Return what is wrong, empty if nothing is. Decode nothing: a forked process must not start threads."""
+    """Return the fault, empty if there is none. Decodes nothing, because a forked process must not start threads."""
     given.share_memory_()
     if not given.is_shared():
         return "is_shared() denies it after share_memory_()"
@@ -78,7 +78,7 @@ def _sharded(rank: int, subject: Subject, folder: str) -> str:  # pragma: no cov
 
 
 def _grouped(rank: int, folder: str, task: Callable[[], str]) -> str:  # pragma: no cover - in other processes
-    """Return what ``task`` returns, with a group of two processes that meet in ``folder``."""
+    """Run ``task`` in a process group of two, which meet in ``folder``; return its result."""
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
@@ -88,7 +88,7 @@ def _grouped(rank: int, folder: str, task: Callable[[], str]) -> str:  # pragma:
 
 
 def _product_of_shards(subject: Subject) -> str:  # pragma: no cover - in other processes
-    """Return what is wrong with the product and the gradients of a sharded module, empty if nothing is."""
+    """Return the fault of the product and gradient of a sharded module, empty if there is none."""
     from torch.distributed.fsdp import fully_shard
 
     weight = subject.parameter()
@@ -145,9 +145,9 @@ def _finished(code: int, complaint: str) -> None:
 
 
 def _forked(task: Callable[[], str]) -> tuple[int, str]:
-    """Return how a child that runs ``task`` ends, and its words; the child never returns into the caller's program.
+    """Run ``task`` in a forked child; return its exit code and result. The child never returns into the caller's code.
 
-    A fork needs nothing that can be pickled. The child only copies small memory, in its one thread.
+    With a fork nothing needs to be pickled. The child has one thread, and only copies small tensors.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -183,7 +183,7 @@ def _forked(task: Callable[[], str]) -> tuple[int, str]:
 
 
 def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: int = 1) -> tuple[int, str]:
-    """Return how fresh processes that run ``task`` end, and the words of the first that complains."""
+    """Run ``task`` in new processes; return an exit code that is not 0, if there is one, and the first fault."""
     context = get_context("spawn")
     pipes, children = [], []
     for rank in range(processes):
@@ -216,7 +216,7 @@ def _spawned(task: Callable[..., str], args: tuple, patience: float, processes: 
 def _answer(pipe: Any, task: Callable[..., str], args: tuple) -> None:  # pragma: no cover - in other processes
     pipe.send(_answer_of(lambda: task(*args)))
     pipe.close()
-    os._exit(0)  # while Python is taken down, a thread of gloo may free a tensor, which aborts the process
+    os._exit(0)  # at interpreter shutdown a gloo thread may free a tensor, which aborts the process
 
 
 def _answer_of(task: Callable[[], str]) -> str:

@@ -1,4 +1,4 @@
-"""Laws of use: forward, backward, a step of the optimizer, and all of it compiled."""
+"""Laws of use: forward, backward, and a step of the optimizer, also compiled."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _training_step(subject: Subject) -> None:
     before = subject.values(weight).clone()
     eye = torch.eye(before.shape[-1], dtype=before.dtype, device=before.device)
     optimizer = torch.optim.SGD([weight], lr=2.0)
-    subject.product(eye, weight).square().mul(0.5).sum().backward()  # so that the gradient is the values
+    subject.product(eye, weight).square().mul(0.5).sum().backward()  # its gradient equals the values
     require(weight.grad is not None, "no gradient reaches it, and no error says so")
     assert weight.grad is not None
     require(weight.grad.shape == before.shape, f"its gradient has shape {tuple(weight.grad.shape)}")
@@ -75,7 +75,7 @@ def _compile(subject: Subject) -> None:
         raise
     except Exception as error:
         raise NotApplicable(f"it does not run uncompiled: {type(error).__name__}") from None
-    # A code object of its own: the compiler keeps what it has made, and counts, per code object.
+    # A code object of its own, because the compiler caches graphs and counts recompilations for each code object.
     code = _product.__code__.replace(co_name=f"_product_{next(_COUNT)}")
     product = FunctionType(code, _product.__globals__)
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
@@ -91,7 +91,7 @@ def _product(subject: Subject, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _run(subject: Subject, weight: Tensor, values: Tensor, product: object = _product) -> tuple[Tensor, Tensor | None]:
-    """Return a product and the gradient of its input."""
+    """Return the product with a fixed input, and the gradient of the input."""
     x = _input(values).requires_grad_()
     out = product(subject, x, weight)  # type: ignore[operator]
     if out.requires_grad:

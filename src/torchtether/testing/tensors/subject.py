@@ -1,4 +1,4 @@
-"""The class under test, as laws use it: a new tensor, its values, a product, a module."""
+"""The subject of the laws: makes tensors of the class under test, reads their values, and uses them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Subject:
     linear: Linear | None
 
     def make_tensor(self, seed: int = 0) -> Tensor:
-        """Return a new tensor; those of other seeds have other values if ``make`` draws them from torch's generator."""
+        """Return a new tensor; its values depend on ``seed`` if ``make`` draws them from torch's generator."""
         torch.manual_seed(seed)
         return self.make()
 
     def parameter(self, seed: int = 0, *, requires_grad: bool = False) -> nn.Parameter:
-        """Return the same as a Parameter."""
+        """Return ``make_tensor(seed)`` as a Parameter."""
         made = self.make_tensor(seed)
         if requires_grad and not made.is_floating_point():
             raise NotApplicable(f"its dtype is {made.dtype}, which has no gradients")
@@ -38,7 +38,7 @@ class Subject:
         return nn.Parameter(made, requires_grad=requires_grad)
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return the values as a plain tensor."""
+        """Return the values of ``tensor`` as a plain tensor."""
         with torch.no_grad():
             made = self._read(tensor)
         return made.detach()
