@@ -1,4 +1,4 @@
-"""One row per scheme and per op: what the laws run over. A test fails when the package has something without a row."""
+"""The catalog over which laws run: one row for each scheme and each op. A test fails if a row is missing."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -83,7 +83,7 @@ each_quantized = pytest.mark.parametrize("row", SCHEMES[1:], ids=[row.id for row
 
 
 def slow_but(rows, keep):
-    """Parameters of which those whose ids are not in ``keep`` are slow: they take the same ways, with other numbers."""
+    """Return a parameter for each of ``rows``, marked slow unless its id is in ``keep``: those run the same code."""
     return [pytest.param(row, id=row.id, marks=() if row.id in keep else pytest.mark.slow) for row in rows]
 
 
@@ -101,18 +101,18 @@ few_schemes = pytest.mark.parametrize("row", FEW, ids=[row.id for row in FEW])
 Sample = Callable[[torch.Tensor], tuple[tuple, dict[str, Any]]]
 
 ROWS, COLUMNS = 16, 64
-"""The shape of the Weight that op samples get."""
+"""The shape of the Weight in op samples."""
 
 
 def _call(*args, **kwargs) -> Sample:
-    """A sample whose arguments may name the Weight as ``W`` and be functions of it."""
+    """Return a sample with these arguments; ``W`` stands for the Weight, and a function is called with it."""
     fill = lambda value, w: w if value is W else value(w) if callable(value) else value  # noqa: E731
     nested = lambda value, w: [fill(v, w) for v in value] if isinstance(value, list) else fill(value, w)  # noqa: E731
     return lambda w: (tuple(nested(a, w) for a in args), {k: nested(v, w) for k, v in kwargs.items()})
 
 
 class W:
-    """Stands for the Weight in a sample."""
+    """Placeholder of the Weight in a sample."""
 
 
 def rand(*shape, seed=7):
@@ -120,17 +120,17 @@ def rand(*shape, seed=7):
 
 
 def _cube(w):
-    """The Weight as a 3-D one (where it can be viewed so), for batched products."""
+    """Return the Weight viewed with 3 dimensions, for batched products."""
     return w.view(4, ROWS // 4, COLUMNS)
 
 
 def _square(w):
-    """Four rows of the Weight as a batch of square matrices on its values."""
+    """Return a square matrix (COLUMNS, COLUMNS) computed from the first row of the Weight."""
     return w.index_select(0, torch.arange(1)).t() @ w.index_select(0, torch.arange(1)) + torch.eye(COLUMNS)
 
 
 def _row(w):
-    """A row of the Weight, wherever a row can be viewed."""
+    """Return the first row of the Weight."""
     return w[0]
 
 
@@ -216,7 +216,7 @@ SAMPLES: dict[str, Sample] = {
     "cat": _call([W, W]),
     "stack": _call([W, W]),
     "embedding": _call(W, torch.tensor([[0, 3], [ROWS - 1, 0]])),
-    # reads whose arguments the schema does not tell
+    # reads whose arguments cannot be derived from the schema
     "index": _call(W, [_flat_index]),
     "gather": _call(W, 0, _grid),
     "take": _call(W, _flat_index),
@@ -336,7 +336,7 @@ _BY_TYPE = {
 
 
 def sample(op) -> Sample:
-    """Arguments for ``op`` with the Weight among them: a row of SAMPLES, else what the schema tells."""
+    """Return the sample of ``op``: a row of SAMPLES, else arguments derived from its schema."""
     if not isinstance(op, torch._ops.OpOverload):
         return FUNCTIONS[op]
     name = op._schema.name.removeprefix("aten::")
@@ -387,7 +387,7 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.einsum: _call("bi,oi->bo", rand(3, COLUMNS), W),
     torch.Tensor.module_load: _call(W, rand(ROWS, COLUMNS)),
     torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),
-    torch.Tensor.data_ptr: _call(lambda w: w.to("meta")),  # elsewhere it is no number of the plain tensor's
+    torch.Tensor.data_ptr: _call(lambda w: w.to("meta")),  # elsewhere it differs from the plain tensor's
     torch.Tensor.untyped_storage: _call(W),
     torch.Tensor.storage: _call(W),
     torch.Tensor._typed_storage: _call(W),
@@ -397,8 +397,8 @@ FUNCTIONS: dict[Any, Sample] = {
 }
 
 COLLECTIVES = sorted((op for op in KINDS if str(op).startswith(("c10d.", "_c10d_functional"))), key=str)
-"""Ops between processes: tests/distributed runs them."""
+"""Ops between processes, which tests/distributed covers."""
 OPS = sorted((op for op in KINDS if "_backward" not in str(op) and op not in COLLECTIVES), key=str)
 BACKWARDS = sorted(set(KINDS) - set(OPS) - set(COLLECTIVES), key=str)
-"""Ops that only autograd calls: they have no sample, and must be reached by the gradients of the others."""
+"""Ops that only autograd calls: they have no sample, and are covered by gradients of other ops."""
 each_op = pytest.mark.parametrize("op", OPS, ids=[getattr(op, "__name__", str(op)) for op in OPS])

@@ -1,4 +1,4 @@
-"""What every test shares: a Hypothesis profile, Ctrl-C, and the guard of torch's process-wide flags."""
+"""Shared by all tests: Hypothesis profiles, the handler of Ctrl-C, and a guard of torch's process-wide flags."""
 
 import gc
 import signal
@@ -13,14 +13,14 @@ settings.load_profile("default")
 
 
 def pytest_collection_finish(session):
-    """Leave 20,000 items of tests to themselves: many a test collects garbage, and would walk over them each time."""
+    """Exclude the 20,000 test items from garbage collection, because many tests collect and would walk over them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def interrupts_are_heard():
-    """A shell starts what runs in the background with SIGINT ignored, and Python leaves that so."""
+    """Restore the handler of SIGINT: a shell starts background jobs with it ignored, and Python keeps that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -40,9 +40,9 @@ def _flags():
 
 @pytest.fixture(autouse=True)
 def flags_are_restored():
-    """Fails a test that leaks one of torch's process-wide flags, and mends the flag for the tests after it."""
+    """Fail a test that leaks one of torch's process-wide flags, and restore the flag for later tests."""
     before = _flags()
-    torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for every kind of device that is absent
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack trace for every absent kind of device
     yield
     after = _flags()
     torch.__future__.set_swap_module_params_on_conversion(before[0])

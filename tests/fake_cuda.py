@@ -1,6 +1,6 @@
-"""CUDA tensors without memory, on machines without a GPU: shapes, dtypes, and that nothing waits for the device.
+"""Fake CUDA tensors on machines without a GPU, to test shapes, dtypes, and that nothing waits for the device.
 
-Autograd cannot walk backward over such tensors without a GPU; what a backward calls can be called.
+Autograd cannot run backward over such tensors without a GPU; the functions that backward calls can be called.
 """
 
 import ctypes
@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 TABLE = 256
-"""Numbers of the largest table of a scheme: those are kept on the device, but for observed ops (``bits.table_of``)."""
+"""Elements of a scheme's largest table; tables are cached on the device but for observed ops (``bits.table_of``)."""
 
 
 class CopyError(AssertionError):
-    """Values came from another device, for which a CUDA graph cannot wait."""
+    """Raised for a copy of values from another device, which a CUDA graph cannot wait for."""
 
 
 class NoCopies(TorchDispatchMode):
-    """Refuse copies between devices; fake tensors refuse to tell values, and sizes that follow from values."""
+    """Raise CopyError for copies between devices; fake tensors themselves raise for reads of values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -34,7 +34,7 @@ class NoCopies(TorchDispatchMode):
 
 
 def _guards():
-    """torch's guards of devices, by the number of their type; those of "meta" do nothing."""
+    """Return torch's table of device guards, by number of the device type; the guard of "meta" does nothing."""
     library = next(pathlib.Path(torch.__file__).parent.glob("lib/*c10.*"), None)
     name = "_ZN3c104impl26device_guard_impl_registryE"
     try:
@@ -45,9 +45,9 @@ def _guards():
 
 @contextmanager
 def fake_cuda():
-    """All tensors that are made inside are fake; those of ``device="cuda"`` can be computed with.
+    """Make all new tensors inside the block fake; ops work on those of ``device="cuda"``.
 
-    torch built without CUDA has no guard for such devices, for which indexing asks: the one of "meta" stands in.
+    A torch built without CUDA has no device guard for CUDA, which indexing needs, so that of "meta" is put there.
     """
     cuda, meta, guards = 1, 14, None if torch.backends.cuda.is_built() else _guards()
     if guards is not None:

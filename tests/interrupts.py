@@ -1,4 +1,4 @@
-"""Interrupts at chosen moments: the handler of a signal runs between two steps of a frame, where Python may run it."""
+"""Interrupts at chosen moments: the handler of SIGINT is called between two steps of a frame, as Python may do."""
 
 import contextlib
 import linecache
@@ -17,9 +17,9 @@ OURS = (str(Path(torchtether.__file__).parent), str(Path(torch.__file__).parent)
 
 
 class Interrupt:
-    """Runs the handler of SIGINT before the ``at``-th step of frames of torch and of this package.
+    """Run the handler of SIGINT before the ``at``-th step of frames of torch and of this package.
 
-    Steps are calls, lines and, in frames of ``finely``, single bytecodes, as many as ``steps`` says afterwards.
+    Steps are calls, lines and, in files named in ``finely``, single bytecodes. ``steps`` counts them.
     """
 
     def __init__(self, at=None, finely=()):
@@ -43,7 +43,7 @@ class Interrupt:
         return self.trace
 
     def ends_block(self, frame):
-        """Whether a ``with`` is reached again, for its ``__exit__``: Python runs no handler between the two."""
+        """Return whether a ``with`` line is reached again for its ``__exit__``; Python runs no handler before that."""
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if not line.lstrip().startswith("with "):
             return False
@@ -70,7 +70,7 @@ def count_steps(function, finely=()):
 
 
 def interrupted(function, at, finely=()):
-    """Whether the interrupt at that step came out of ``function``."""
+    """Return whether ``function`` raised KeyboardInterrupt when it was interrupted at that step."""
     with Interrupt(at, finely):
         try:
             function()
@@ -81,7 +81,7 @@ def interrupted(function, at, finely=()):
 
 @contextlib.contextmanager
 def nothing_held():
-    """Afterwards signals are handled as before, gradients are on or off as before, and another thread can convert."""
+    """Assert that the block restores signal handlers and torch's flags, and releases the lock of conversions."""
     handler, grad_mode, apply = signal.getsignal(signal.SIGINT), torch.is_grad_enabled(), torch.nn.Module._apply
     flag = torch.__future__.get_swap_module_params_on_conversion()
     yield

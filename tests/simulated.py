@@ -1,7 +1,7 @@
-"""A device that does everything as late as it may: nothing is copied or computed before somebody has waited for it.
+"""A simulated device that runs everything as late as possible: copies and computations run when they are waited for.
 
-Its memory is that of the CPU. A buffer that is used again too early, or a tensor that is read before its event, has
-wrong values here every time; on a GPU it has them now and then.
+Its memory is that of the CPU. A buffer that is reused too early, or a tensor that is read before its event, has wrong
+values here every time; on a GPU only sometimes.
 """
 
 import threading
@@ -12,13 +12,13 @@ from torchtether.files import Ring
 
 
 class Order:
-    """What a device is to do in one order; each entry is done when something after it is waited for."""
+    """A queue of functions, like a CUDA stream: each runs when its event, or a later one, is waited for."""
 
     def __init__(self, lock):
         self._lock, self._todo, self._added, self._done = lock, [], 0, 0
 
     def add(self, function):
-        """Append ``function``; return the event after it."""
+        """Append ``function``; return its event."""
         with self._lock:
             self._todo.append(function)
             self._added += 1
@@ -64,7 +64,7 @@ class SimulatedLane:
 
     def allocate(self, nbytes):
         made = torch.empty(nbytes, dtype=torch.uint8)
-        self.wait(self.work.add(lambda: made.fill_(0xA5)))  # of its last owner
+        self.wait(self.work.add(lambda: made.fill_(0xA5)))  # values of its last owner
         self._ring.scratch.append(made.nbytes)
         return made
 
@@ -88,7 +88,7 @@ class SimulatedLane:
 
 
 class SimulatedRing(Ring):
-    """A ring to the CPU as if it were such a device; counts the buffers on both sides."""
+    """A ring to the simulated device, which records the buffers on both sides."""
 
     lanes_are = SimulatedLane
 

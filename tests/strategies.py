@@ -1,4 +1,4 @@
-"""The strategies of ``tt.testing``, which are public, under the names that the tests use."""
+"""The public strategies of ``tt.testing``, imported for the tests."""
 
 from torchtether.testing.draws import FLOATS, PATTERNS, filled
 from torchtether.testing.strategies import matrices, shapes, tensors

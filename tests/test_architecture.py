@@ -1,4 +1,4 @@
-"""The house plan, checked against the code: imports point down, and importing stays lean."""
+"""The architecture, checked against the code: imports point down, and importing stays fast."""
 
 import ast
 import graphlib

@@ -1,4 +1,4 @@
-"""The benchmarks run, at a size at which their figures mean nothing, so that they cannot rot."""
+"""The benchmarks run at a tiny size, at which their figures mean nothing, so that they stay runnable."""
 
 import json
 import sys

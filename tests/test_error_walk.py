@@ -1,4 +1,4 @@
-"""Every ``raise`` of the package, walked: which class, with what words, and whether a test has seen the class."""
+"""Every ``raise`` of the package: its class, the grammar of its text, and whether a test expects the class."""
 
 import ast
 import re

@@ -1,6 +1,6 @@
-"""What must stay as it is while the house is rebuilt: public names and signatures, and files and pickles of today.
+"""Compatibility: public names and signatures, and the files and pickles in ``tests/frozen``, must stay valid.
 
-``python -m tests.test_frozen`` writes ``tests/frozen`` anew, where a change is meant.
+``python -m tests.test_frozen`` rewrites ``tests/frozen`` after an intended change.
 """
 
 import inspect

@@ -1,6 +1,6 @@
-"""What holds for any tensor of any scheme: the laws of ``tt.testing`` on what Hypothesis draws, and what it cannot say.
+"""The laws of ``tt.testing`` for every scheme on tensors that Hypothesis draws, and further laws.
 
-Its laws on its own shapes, for every scheme, are run by ``tests/testing``.
+``tests/testing`` runs them on their own shapes.
 """
 
 import copy

@@ -1,8 +1,8 @@
-"""Random lives of a model: what is done to it, one thing after the other, never takes anything apart.
+"""Random sequences of operations on a model, which never break its ties, objects or optimizer.
 
 A model with ties of every kind and an optimizer goes through conversions, quantization, files, copies and steps, each
-by one of several ways.  After each the Parameters are the same objects, tied as before, with the values that the
-operation is for, and the optimizer knows them and has its state; an error leaves everything as it was.
+by one of several functions.  After each operation the Parameters are the same objects, tied as before, with the
+expected values, and the optimizer holds them and their state.  An error leaves everything as it was.
 """
 
 import contextlib

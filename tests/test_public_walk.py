@@ -1,4 +1,4 @@
-"""Every public function with what it does not take, and with odd models: a right result, or one line that says why."""
+"""Every public function with wrong arguments and with odd models: a right result, or an error of one line."""
 
 import inspect
 import traceback

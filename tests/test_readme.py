@@ -1,4 +1,4 @@
-"""The code of README and of the guides runs, the commands are the ones that CI runs, and names and links exist."""
+"""The code of README and of the guides runs, their commands are those of CI, and names and links exist."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Which torch the package was tested with is said once, in README and in the package, and tried by CI."""
+"""The tested versions of torch are the same in README, in the package and in CI."""
 
 import re
 import warnings

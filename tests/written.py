@@ -1,4 +1,4 @@
-"""Files as others write them: tensors and metadata of any text, by the writer of the package."""
+"""Safetensors files with any metadata, written by the package's own writer."""
 
 from torchtether.files import check_writable, write_made
 

@@ -1,4 +1,4 @@
-"""What products with quantized weights cost beside dense bfloat16, and beside other packages. Run by hand:
+"""The cost of products with quantized weights, compared with dense bfloat16 and other packages. Run by hand:
 
     python -m tests.benchmarks.bench_compute [--size small|quick|full | --quick] [--rounds 5] [--groups NAME ...]
                                              [--threads N] [--json FILE]

@@ -1,4 +1,4 @@
-"""What the core costs beside stock torch: conversions, memory of a load, dispatch. Run by hand:
+"""The cost of the core compared with stock torch: conversions, memory of a load, dispatch. Run by hand:
 
     python -m tests.benchmarks.bench_core [--scale 1.0] [--rounds 5] [--groups NAME ...] [--json FILE]
 

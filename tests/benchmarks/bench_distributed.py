@@ -1,4 +1,4 @@
-"""What loading into a sharded model costs, beside torch's own ways. Run by hand:
+"""The cost of loading into a sharded model, compared with torch's own functions. Run by hand:
 
     python -m tests.benchmarks.bench_distributed [--size small|full] [--rounds 3] [--ranks 1 2 4] [--folder DIR]
                                                  [--json FILE]

@@ -1,4 +1,4 @@
-"""How fast weights are encoded and decoded, in GB/s of bf16, beside memory and other packages. Run by hand:
+"""The speed of encoding and decoding, in GB/s of bf16, compared with memory and other packages. Run by hand:
 
     python -m tests.benchmarks.bench_encode [--size small|full] [--rounds 7] [--schemes NAME ...] [--threads 1]
                                             [--json FILE]

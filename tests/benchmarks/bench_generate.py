@@ -1,4 +1,4 @@
-"""What generating text with quantized weights costs, beside dense bfloat16 and beside llama.cpp. Run by hand:
+"""The cost of generating text with quantized weights, compared with dense bfloat16 and llama.cpp. Run by hand:
 
     python -m tests.benchmarks.bench_generate [--size small|quick|full | --quick] [--models NAME ...] [--types NAME ...]
         [--rounds 3] [--tokens 64] [--threads N] [--attention sdpa|eager] [--folder DIR] [--llama-python PYTHON]

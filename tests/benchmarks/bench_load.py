@@ -1,4 +1,4 @@
-"""What loading and saving cost beside plain reads and beside other loaders. Run by hand:
+"""The cost of loading and saving, compared with plain reads and other loaders. Run by hand:
 
     python -m tests.benchmarks.bench_load [--size small|full] [--rounds 5] [--groups NAME ...] [--folder DIR]
                                           [--json FILE]

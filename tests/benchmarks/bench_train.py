@@ -1,4 +1,4 @@
-"""What a training step of adapters on experts costs, beside PEFT's ways and bitsandbytes. Run by hand:
+"""The cost of a training step of adapters on experts, compared with PEFT's own and bitsandbytes. Run by hand:
 
     python -m tests.benchmarks.bench_train [--size small|quick|full | --quick] [--rounds 3] [--threads N]
                                            [--dtype bfloat16|float32] [--only NAME ...] [--json FILE]

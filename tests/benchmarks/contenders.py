@@ -1,4 +1,4 @@
-"""Who takes part in the benchmarks of products: our Weights, the packages beside us, and a plain read of memory."""
+"""The contenders in benchmarks of products: our Weights, other packages, and a plain read of memory."""
 
 import ctypes
 import importlib.util

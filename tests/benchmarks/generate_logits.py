@@ -1,4 +1,4 @@
-"""How far the logits of a GGUF file are from exact ones: ours, and llama.cpp's.
+"""The distance of a GGUF file's logits from exact ones: ours, and llama.cpp's.
 
 Exact is transformers' own reader of GGUF, in float32: every weight decoded by the package gguf, nothing rounded after.
 Distances are norms of differences over the norm of the exact logits, at the first positions of a prompt.

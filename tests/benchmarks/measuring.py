@@ -1,4 +1,4 @@
-"""How the benchmarks of products measure: contenders take turns; medians of ratios within a round; the processor."""
+"""Measuring in benchmarks of products: contenders take turns, medians of ratios within a round, and the processor."""
 
 import contextlib
 import multiprocessing

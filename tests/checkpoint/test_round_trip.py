@@ -1,4 +1,4 @@
-"""What is saved comes back: values, ties with their geometry, strides, dtypes, schemes, bytes."""
+"""Saving and opening restores values, ties with their geometry, strides, dtypes, schemes and bytes."""
 
 import json
 import os

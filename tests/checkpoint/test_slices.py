@@ -1,4 +1,4 @@
-"""Parts of stored tensors: the values of the same index of the whole, and only the bytes that it needs."""
+"""Slices of stored tensors have the values of the whole tensor's slice, and read only the bytes that it needs."""
 
 import os
 

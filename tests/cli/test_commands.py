@@ -1,4 +1,4 @@
-"""The command line, as somebody calls it: words on stdout, one line on stderr, exit codes."""
+"""The command line as a user calls it: results on stdout, errors of one line on stderr, exit codes."""
 
 import json
 import re

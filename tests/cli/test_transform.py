@@ -1,4 +1,4 @@
-"""quantize and convert: what loading and saving would do, one tensor at a time, or nothing at all."""
+"""``quantize`` and ``convert`` write what loading and saving would, one tensor at a time, or change nothing."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""verify: no flipped bit goes unnoticed, and comparing in pieces finds what comparing whole tensors would."""
+"""``verify`` finds every flipped bit, and comparing in pieces finds the same as comparing whole tensors."""
 
 import json
 import math

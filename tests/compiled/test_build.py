@@ -1,4 +1,4 @@
-"""The compiled room: what it is bound to, what happens where it is not there or does not fit, and how it is built."""
+"""The compiled extension: its binding, the behaviour if it is absent or does not match, and its build."""
 
 import os
 import shutil

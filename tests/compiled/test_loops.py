@@ -1,4 +1,4 @@
-"""The compiled loops give the bits that torch ops give, and stand aside where torch must see what happens."""
+"""The compiled loops give the same bits as torch ops, and are not used where torch must observe the ops."""
 
 import pytest
 import torch

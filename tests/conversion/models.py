@@ -1,4 +1,4 @@
-"""Small models of every kind that a conversion must not damage, and a picture of all that it must not change."""
+"""Small models of every kind for conversions, and snapshots of everything that a conversion must not change."""
 
 import importlib
 import warnings
@@ -14,7 +14,7 @@ import torchtether as tt
 
 
 class Tagged(nn.Parameter):
-    """A Parameter subclass, as vLLM and others have, with a constructor that nobody else can call."""
+    """A Parameter subclass, as vLLM and others have, whose constructor has other required arguments."""
 
     def __new__(cls, data, tag):
         made = torch.Tensor._make_subclass(cls, data, True)
@@ -23,7 +23,7 @@ class Tagged(nn.Parameter):
 
 
 class Net(nn.Module):
-    """Holds modules by name; ``run`` says what forward does with them."""
+    """Holds modules by name; ``run`` is the forward over them."""
 
     def __init__(self, run, **modules):
         super().__init__()
@@ -174,7 +174,7 @@ OPTIMIZERS = {
 
 @dataclass
 class Rig:
-    """A model in training: its optimizer, its hooks, and what they have seen."""
+    """A model in training: its optimizer, its hooks, and a log of their calls."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -193,7 +193,7 @@ class Rig:
 
 
 def rig(kind: Callable[[], nn.Module], optimizer: str = "adamw", *, steps: int = 1) -> Rig:
-    """The same model, state, grads, hooks and attributes every time that it is called."""
+    """Return an equal model, with equal optimizer state, grads, hooks and attributes, at every call."""
     torch.default_generator.manual_seed(0)
     made = Rig(kind(), None, [], [])
     made.optimizer = OPTIMIZERS[optimizer](made.model.parameters())
@@ -217,7 +217,7 @@ def tensors_of(model):
 
 
 def bits(tensor):
-    """Everything that a tensor's values are, NaN included; parts for a Weight."""
+    """Return the bytes of a tensor's values, so that NaNs compare; of a Weight, those of its parts."""
     if isinstance(tensor, tt.Weight):
         return tensor.spec, {name: bits(part) for name, part in tensor.parts.items()}
     if tensor.is_meta:
@@ -232,7 +232,7 @@ def bits(tensor):
 
 
 def snapshot(model, optimizer=None):
-    """All that a failed conversion must leave as it was, comparable with ``==``."""
+    """Return everything that a failed conversion must not change, comparable with ``==``."""
     shot = {}
     for name, tensor in tensors_of(model).items():
         grad = tensor.grad if tensor.is_leaf else None
@@ -268,7 +268,7 @@ def attributes_of(tensor):
 
 
 def kept(model):
-    """All that a successful conversion must keep: identity, class, requires_grad, hooks, attributes, grads present."""
+    """Return what a successful conversion must keep: id, class, requires_grad, hooks, attributes, presence of grads."""
     return {
         name: (
             id(tensor),
@@ -284,7 +284,7 @@ def kept(model):
 
 
 def watch(monkeypatch, wrap):
-    """Whatever ``convert`` converts, it converts by ``wrap(call)``, where ``call(function, tensor, ...)`` does it."""
+    """Wrap every conversion that ``convert`` does: ``wrap(call)`` replaces ``call(function, tensor, ...)``."""
     room = importlib.import_module("torchtether.conversion.converting")  # the package has a function of this name
     call, quick = wrap(lambda function, *arguments: function(*arguments)), room.methodcaller
     monkeypatch.setattr(room, "converted", partial(call, room.converted))

@@ -1,4 +1,4 @@
-"""Dynamic activations: what is rounded and how, what keeps the setting, and what is left alone."""
+"""Dynamic activation quantization: how inputs are rounded, what keeps the setting, and what is not rounded."""
 
 import copy
 import io

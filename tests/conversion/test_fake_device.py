@@ -1,4 +1,4 @@
-"""Conversions to a GPU that is not there: of Weights, whose parts are fake, each says which device it is on.
+"""Conversions to an absent GPU: Weights of fake parts are converted, and report the device that they are on.
 
 Plain fake tensors cannot be exchanged: they keep their device as an attribute of their own.
 """

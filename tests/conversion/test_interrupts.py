@@ -50,7 +50,7 @@ cases = pytest.mark.parametrize(("kind", "verb"), CASES.values(), ids=CASES)
 
 
 def everything(made):
-    """All that is to be all old or all new; without what differs between two models."""
+    """Return everything that must be all old or all new, without ids, which differ between two models."""
     shot, modules = snapshot(made.model, made.optimizer), list(made.model.modules())
     tensors = {
         name: [one["grad"] and one["grad"][1], *(one[key] for key in ("type", "dtype", "requires_grad", "values"))]
@@ -75,7 +75,7 @@ def names_of(ties):
 
 
 def sweep(kind, verb, atomic, check, samples):
-    """Interrupt ``verb`` at so many moments, and have the model checked; returns the answers of ``check``."""
+    """Interrupt ``verb`` at many moments, and call ``check`` on the model after each; return its answers."""
     verb(rig(kind), atomic)  # what is done once per process is done
     new, made, found = rig(kind), rig(kind), set()
     steps = count_steps(lambda: verb(new, atomic), FINELY)
@@ -104,7 +104,7 @@ def is_new(made, before, after):
 
 
 def is_consistent(made, before, after):
-    """What shares memory is all as before or all as after, and so is the state of its parameter; hooks come with it."""
+    """Assert that tensors over one memory are all old or all new, with the optimizer state and hooks of each."""
     now = everything(made)
     tensors, names = now[0], [name for name, _ in made.model.named_parameters()]
     changed = [name for name in tensors if before[0][name] != after[0][name]]
@@ -136,7 +136,7 @@ def test_many_moments(kind, verb, atomic):
 
 @pytest.mark.parametrize("kind", ["plain", "view_transposed", "tied_3"])
 def test_an_interrupt_before_the_first_change_leaves_gradients_on(kind):
-    """Torch's own ``no_grad`` can be left half way, so nothing that no signal waits for uses it."""
+    """An interrupt can leave torch's own ``no_grad`` half way, so it is not used where signals are not delayed."""
     model = rig(KINDS[kind]).model
     for component in find_components(model):
 
@@ -288,7 +288,7 @@ def test_a_forked_process_can_convert(is_mine, scope):
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", [to_double, to_weights])
 def test_real_signals(verb):
-    """At moments that nobody chooses."""
+    """At random moments."""
     kind, came = KINDS["view_transposed"], 0
     new, made = rig(kind), rig(kind)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""From meta to real: the same objects, ties, one initialisation per tensor."""
+"""``materialize`` keeps objects and ties, and initialises each tensor once."""
 
 from functools import partial
 

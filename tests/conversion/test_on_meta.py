@@ -1,4 +1,4 @@
-"""What a constructor computes comes back exactly: a catalogue of buffers."""
+"""Buffers that constructors compute are restored exactly: a catalog of them."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""What cannot be converted is said before anything changes: which parameter, who holds it, and what to do."""
+"""A conversion that is impossible raises before any change, with the parameter, its holder, and a fix."""
 
 import pickle
 import weakref
@@ -17,7 +17,7 @@ from torchtether.conversion.converting import convert
 
 @contextmanager
 def refused(made, match, error=ConversionError):
-    """The body raises ``error`` with a text of one line that matches, and nothing has changed."""
+    """Assert that the block raises ``error`` with a matching text of one line, and changes nothing."""
     before = snapshot(made.model, made.optimizer)
     with pytest.raises(error, match=match) as caught:
         yield caught

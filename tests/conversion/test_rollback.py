@@ -18,7 +18,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def step_of(name):
-    """The step of an exchange that is called ``name``, in whichever file."""
+    """Return the step of an exchange that is called ``name``, whichever module defines it."""
     return getattr(replacement, name, None) or getattr(exchange, name)
 
 

@@ -1,4 +1,4 @@
-"""From what the user asks to one scheme per tied group."""
+"""Rules: from the user's arguments to one scheme for each tied group."""
 
 import pytest
 import torch

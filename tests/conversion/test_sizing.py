@@ -1,4 +1,4 @@
-"""Plans of schemes for a size: they fit, lose about the least there is, and say what then comes true."""
+"""Plans of schemes for a size: they fit it, have about the least error, and predict the real sizes and errors."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Small models with every kind of tie, and one training step's worth of data for each."""
+"""Small models with every kind of tie, and the data of one training step for each."""
 
 import torch
 import torch.nn.functional as F

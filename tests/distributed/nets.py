@@ -1,4 +1,4 @@
-"""A small tied model with everything that is sharded differently, and which rows of it a rank has."""
+"""A small tied model with every case of sharding, and the rows of it that a rank has."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Runs a function on several processes that talk through gloo, and brings back what each returned or raised.
+"""Runs a function on several processes in a gloo group, and returns or raises their results.
 
 Processes are forked from a server that has imported torch once, so that a group of four costs tenths of a second.
 """

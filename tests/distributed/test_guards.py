@@ -1,4 +1,4 @@
-"""What torch breaks without a word under FSDP2 and DDP is mended, or refused with the order that works."""
+"""Calls that torch breaks silently under FSDP2 and DDP are repaired, or refused with the order that works."""
 
 import copy
 from functools import partial

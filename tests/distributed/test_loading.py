@@ -1,4 +1,4 @@
-"""tt.distributed.load: every rank has exactly its rows, read from exactly their bytes, and all ranks fail together."""
+"""``tt.distributed.load``: every rank reads exactly the bytes of its rows, and all ranks fail together."""
 
 import dataclasses
 import os

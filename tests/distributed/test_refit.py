@@ -1,4 +1,4 @@
-"""tt.refit between many machines: a sharded trainer, a rollout of one rank or of all, sharded or not."""
+"""``tt.refit`` on several ranks: from a sharded trainer to a rollout on one rank or all, sharded or not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""tt.distributed.save: byte for byte what one process writes, on any number of ranks; and what comes back is exact."""
+"""``tt.distributed.save`` writes the bytes that one process writes, on any number of ranks, and they load exactly."""
 
 import os
 import signal

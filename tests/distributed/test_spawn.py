@@ -1,4 +1,4 @@
-"""The helper that runs ranks: answers, errors, deaths and hangs all come back, and in time."""
+"""The helper that runs ranks reports results, errors, deaths and hangs, and in time."""
 
 import os
 import time

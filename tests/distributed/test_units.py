@@ -1,4 +1,4 @@
-"""Unit plans: every tied group in one unit, faults before anything is wrapped, bytes and peaks that torch confirms."""
+"""Unit plans: every tied group lies in one unit, faults come before any change, and bytes and peaks are torch's."""
 
 import time
 from functools import partial

@@ -1,4 +1,4 @@
-"""From meta to a resumed training, on models with many things at once: beside one process, and on other ranks."""
+"""From ``meta`` to resumed training, on models with many features at once, against one process and other worlds."""
 
 import itertools
 

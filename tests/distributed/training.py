@@ -1,4 +1,4 @@
-"""Training on ranks beside training in one process, step by step: what runs inside of spawned processes."""
+"""Training on ranks compared with training in one process, step by step; runs inside spawned processes."""
 
 from contextlib import nullcontext
 

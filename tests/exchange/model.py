@@ -1,8 +1,9 @@
-"""A model of an exchange as ``tt.convert`` and ``tt.load`` drive it: states, and what may come between two steps.
+"""A state machine of an exchange as ``tt.convert`` and ``tt.load`` drive it, with signals and failures between steps.
 
-A state has what is still to do, as a tuple of steps. Before each *labelled* step nothing may come, or a signal, or the
-step may fail: memory is short there, or somebody refuses. So the model says, for every way in which a conversion can
-go, which steps are taken and what the model of torch is afterwards; ``test_model.py`` has the code go the same way.
+A state holds the steps that are still to do, as a tuple. At each *labelled* step one of three things happens: the step
+succeeds, a signal arrives before it, or it fails (memory is short, or something refuses). So for every path of a
+conversion the state machine gives the steps that are taken and the resulting torch model; ``test_model.py`` drives
+the code along the same paths.
 """
 
 from typing import NamedTuple

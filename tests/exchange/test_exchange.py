@@ -1,4 +1,4 @@
-"""``Exchange``: what an object is changes, and the object stays; also between plain tensors and Weights."""
+"""``Exchange`` changes the contents of an object and keeps the object, also between plain tensors and Weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weight to Weight: the contents are exchanged inside the object, and nothing that holds it weakly is in the way."""
+"""Weight to Weight: parts are exchanged inside the object, so that weak references to it do not prevent it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A model of the exchange keeps every promise, whatever comes when; and the code goes every way that the model goes."""
+"""The state machine of the exchange keeps every promise on every path, and the code takes the same paths."""
 
 import importlib
 import signal

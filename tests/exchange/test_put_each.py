@@ -1,4 +1,4 @@
-"""``Exchange.put_each``: the quick way does what the long way does, and leaves to it what it cannot do."""
+"""``Exchange.put_each``: the fast path does what the general path does, and leaves all other cases to it."""
 
 import pytest
 import torch

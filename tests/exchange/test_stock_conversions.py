@@ -1,4 +1,4 @@
-"""Inside ``swapping()`` stock ``.to()`` and its relatives keep models attached, whatever they are made of."""
+"""Inside ``swapping()`` stock ``.to()`` and similar calls keep models of every kind attached."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a stock call inside ``swapping()``: what was done so far is attached, nothing stays held."""
+"""Ctrl-C at any moment of a stock call inside ``swapping()``: the model stays attached, and no lock stays held."""
 
 import signal
 from functools import partial

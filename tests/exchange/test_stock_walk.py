@@ -1,4 +1,4 @@
-"""Inside ``swapping()`` stock conversions take a quick way, which does what the mode does that sees every function."""
+"""Inside ``swapping()`` stock conversions take a fast path, which does the same as the mode over every function."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Converters take turns, and who converts or loads another model meanwhile is not affected."""
+"""Conversions in several threads take turns, and conversions or loads of other models are not affected."""
 
 import threading
 

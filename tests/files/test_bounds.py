@@ -1,4 +1,4 @@
-"""Files that ask for memory, or for time: refused or read in a small multiple of their own size, in a process apart."""
+"""Files that claim much memory or time are refused, or read within a small multiple of their size."""
 
 import json
 import struct

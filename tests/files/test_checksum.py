@@ -1,4 +1,4 @@
-"""The checksum of pieces is that of all bytes, whoever computes it."""
+"""The joined checksum of pieces is that of all bytes, with every implementation."""
 
 import random
 import zlib

@@ -1,4 +1,4 @@
-"""Folders by torch.distributed.checkpoint, read by position: what torch reads, and nothing that a file wants run."""
+"""Folders by torch.distributed.checkpoint, read by position: torch's values, without running any code of a pickle."""
 
 import pickle
 import shutil

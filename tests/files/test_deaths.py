@@ -1,4 +1,4 @@
-"""A save that dies between any two of its system calls: what is there is the old, the new, or says that it is torn."""
+"""A save killed between any two system calls leaves the old checkpoint, the new one, or one reported as torn."""
 
 import gc
 import json

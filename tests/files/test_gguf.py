@@ -1,4 +1,4 @@
-"""GGUF files: what is read, and what is refused, by file and key."""
+"""GGUF files: reading them, and refusing damaged ones with file and key."""
 
 import json
 import struct

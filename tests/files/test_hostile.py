@@ -1,4 +1,4 @@
-"""Folders in which names stand for what is no file: refused at once, in one line."""
+"""Folders whose names are not regular files (pipes, devices, links) are refused at once, on one line."""
 
 import json
 import os

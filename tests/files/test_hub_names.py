@@ -1,4 +1,4 @@
-"""Names of the Hub: a local path always wins, and without huggingface_hub one line says what to do."""
+"""Names of the Hub: a local path takes precedence, and without huggingface_hub one line says what to do."""
 
 import sys
 from pathlib import Path

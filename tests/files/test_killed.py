@@ -1,4 +1,4 @@
-"""Writers that are killed, interrupted, or refused by a real disk: the old file is whole, and nothing lies."""
+"""Writers that are killed, interrupted or fail on a full disk leave the old file whole; no torn file looks whole."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Memory for what is loaded."""
+"""Allocating memory for loaded tensors."""
 
 import ctypes
 import gc

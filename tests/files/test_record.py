@@ -1,4 +1,4 @@
-"""The record of ties, weights and strides: what it says comes back, and what it must not say is refused."""
+"""The record of ties, weights and strides survives a file, and invalid records are refused."""
 
 import json
 import zlib

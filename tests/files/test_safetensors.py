@@ -1,4 +1,4 @@
-"""Safetensors files: what is written is read, by us and by others; what lies is refused."""
+"""Safetensors files: we and others read what we write, and files with false headers are refused."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Every checkpoint that a test of this folder opens also tests that no format is passed over that would have it."""
+"""Checks, for every checkpoint that a test of this folder opens, that no format that would recognise it is skipped."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from torchtether.formats.entry import may_recognise
 
 
 def overlooked(contents):
-    """The names of the formats that are not asked, and recognise or refuse ``contents`` all the same."""
+    """Return the names of formats that ``may_recognise`` skips, although they recognise or refuse ``contents``."""
     found = []
     for format in FORMATS:
         if not may_recognise(format, contents):

@@ -1,4 +1,4 @@
-"""Checkpoints as others publish them, made for one test: tensors, what the files say, and the JSON beside them."""
+"""Checkpoints as others publish them, made for one test: tensors, metadata, and the JSON files beside them."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""AutoRound: which of the layouts of GPTQ and AWQ its words mean; tests/peers has the package."""
+"""AutoRound: which layout of GPTQ or AWQ its config selects; tests/peers has the package."""
 
 import numpy as np
 import pytest

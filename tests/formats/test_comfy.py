@@ -1,4 +1,4 @@
-"""ComfyUI's files: each kind of weight from tensors of our own, decoded here in float64; what is wrong said by name."""
+"""ComfyUI's files: each kind of weight from tensors made here, decoded here in float64; faults by name."""
 
 import json
 import re

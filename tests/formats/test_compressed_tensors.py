@@ -1,4 +1,4 @@
-"""compressed-tensors: what is written is read to the same bits, and what is wrong is said, never guessed."""
+"""compressed-tensors: written files are read to the same bits, and faults are reported, never guessed around."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Formats are asked by evidence: a plain checkpoint passes none of them, and none is passed over that would have it."""
+"""Formats are tried only on evidence: none on a plain checkpoint, and every one that would recognise a checkpoint."""
 
 import random
 from types import SimpleNamespace

@@ -1,7 +1,7 @@
-"""Quantized files that lie: in config.json, in the header, in the tensors that say how others are to be read.
+"""Quantized files with false contents: in config.json, in the header, in tensors that describe other tensors.
 
-Whatever is asked of one, the answer is tensors of the shapes that were promised, or one error of one line that names
-the file and the key; and a model into which it could not be loaded is as it was.
+Every read returns tensors of the announced shapes, or raises one error of one line that names file and key. A failed
+load leaves the model as it was.
 """
 
 import json

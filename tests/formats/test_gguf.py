@@ -1,4 +1,4 @@
-"""GGUF: types and their faults, what is written, and the names of llama.cpp."""
+"""GGUF: types and their faults, written files, and the names of llama.cpp."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Samples that the original packages wrote (tests/golden): they decode to what those packages decode them to."""
+"""Samples that the original packages wrote (tests/golden) decode to the values that those packages decode."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""HQQ: every packing that is read, from tensors of our own; settings as tensors, and what is wrong said by name."""
+"""HQQ: every packing that is read, from tensors made here; settings as tensors, and faults by name."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""MLX: any shape, bits, group size and mode against a packer of our own; overrides; what is wrong said by name."""
+"""MLX: any shape, bits, group size and mode against a packer written here; overrides; faults by name."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""ModelOpt: each kind of weight from tensors of our own, mixed models, spare keys; what is wrong said by name."""
+"""ModelOpt: each kind of weight from tensors made here, mixed models, extra keys; faults by name."""
 
 import re
 

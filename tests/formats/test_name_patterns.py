@@ -1,4 +1,4 @@
-"""Patterns that a config brings along: what ``re`` says of them, and never for ever."""
+"""Patterns of names in a config match as ``re`` does, in bounded time."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""optimum-quanto: codes of every kind from tensors of our own, shapes that only the model knows, faults by name."""
+"""optimum-quanto: codes of every kind from tensors made here, shapes that only the model knows, faults by name."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""AMD Quark: each kind of weight from tensors of our own, decoded here in float64; what is wrong said by name.
+"""AMD Quark: each kind of weight from tensors made here, decoded here in float64; faults by name.
 
 How they are laid out is derived from amd-quark 0.13: ``create_pack_method`` (torch/utils/pack.py) for the codes,
 ``StaticScaledRealQuantizer`` (torch/export/nn/modules/realquantizer.py) for what is transposed and packed on export

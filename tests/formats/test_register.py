@@ -1,4 +1,4 @@
-"""A format of one's own, written as the README says: once registered, everything reads and writes it."""
+"""A user's own format, written as the README says: once registered, every function reads and writes it."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Rows of published weights, read alone: those that the whole has, and no bytes but theirs."""
+"""Rows of published weights that are read alone equal those of the whole, and only their bytes are read."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""SINQ: every packing that is read, from tensors of our own, and what is wrong said by name.
+"""SINQ: every packing that is read, from tensors made here, and faults by name.
 
 How they are laid out is derived from sinq 0.2.0: ``Quantizer`` (quantizer.py) and ``BitPack`` (bitpack.py) for the
 tensors, ``save_weights_safetensors`` (patch_model.py) for names and settings; tests/golden has what that package wrote.

@@ -1,4 +1,4 @@
-"""torchao's safetensors: every type of the table from descriptions of our own; shards; what is wrong said by name."""
+"""torchao's safetensors: every type of the table from descriptions made here; shards; faults by name."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Saving and converting in formats of others: their tensors, their words in config.json, and nothing silently lost."""
+"""Saving and converting in formats of others writes their tensors and config.json, and loses nothing silently."""
 
 import json
 

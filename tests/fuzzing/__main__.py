@@ -1,7 +1,7 @@
 """Fuzz the readers under atheris (libFuzzer), guided by their coverage: python -m tests.fuzzing --minutes 1
 
-What no reader may do is written, with the input, to ``--finds``: an exception that is not one of ours, more than 1 GiB
-of memory for an input of some kilobytes, more than ten seconds, or the end of the process. Exits with 1 then.
+Findings are written with their input to ``--finds``: an exception that is not one of ours, more than 1 GiB of memory
+for an input of some kilobytes, more than ten seconds, or the end of the process. Exits with 1 if there are any.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Little memory for what reads what strangers wrote."""
+"""A memory limit for processes that read untrusted files."""
 
 import contextlib
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def little_memory(nbytes=2**30):
-    """Inside, whoever asks for much more memory than a sample and a few threads take gets an error that is not ours."""
+    """Limit memory in the block: allocations far above those of a sample and a few threads raise foreign errors."""
     if sys.platform != "linux":
         yield
         return

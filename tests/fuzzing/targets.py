@@ -1,8 +1,8 @@
-"""What is fuzzed: for each reader, inputs that it believes, and a function from bytes to nothing or one of our errors.
+"""Targets of fuzzing: for each reader, valid inputs, and a function of bytes that returns or raises one of our errors.
 
-An input is as small as the reader allows: JSON text where that is what strangers write, the instructions of a pickle
-without the archive around them, the changes to a sample where a format is recognised by many files. All of them are
-in memory, or in files on tmpfs.
+An input is as small as the reader allows: JSON text if that is the untrusted part, the instructions of a pickle without
+their archive, the changes to a sample if a format is recognised by many files. All of them are in memory, or in files
+on tmpfs.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""What fuzzing has found stays mended, and a few seconds of it find nothing more: ``python -m tests.fuzzing``."""
+"""Earlier findings of fuzzing stay fixed, and a few seconds of it find nothing new: ``python -m tests.fuzzing``."""
 
 import faulthandler
 import os

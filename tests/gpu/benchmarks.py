@@ -1,4 +1,4 @@
-"""What products, encoders and loads take on the device, beside dense products, its bandwidth, and peers.
+"""The cost of products, encoders and loads on the device, compared with dense products, its bandwidth, and peers.
 
 Contenders take turns within a round; a figure is the median over the rounds of a ratio within one. Each call of a
 product takes another copy of its weight, so that none is found in the cache of the device.

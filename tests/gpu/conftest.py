@@ -1,6 +1,6 @@
-"""The tests of this folder run on a device: ``cuda``, or what TORCHTETHER_TEST_DEVICE says (``cpu`` proves the tests).
+"""The tests of this folder run on ``cuda``, or the device in TORCHTETHER_TEST_DEVICE (``cpu`` tests the tests).
 
-Without it they are left out when they are collected, and pytest says how many.
+Without that device they are deselected at collection, and pytest prints how many.
 """
 
 import os
@@ -19,7 +19,7 @@ def is_there():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what is in this folder, and leave it out where there is no device."""
+    """Mark the tests of this folder, and deselect them if there is no device."""
     here = [item for item in items if FOLDER in item.path.parents]
     for item in here:
         item.add_marker(pytest.mark.gpu)
@@ -35,13 +35,13 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def device():
-    """The device with its index, as tensors on it say."""
+    """Return the device with its index."""
     return torch.empty(0, device=DEVICE).device
 
 
 @pytest.fixture
 def gpu(device):
-    """The module of the device; a test that needs streams, graphs or counts of memory is skipped on a CPU."""
+    """Return the torch module of the device; skips a test that needs streams, graphs or memory counts on a CPU."""
     if device.type == "cpu":
         pytest.skip("a CPU has neither streams nor memory of its own")
     torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""A small model with ties, and what the tests of this folder compare."""
+"""A small model with ties, and comparisons for the tests of this folder."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The public laws of ``tt.testing``, with every tensor that they draw on the device."""
+"""The public laws of ``tt.testing``, with every drawn tensor on the device."""
 
 import pytest
 import torch

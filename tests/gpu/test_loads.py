@@ -1,4 +1,4 @@
-"""A load to the device gives the bits of a load to the CPU that is moved there, in bounded memory on both sides."""
+"""A load to the device gives the same bits as a load to the CPU and a move, in bounded memory on both sides."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Conversions, swaps, refits and offloads that go to the device and back; what runs out of memory changes nothing."""
+"""Conversions, swaps, refits and offloads to the device and back; running out of memory changes nothing."""
 
 import copy
 from functools import partial

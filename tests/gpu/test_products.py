@@ -1,4 +1,4 @@
-"""Products lie within what their dtype gives of float64's, in any shape and strides, compiled and under graphs."""
+"""Products are within the bound of their dtype of float64's, in any shape and strides, compiled and under graphs."""
 
 import pytest
 import torch

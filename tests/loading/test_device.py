@@ -1,4 +1,4 @@
-"""A load to a device gives what a load to the CPU gives, however late the device works, and in bounded memory."""
+"""A load to a device gives the values of a load to the CPU, however late the device works, and in bounded memory."""
 
 import pytest
 import torch

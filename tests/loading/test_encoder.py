@@ -1,4 +1,4 @@
-"""Which encoder runs during a load: compiled loops if they are at hand, torch ops otherwise; the bits are the same."""
+"""The encoder of a load: compiled loops if they are available, torch ops otherwise; the bits are the same."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Everything that stands in the way of a load is found first, said at once, and leaves the model as it was."""
+"""All faults of a load are found before any change, and reported together."""
 
 import pickle
 

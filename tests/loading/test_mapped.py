@@ -1,4 +1,4 @@
-"""``mmap=True``: the memory of a parameter is private pages of the file, and all else is as if it had been read."""
+"""``mmap=True``: parameters lie on private pages of the file; everything else is as with reading."""
 
 import copy
 import io

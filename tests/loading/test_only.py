@@ -1,4 +1,4 @@
-"""A plan applied by hand, a few names at a time: what is named is loaded, the rest is exactly as it was."""
+"""A plan applied to a few names at a time: those are loaded, and the rest does not change."""
 
 import pytest
 import torch

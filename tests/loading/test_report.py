@@ -1,4 +1,4 @@
-"""What reports measure and print: memory of the process's own and pages of mapped files apart."""
+"""The measurements of reports: anonymous memory and pages of mapped files, separately."""
 
 import mmap
 import os

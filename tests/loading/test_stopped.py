@@ -1,4 +1,4 @@
-"""A load that stops in the middle: what is found before the first change, what the error says, what can be resumed."""
+"""A load that fails in the middle: checks before the first change, the text of the error, and resuming."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Tensor subclasses that we did not write, each with what ``check_tensor_subclass`` needs to know of it."""
+"""Tensor subclasses of other libraries, each with its arguments of ``check_tensor_subclass``."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What tests of several peers share."""
+"""Fixtures that tests of several peers share."""
 
 import pytest
 

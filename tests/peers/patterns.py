@@ -1,4 +1,4 @@
-"""How real models tie their parameters: a tiny model per pattern, what it eats, and how many names each tie has."""
+"""How real models tie their parameters: a tiny model for each pattern, its inputs, and how many names each tie has."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""What survives with whom: each cell of the table in the guide ``laws.md`` is a function here, which anyone can run.
+"""What survives in which library: each cell of the table in the guide ``laws.md`` is a function here.
 
 python -m tests.peers.promises
 """

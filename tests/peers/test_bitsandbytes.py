@@ -1,4 +1,4 @@
-"""bitsandbytes itself: what it writes we decode as it does, and what we write it decodes as we do."""
+"""bitsandbytes: we decode its files to its values, and it decodes ours to our values."""
 
 import json
 

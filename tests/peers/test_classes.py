@@ -1,4 +1,4 @@
-"""Which laws tensor subclasses that we did not write keep: a table, as of these versions.
+"""Which laws tensor subclasses of other libraries keep: a table, for these versions.
 
 ``pytest -m peers tests/peers/test_classes.py`` checks it, ``python -m tests.peers.test_classes`` prints it.
 """

@@ -1,7 +1,7 @@
 """The same codes and scales as compressed-tensors, torchao, bitsandbytes and optimum-quanto compute.
 
-Not close: the same, on 1024 x 1024 Gaussian weights and on small shapes of every kind.  Where a peer computes in
-another order, the few codes that fall on the other side of a tie are counted and bounded.
+They are equal, not close, on 1024 x 1024 Gaussian weights and on small shapes of every kind.  Where a peer computes in
+another order, the few codes that round to the other neighbour are counted and bounded.
 """
 
 import pytest

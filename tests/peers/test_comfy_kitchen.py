@@ -1,4 +1,4 @@
-"""ComfyUI's kernels, comfy-kitchen, decode what we write to what we decode."""
+"""ComfyUI's kernels, comfy-kitchen, decode our files to the values that we decode."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""compressed-tensors and transformers read what we write, and we read what they write, to the same bits."""
+"""compressed-tensors and transformers read our files, and we read theirs, to the same bits."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What we write, with embeddings and ties, read by ``from_pretrained`` with equal logits; or refused beforehand."""
+"""``from_pretrained`` reads our files, with embeddings and ties, to equal logits; others are refused beforehand."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The gguf package itself: what it quantizes and writes, and any bytes, we decode to its values bit for bit."""
+"""The gguf package: we decode the files that it quantizes, and random bytes, to its values bit for bit."""
 
 import numpy as np
 import pytest

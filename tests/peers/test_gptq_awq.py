@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and AutoRound against packages: AutoRound packs, and it and compressed-tensors say what that decodes to."""
+"""GPTQ, AWQ and AutoRound: AutoRound packs, and we decode to the values of AutoRound and compressed-tensors."""
 
 import importlib
 import warnings

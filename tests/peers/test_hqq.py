@@ -1,4 +1,4 @@
-"""What hqq quantizes, we read to the values that it dequantizes to."""
+"""We read what hqq quantizes to the values that hqq dequantizes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints by their names on the Hub: from the cache of huggingface_hub offline, and fetched from a server here."""
+"""Checkpoints by their names on the Hub: offline from huggingface_hub's cache, and downloaded from a local server."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""accelerate: ``load_checkpoint_in_model`` reads what we save, and we read what ``save_model`` writes."""
+"""accelerate: ``load_checkpoint_in_model`` reads our files, and we read those of ``save_model``."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""huggingface_hub: ``load_torch_model`` reads what we save, and we read what ``save_torch_model`` writes."""
+"""huggingface_hub: ``load_torch_model`` reads our files, and we read those of ``save_torch_model``."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """safetensors itself: its own rules for shared tensors beside ours, its loader on our files, its files in our loader.
 
-Every kind of sharing is a row of ``SHARED``.  Where safetensors refuses, loses memory or writes wrong values, ours
-comes back exactly, memory included, or is refused in one line that names the tensor.
+Every kind of sharing is a row of ``SHARED``.  Where safetensors refuses, loses sharing or writes wrong values, we
+restore values and sharing exactly, or refuse with one line that names the tensor.
 """
 
 from dataclasses import dataclass

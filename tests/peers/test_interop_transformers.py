@@ -1,4 +1,4 @@
-"""transformers: ``from_pretrained`` reads what we save, and we read what ``save_pretrained`` writes, ties kept."""
+"""transformers: ``from_pretrained`` reads our files, and we read those of ``save_pretrained``, with ties."""
 
 import pytest
 import torch

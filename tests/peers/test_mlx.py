@@ -1,4 +1,4 @@
-"""What mlx quantizes, we read to the values that mlx dequantizes to."""
+"""We read what mlx quantizes to the values that mlx dequantizes."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Every way in which real models tie, from meta to bfloat16 and through a file, under a living optimizer.
+"""Every way in which real models tie, from ``meta`` to bfloat16 and through a file, under an optimizer.
 
-The reference is the same model built eagerly, trained and converted by stock torch: equal bit for bit throughout.
+The reference is the same model, built eagerly, trained and converted by stock torch; results are equal bit for bit.
 """
 
 from dataclasses import dataclass

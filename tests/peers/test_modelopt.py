@@ -1,4 +1,4 @@
-"""What ModelOpt quantizes, we read to the values that it dequantizes to."""
+"""We read what ModelOpt quantizes to the values that ModelOpt dequantizes."""
 
 import pytest
 import torch

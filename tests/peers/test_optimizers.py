@@ -1,4 +1,4 @@
-"""Optimizers of 8 bits, those of torchao and bitsandbytes, on trainable Weights and on adapters."""
+"""8-bit optimizers of torchao and bitsandbytes on trainable Weights and on adapters."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""PEFT's adapters on fused experts that are Weights: as PEFT's own on their values, with no layer's experts dense."""
+"""PEFT's adapters on fused experts that are Weights: PEFT's results on their values, with no layer dense."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The guide's table of what survives with whom is what a run gives, with the versions that it names."""
+"""The guide's table of what survives in which library equals the results of a run, for the versions that it names."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What searching for scales gains over rounding to nearest, on real weights: the linear layers of MiniLM."""
+"""The gain of searched scales over rounding to nearest, on real weights: the linear layers of MiniLM."""
 
 import math
 from pathlib import Path

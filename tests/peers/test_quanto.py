@@ -1,4 +1,4 @@
-"""What optimum-quanto freezes and saves, we load to the values that it dequantizes to."""
+"""We load what optimum-quanto freezes and saves to the values that it dequantizes."""
 
 import pytest
 import torch

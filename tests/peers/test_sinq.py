@@ -1,4 +1,4 @@
-"""The package sinq reads what we write, and decodes it to what we decode."""
+"""The package sinq reads our files, and decodes them to our values."""
 
 import pytest
 import torch

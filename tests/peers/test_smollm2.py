@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M from its Q4_1 file, tied, fine-tuned with adapters on a text as its dense twin is."""
+"""A real model: SmolLM2-135M from its Q4_1 file, tied, fine-tuned with adapters on a text like its dense twin."""
 
 import importlib.util
 import math

@@ -1,4 +1,4 @@
-"""What torchao flattens into safetensors, we read to the values that torchao dequantizes to."""
+"""We read what torchao flattens into safetensors to the values that torchao dequantizes."""
 
 import pytest
 import torch

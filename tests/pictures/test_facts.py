@@ -1,4 +1,4 @@
-"""What a storage map knows, against what torch and find_ties say; laws over models of every kind."""
+"""The facts of storage maps, compared with torch and ``find_ties``; laws over models of every kind."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Storage maps as text, pictures and comparisons: nothing is lost, breaks out, or comes from elsewhere."""
+"""Storage maps as text, pictures and comparisons: complete, escaped and self-contained."""
 
 import re
 import xml.etree.ElementTree as ElementTree

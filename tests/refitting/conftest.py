@@ -1,4 +1,4 @@
-"""What every test of a refit shares."""
+"""Fixtures of all tests of refits."""
 
 import threading
 
@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
-    """Whatever happened, the threads that worked for a refit have ended."""
+    """Assert that the threads of a refit have ended, whether it succeeded or not."""
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "torchtether"]

@@ -1,4 +1,4 @@
-"""A small model with ties and buffers of every kind, quantized or not, and what a refit must not change of it."""
+"""A small model with ties and buffers of every kind, quantized or not, and the facts that a refit must not change."""
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ def build(seed, scheme=None):
 
 
 def tensors_of(model):
-    """Every plain tensor that holds the model, by name, in the memory that it has."""
+    """Return every plain tensor of the model by name, parts of Weights included; not copies."""
     found = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         for role, part in tensor.parts.items() if isinstance(tensor, tt.Weight) else [("", tensor.detach())]:
@@ -52,7 +52,7 @@ def is_same(one, other):
 
 
 def places(model):
-    """What a compiled graph or an optimizer holds of a model: objects, and where their memory is."""
+    """Return what compiled graphs and optimizers hold of a model: ids of objects, and addresses of memory."""
     held = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     held |= {name: id(b) for name, b in model.named_buffers()}
     return held, {key: part.data_ptr() for key, part in tensors_of(model).items()}

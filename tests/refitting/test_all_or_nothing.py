@@ -1,4 +1,4 @@
-"""``atomic="full"``: whatever happens, a model is all old or all new."""
+"""``atomic="full"``: after any failure a model is all old or all new."""
 
 import itertools
 import os

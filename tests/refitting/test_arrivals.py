@@ -1,4 +1,4 @@
-"""Pieces that arrive one after the other: any order, memory that is used again, and nothing that is skipped."""
+"""Pieces that arrive one after the other: in any order, in reused memory, and without omissions."""
 
 import itertools
 import random

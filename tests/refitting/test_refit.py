@@ -1,4 +1,4 @@
-"""tt.refit: the values that tt.quantize gives, in the memory that the model has, from every kind of source."""
+"""``tt.refit`` writes the values of ``tt.quantize`` into the model's memory, from every kind of source."""
 
 import copy
 import zlib

@@ -1,4 +1,4 @@
-"""``dtype=`` and ``device=`` per pattern: the first glob that matches a name decides, and faults are found first."""
+"""``dtype=`` and ``device=`` by pattern: the first glob that matches a name decides, and faults are found first."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What rules read and hold: a piece reads its own rows, and nothing is held beside the model but one stored tensor."""
+"""The memory of rules: a piece reads its own rows, and at most one stored tensor is held beside the model."""
 
 import multiprocessing
 import tempfile

@@ -1,4 +1,4 @@
-"""The rule that puts pairs of rows in halves: for plain tensors and Weights, alone and before other rules."""
+"""The rule ``Rotary``, which reorders pairs of rows into halves, on tensors and Weights, alone and with other rules."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Concat, Split, Stack, Transpose: loading with a rule is loading what torch.cat, split, stack and transpose make."""
+"""Loading with Concat, Split, Stack and Transpose gives the values of torch.cat, split, stack and transpose."""
 
 import re
 

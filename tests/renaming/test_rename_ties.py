@@ -1,4 +1,4 @@
-"""Ties of the model and of the file, where names go through a rule: the right values, or a fault."""
+"""Ties of the model and of the file under rename rules: the right values, or a fault."""
 
 import pytest
 import safetensors.torch

@@ -1,4 +1,4 @@
-"""Published spellings of fused models: what transformers' own conversion gives, the rules give."""
+"""Published names of fused models: the rules give the values of transformers' own conversion."""
 
 import warnings
 

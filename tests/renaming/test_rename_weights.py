@@ -1,4 +1,4 @@
-"""Rename rules on quantized checkpoints: parts are cut and joined, nothing is decoded, or the plan says why not."""
+"""Rename rules on quantized checkpoints cut and join parts without decoding, or the plan has a fault."""
 
 from dataclasses import dataclass
 from typing import ClassVar

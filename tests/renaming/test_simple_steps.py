@@ -1,4 +1,4 @@
-"""Most tensors are planned on a short way; it must be the same plan as on the long one."""
+"""The fast path that plans most tensors gives the same plan as the general one."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The Triton encoders give the bits of torch ops. ``test_gpu_encoding.py`` runs this file where Triton interprets."""
+"""The Triton encoders give the bits of torch ops. ``test_gpu_encoding.py`` runs this under Triton's interpreter."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Facts to draw, and the laws that every scheme keeps; the families' tests run them over their own schemes."""
+"""Test cases, and the laws that every scheme keeps; the tests of each family run them over its schemes."""
 
 from __future__ import annotations
 

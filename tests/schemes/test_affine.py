@@ -1,4 +1,4 @@
-"""Affine: the laws over its fields, and what only integers with scales promise."""
+"""Affine: the laws over its fields, and its own promises."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Biased: the laws over its fields, and what only integers with a float bias promise."""
+"""Biased: the laws over its fields, and its own promises."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Walking a tensor in pieces: whatever the strides and the range, the same rows and the same elements."""
+"""Walking a tensor in pieces gives the same rows and elements, whatever the strides and the range."""
 
 import pytest
 import torch

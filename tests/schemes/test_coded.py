@@ -1,4 +1,4 @@
-"""Kinds of one's own on ``tt.BlockScheme``: every law, over all ways that blocks may lie, and a loop beside."""
+"""A user's own schemes on ``tt.BlockScheme``: every law, over all layouts of blocks, and against a loop."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""ColumnScaled: the laws over schemes that it may hold, and what only scales of columns promise."""
+"""ColumnScaled: the laws over the schemes that it may wrap, and its own promises."""
 
 import pytest
 import torch

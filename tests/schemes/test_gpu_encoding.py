@@ -1,4 +1,4 @@
-"""Encoding on a GPU, as far as it can be proven without one: shapes, bits under Triton's interpreter, compilation."""
+"""Encoding on a GPU, tested without one: shapes, bits under Triton's interpreter, and compilation."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Plain, whose one part is the tensor itself, and what a scheme that writes no more than it must inherits."""
+"""Plain, whose one part is the tensor itself, and the defaults that a minimal scheme inherits."""
 
 import pytest
 

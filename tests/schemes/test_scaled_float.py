@@ -1,4 +1,4 @@
-"""ScaledFloat: the laws over its fields, and what only small floats promise."""
+"""ScaledFloat: the laws over its fields, and its own promises."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Encoding and decoding work in small pieces: no float32 copy of a large tensor is ever made."""
+"""Encoding and decoding work in small pieces, without a float32 copy of a large tensor."""
 
 import pytest
 import torch

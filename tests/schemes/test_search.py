@@ -1,4 +1,4 @@
-"""Scales that are searched for: never worse than those of the range, and no part of what is held."""
+"""Searched scales are never worse than scales from the range, and the search is not part of the stored scheme."""
 
 from dataclasses import replace
 

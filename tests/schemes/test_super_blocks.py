@@ -1,4 +1,4 @@
-"""SuperBlocks: the laws over its fields, and what only scales of scales promise."""
+"""SuperBlocks: the laws over its fields, and its own promises."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A wrapper subclass as ``tt.WrapperTensor`` makes them, and one broken copy of it per law."""
+"""A wrapper subclass on ``tt.WrapperTensor``, and a broken copy of it for each law."""
 
 import sys
 import weakref

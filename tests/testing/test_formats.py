@@ -1,4 +1,4 @@
-"""The laws of formats: ours keep them, on what they write and on what others wrote; broken ones are told which."""
+"""The laws of formats: ours keep them, on their own files and on those of others; a broken format fails its law."""
 
 from pathlib import Path
 from types import SimpleNamespace

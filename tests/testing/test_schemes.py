@@ -1,4 +1,4 @@
-"""The laws of schemes: ours keep them all, and whoever breaks one is told which, and no other."""
+"""The laws of schemes: ours keep them all, and a scheme that breaks one law fails that law alone."""
 
 import dataclasses
 from dataclasses import dataclass

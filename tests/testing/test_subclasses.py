@@ -1,4 +1,4 @@
-"""The laws of tensor subclasses: ours keep them all, and whoever breaks one is told which, and no other."""
+"""The laws of tensor subclasses: ours keep them all, and a class that breaks one law fails that law alone."""
 
 import logging
 import os

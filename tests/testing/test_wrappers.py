@@ -1,4 +1,4 @@
-"""What an author of wrapper subclasses writes on ``tt.WrapperTensor``: optional parts, bases of bases, constructors."""
+"""Wrapper subclasses on ``tt.WrapperTensor``: optional parts, subclasses of subclasses, constructors."""
 
 import copy
 

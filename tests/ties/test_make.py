@@ -1,4 +1,4 @@
-"""tie, untie, and the comparison with the record."""
+"""``tie``, ``untie``, and ``check_ties`` against the record."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Models with random ties: what is found is what was made, whatever the order of names."""
+"""Models with random ties: ``find_ties`` finds exactly those, whatever the order of names."""
 
 import torch
 from hypothesis import given

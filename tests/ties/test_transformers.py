@@ -1,4 +1,4 @@
-"""Ties of real models: tiny transformers, built on the CPU and on meta."""
+"""Ties of real models: tiny models of transformers, built on the CPU and on ``meta``."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Random products with quantized weights, in a process of their own: a kernel that reads where it must not may crash.
+"""Random products with quantized weights, in a child process, because a kernel that reads out of bounds may crash it.
 
     python -m tests.weights.kernel_cases SEED COUNT FAST
 

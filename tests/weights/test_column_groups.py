@@ -1,4 +1,4 @@
-"""Products and rows of codes whose columns name their groups, as GPTQ with ``act_order`` writes them."""
+"""Products and rows of Weights with a group index for each column, as GPTQ with ``act_order`` writes them."""
 
 import pytest
 import torch

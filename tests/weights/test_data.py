@@ -1,4 +1,4 @@
-"""``weight.data = tensor``, as PEFT, diffusers and transformers write it: the table of ``ops/data.py``."""
+"""``weight.data = tensor``, as PEFT, diffusers and transformers assign it: the table of ``ops/data.py``."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""What ``torch.export``, AOTInductor and ``torch.compile`` make of quantized models as ``tt.quantize`` leaves them."""
+"""Quantized models from ``tt.quantize`` under ``torch.export``, AOTInductor and ``torch.compile``."""
 
 import shutil
 import warnings

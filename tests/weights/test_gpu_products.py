@@ -1,4 +1,4 @@
-"""Products on CUDA: the calls fit and wait for nothing, by fake tensors; their numbers, where the CPU has the op."""
+"""Products on CUDA: with fake tensors, that calls fit and do not synchronise; and values, where the CPU has the op."""
 
 import pytest
 import torch

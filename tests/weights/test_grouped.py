@@ -1,4 +1,4 @@
-"""``F.grouped_mm`` on stacked Weights: what mixtures of experts call, forward, backward and compiled."""
+"""``F.grouped_mm`` on stacked Weights, which mixtures of experts call: forward, backward and compiled."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products with quantized weights: the same numbers from every kernel, no crash, nothing stale, nothing kept."""
+"""Products with quantized weights: equal results of every kernel, no crash, no stale caches, no leaked memory."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Laws of every op that a Weight answers, over every scheme."""
+"""Laws of every op that a Weight supports, over every scheme."""
 
 import warnings
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Products beside float64: what README promises of sums holds by every row of the table, whatever processor this is."""
+"""Products compared with float64: README's bound on sums holds by every row of the table, on any processor."""
 
 import pytest
 import torch

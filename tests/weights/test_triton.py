@@ -1,4 +1,4 @@
-"""Triton's kernels, which no GPU of this machine runs: their numbers from its interpreter, and code for absent GPUs."""
+"""Triton's kernels without a GPU: their results under its interpreter, and their compilation for absent GPUs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What section 3 of the design says of Weight, beyond the laws over schemes and ops."""
+"""The promises of Weight beyond the laws over schemes and ops."""
 
 import copy
 import importlib

@@ -1,9 +1,9 @@
-"""Triton's kernels without a GPU, in a process of their own: run by its interpreter, or compiled for absent GPUs.
+"""Triton's kernels without a GPU, in a child process: run by its interpreter, or compiled for absent GPUs.
 
     TRITON_INTERPRET=1 python -m tests.weights.triton_cases interpret SEED
     python -m tests.weights.triton_cases compile CAPABILITY [ID ...]
 
-prints a JSON list of what was wrong. Triton reads the variable when it is imported, hence the process.
+prints a JSON list of failures. Triton reads the variable when it is imported, hence the process.
 """
 
 import json
