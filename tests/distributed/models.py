@@ -139,7 +139,7 @@ class Stand(nn.Module):
 
 
 class ThreeWay(nn.Module):
-    """Embedding, head, and a buffer inside of a block: its very object, or a tensor over its memory."""
+    """Embedding, head, and a buffer inside a block: the same object, or a tensor over its memory."""
 
     def __init__(self, vocabulary=24, is_object=True):
         super().__init__()
@@ -180,7 +180,7 @@ class Storage(GPT):
 
 
 class Turned(GPT):
-    """A head that holds the transpose of the embedding; with ``live`` one that takes it in forward."""
+    """A head that holds the transpose of the embedding; with ``live`` it computes the transpose in forward."""
 
     def __init__(self, vocabulary=24, live=False):
         super().__init__(vocabulary)
@@ -206,7 +206,7 @@ class _Taken(nn.Module):
 
 
 class Fused(nn.Module):
-    """Attention whose three weights are rows of one, which is used as well, and a head over the first words."""
+    """Attention whose three weights are rows of one, which is used too, and a head over the first tokens."""
 
     def __init__(self, vocabulary=25, live=False):
         super().__init__()
@@ -263,7 +263,7 @@ class _FusedBlock(nn.Module):
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and what is trained beside it."""
+    """A frozen linear layer with a trainable low-rank adapter."""
 
     def __init__(self, base, rank=2):
         super().__init__()
@@ -287,7 +287,7 @@ def lora(scheme, vocabulary=25, width=D, rules=None):
 
 
 def data(step, vocabulary=24):
-    """Ids (BATCH, 5) of a step."""
+    """Return the ids (BATCH, 5) of a step."""
     return torch.randint(0, vocabulary, (BATCH, 5), generator=torch.Generator().manual_seed(100 + step))
 
 

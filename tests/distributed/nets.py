@@ -34,7 +34,7 @@ def tokens():
 
 
 def build(*, vocab=101, mesh=None, on_meta=True, quantize=None):
-    """The model sharded block by block, before it has memory."""
+    """Return the model on ``meta``, sharded block by block."""
     if on_meta:
         with tt.on_meta():
             model = Tied(vocab)
@@ -48,7 +48,7 @@ def build(*, vocab=101, mesh=None, on_meta=True, quantize=None):
 
 
 def loaded(path, *, vocab=101, **options):
-    """The model as one process has loaded it."""
+    """Return the model as one process loads it."""
     with tt.on_meta():
         model = Tied(vocab)
     tt.load(model, path, **options)
@@ -56,7 +56,7 @@ def loaded(path, *, vocab=101, **options):
 
 
 def step(model, optimizer):
-    """The loss of one step of training."""
+    """Train one step; return its loss."""
     loss = nn.functional.cross_entropy(model(tokens()), tokens())
     loss.backward()
     optimizer.step()
@@ -65,13 +65,13 @@ def step(model, optimizer):
 
 
 def rows_of(tensor, rank, world):
-    """The rows that ``torch.chunk`` gives to ``rank``."""
+    """Return the rows that ``torch.chunk`` gives to ``rank``."""
     chunks = torch.chunk(tensor.detach(), world)
     return chunks[rank] if rank < len(chunks) else tensor.detach()[:0]
 
 
 def same_rows(tensor, wanted):
-    """Whether ``tensor`` is this rank's share of ``wanted``, bit for bit, scheme and parts included."""
+    """Return whether ``tensor`` is this rank's shard of ``wanted``, bit for bit, scheme and parts included."""
     if not isinstance(tensor, DTensor):
         return _same(tensor, wanted)
     if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:

@@ -18,17 +18,18 @@ _GRACE = 3.0
 
 
 class RankError(AssertionError):
-    """A rank raised, died or hung; the text has its traceback."""
+    """Raised if a rank raised, died or hung; the text has its traceback."""
 
 
 def spawn(function: Callable, world: int, *args, timeout: float = 120.0, dies: Sequence[int] = ()) -> list:
-    """``function(*args)`` has run on ``world`` ranks of a gloo group; returns their results, by rank.
+    """Run ``function(*args)`` on ``world`` ranks of a gloo group; return their results, by rank.
 
-    ``function`` is a module's, and it, ``args`` and the results can be pickled; it asks ``torch.distributed`` for its
-    rank.  After ``timeout`` seconds every process is killed.  Ranks in ``dies`` may end without an answer (``None``).
+    ``function`` is a module-level function; it, ``args`` and the results must be picklable.  It gets its rank from
+    ``torch.distributed``.  After ``timeout`` seconds every process is killed.  Ranks in ``dies`` may end without a
+    result (``None``).
 
     Raises:
-        What a rank raised, if it can be pickled, from a RankError with its traceback; else the RankError.
+        The error of a rank, if it can be pickled, from a RankError with its traceback; else the RankError.
     """
     context = _context()
     with tempfile.TemporaryDirectory(prefix="gloo") as folder:
@@ -52,10 +53,10 @@ def spawn(function: Callable, world: int, *args, timeout: float = 120.0, dies: S
 
 
 def imagine(function: Callable, world: int, *args, rank: int = 0, timeout: float = 120.0):
-    """``function(*args)`` has run in one process that believes to be ``rank`` of ``world``; returns its result.
+    """Run ``function(*args)`` in one process with torch's fake group as ``rank`` of ``world``; return its result.
 
-    Torch's fake process group answers every collective at once, with what is in memory: shapes and bytes are right,
-    values are not.
+    The fake group completes every collective at once, with whatever is in memory: shapes and bytes are right, values
+    are not.
     """
     context = _context()
     reader, writer = context.Pipe(duplex=False)

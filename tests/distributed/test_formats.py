@@ -18,7 +18,7 @@ IN_TILES = "comfy"
 
 
 def loads():
-    """By sample: what a rank read, beside what one process read; or the fault."""
+    """Return, for each sample, what this rank read and what one process read, or the fault."""
     found = {}
     for sample in SAMPLES:
         expected = json.loads((GOLDEN / sample / "expected.json").read_text())

@@ -24,7 +24,7 @@ FULL = {"emb.weight": "int8", "body.0.0.weight": tt.int4(group_size=16), "body.1
 
 
 def check(model, wanted):
-    """Every tensor is this rank's rows of the wanted ones, which one process has loaded."""
+    """Assert that every tensor has this rank's rows of the expected one, which one process has loaded."""
     named = dict(wanted.named_parameters(remove_duplicate=False)) | dict(wanted.named_buffers())
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     assert found.keys() == named.keys()
@@ -37,7 +37,7 @@ def check(model, wanted):
 
 
 def loads(paths):
-    """Every way to the same rows; returns the bytes that this rank read of the float checkpoint."""
+    """Load the same rows from every source; return the bytes that this rank read of the float checkpoint."""
     nbytes = {}
     for what, path in paths.items():
         options = {"dtype": torch.float32} if what == "other dtype" else {}
@@ -116,7 +116,7 @@ def test_every_rank_has_its_rows_and_has_read_no_others(paths, world):
 
 
 def reads_no_other_byte(path):
-    """Watches every read of the file; the rows of other ranks are never asked for."""
+    """Assert, over every read of the file, that the rows of other ranks are not read."""
     seen = []
     stock = TensorFile.read_bytes
 
@@ -174,7 +174,7 @@ def test_two_dimensional_meshes(paths):
 
 
 def in_a_fake_world(path, world, rank):
-    """In a process of its own, because torch keeps what it knows of a rank in its meshes."""
+    """Load in a process of its own, because torch's meshes keep the rank."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -198,7 +198,7 @@ def test_ranks_of_worlds_that_are_not_there(paths):
 
 
 def fails(path, damage, rank, where):
-    """One rank cannot do its part; all ranks say so, and none has changed."""
+    """Assert that all ranks raise if one fails, and that none has changed."""
     model = build()
     before = {name: (tensor, tensor.is_meta) for name, tensor in model.named_parameters()}
     if dist.get_rank() == rank:
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_a_fault_on_every_rank(paths, tmp_path):
 
 
 def stale(path):
-    """With the swap flag, assign=True leaves FSDP2 gathering an older tensor; after our load it is the new one."""
+    """With the swap flag, assign=True leaves FSDP2 gathering an older tensor; after our load it gathers the new one."""
     losses = []
     for is_ours in (False, True):
         model, wanted = build(on_meta=False), loaded(path)
@@ -334,7 +334,7 @@ def test_after_a_load_forward_uses_what_was_loaded(paths):
 
 
 def trains(path, rules):
-    """Losses step by step, the optimizer built before the load."""
+    """Return the losses of steps with an optimizer that was built before the load."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tt.distributed.load(model, path, quantize=rules)

@@ -22,7 +22,7 @@ def one_model(seed, rules=None):
 
 
 def trained():
-    """A model that two ranks have trained for some steps, and what one process would hold of it."""
+    """Return a model that two ranks have trained for some steps, and its tensors as one process would hold them."""
     torch.manual_seed(5)
     trainer = build(on_meta=False)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
@@ -45,7 +45,7 @@ def is_same(model, wanted):
 
 
 def streams():
-    """Both ranks train; the first also has the rollout, and what arrives is never more than one tensor."""
+    """Both ranks train, and the first also has the rollout; at most one whole tensor is held at a time."""
     trainer, whole = trained()
     wanted = tt.quantize(whole, RULES)
 
@@ -143,7 +143,7 @@ def test_a_sharded_rollout_takes_its_own_rows(tmp_path):
 
 
 def refuses():
-    """What one rank cannot hold stops all; a DTensor that is sharded otherwise is refused in one line."""
+    """Values that one rank's scheme cannot hold stop all ranks; a DTensor sharded otherwise is refused in one line."""
     rollout = build(on_meta=False, quantize={"emb.weight": "int8"})
     before = [p.to_local().clone() for p in rollout.parameters()]
     state = dict(one_model(3).state_dict())

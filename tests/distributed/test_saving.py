@@ -29,7 +29,7 @@ OPTIONS = ({}, {"max_shard_size": 2500}, {"aliases": "copy", "max_shard_size": 4
 
 
 def equal_folders(one, two):
-    """The names of files that are not the same in both folders."""
+    """Return the names of files that differ between both folders."""
     files = {file.relative_to(folder) for folder in (one, two) for file in Path(folder).rglob("*") if file.is_file()}
     return [str(f) for f in files if not all((Path(d) / f).exists() for d in (one, two)) or
             (Path(one) / f).read_bytes() != (Path(two) / f).read_bytes()]  # fmt: skip
@@ -110,7 +110,7 @@ def test_without_a_process_group_it_is_tt_save(source, tmp_path):
 
 
 def begin(source, folder):
-    """Two steps, saved in both formats; then two more, whose losses are those to come back to."""
+    """Train two steps and save in both formats; train two more and return the losses that a resumed run must have."""
     model = build()
     tt.distributed.load(model, source)
     optimizer = torch.optim.AdamW(
@@ -257,7 +257,7 @@ def test_hugging_faces_readers_and_writers_of_dcp(source, tmp_path):
 
 
 def is_killed(source, folder, rank, when, format):
-    """One rank is killed while it writes; what was there is whole."""
+    """Kill one rank while it writes; the old checkpoint must stay whole."""
     model = build()
     tt.distributed.load(model, source)
     with torch.no_grad():

@@ -189,7 +189,7 @@ def test_512_ranks_of_70_billion_parameters():
 
 
 def check_world(rank):
-    """What torch itself gives this rank of a large world: rows, bytes, units, a step."""
+    """Compare the plan with what torch gives this rank of a large world: rows, bytes, units, a step."""
     world = dist.get_world_size()
     for name, make in (("plain", partial(models.GPT, 101)), ("int8", partial(lora, tt.int8(), 101))):
         model = make()
@@ -219,7 +219,7 @@ def test_large_worlds_hold_what_was_planned(world, rank):
 
 
 def measure_peaks(make, units, options, rows=1):
-    """The peaks of a step that the profiler sees allocated, beside those of the plan, in bytes."""
+    """Return the peaks of a step in bytes: those that the profiler records, and those of the plan."""
     model = make()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = plan_units(model, units, mesh=mesh, inputs=IDS)

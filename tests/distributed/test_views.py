@@ -36,7 +36,7 @@ def _share():
 
 
 def check_training(kinds):
-    """Beside a model that takes the view in forward, by AdamW; beside two parameters over one memory, by SGD."""
+    """Compare with a model that views in forward, by AdamW, and with two parameters over one memory, by SGD."""
     for kind in kinds:
         make, units = KINDS[kind]
         reference = _made(partial(make, WORDS, live=True), torch.float64)
@@ -182,7 +182,7 @@ def check_reading():
 
 
 def check_failing():
-    """What fully_shard refuses leaves the model as it was."""
+    """A model that ``fully_shard`` refuses stays as it was."""
     model = _made(partial(Turned, WORDS), torch.float32)
     plan = tt.distributed.plan_units(model, Block)
     held, kind = model.head.weight, type(model.head)

@@ -91,7 +91,7 @@ def check_schemes(named, sizes):
 
 
 def check_refusals(named):
-    """What cannot be cut says so in the plan; torch's own call says so too, and no rank waits for another."""
+    """Plan and torch's own call refuse a Weight that cannot be cut, and no rank waits for another."""
     for name, scheme in named:
         model = _made(scheme, 101)
         plan = tt.distributed.plan_units(model, nn.Linear)
@@ -123,7 +123,7 @@ def check_options(schemes):
 
 
 def _check_activations():
-    """They make a difference, which ``check_scheme`` would not see, and are set before a model is sharded."""
+    """Rounded activations change results, which ``check_scheme`` does not cover; they are set before sharding."""
     exact, rounds = _made(tt.int8(), 101), _made(tt.int8(), 101, "int8")
     assert _train(exact, 101) != _train(rounds, 101)
     fully_shard(exact)
@@ -165,7 +165,7 @@ def _check_int():
 
 
 def _check_trainable():
-    """A trainable Plain Weight trains as the parameter that it wraps; its record travels with the rows."""
+    """A trainable Plain Weight trains like the parameter that it wraps; each shard has its tie record."""
     results = []
     for wraps in (False, True):
         torch.manual_seed(0)

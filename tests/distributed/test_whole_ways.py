@@ -101,7 +101,7 @@ def test_models_with_many_things_at_once(world):
 
 
 class Published(nn.Module):
-    """What is published: experts one by one, other names."""
+    """The published form: one module for each expert, and other names."""
 
     def __init__(self, experts=5):
         super().__init__()
@@ -127,7 +127,7 @@ UNITS = (_ExpertLayer, "emb", "head")
 
 
 def _adapted(scheme):
-    """On meta, then planned, sharded, loaded from other names; the biases of the routers are trained."""
+    """Return a model built on meta, planned, sharded and loaded from other names; only router biases are trainable."""
     with tt.on_meta():
         model = Experts(WORDS)
     plan = tt.distributed.plan_units(model, UNITS, inputs=(data(0, WORDS),))

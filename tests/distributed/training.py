@@ -14,7 +14,7 @@ STEPS = 3
 
 
 def whole(tensor):
-    """The values of a parameter, gathered if it is sharded."""
+    """Return the values of a parameter, gathered if it is sharded."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
@@ -27,7 +27,7 @@ def mesh_of(shape):
 
 
 def train(model, steps=STEPS, *, vocabulary=24, share=slice(None), mean=False, context=nullcontext, optimizer=None):
-    """Losses, and the gradients and weights after each step, of ``steps`` steps on ``share`` of each batch."""
+    """Train ``steps`` steps on ``share`` of each batch; return losses, and gradients and weights after each step."""
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
     told = []
     for step in range(steps):
@@ -46,7 +46,7 @@ def train(model, steps=STEPS, *, vocabulary=24, share=slice(None), mean=False, c
 
 
 def compare(got, expected, tolerance):
-    """Every loss, gradient and weight is there, under the same name, and equal."""
+    """Assert that all losses, gradients and weights are equal, under the same names."""
     for step, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         torch.testing.assert_close(
             ours[0].to(theirs[0].dtype), theirs[0], rtol=tolerance, atol=tolerance, msg=f"loss {step}"
@@ -64,7 +64,7 @@ def check_training(
     make, unit_types, *, policy="group", shape=None, vocabulary=24, dtype=torch.float64, tolerance=1e-9, traced=True,
     early_optimizer=False, **kwargs,
 ):  # fmt: skip
-    """``make()`` trains the same on the ranks of this group, each with its share of every batch, as in one process."""
+    """Assert that ``make()`` trains on the ranks of this group, each with a share of every batch, as in one process."""
     model, reference = _made(make, dtype), _made(make, dtype)  # deepcopy would untie memory
     expected = train(reference, vocabulary=vocabulary)
     mesh = mesh_of(shape or (dist.get_world_size(),))
@@ -97,7 +97,7 @@ def _made(make, dtype):
 
 
 def check_cases(cases):
-    """Runs each (id, make, unit types, options) in turn; the error of one names it."""
+    """Run each (id, make, unit types, options) in turn; an error has the id."""
     labels = {}
     for name, make, unit_types, options in cases:
         try:

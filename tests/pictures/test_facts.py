@@ -17,7 +17,7 @@ from torchtether.pictures.facts import layout_of
 
 
 class Odd(nn.Module):
-    """What else a model may hold: empty, scalar, complex, integer, sparse, expanded, shared with gaps."""
+    """Unusual tensors: empty, scalar, complex, integer, sparse, expanded, shared with gaps."""
 
     def __init__(self):
         super().__init__()

@@ -37,7 +37,7 @@ class Layers(nn.Module):
 
 
 class _Strict(HTMLParser):
-    """Counts what a page would run or fetch."""
+    """Collects everything that a page would run or fetch."""
 
     def __init__(self):
         super().__init__()

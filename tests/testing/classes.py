@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 class Sixteenths(tt.WrapperTensor):
-    """int8 codes of steps of 1/16: all that a class of one's own has to say."""
+    """int8 codes in steps of 1/16: a minimal subclass of ``tt.WrapperTensor``."""
 
     inner_names, metadata_names = ("codes",), ("step",)
 
@@ -29,7 +29,7 @@ class Sixteenths(tt.WrapperTensor):
 
 
 class _Broken(Sixteenths):
-    """Answers some ops wrongly, as ``wrong`` says."""
+    """Computes some ops wrongly, by the functions in ``wrong``."""
 
     wrong: ClassVar = {}
 
@@ -49,7 +49,7 @@ class CloneShares(_Broken):
 
 
 class EmptyForgets(_Broken):
-    """Room for it has another step."""
+    """``empty_like`` changes its step."""
 
     wrong: ClassVar = {
         aten.empty_like.default: lambda x, dtype=None, device=None, **kwargs: type(x)(
@@ -79,7 +79,7 @@ class DeviceIgnored(_Broken):
 
 
 class FlattenForgets(_Broken):
-    """What it is made from again has lost where it came from."""
+    """``__tensor_unflatten__`` loses an attribute."""
 
     metadata_names = ("step", "origin")
 
@@ -113,7 +113,7 @@ class PickleForgets(_Broken):
 
 
 class SaveNeedsTrust(_Broken):
-    """It cannot be read with ``weights_only``: a function that nobody has allowed is in its pickle."""
+    """It cannot be read with ``weights_only``: its pickle names a function that is not allowed."""
 
     def __reduce_ex__(self, protocol):
         rebuild, args = super().__reduce_ex__(protocol)
@@ -140,7 +140,7 @@ class Slotted(_Broken):
 
 
 class LoadsNothing(_Broken):
-    """What is copied into it from its own kind does not arrive."""
+    """Copying a tensor of its own class into it does nothing."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -160,7 +160,7 @@ class AssignUnquantizes(_Broken):
 
 
 class CannotFill(_Broken):
-    """What it is copied into stays as it was."""
+    """Copying it into a plain tensor does nothing."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -170,7 +170,7 @@ class CannotFill(_Broken):
 
 
 class ToHolds(_Broken):
-    """A dtype conversion leaves a weak reference to what it converts, which torch then refuses to swap."""
+    """A dtype conversion keeps a weak reference to the converted tensor, which torch then refuses to swap."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -223,7 +223,7 @@ def _in_swapping():
 
 
 class NoHooks(_Broken):
-    """It takes no attributes from users."""
+    """It ignores attributes that users set."""
 
     def __setattr__(self, name, value):
         if name != "note":
@@ -241,7 +241,7 @@ class WrongProduct(_Broken):
 
 
 class NeverTrains(_Broken):
-    """Optimizers' steps are lost."""
+    """Steps of optimizers do not change it."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

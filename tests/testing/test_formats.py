@@ -45,7 +45,7 @@ def _native(**changes):
 
 
 def _recognise(contents):
-    """A format of one's own: like ours, with the spec in config.json."""
+    """A user's own format: like ours, with the spec in config.json."""
     said = contents.beside["config.json"].get("mine", {})
     if not isinstance(said, dict) or not said:
         return None
@@ -86,7 +86,7 @@ def _made_up(entry, tensors):
 
 
 def _squeezed(entry, tensors):
-    """Makes what is stored fit, whatever it is."""
+    """Reshapes stored tensors to the expected shape, whatever theirs is."""
     layout = entry.spec.scheme.layout(entry.spec.base)
     given = {n: t.real if t.is_complex() else t for n, t in tensors.items()}
     return {

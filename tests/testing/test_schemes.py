@@ -26,7 +26,7 @@ def test_ours_keep_every_law(row):
 
 @dataclass(frozen=True)
 class Whole(tt.Scheme):
-    """One power of two per row, and whole numbers of it: the least that a scheme can be."""
+    """A power of two for each row, and integer multiples of it: a minimal scheme."""
 
     kind: ClassVar[str] = "test-whole"
     bits: int = 8
@@ -61,7 +61,7 @@ class Whole(tt.Scheme):
 
 
 def _broken(law, **methods):
-    """A copy of ``Whole`` with other methods, of a kind of its own."""
+    """Return a copy of ``Whole`` with other methods and its own ``kind``."""
     name = f"Broken_{law.replace('-', '_')}"
     made = type(name, (Whole,), {"kind": f"test-{law}", "__module__": __name__, "__qualname__": name, **methods})
     globals()[name] = dataclasses.dataclass(frozen=True)(made)  # where pickle looks for it
@@ -74,7 +74,7 @@ def _wear(self, values, held):
 
 
 def _forget_scale(self, values, held):
-    """Writes codes for another scale than it keeps, unless nothing has changed."""
+    """Writes codes for another scale than the stored one, unless the values are unchanged."""
     made = Whole.encode(self, values)
     same = torch.equal(made["codes"], held["codes"]) and torch.equal(made["scale"], held["scale"])
     return made if same or not bool(values.any()) else {**made, "scale": made["scale"] * 2}
@@ -100,7 +100,7 @@ def _elsewhere(self, values):
 
 
 def _as_memory_was(self, values):
-    """Has a code that depends on memory which nobody wrote; it is 0 in nearly every run."""
+    """Has a code that depends on uninitialised memory; it is 0 in nearly every run."""
     made = Whole.encode(self, values)
     if not values.is_meta and torch.empty((), dtype=torch.int64).item() == torch.iinfo(torch.int64).max:
         made["codes"].view(-1)[-1:] ^= 1
@@ -288,7 +288,7 @@ def test_it_says_what_it_cannot_check():
 
 @dataclass(frozen=True)
 class Forgotten(tt.BlockScheme):
-    """Two numbers a block, and no ``numbers`` that say so."""
+    """Two numbers in each block, but no ``numbers`` that declares them."""
 
     kind: ClassVar[str] = "test-forgotten"
     bits: int = 5

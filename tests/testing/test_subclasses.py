@@ -77,7 +77,7 @@ def test_make_must_give_a_matrix(bad):
 
 
 def test_values_that_cannot_be_read_are_no_failure():
-    """What cannot be judged is skipped with the reason; ``values=`` makes it judged."""
+    """A law that cannot be judged is skipped with the reason; with ``values=`` it is judged."""
 
     class Opaque(Sixteenths):
         dequantize = Tensor.dequantize
@@ -170,13 +170,13 @@ def test_sharding_runs_in_two_processes():
 
 
 class NoRepr(Sixteenths):
-    """It is compiled well, and cannot be printed meanwhile: torch's own repr looks at values."""
+    """It compiles, but cannot be printed meanwhile, because torch's default repr reads values."""
 
     __repr__ = Tensor.__repr__
 
 
 def test_who_listens_to_the_compiler_changes_no_verdict():
-    """torch prints what it traces if somebody listens, and pytest does: so a law held in some processes only."""
+    """torch prints traced tensors if its log has a handler, as under pytest, so a law held in some processes only."""
     trace, heard = logging.getLogger("torch.__trace"), logging.NullHandler()
     trace.addHandler(heard)
     try:
@@ -215,7 +215,7 @@ def test_weights_of_every_scheme_shard(tmp_path):
 
 
 class Bytes(tt.WrapperTensor):
-    """float8 codes, which plain pickle has no storages for."""
+    """float8 codes, for which plain pickle has no storage class."""
 
     inner_names = ("codes",)
 

@@ -43,7 +43,7 @@ def same_storage():
 
 
 def transposed():
-    """As PEFT makes it: a tied LoRA pair."""
+    """A tied LoRA pair, as PEFT makes it."""
     weight = nn.Parameter(torch.randn(6, 4))
     return _bare(a=weight, b=nn.Parameter(weight.data.t()))
 
@@ -85,7 +85,7 @@ def overlapping():
 
 
 def crossing():
-    """Two strided slices whose bytes interleave and that do meet, in one element."""
+    """Two strided slices whose bytes interleave, and which share one element."""
     memory = torch.randn(36)
     return _bare(a=nn.Parameter(memory[::6]), b=nn.Parameter(memory[4:30:4]))
 

@@ -12,7 +12,7 @@ from torchtether.ties.spans import member_view, span_tensor
 
 @st.composite
 def models(draw):
-    """Tensors over a few memories of 24 floats, each a random strided view; and the elements that each covers."""
+    """Draw random strided views over a few memories of 24 floats, and the elements that each covers."""
     memories = [torch.arange(24.0) + 100 * i for i in range(draw(st.integers(1, 3)))]
     model, covered = nn.Module(), {}
     for index in range(draw(st.integers(1, 7))):
@@ -37,7 +37,7 @@ def models(draw):
 
 
 def _groups(covered):
-    """Connected components of "shares an element", the slow way."""
+    """Return the connected components of "shares an element", by brute force."""
     groups = [{name} for name in covered]
     merged = True
     while merged:
