@@ -1,4 +1,4 @@
-"""The command ``torchtether``, from before its imports on, so that an interrupt of these is one line, too."""
+"""Entry point of the command ``torchtether``: it handles an interrupt even while the package is imported."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 
 def main() -> int:
-    """Import the command line and run it; return its exit code, 130 after an interrupt at any moment."""
+    """Import the command line, run it and return its exit code: 130 after an interrupt at any moment."""
     is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_heard:  # nothing is begun yet, and what is half imported cannot clean up
+    if is_heard:  # no work has begun, and half-imported modules cannot clean up
         signal.signal(signal.SIGINT, _end)
     from torchtether.cli.main import main as run
 
@@ -16,7 +16,7 @@ def main() -> int:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run()
-    except KeyboardInterrupt:  # between the lines of ``run`` that say so themselves
+    except KeyboardInterrupt:  # outside the part of ``run`` that handles it
         _end()
 
 

@@ -1,4 +1,4 @@
-"""One test per law of ``tt.testing``, with clear ids; pytest loads this module where torchtether is installed.
+"""The pytest plugin: one test for each law of ``tt.testing``. pytest loads it if torchtether is installed.
 
     @pytest.mark.torchtether_laws(subclass=make_my_tensor)             # options of check_tensor_subclass follow
     @pytest.mark.torchtether_laws(scheme=MyScheme())                   # or of check_scheme
@@ -6,9 +6,9 @@
     def test_mine(torchtether_law):
         torchtether_law()
 
-The ids are ``test_mine[MyScheme-bound]`` and so on.  A law that does not apply is a skipped test, with the reason.  The
-module stands beside the package and imports it late, so that pytest does not import torch for projects that have no
-such test.
+The ids are ``test_mine[MyScheme-bound]`` and so on. A law that does not apply is a skipped test, with the reason. This
+module lies outside the package and imports it late, so that pytest does not import torch for projects without such
+tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a test that takes ``torchtether_law`` with every law of what its marks name."""
+    """Parametrize a test with the argument ``torchtether_law`` by the laws of each subject in its marks."""
     if _FIXTURE not in metafunc.fixturenames:
         return
     marks = list(metafunc.definition.iter_markers(_MARK))

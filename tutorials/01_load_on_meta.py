@@ -1,10 +1,10 @@
 """Load a checkpoint into a model that was built on `meta`, under an optimizer that exists already.
 
-You will be able to load any float checkpoint without ever holding the model twice, quantize it on the way in, and be
-sure that tied weights, non-persistent buffers and the optimizer are the ones you think. Needs: torch. Takes: seconds.
+You will be able to load any float checkpoint without ever holding the model twice, quantize it at load, and be sure
+that tied weights, non-persistent buffers and the optimizer stay correct. Needs: torch. Takes: seconds.
 """
 
-# %% A model as one meets them: a tied head, and a buffer that no checkpoint stores.
+# %% A typical model: a tied head, and a buffer that no checkpoint stores.
 import tempfile
 from pathlib import Path
 
@@ -38,12 +38,12 @@ with torch.device("meta"):
 optimizer = torch.optim.AdamW(stock.parameters())
 state = dict(tt.open(folder / "model.safetensors"))
 stock.load_state_dict(state, assign=True)  # no error, no warning
-assert stock.head.weight is not stock.emb.weight  # two Parameters now, which train apart
+assert stock.head.weight is not stock.emb.weight  # two Parameters now, which are trained separately
 held = {id(p) for group in optimizer.param_groups for p in group["params"]}
 assert not held & {id(p) for p in stock.parameters()}  # the optimizer trains nothing
 assert stock.waves.is_meta  # and the buffer is still on meta, although all keys matched
 
-# %% The same with us. `on_meta` is torch.device("meta") that remembers how buffers were computed.
+# %% The same with us. `on_meta` is like torch.device("meta"), and records how buffers were computed.
 with tt.on_meta():
     model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -54,7 +54,7 @@ tt.check_optimizer(model, optimizer)
 assert torch.equal(model.waves, source.waves)
 assert torch.equal(model(tokens), source(tokens))
 
-# %% See what a load would do, and what is wrong with it, before anything is touched.
+# %% See what a load will do, and all its faults, before anything changes.
 with torch.device("meta"):
     other = nn.ModuleDict({"emb": nn.Embedding(90, 32), "mid": nn.Linear(32, 32)})
 plan = tt.plan_load(other, folder / "model.safetensors")
@@ -62,7 +62,7 @@ print(plan)
 assert any("the checkpoint has shape (100, 32), the model has (90, 32)" in fault for fault in plan.faults)
 plan.close()
 
-# %% Quantize on the way in. The Parameters are still the ones that the optimizer holds.
+# %% Quantize at load. The Parameters are still the ones that the optimizer holds.
 with tt.on_meta():
     small = Model()
 optimizer = torch.optim.AdamW(small.parameters(), lr=0.01)
@@ -74,7 +74,7 @@ small(tokens).sum().backward()
 optimizer.step()
 tt.check_optimizer(small, optimizer)
 
-# %% Names and shapes that differ: `rename=` takes pairs of (regex, replacement), and rules that join, cut and turn.
+# %% Names and shapes that differ: `rename=` takes (regex, replacement) pairs, and rules that join, split and transpose.
 halves = {
     f"mid_{i}.{kind}": t.clone()
     for kind in ("weight", "bias")

@@ -1,7 +1,7 @@
-"""Keep tied weights tied: through files, conversions and quantization, and find out when they are not.
+"""Keep tied weights tied through files, conversions and quantization, and find out when a tie is lost.
 
-You will be able to list what a model ties (also transposed and sliced views), to save it so that the file remembers,
-and to fail early when a tie breaks. Needs: torch. Takes: seconds.
+You will be able to list the ties of a model (also transposed and sliced views), to save it with its ties, and to fail
+early when a tie breaks. Needs: torch. Takes: seconds.
 """
 
 # %% Three kinds of ties: one object under two names, two Parameters over one storage, and a view.
@@ -36,7 +36,7 @@ assert len(ties) == 2
 # %% What goes wrong without us, silently: `.to()` splits every tie that is not one object.
 stock = Model().to(torch.float64)
 assert stock.head.weight is stock.emb.weight
-assert stock.q.data_ptr() != stock.qkv.data_ptr()  # the slice is a copy now, and trains apart
+assert stock.q.data_ptr() != stock.qkv.data_ptr()  # the slice is a copy now, and is trained separately
 try:
     tt.check_ties(stock, ties)
 except tt.TieError as error:
@@ -50,25 +50,25 @@ tt.convert(model, dtype=torch.float64, optimizer=optimizer)
 assert [tie.names for tie in tt.find_ties(model)] == [tie.names for tie in ties]
 assert model.q.data_ptr() == model.qkv.data_ptr()
 
-# %% Or around stock calls that you cannot change.
+# %% The same for stock calls that you cannot change.
 with tt.swapping(model, optimizer=optimizer):
     model.float()
 assert model.q.data_ptr() == model.qkv.data_ptr()
 tt.check_ties(model, ties)
 
-# %% Files remember: each memory is stored once, and the record says who shares it, with geometry.
+# %% Files keep ties: shared memory is stored once, and the record has the names and the geometry of all views.
 folder = Path(tempfile.mkdtemp())
 tt.save(model, folder / "tied.safetensors")
 with tt.open(folder / "tied.safetensors") as checkpoint:
     print(*checkpoint.ties, sep="\n")
-    assert checkpoint["q"].data_ptr() == checkpoint["qkv"].data_ptr()  # the same memory, in any order of requests
+    assert checkpoint["q"].data_ptr() == checkpoint["qkv"].data_ptr()  # the same memory, whichever is read first
 with tt.on_meta():
     again = Model()
 tt.load(again, folder / "tied.safetensors")
 tt.check_ties(again, ties)
 assert torch.equal(again.back, model.qkv.t())
 
-# %% Quantizing a tied pair makes one Weight under both names. What cannot stay tied is refused, and says why.
+# %% Quantizing a tied pair makes one Weight under both names. If a tie cannot be kept, an error says why.
 tt.untie(again, "table")
 tt.quantize(again, {"emb.weight": "int8"})
 assert again.head.weight is again.emb.weight

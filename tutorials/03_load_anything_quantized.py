@@ -1,10 +1,10 @@
-"""Load weights that others have quantized, as they are: fp8, GPTQ, bitsandbytes and their like, into plain modules.
+"""Load weights that other tools quantized into plain modules, without requantizing: fp8, GPTQ, bitsandbytes and others.
 
-You will see what a plain load makes of such a file, read it right, change its compute dtype without touching a code,
-and write it in another format without losing a bit. Needs: torch, safetensors. Takes: seconds.
+You will see what a plain load does with such a file, read it correctly, change its compute dtype without changing a
+code, and write it in another format without losing a bit. Needs: torch, safetensors. Takes: seconds.
 """
 
-# %% A checkpoint as DeepSeek and Qwen publish theirs: float8 codes, and one scale per block of 128 by 128.
+# %% A checkpoint in the format of DeepSeek and Qwen: float8 codes, and one scale per block of 128 by 128.
 import json
 import tempfile
 from pathlib import Path
@@ -31,15 +31,15 @@ def model(device="cpu"):
         return nn.ModuleDict({"proj": nn.Linear(192, 256, bias=False)})
 
 
-# %% What goes wrong without us, silently: the codes are taken for the values.
+# %% What goes wrong without us, silently: the codes are loaded as values.
 stock = model()
 state = {"proj.weight": codes, "proj.weight_scale_inv": scales}
-stock.load_state_dict(state, strict=False)  # no error: the scale is "unexpected", and left out
+stock.load_state_dict(state, strict=False)  # no error: the scale is "unexpected", and ignored
 wrong = stock.proj.weight.detach()
 assert wrong.abs().max() == 448  # weights of 0.07 have become 448
 assert wrong.norm() / weight.norm() > 3000
 
-# %% The same with us: a Weight with these very codes, in a plain nn.Linear.
+# %% The same with us: a Weight with the same codes, in a plain nn.Linear.
 right = model("meta")
 report = tt.load(right, folder)
 print(report)
@@ -48,19 +48,19 @@ assert isinstance(right.proj, nn.Linear)
 assert torch.equal(right.proj.weight.parts["qdata"].view(torch.uint8), codes.view(torch.uint8))
 assert (right.proj.weight.dequantize().float() - weight).norm() / weight.norm() < 0.04
 
-# %% Nothing has to be read to know what a file holds; some rows can be read without the rest.
+# %% The headers show what a file holds, without reading tensors; some rows can be read without the rest.
 with tt.open(folder) as checkpoint:
     assert checkpoint.format == "fp8"
     print(checkpoint.spec("proj.weight"))
     rows = checkpoint.get_slice("proj.weight")[128:256]
 assert torch.equal(rows.dequantize(), right.proj.weight.dequantize()[128:256])
 
-# %% Another compute dtype changes what is decoded to, and no code or scale: there and back is exact.
+# %% Another compute dtype changes the decoded values, and no code or scale: converting back is exact.
 tt.convert(right, dtype=torch.float32)
 assert torch.equal(right.proj.weight.parts["scale"], scales)
 assert torch.equal(right.proj.weight.dequantize().to(torch.bfloat16), right.proj.weight.to(torch.bfloat16).dequantize())
 
-# %% A GPTQ file, packed by hand: eight 4-bit codes to a word, down the columns; zero points are stored less one.
+# %% A GPTQ file, packed by hand: eight 4-bit codes to a word, down the columns; zero points are stored minus one.
 gptq = Path(tempfile.mkdtemp())
 code = torch.randint(0, 16, (192, 256))
 zero = torch.randint(1, 16, (2, 256))
@@ -88,7 +88,7 @@ group = torch.arange(192) // 96
 expected = ((code - zero[group]).float() * scale[group].float()).t()
 assert torch.equal(loaded.proj.weight.to(torch.float32).dequantize(), expected)
 
-# %% Written in a format that serving engines read: other words for the same codes, nothing is rounded again.
+# %% The same codes written in a format for serving engines; nothing is rounded again.
 served = Path(tempfile.mkdtemp())
 tt.save(loaded, served, format="compressed-tensors")
 print(json.loads((served / "config.json").read_text())["quantization_config"]["format"])
@@ -96,7 +96,7 @@ again = model("meta")
 tt.load(again, served)
 assert torch.equal(again.proj.weight.dequantize(), loaded.proj.weight.dequantize())
 
-# %% What is wrong with a file is said before anything changes, by name.
+# %% The faults of a file are reported by name, before anything changes.
 del tensors["proj.scales"]
 save_file(tensors, gptq / "model.safetensors")
 untouched = model("meta")

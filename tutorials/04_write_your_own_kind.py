@@ -1,10 +1,10 @@
-"""Write a quantized kind of your own: 3 bits, and powers of a base, in a dozen lines each, and use them everywhere.
+"""Write quantization schemes of your own: 3 bits, and powers of a base, in a dozen lines each, and use them everywhere.
 
-You will be able to say how values become codes and back, check that everything else can rely on it, load a checkpoint
-in it, train an adapter on top, save it, and shard it over two processes. Needs: torch. Takes: half a minute.
+You will be able to define how values are encoded and decoded, check that a scheme keeps all laws, load a checkpoint in
+it, train an adapter on top, save it, and shard it over two processes. Needs: torch. Takes: half a minute.
 """
 
-# %% A model whose embedding is its head.
+# %% A model whose head is tied to its embedding.
 import copy
 import math
 import tempfile
@@ -34,7 +34,7 @@ class Model(nn.Module):
 TOKENS = torch.arange(12)
 
 
-# %% What goes wrong without us, silently: a wrapper as the recipes have it, which dequantizes for most ops.
+# %% What goes wrong without us, silently: a wrapper subclass as in PyTorch's tutorials, which dequantizes for most ops.
 class Wrapper(torch.Tensor):
     @staticmethod
     def __new__(cls, codes, scale):
@@ -66,11 +66,11 @@ def without_us(source):
     assert {"clone", "load-same", "load-plain", "share-memory"} <= {result.law for result in report.failed}
 
 
-# %% The first kind: whole numbers from -3 to 4 times a scale, for blocks of 16 columns. Eight codes take three bytes.
-# `tt.BlockScheme` does the packing, the blocks, the dtypes and the checks; a kind says what codes and numbers mean.
+# %% The first scheme: integers from -3 to 4 times a scale, in blocks of 16 columns. Eight codes take three bytes.
+# `tt.BlockScheme` does packing, blocks, dtypes and checks; a scheme defines the meaning of codes and numbers.
 @dataclass(frozen=True)
 class ThreeBits(tt.BlockScheme):
-    kind: ClassVar[str] = "three-bits"  # what files call it
+    kind: ClassVar[str] = "three-bits"  # its name in files
     bits: int = 3
     block: tuple = (1, 16)  # rows and columns that share a scale
 
@@ -87,7 +87,7 @@ class ThreeBits(tt.BlockScheme):
         return scale / 2
 
 
-# %% The second: sign and logarithm, 8 bits, a scale per row. Small weights keep their digits, whatever the largest is.
+# %% The second: sign and logarithm, 8 bits, a scale per row. Small weights stay precise beside large ones.
 @dataclass(frozen=True)
 class LogScale(tt.BlockScheme):
     kind: ClassVar[str] = "log-scale"
@@ -98,7 +98,7 @@ class LogScale(tt.BlockScheme):
 
     def to_codes(self, x, scale):
         steps = torch.log(x.abs() / scale) / math.log(self.base)
-        return 128 + x.sign() * (steps.round() + 127).clamp_min(0)  # 127 above or below is the largest, 128 is nothing
+        return 128 + x.sign() * (steps.round() + 127).clamp_min(0)  # 1 and 255 are the largest values, 128 is zero
 
     def to_values(self, codes, scale):
         return (codes - 128).sign() * self.base ** ((codes - 128).abs() - 127) * scale
@@ -107,13 +107,13 @@ class LogScale(tt.BlockScheme):
         return self.to_values(codes, scale).abs() * (self.base**0.5 - 1) * 1.001 + scale * self.base**-126
 
 
-# %% Everything else here relies on what `check_scheme` checks. Run it while you write; it says what a user would lose.
+# %% Other code relies on the laws that `check_scheme` checks. Run it while you write; it says what a user would lose.
 def keeps_the_laws(scheme):
     print(tt.testing.check_scheme(scheme).check())
     tt.testing.check_tensor_subclass(lambda: tt.Weight.encode(torch.randn(8, 64), scheme)).check()
 
 
-# %% Load a float checkpoint into them, encoding on the way in. Ties are encoded once.
+# %% Load a float checkpoint in these schemes. Tied tensors are encoded once.
 def loaded(path, source):
     with tt.on_meta():
         model = Model()
@@ -144,7 +144,7 @@ def adapted(model):
     assert torch.equal(model.mid.weight.dequantize(), frozen)
 
 
-# %% Save and open again: bit for bit, tied, and in the kind that the file names.
+# %% Save and open again: bit for bit the same, tied, and in the scheme that the file names.
 def saved(model, path):
     tt.save(model, path)
     with tt.open(path) as checkpoint:

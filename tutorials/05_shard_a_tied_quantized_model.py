@@ -1,11 +1,11 @@
-"""Shard a tied, quantized model over processes: each reads its own rows, and the ties hold.
+"""Shard a tied, quantized model over processes: each reads its own rows, and ties are kept.
 
 You will be able to plan the sharding of a tied model, to load a checkpoint into it without any process ever holding the
-whole, to train adapters over a quantized base, and to save and come back on another number of processes.
+whole, to train adapters over a quantized base, and to save and resume on another number of processes.
 Needs: torch. Takes: half a minute. Runs on two processes, which it starts itself.
 """
 
-# %% A language model whose embedding is its head, in three blocks.
+# %% A language model with three blocks, whose head is tied to its embedding.
 import tempfile
 from pathlib import Path
 
@@ -34,13 +34,13 @@ class Model(nn.Module):
 
 
 TOKENS = torch.arange(32) * 31 % 1003
-# Float32 sums depend on the processor and on the number of threads. AdamW makes of one rounding (6e-8) up to 3e-5 of a
-# loss in five steps; a tie that is lost makes far more than 1e-3 of it.
+# Float32 sums depend on the processor and the number of threads. In five steps AdamW turns one rounding (6e-8) into up
+# to 3e-5 of the loss; a lost tie changes it by far more than 1e-3.
 CLOSE = {"rtol": 1e-3, "atol": 0}
 
 
 def losses(model, optimizer, steps):
-    """What training does to the loss."""
+    """Train for ``steps`` steps and return the losses."""
     found = []
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(TOKENS), TOKENS)
@@ -52,7 +52,7 @@ def losses(model, optimizer, steps):
 
 
 def run(rank, world, store, job, *args):
-    """``job`` as one of ``world`` processes; torchrun would do as well."""
+    """Run ``job`` as one of ``world`` processes; torchrun would do as well."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
     job(*args)
@@ -61,10 +61,10 @@ def run(rank, world, store, job, *args):
 
 
 def on_processes(world, job, *args):
-    """All of them have done ``job``; an assertion that fails in one fails here.
+    """Run ``job`` on ``world`` processes; an assertion that fails in one fails here.
 
-    A process of "forkserver" ends at once. One of "spawn" takes Python down first, and a thread of gloo that frees the
-    tensor of its last barrier meanwhile would abort it: caches of DTensor keep the group when it has been destroyed.
+    A process of "forkserver" exits at once. One of "spawn" shuts Python down first. Caches of DTensor keep the process
+    group alive after it was destroyed, and a thread of gloo that then frees a tensor would abort the process.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
@@ -76,7 +76,7 @@ def on_processes(world, job, *args):
             )
 
 
-# %% What goes wrong without us, silently: the embedding in a unit of its own is no longer the head.
+# %% What goes wrong without us, silently: an embedding in a unit of its own is no longer tied to the head.
 def untied():
     model = Model()
     fully_shard(model.emb)
@@ -84,7 +84,7 @@ def untied():
     assert model.head.weight is not model.emb.weight  # no error, no warning: one more parameter to train
 
 
-# %% And a checkpoint that is loaded once the model is sharded: with `assign=True` the optimizer is left behind.
+# %% The same happens to a checkpoint loaded after sharding: with `assign=True` the optimizer keeps the old parameters.
 def left_behind(path):
     with torch.device("meta"):
         model = Model()
@@ -116,21 +116,21 @@ def sharded(path, **options):
 def trained(path, folder, wanted):
     model, report = sharded(path)
     whole = (path / "model.safetensors").stat().st_size
-    assert report.bytes < 0.55 * whole  # of a half of the rows, and nothing else
+    assert report.bytes < 0.55 * whole  # half of the rows, and nothing else
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.testing.assert_close(losses(model, optimizer, 3), wanted[:3], **CLOSE)
     tt.distributed.save(model, folder, optimizer=optimizer)
 
 
-# %% Back on another number of processes, with the optimizer's state: training goes on as if nothing had happened.
+# %% Resume on another number of processes, with the optimizer's state: training continues without a difference.
 def resumed(folder, wanted):
     model, _ = sharded(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)  # the checkpoint knows better
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)  # the checkpoint overrides the rate
     tt.distributed.load(model, folder, optimizer=optimizer)
     torch.testing.assert_close(losses(model, optimizer, 2), wanted[3:], **CLOSE)
 
 
-# %% Quantized on the way in, each process its own rows: int8 embedding and head stay one Weight, adapters train.
+# %% Quantize at load, each process its own rows: int8 embedding and head stay one Weight, the other parameters train.
 def adapted(path, folder, wanted):
     model, _ = sharded(path, quantize={"emb.weight": "int8", "blocks.*.0.weight": tt.int4(group_size=32)})
     assert isinstance(model.emb.weight.to_local(), tt.Weight)
@@ -138,7 +138,7 @@ def adapted(path, folder, wanted):
         parameter.requires_grad_(not isinstance(parameter.to_local(), tt.Weight))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     torch.testing.assert_close(losses(model, optimizer, 3), wanted, **CLOSE)
-    tt.distributed.save(model, folder)  # byte for byte what one process would write
+    tt.distributed.save(model, folder)  # the same bytes as from one process
 
 
 def all_of_it(here, wanted, wanted_of_adapters):
@@ -148,7 +148,7 @@ def all_of_it(here, wanted, wanted_of_adapters):
     adapted(here / "start", here / "adapted", wanted_of_adapters)
 
 
-# %% The same on one process, to compare with; then all of it on two, and on one.
+# %% The same on one process, for comparison; then everything on two, and on one.
 def alone(path, quantize=None):
     with tt.on_meta():
         model = Model()

@@ -1,7 +1,8 @@
-"""See what bounds a load: reading, page faults, copies or conversion; and what of it can be avoided.
+"""See what bounds a load (reading, page faults, copies or conversion), and which of these can be avoided.
 
-You will measure each alone on a file of 200 MB, see which one a load is made of, and read a load's own report: bytes,
-peak memory, and memory over time as a picture. Needs: torch, safetensors. Takes: some seconds, 600 MB of memory.
+You will measure each of them alone on a file of 200 MB, see how much each takes of a load, and read the report of a
+load: bytes, peak memory, and memory over time as a picture.
+Needs: torch, safetensors. Takes: some seconds, 600 MB of memory.
 """
 
 # %% A checkpoint of 200 MB, and something to measure with. Times are printed, never asserted: machines differ.
@@ -27,7 +28,7 @@ def model(device="meta"):
 
 
 def own_memory():
-    """Bytes of anonymous memory of this process; None where the system does not tell."""
+    """Return the bytes of anonymous memory of this process; None if the system does not report it."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), None)
@@ -62,9 +63,9 @@ if before is not None:
 del stock, state
 
 
-# %% What goes wrong without us, silently (2): one small tensor that is kept keeps the whole file mapped.
+# %% What goes wrong without us, silently (2): one small tensor keeps the whole file mapped.
 def mapped_bytes():
-    """How much of `path` lies in the address space of this process; None where the system does not tell."""
+    """Return how many bytes of `path` this process has mapped; None if the system does not report it."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
@@ -78,7 +79,7 @@ if mapped_bytes() is not None:
     assert mapped_bytes() > size
 del kept
 
-# %% The parts of a load, each alone. Reading into memory that exists: what the disk, or its cache, can do.
+# %% The parts of a load, each alone. Reading into existing memory shows the speed of the disk, or of its cache.
 there = torch.empty(path.stat().st_size, dtype=torch.uint8).fill_(1)
 
 
@@ -91,7 +92,7 @@ def read_into(out):
 
 
 def processor_seconds(function, *args):
-    """Of all threads together."""
+    """Return the processor time of a call, of all threads together."""
     start = time.process_time()
     function(*args)
     return time.process_time() - start
@@ -106,14 +107,14 @@ fresh = torch.empty(path.stat().st_size, dtype=torch.uint8)
 done, faults_fresh = measured("read into new memory", read_into, fresh)
 assert done == path.stat().st_size
 
-# %% A copy more (read here, then copy there), and a conversion: each passes over all bytes once again.
+# %% One more copy (read here, then copy there), and a conversion: each passes over all bytes once more.
 measured("copy once more, into memory that exists", fresh.copy_, there)
 floats = there[: size // 4 * 4].view(torch.float32).zero_()
 half = torch.zeros(floats.shape, dtype=torch.bfloat16)
 measured("convert to bfloat16, into memory that exists", half.copy_, floats)
 del fresh, there, floats, half
 
-# %% A load with us: every byte is read once, to where it stays, in memory that asks for huge pages.
+# %% A load with us: every byte is read once, into its final memory, for which huge pages are requested.
 loaded = model()
 report, faults = measured("tt.load", tt.load, loaded, path)
 print(report)
@@ -121,7 +122,7 @@ assert report.bytes == size
 if report.peak is not None:
     assert report.peak < size + 48 * MB  # not twice
 if mapped_bytes() is not None:
-    assert mapped_bytes() == 0  # nothing of the file stays behind
+    assert mapped_bytes() == 0  # nothing of the file stays mapped
 if resource:
     assert faults < size / 4096 + 20_000  # not twice; far fewer where the system gives huge pages
 
@@ -131,7 +132,7 @@ print(f"see {folder / 'load.svg'}")
 if report.peak is not None:
     assert max(sample.anonymous for sample in report.timeline) == report.peak
 
-# %% A conversion on the way in costs no second copy of the model either: what is read is converted and dropped.
+# %% A conversion at load needs no second copy of the model either: each piece is read, converted and dropped.
 small = model()
 report, _ = measured("tt.load to bfloat16", lambda: tt.load(small, path, dtype=torch.bfloat16))
 assert all(p.dtype == torch.bfloat16 for p in small.parameters())
@@ -140,8 +141,8 @@ if report.peak is not None:
     assert report.peak < size / 2 + 100 * MB
 
 
-# %% Quantizing on the way in: reading and encoding are both work of the processors. What each takes alone adds up, and
-# the cores share it: two of them need half of the sum, however well both overlap.
+# %% Quantizing at load: reading and encoding are both work of the processors. Their times add up, and the cores share
+# the sum: two cores need half of it, however well both overlap.
 def encoded(values):
     return [tt.Weight.encode(weight, tt.int8()) for weight in values]
 
@@ -159,7 +160,7 @@ print(f"processor seconds: read {reading:.2f}, encode {encoding:.2f}, load as in
 assert sum(p.nbytes for p in loaded_as_codes().parameters()) < size / 3.9
 del values
 
-# %% And what is not read costs nothing now: private pages of the file, fetched at first use.
+# %% A mapped load reads nothing at first: the pages of the file are private, and fetched at first use.
 mapped = model()
 report, _ = measured("tt.load(mmap=True)", lambda: tt.load(mapped, path, mmap=True))
 assert report.mapped == size
@@ -167,7 +168,7 @@ assert report.bytes == 0
 measured("... and its first use", lambda: sum(float(p.detach().sum()) for p in mapped.parameters()))
 assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), mapped.parameters(), strict=True))
 
-# %% A mapping lives as long as one of its tensors, here too: of a file that you mapped, clone what you keep.
+# %% A mapping lives as long as any of its tensors, here too: clone the tensors that you keep of a mapped file.
 kept = mapped[0].bias.detach().clone()
 mapped = None
 if mapped_bytes() is not None:

@@ -1,7 +1,7 @@
-"""Convert a model that an optimizer holds: what PyTorch's three ways do to it, and what stays true with ours.
+"""Convert a model that an optimizer holds: what breaks with each of PyTorch's three modes, and what ours keeps.
 
-You will see the optimizer, the hooks, the ties and the gradients through `.to()` in each of torch's modes, and find
-out which of them breaks your training without a word. Needs: torch. Takes: seconds.
+You will see what happens to the optimizer, hooks, ties and gradients in `.to()` in each of torch's modes, and which of
+them breaks your training silently. Needs: torch. Takes: seconds.
 """
 
 # %% A model in the middle of training: a tied head, a slice of a matrix, a hook, gradients, momentum.
@@ -50,13 +50,13 @@ class Training:
         self.optimizer.step()
 
     def moves(self):
-        """Whether a step of the optimizer changes the model."""
+        """Return whether a step of the optimizer changes the model."""
         before = self.model.emb.weight.detach().clone()
         self.step()
         return not torch.equal(before, self.model.emb.weight)
 
     def sees_gradients(self):
-        """Whether the hook still fires."""
+        """Return whether the hook still fires."""
         before = self.calls
         self.step()
         return self.calls > before
@@ -88,11 +88,11 @@ one.model.to(torch.bfloat16)
 assert one.holds_the_model()
 assert one.moves()
 momentum = one.optimizer.state[one.model.emb.weight]["momentum_buffer"]
-assert momentum.dtype == torch.float32  # twice the memory that you think, for parameters of 16 bits
-assert not one.keeps_ties()  # `first` and `mid.weight` train apart from now on
+assert momentum.dtype == torch.float32  # twice the memory of the 16-bit parameters
+assert not one.keeps_ties()  # `first` and `mid.weight` are trained separately from now on
 print(tt.storage_map(one.model).diff(one.before))
 
-# %% Adam notices, in the middle of a step: some parameters have moved, others have not.
+# %% Adam fails in the middle of a step: some parameters have changed, others have not.
 adam = Training(torch.optim.AdamW)
 adam.model.to(torch.bfloat16)
 try:
@@ -102,7 +102,7 @@ except RuntimeError as error:
 else:
     raise AssertionError("AdamW took a step with state of another dtype")
 
-# %% What goes wrong without us, silently (2): overwrite. The optimizer trains tensors that nobody uses any more.
+# %% What goes wrong without us, silently (2): overwrite. The optimizer trains tensors that the model no longer uses.
 with mode(torch.__future__.set_overwrite_module_params_on_conversion):
     two = Training(momentum=0.9)
     two.model.to(torch.bfloat16)
@@ -112,7 +112,7 @@ changes = dict(tt.storage_map(two.model).diff(two.before).changes)
 print("emb.weight:", changes["emb.weight"])
 assert "another object" in changes["emb.weight"]
 
-# %% tt.check_optimizer finds that in one line; so does any load with `assign=True`, which does the same thing.
+# %% tt.check_optimizer finds that in one line. A load with `assign=True` has the same effect, and is found too.
 try:
     tt.check_optimizer(two.model, two.optimizer)
 except tt.OptimizerError as error:
@@ -120,7 +120,7 @@ except tt.OptimizerError as error:
 else:
     raise AssertionError("an orphaned optimizer was not noticed")
 
-# %% What goes wrong without us, silently (3): swap. The optimizer is right, and the hooks are dead, also new ones.
+# %% What goes wrong without us, silently (3): swap. The optimizer is right, but hooks are dead, even new ones.
 with mode(torch.__future__.set_swap_module_params_on_conversion):
     three = Training(momentum=0.9)
     three.model.to(torch.bfloat16)
@@ -130,10 +130,10 @@ assert not three.sees_gradients()  # no error: the hook is gone
 late = []
 three.model.mid.weight.register_post_accumulate_grad_hook(late.append)
 three.step()
-assert not late  # and what is registered afterwards never fires
+assert not late  # a hook that is registered afterwards never fires
 assert not three.keeps_ties()  # `first` is a copy here too
 
-# %% The same with us: the same objects, hooks, ties; the state follows. `swap_tensors`, and what it forgets.
+# %% The same with us: objects, hooks and ties are kept; the state follows. We use `swap_tensors`, and repair the rest.
 four = Training(momentum=0.9)
 tt.convert(four.model, dtype=torch.bfloat16, optimizer=four.optimizer)
 assert four.holds_the_model()
@@ -158,7 +158,7 @@ assert six.holds_the_model()
 assert six.keeps_ties()
 assert six.sees_gradients()
 
-# %% What cannot be exchanged is refused before anything changes, and the error says who stands in the way.
+# %% A parameter that cannot be exchanged is refused before anything changes, and the error names its holder.
 seven = Training(momentum=0.9)
 loss = seven.model(tokens).sum()  # a graph that is alive holds the parameters
 try:

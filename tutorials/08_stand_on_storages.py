@@ -1,7 +1,7 @@
-"""Stand on storages: what a tensor is made of, what shares memory with what, and where wrapper subclasses stand.
+"""Stand on storages: what a tensor is made of, which tensors share memory, and how wrapper subclasses differ.
 
-You will read offsets and strides as bytes, tell a view from a copy, see why an address of 0 means "unknown", and look
-into a quantized Weight. Needs: torch, safetensors. Takes: seconds.
+You will read offsets and strides as bytes, distinguish a view from a copy, see why an address of 0 means "unknown", and
+look into a quantized Weight. Needs: torch, safetensors. Takes: seconds.
 """
 
 # %% A tensor is a shape, strides and an offset over a storage; the storage is bytes and nothing else.
@@ -33,7 +33,7 @@ shared = made.groups[0].storages[0]
 assert [(lane.start, lane.stop) for lane in shared.lanes] == [(0, 48), (4, 40), (0, 48)]
 assert [lane.layout for lane in shared.lanes] == ["contiguous", "strided", "transposed"]
 
-# %% Strides of 0 make many elements of one; a small view keeps all of a large storage alive.
+# %% With strides of 0, one element serves as many; a small view keeps all of a large storage alive.
 wide = torch.zeros(1, 4).expand(1000, 4)
 assert wide.untyped_storage().nbytes() == 16
 small = torch.zeros(1_000_000)[:2]
@@ -41,11 +41,11 @@ assert small.untyped_storage().nbytes() == 4_000_000
 print(tt.storage_map({"wide": wide, "small": small}))
 assert "4 MB that no tensor reaches" in tt.storage_map({"small": small}).summary
 
-# %% On `meta` there are storages without memory: who shares what is known, where it lies is not.
+# %% On `meta` storages have no memory: sharing is known, addresses are not.
 with torch.device("meta"):
     fused = torch.empty(12, 4)
     part = fused[4:8]
-assert (fused.data_ptr(), part.data_ptr()) == (0, 64)  # distances from nothing
+assert (fused.data_ptr(), part.data_ptr()) == (0, 64)  # distances from address 0
 assert tt.storage_map({"fused": fused, "part": part}).ties[0].names == ("fused", "part")
 
 # %% What goes wrong without us, silently: address 0 taken for an address. Two weights on meta look tied, and are not.
@@ -53,7 +53,7 @@ with torch.device("meta"):
     model = nn.ModuleDict({"one": nn.Linear(4, 4, bias=False), "other": nn.Linear(4, 4, bias=False)})
 
 
-def tied_by_address(model):  # as one finds it in many a script that saves a model
+def tied_by_address(model):  # as in many scripts that save models
     names = {}
     for name, tensor in model.named_parameters():
         names.setdefault(tensor.data_ptr(), []).append(name)
@@ -63,7 +63,7 @@ def tied_by_address(model):  # as one finds it in many a script that saves a mod
 assert tied_by_address(model) == [["one.weight", "other.weight"]]  # one of them would not be saved
 assert tt.find_ties(model) == ()
 
-# %% A wrapper subclass has a storage of its own without memory: what it holds are inner tensors.
+# %% A wrapper subclass has a storage without memory; its data are in inner tensors.
 two = TwoTensor(torch.zeros(3, 4), torch.ones(3, 4))
 assert two.data_ptr() == 0
 names, _ = two.__tensor_flatten__()
@@ -71,7 +71,7 @@ assert names == ["a", "b"]
 print(tt.storage_map({"two": two}))
 assert tt.storage_map({"two": two}).nbytes == 2 * 48
 
-# %% So wrappers by address all look tied, too. A Weight answers with a number that tells memory apart.
+# %% So by address all wrappers look tied too. `data_ptr()` of a Weight is a number that differs for different memory.
 pair = nn.ParameterDict({name: TwoTensor(torch.zeros(3, 4), torch.ones(3, 4)) for name in ("one", "other")})
 assert tied_by_address(pair) == [["one", "other"]]
 wrapped = nn.ModuleDict({"one": nn.Linear(64, 4, bias=False), "other": nn.Linear(64, 4, bias=False)})
@@ -79,8 +79,8 @@ tt.quantize(wrapped, "int8")
 assert tied_by_address(wrapped) == []
 assert tt.find_ties(wrapped) == ()
 weight = wrapped.one.weight
-assert weight.untyped_storage().nbytes() == 4 * 64 * 4  # claimed by a storage that has no memory at all
-assert weight.nbytes == 4 * 64 + 4 * 4  # held: a byte for each value, a scale for each row
+assert weight.untyped_storage().nbytes() == 4 * 64 * 4  # the size of a storage that has no memory
+assert weight.nbytes == 4 * 64 + 4 * 4  # actual memory: a byte for each value, a scale for each row
 
 # %% A Weight is its parts and one frozen spec. Its strides are real; views of it share the parts, or raise.
 print(weight)
@@ -96,7 +96,7 @@ shown = tt.storage_map({"weight": weight, "across": across, "rows": rows})
 print(shown)
 assert shown.nbytes == weight.nbytes  # three tensors, one memory
 
-# %% What cannot be a view is never a silent copy.
+# %% A view that is impossible raises an error; it is never a silent copy.
 try:
     weight.detach().view(16, 16)
 except tt.UnsupportedOpError as error:
@@ -104,7 +104,7 @@ except tt.UnsupportedOpError as error:
 else:
     raise AssertionError("a row with one scale was cut in four")
 
-# %% Ties between Weights are found by their parts, and survive what splits plain tensors.
+# %% Ties between Weights are found by their parts, and survive conversions that break ties of plain tensors.
 wrapped.other.weight = wrapped.one.weight
 (tie,) = tt.find_ties(wrapped)
 print(tie)
@@ -112,6 +112,6 @@ before = tt.storage_map(wrapped)
 tt.convert(wrapped, dtype=torch.bfloat16)
 assert tt.find_ties(wrapped) == (tie,)
 print(tt.storage_map(wrapped).diff(before))
-assert wrapped.one.weight.parts["scale"].dtype == torch.float32  # quantization fixed it; only the outside changed
+assert wrapped.one.weight.parts["scale"].dtype == torch.float32  # only the compute dtype changed
 
 # %% Now break it: make `rows` a `.clone()` of the rows, run again, and see what the map says of it.

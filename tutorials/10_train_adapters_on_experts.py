@@ -1,11 +1,11 @@
-"""Train adapters on fused experts that stay in 4 bits: a Qwen3-MoE in nf4, a gpt-oss in the mxfp4 it is published in.
+"""Train adapters on fused experts that stay in 4 bits: a Qwen3-MoE in nf4, a gpt-oss in its published mxfp4.
 
-You will build both on meta, load them, put adapters on attention and on every expert, train by Trainer and by a loop,
-save, merge, and serve what you merged. The models are tiny and random; nothing else differs from large ones.
+You will build both on meta, load them, put adapters on attention and on every expert, train with Trainer and with a
+loop, save, merge, and serve the merged models. The models are tiny and random; nothing else differs from large ones.
 Needs: `pip install transformers peft accelerate`. Takes: seconds.
 """
 
-# %% Two models as somebody published them: each expert of Qwen3 under its own name, gpt-oss as blocks and scales.
+# %% Two models in their published formats: each expert of Qwen3 under its own name, gpt-oss as blocks and scales.
 import json
 import tempfile
 import warnings
@@ -43,7 +43,7 @@ written = json.loads((folder / "oss/config.json").read_text()) | {"quantization_
 IDS = torch.randint(64, (8, 12))
 
 
-# %% Load them: Qwen's experts are fused and quantized on the way, those of gpt-oss stay as they are to the bit.
+# %% Load them: Qwen's experts are fused and quantized at load, those of gpt-oss stay bit for bit as they are.
 def loaded(name):
     with tt.on_meta():
         model = AutoModelForCausalLM.from_config(qwen if name == "qwen" else oss)
@@ -70,7 +70,7 @@ for name, model in base.items():
 blocks = base["oss"].model.layers[0].mlp.experts.down_proj.parts["qdata"]
 assert torch.equal(blocks, published["model.layers.0.mlp.experts.down_proj_blocks"].flatten(-2))
 
-# %% Adapters, in PEFT's words. Each expert of a layer has its own two matrices.
+# %% Adapters, configured as in PEFT. Each expert of a layer has its own two matrices.
 options = peft.LoraConfig(
     target_modules=["q_proj", "v_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=4,
 )  # fmt: skip
@@ -82,7 +82,7 @@ kept = {}
 
 
 def count(tensor):
-    if not isinstance(tensor, tt.Weight):  # those are there anyway
+    if not isinstance(tensor, tt.Weight):  # parameters are in memory anyway
         kept[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
     return tensor
 
@@ -129,9 +129,9 @@ for name, model in adapted.items():
     dense = peft.PeftModel.from_pretrained(tt.dequantize(loaded(name)), folder / f"{name}-adapter")
     assert distance(logits_of(dense), trained[name]) < 1e-4
 
-# %% Merge: 4 bits would round what was learned. Qwen's experts become 8-bit first, those of gpt-oss dense.
+# %% Merge: 4 bits would round the adapters away. Qwen's experts become 8-bit first, those of gpt-oss dense.
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that says by how much each matrix is rounded
+    warnings.simplefilter("ignore")  # a warning reports the rounding error of the merge
     tt.quantize(adapted["qwen"], {"*.experts.*_proj": "int8"})
     tt.dequantize(adapted["oss"])
     merged = {name: model.merge_and_unload() for name, model in adapted.items()}
@@ -146,8 +146,8 @@ for name, model in merged.items():
     last = AutoModelForCausalLM.from_pretrained(folder / f"{name}-merged")
     assert torch.equal(logits_of(last), logits_of(model))
     assert isinstance(last.model.layers[0].mlp.experts.down_proj, tt.Weight) == (name == "qwen")
-    told, heard = (one.generate(IDS[:1, :4], max_new_tokens=8, do_sample=False) for one in (last, model))
-    assert torch.equal(told, heard)
+    reloaded, original = (one.generate(IDS[:1, :4], max_new_tokens=8, do_sample=False) for one in (last, model))
+    assert torch.equal(reloaded, original)
 assert "quantization_config" not in AutoConfig.from_pretrained(folder / "oss-merged").to_dict()
 
 # %% Now break it: leave out the tt.quantize before the merge, and compare `lost` with `moved`.

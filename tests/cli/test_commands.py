@@ -330,7 +330,7 @@ def test_a_table_keeps_names_whole_on_a_terminal_and_everything_in_a_pipe(monkey
 
 def test_the_demo_prints_a_table_of_80_columns_and_no_bars_into_a_pipe(monkeypatch, capsys):
     column = {"training step": "runs", "file": "54.6 MB (save_model: ties known to the model's code only)"}
-    monkeypatch.setattr(demonstration, "_alone", lambda side, folder: column)
+    monkeypatch.setattr(demonstration, "_in_own_process", lambda side, folder: column)
     monkeypatch.setattr(demonstration.Transformer.__init__, "__defaults__", (64, 32, 1, 2))
     assert main(["demo"]) == 0
     shown = capsys.readouterr()

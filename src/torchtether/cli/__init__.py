@@ -1,1 +1,1 @@
-"""The command line: checkpoints without the code of their models."""
+"""The command line, which works on checkpoints without the code of their models."""

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are quantized, and how, where only names and shapes can tell what they are."""
+"""Choose the tensors of a checkpoint to quantize, and their schemes, by names and shapes alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..schemes import Scheme, scheme_to_text
 from ..weights.spec import Tie, order_of
 
 SMALLEST = 32
-"""A matrix with a side below this is left alone by default: a gate or a position bias, nothing that saves memory."""
+"""The smallest side of a matrix that is quantized by default: smaller ones, such as gates, save little memory."""
 
 _EMBEDDINGS = {"wte", "wpe", "shared"}
 
@@ -31,9 +31,9 @@ def choose(
     *,
     holds_embeddings: bool = True,
 ) -> dict[str, Scheme]:
-    """Return the owners to quantize; raise RuleError or SchemeError for a request that cannot be met.
+    """Return the scheme of each owner to quantize. Raise RuleError or SchemeError for a request that cannot be met.
 
-    Embeddings are chosen by default only where they are tied to a head, and the format holds them.
+    By default an embedding is chosen only if it is tied to a head and the format supports quantized embeddings.
     """
     names_of = {owner: ties[owner].names if owner in ties else (owner,) for owner in checkpoint.entries}
     every = [name for names in names_of.values() for name in names]
@@ -63,7 +63,7 @@ def choose(
 
 
 def weights_matched(checkpoint: Checkpoint, ties: Mapping[str, Tie], globs: Sequence[str]) -> set[str]:
-    """Return the quantized owners of which ``globs`` match a name; raise RuleError for a glob that matches none."""
+    """Return the quantized owners with a name that ``globs`` match. Raise RuleError for a glob that matches none."""
     names_of = {
         name: ties[name].names if name in ties else (name,)
         for name, entry in checkpoint.entries.items()
@@ -80,7 +80,7 @@ def _check_matched(globs: Iterable[str], names: Sequence[str], what: str = "tens
 
 
 def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first of ``globs`` that matches one of ``names``, after the name that it matches.
+    """Return the first of ``globs`` that matches one of ``names``, as (name, glob); ``None`` if none does.
 
     >>> _first(["emb.weight", "head.weight"], ["norm.*", "head.*"])
     ('head.weight', 'head.*')
@@ -89,7 +89,7 @@ def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None
 
 
 def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
-    """Return the reason why ``entry`` cannot be quantized; empty if it can."""
+    """Return why ``entry`` cannot be quantized; empty if it can."""
     if entry.spec is not None:
         return f"is quantized already, as {scheme_to_text(entry.spec.scheme)}"
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
@@ -104,7 +104,7 @@ def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
 
 
 def _is_linear(names: Sequence[str], shape: Sequence[int]) -> bool:
-    """Return whether it looks like the weight of a linear layer, by one of its names at least.
+    """Return whether a tensor looks like the weight of a linear layer under at least one of its names.
 
     >>> _is_linear(["model.embed_tokens.weight"], (64, 32))
     False

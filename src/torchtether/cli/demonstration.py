@@ -1,7 +1,6 @@
-"""The main job on a model of our own, beside what stock torch does with it: ``torchtether demo``.
+"""Run the same job with torchtether and with stock torch on a small model: ``torchtether demo``.
 
-Each column runs in a process of its own, so that the memory of one is not counted for the other, and everything that
-the table says was measured there.
+Each column of the table is measured in its own process, so that the memory of one does not count for the other.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predict tokens with a small language model whose head is its embedding."""
+    """Predict tokens with a small language model whose head is tied to its embedding."""
 
     def __init__(
         self, vocabulary: int = VOCABULARY, width: int = WIDTH, depth: int = DEPTH, heads: int = HEADS
@@ -90,18 +89,18 @@ def run_demo() -> None:
             "weights do; then loaded (ours: int8 on the way in), one training step,\n"
             ".bfloat16(), save, reload.\n"
         )
-        columns = [_alone(side, folder) for side in (run_stock, run_ours)]
+        columns = [_in_own_process(side, folder) for side in (run_stock, run_ours)]
     rows = [("", "stock torch " + torch.__version__.partition("+")[0], "torchtether")]
     rows += [(key, columns[0].get(key, ""), columns[1].get(key, "")) for key in columns[0] | columns[1]]
     print_wrapped(rows)
 
 
-def _alone(side: Callable[[Path], Column], folder: Path) -> Column:
-    """Run one column in a new process, which hears no Ctrl-C: this one does, and ends it."""
+def _in_own_process(side: Callable[[Path], Column], folder: Path) -> Column:
+    """Run one column in a new process. It ignores Ctrl-C; this process handles it and ends the other."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_and_send, args=(side, folder, sender))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a process has from the one that starts it
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new process inherits this
     try:
         process.start()
     finally:
@@ -123,7 +122,7 @@ def _run_and_send(side: Callable[[Path], Column], folder: Path, sender: Connecti
 
 
 def run_stock(folder: Path) -> Column:
-    """Run the job with ``load_state_dict(assign=True)`` and with the steps by hand that it needs."""
+    """Run the job with stock torch: ``load_state_dict(assign=True)`` and the manual steps that it needs."""
     from safetensors.torch import load_file, load_model, save_model
 
     column: Column = {}
@@ -152,7 +151,7 @@ def run_stock(folder: Path) -> Column:
     again = Transformer().bfloat16()
     load_model(again, str(path))
     column["file"] = f"{describe_bytes(path.stat().st_size)} (save_model: ties known to the model's code only)"
-    column["read without the model"] = _read_alone(path)
+    column["read without the model"] = _read_without_model(path)
     column["reloaded"] = _compare(model, again)
     return column
 
@@ -179,7 +178,7 @@ def run_ours(folder: Path) -> Column:
         again = Transformer()
     load(again, path)
     column["file"] = f"{describe_bytes(path.stat().st_size)} (ties and schemes in its record)"
-    column["read without the model"] = _read_alone(path)
+    column["read without the model"] = _read_without_model(path)
     column["reloaded"] = _compare(model, again)
     column["computed by"] = compiled.state()
     return column
@@ -193,7 +192,7 @@ def _built() -> tuple[Transformer, torch.optim.Optimizer]:
 
 
 def _touch(model: nn.Module) -> None:
-    """Copy every parameter, because mapped pages become memory only when they are written."""
+    """Copy every parameter into memory of its own: the mapped pages of a file do not count as such."""
     for tensor in model.parameters():
         if not tensor.is_meta:
             tensor.data = tensor.data.clone()
@@ -207,14 +206,14 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _changes(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return how many parameters another step moves, as words."""
+    """Return how many parameters another training step changes, as text."""
     before = {name: _values(tensor).clone() for name, tensor in model.named_parameters()}
     _train(model, optimizer)
     moved = sum(not torch.equal(_values(tensor), before[name]) for name, tensor in model.named_parameters())
     return f"{moved} of {len(before)} parameters"
 
 
-# -- what there is to say ---------------------------------------------------------------------------------------------
+# -- the rows of a column ---------------------------------------------------------------------------------------------
 
 
 def _describe_load(
@@ -266,7 +265,7 @@ def _live(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return f"{sum(key in held for key in now)} of {len(now)} parameters"
 
 
-def _read_alone(path: Path) -> str:
+def _read_without_model(path: Path) -> str:
     with Checkpoint(path) as checkpoint:
         if "head.weight" not in checkpoint:
             return "head.weight is absent"

@@ -1,4 +1,4 @@
-"""What quantize and convert have made, in a few lines: which tensors became what, and which files came along."""
+"""Print the results of ``quantize`` and ``convert``: the changes of tensors by kind, and the other files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..pictures.drawing import clean, describe_bytes
 from .transform import Kind, TransformReport
 
 _SHOWN = 8
-"""Files of one sort that are named."""
+"""The largest number of files of one kind that are named."""
 
 
 def print_made(target: Path, report: TransformReport, *, is_quantized: bool = False) -> None:
-    """Print what was written at ``target``: a line of totals, then one for each kind of tensors and of files."""
+    """Print the checkpoint written at ``target``: a line of totals, then one for each kind of tensors and files."""
     before, after = describe_bytes(report.bytes_before), describe_bytes(report.bytes_after)
     count = (
         f"{len(report.changed)} of {report.tensors} tensors quantized" if is_quantized else f"{report.tensors} tensors"
     )
     print(f"{target}: {count}, {before} -> {after}, format {report.formats[1]}")
     for (old, new), many in sorted(report.kinds.items(), key=lambda one: (-one[1], one[0])):
-        print(f"  {many} {_became(old, new, report.formats)}")
+        print(f"  {many} {_describe_change(old, new, report.formats)}")
     carried = report.carried
     if carried.files:
         print(f"  carried along: {len(carried.files)} other files")
@@ -32,8 +32,8 @@ def print_made(target: Path, report: TransformReport, *, is_quantized: bool = Fa
         print(f"  left out, {why}: {_names(path for path, one in carried.left_out.items() if one == why)}")
 
 
-def _became(old: Kind, new: Kind, formats: tuple[str, str]) -> str:
-    """Return what became of tensors of one kind, such as ``float32 -> int8``."""
+def _describe_change(old: Kind, new: Kind, formats: tuple[str, str]) -> str:
+    """Return a description of the change of tensors of one kind, such as ``float32 -> int8``."""
     (scheme, dtype), (now, computed) = old, new
     if not now and not scheme:
         return f"{dtype}, as before" if dtype == computed else f"{dtype} -> {computed}"
@@ -51,5 +51,5 @@ def _names(paths: Iterable[str]) -> str:
 
 
 def print_plan(plan: QuantizePlan) -> None:
-    """Print a plan as a table: the scheme, the bytes and the error of each weight, and what they come to."""
+    """Print a plan as a table: the scheme, the bytes and the error of each weight, and the totals."""
     print("\n".join(map(clean, str(plan).split("\n"))))

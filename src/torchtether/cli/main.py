@@ -1,4 +1,4 @@
-"""The command line: checkpoints inspected, verified, quantized and converted without the model's code."""
+"""The command ``torchtether``: inspect, verify, quantize and convert checkpoints without the model's code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done; 1: it could not be done, and one line on stderr says why; 2: it was not understood."""
+    """Run one command and return its exit code: 0 for success, 1 after an error on stderr, 130 after an interrupt.
+
+    A command line that argparse does not accept exits with 2.
+    """
     parser = _parser()
     parsed = parser.parse_args(arguments)
     verb: Verb = parsed.verb
@@ -49,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TetherError as error:
         print("\n".join(clean(line) for line in f"torchtether: {error}".split("\n")), file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever reads our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe, as ``head`` does
         sys.stderr.close()
         return 1
-    except OSError as error:  # a path that the system takes for none, such as one of too long a name
+    except OSError as error:  # a path that the system refuses, such as one that is too long
         print(f"torchtether: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -77,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "what a checkpoint holds, without reading the tensors", "path")
     inspect.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     add("ties", _ties, "which names of a checkpoint are one tensor, as a tree", "path")
-    mapped = add("map", _map, "which storages a checkpoint has, and who lies on them, as text or as a page", "path")
+    mapped = add("map", _map, "the storages of a checkpoint, and the tensors on each, as text or as a page", "path")
     mapped.add_argument("--html", type=Path, metavar="OUT", help="write one HTML page that needs nothing else")
     mapped.add_argument("--svg", type=Path, metavar="OUT", help="write the picture alone")
-    mapped.add_argument("--against", metavar="SRC", help="say and draw what differs from this checkpoint")
+    mapped.add_argument("--against", metavar="SRC", help="print and draw the differences from this checkpoint")
     mapped.add_argument("--all", action="store_true", help="every tensor, however many there are")
     verify = add("verify", _verify, "read every byte of a checkpoint and check every record", "path")
     verify.add_argument("--against", metavar="SRC", help="compare every tensor with this checkpoint's")
@@ -88,17 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     quantize.epilog = f"{_SCHEMES}\n\n{_CODES}"
     quantize.formatter_class = argparse.RawDescriptionHelpFormatter
     quantize.add_argument(
-        "--scheme", type=_scheme, help="how what no rule speaks of is stored, such as int8 or 'int4(group_size=64)'"
+        "--scheme", type=_scheme, help="scheme of tensors that no rule matches, such as int8 or 'int4(group_size=64)'"
     )
     quantize.add_argument(
         "--fit",
         choices=FITS,
-        help="how scales are found: from the range of each block (range), or by least squares (mse)",
+        help="how scales are computed: from the range of each block (range), or by least squares (mse)",
     )
     quantize.add_argument(
         "--target-size",
         metavar="SIZE",
-        help="instead of --scheme: one for each tensor, so that all take SIZE (such as 4GB) and lose least",
+        help="instead of --scheme: choose one for each tensor, so that all take SIZE (such as 4GB) and lose least",
     )
     quantize.add_argument(
         "--rule",
@@ -106,22 +109,22 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="GLOB=SCHEME",
-        help="how the tensors that GLOB matches are stored, none for as they are; the first rule that matches wins",
+        help="the scheme of tensors that GLOB matches, or none to leave them; the first rule that matches wins",
     )
     quantize.add_argument(
         "--include",
         action="append",
         default=[],
         metavar="GLOB",
-        help="what gets --scheme, or a part of --target-size, instead of linear layers",
+        help="tensors that --scheme or --target-size applies to, instead of linear layers",
     )
     quantize.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB", help="what to leave as it is, whatever else matches"
+        "--exclude", action="append", default=[], metavar="GLOB", help="tensors to leave alone, whatever else matches"
     )
     convert = add(
         "convert", _convert, "a checkpoint in another format, dtype or shards, or with aliases", "source", "target"
     )
-    convert.add_argument("--dtype", choices=_DTYPES, help="what floats become; codes of quantized weights stay")
+    convert.add_argument("--dtype", choices=_DTYPES, help="the dtype of all floats; codes of quantized weights stay")
     convert.add_argument(
         "--aliases", choices=("drop", "copy"), default="drop", help="whether tied tensors are stored once (drop)"
     )
@@ -129,16 +132,16 @@ def _parser() -> argparse.ArgumentParser:
         "--requantize",
         type=_scheme,
         metavar="SCHEME",
-        help="how what --format has no words for is encoded again; without it that is an error",
+        help="encode weights again in SCHEME if --format cannot store theirs; without it they are an error",
     )
     convert.add_argument(
-        "--dequantize", action="append", default=[], metavar="GLOB", help="what is decoded and stored as floats"
+        "--dequantize", action="append", default=[], metavar="GLOB", help="weights to decode and store as floats"
     )
     for verb in (quantize, convert):
         verb.add_argument(
             "--format",
             default="native",
-            help=f"how quantized weights are spelled: {', '.join(f.name for f in WRITABLE)}",
+            help=f"the format of quantized weights: {', '.join(f.name for f in WRITABLE)}",
         )
         verb.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB; beyond it, shards and an index")
     add("demo", _demo, "load, train, convert and save a small tied model, beside stock torch")
@@ -149,7 +152,7 @@ _CODES = "Exit codes: 0 done; 1 not done, one line on stderr says why; 2 not und
 
 
 def _described_schemes() -> str:
-    """Return a line for every scheme with its options and their defaults."""
+    """Return the help text that lists every scheme with its options and their defaults."""
     lines = []
     for name, make in NAMED.items():
         options = (
@@ -171,7 +174,7 @@ def _scheme(text: str) -> Scheme:
 
 
 def _rule(text: str) -> tuple[str, Scheme | None]:
-    """Parse ``GLOB=SCHEME``, cut at the first ``=``, because options of a scheme hold some too."""
+    """Parse ``GLOB=SCHEME`` at the first ``=``, because the options of a scheme contain ``=`` too."""
     glob, equals, scheme = text.partition("=")
     if not glob or not equals or not scheme:
         raise argparse.ArgumentTypeError(f"{text!r} is not GLOB=SCHEME, such as 'lm_head.*=none'")
@@ -185,7 +188,7 @@ _PATHS = {
 }
 
 
-# -- looking ----------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -261,7 +264,7 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """Count the tensors and bytes that are stored in each scheme, or as plain tensors of each dtype."""
+    """Return the number of tensors and bytes by scheme, or by dtype for plain tensors."""
     found: dict[str, tuple[int, int]] = {}
     for name in checkpoint.entries:
         spec = checkpoint.spec(name)
@@ -272,7 +275,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the object that ``inspect --json`` prints. The keys are a promise; new ones may come."""
+    """Return the object that ``inspect --json`` prints. Keys stay from release to release; new ones may be added."""
     tensors = {}
     for name in checkpoint:
         (owner, view), spec = checkpoint.find(name), checkpoint.spec(name)
@@ -317,11 +320,11 @@ def _show_differences(report: VerifyReport) -> None:
     print_table(rows)
 
 
-# -- making -----------------------------------------------------------------------------------------------------------
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
-    rules = dict(reversed(arguments.rule))  # of two with one glob the first wins
+    rules = dict(reversed(arguments.rule))  # if two rules have the same glob, the first wins
     report = quantize_checkpoint(
         arguments.source,
         arguments.target,

@@ -1,4 +1,4 @@
-"""A plan of schemes for a checkpoint that is to take a given size, without the model's code."""
+"""Plan a scheme for each tensor, so that a checkpoint has a given size, without the model's code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..schemes import Scheme, int8
 from ..weights.spec import WeightSpec
 
 TO_PLAN = int8()
-"""Stands, as this very object, for the scheme that the plan is to find."""
+"""A placeholder, compared by identity, for a scheme that the plan will choose."""
 
 
 def plan_for(
@@ -23,8 +23,8 @@ def plan_for(
 ) -> QuantizePlan:
     """Return a scheme for each tensor that ``chosen`` maps to ``TO_PLAN``, so that all take ``target_size`` bytes.
 
-    Schemes are those that ``format`` can hold. Tensors are read one by one. Raises ArgumentError for a size that is too
-    small, or none, and SchemeError where no scheme fits or values are not finite.
+    Only schemes that ``format`` can store are considered. Tensors are read one by one. Raises ArgumentError for a size
+    that is invalid or too small, and SchemeError if no scheme fits a tensor or values are not finite.
     """
     size = as_size(target_size, "target_size")
     planned = [name for name in checkpoint.entries if chosen.get(name) is TO_PLAN]
@@ -46,7 +46,7 @@ def plan_for(
 
 
 def _known(format: Writable, name: str, entry: Entry) -> list[Scheme | None]:
-    """Return the candidates that ``format`` can hold, in its own spelling."""
+    """Return the candidate schemes that ``format`` can store, in its own variants."""
     known: list[Scheme | None] = []
     for scheme in CANDIDATES:
         if scheme is not None:

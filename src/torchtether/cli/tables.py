@@ -1,4 +1,4 @@
-"""Tables as text: one line a row in a pipe, no wider than the terminal on one, names always whole."""
+"""Print tables as text: one line a row into a pipe, at most the width of a terminal, names always whole."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from itertools import zip_longest
 from ..pictures.drawing import clean, padded, width_of, wrapped
 
 _LAST = 20
-"""Columns that the last cells have on a terminal at least."""
+"""The minimal width of the last column on a terminal."""
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print columns side by side; names, in the first one, are never cut, because they go into other programs.
+    """Print columns side by side. Names, in the first column, are never cut, because users copy them.
 
-    Into a pipe or a file nothing is. On a terminal that is too narrow a long name has a line of its own, above the
-    other cells, of which the last one wraps. No cell moves the cursor.
+    Nothing is cut or wrapped in a pipe or a file. On a narrow terminal, a long name has a line of its own above the
+    other cells, and the last cell wraps. Control characters are escaped.
     """
     rows = [tuple(map(clean, row)) for row in rows]
     names, *middle, last = (max(map(width_of, column)) for column in zip(*rows, strict=True))

@@ -1,4 +1,7 @@
-"""From checkpoint to checkpoint without the model's code: one tensor in memory at a time, ties and strides kept."""
+"""Quantize and convert checkpoints without the model's code, one tensor in memory at a time.
+
+Ties and strides are kept.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,21 @@ from .choosing import choose, is_embedding, weights_matched
 from .sizing import TO_PLAN, plan_for
 
 Kind = tuple[str, str]
-"""A scheme by its name, empty for a plain tensor, and the dtype of values."""
+"""The name of a scheme, empty for a plain tensor, and the dtype of the values."""
 
 
 @dataclass(frozen=True)
 class TransformReport:
-    """Hold the counts of a written checkpoint: its tensors, those that were changed, and the bytes before and after."""
+    """Report of a written checkpoint: its tensors, which of them changed, and the bytes before and after."""
 
     tensors: int
     changed: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     kinds: Mapping[tuple[Kind, Kind], int]
-    """How many stored tensors were of the first kind and are of the second now."""
+    """The number of stored tensors, by their kind before and their kind now."""
     formats: tuple[str, str]
-    """How quantized weights were spelled, and are now."""
+    """The format of the source, and that of the target."""
     carried: CarriedOver
 
 
@@ -62,21 +65,24 @@ def quantize_checkpoint(
     target_size: int | str | None = None,
     show: Callable[[QuantizePlan], None] | None = None,
 ) -> TransformReport:
-    """Write ``source`` to ``target`` with its matrices in ``scheme``, as ``tt.load(quantize=)`` makes them.
+    """Write ``source`` to ``target`` with its matrices in ``scheme``, encoded as by ``tt.load(quantize=)``.
 
-    Without the model's code names and shapes must tell what a linear layer is. By default those are the 2-D float
-    tensors called ``*.weight`` with both sides of at least ``SMALLEST``, heads included, and not embeddings (a module
-    called ``*emb*``, ``wte``, ``wpe`` or ``shared``), unless one is tied to a name that is none. Norms have one
-    dimension and are never among them. With ``include`` the globs say instead. Before that, ``rules`` give what a glob
-    matches another scheme, or ``None``, the first match wins; with a ``scheme`` of ``None`` they say all. ``exclude``
-    takes away from either. A glob that matches any name of a tied group speaks for the group, which is quantized once.
-    Where ``format`` has a spelling of its own of a scheme (int8 of bitsandbytes), values are encoded in that. ``fit``
-    is that of all schemes, which must have one. With ``target_size`` (bytes of all tensors, or "4GB") what would get
-    ``scheme`` gets one each, as ``tt.plan_quantize`` chooses them; ``show`` is given the plan before anything is
-    written.
+    Without the model's code, names and shapes determine which tensors are weights of linear layers. By default these
+    are the 2-D float tensors called ``*.weight`` with both sides of at least ``SMALLEST``. Heads are among them.
+    Embeddings (a module called ``*emb*``, ``wte``, ``wpe`` or ``shared``) are not, unless one is tied to a name that is
+    no embedding's. A glob that matches any name of a tied group selects the group, which is quantized once.
 
-    See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing or what cannot be
-    quantized, and SchemeError if the scheme does not fit a shape or met values that are not finite.
+    - ``rules`` give tensors another scheme, or ``None`` to leave them. They take precedence, and the first match wins.
+      With a ``scheme`` of ``None`` only they select tensors.
+    - ``include`` are globs that replace the default selection; ``exclude`` removes tensors from any selection.
+    - ``fit`` sets the field of that name in all schemes, which must have it.
+    - ``target_size`` (bytes of all tensors, or "4GB") chooses a scheme for each tensor that would get ``scheme``, as
+      ``tt.plan_quantize`` does. ``show`` is called with the plan before anything is written.
+
+    If ``format`` has its own variant of a scheme (int8 of bitsandbytes), values are encoded in that.
+
+    See ``convert_checkpoint`` for the rest. Raises also RuleError for a glob that matches nothing, or matches a tensor
+    that cannot be quantized, and SchemeError if a scheme does not fit a shape or values are not finite.
     """
     written = writable(format)
 
@@ -109,8 +115,8 @@ def quantize_checkpoint(
 
 def _fitted(scheme: Scheme, fit: str) -> Scheme:
     if not hasattr(scheme, "fit"):
-        said = f"its scales come from the range of a block, got fit {fit!r}"
-        raise SchemeError(said, name=scheme_to_text(scheme), fix="Take int8, int4 or nf4, or leave the fit out.")
+        what = f"its scales come from the range of a block, got fit {fit!r}"
+        raise SchemeError(what, name=scheme_to_text(scheme), fix="Take int8, int4 or nf4, or leave the fit out.")
     return replace(scheme, fit=fit)  # type: ignore[type-var]
 
 
@@ -128,18 +134,20 @@ def convert_checkpoint(
 ) -> TransformReport:
     """Write ``source`` to ``target`` in another ``format`` or dtype, in other shards, or with stored aliases.
 
-    Ties, strides and schemes are kept; of a quantized weight ``dtype`` is the compute dtype, and its codes stay. What
-    ``format`` has no words for is an error, or, if a scheme is given as ``requantize``, is decoded and encoded in it:
-    then values change, and the report names the weights. What a glob of ``dequantize`` matches is decoded, exactly, and
-    stored plain. Names that other writers only note as ``alias: owner`` become
-    ties. ``target`` is a ``.safetensors`` file that is not there yet, or a folder that is not there or empty; a folder
-    comes into being whole, by one rename, and also gets what stands beside the tensors of a source folder, and in its
-    folders (``files/companions.py`` says what is left out). Scratch is one tensor.
+    Ties, strides and schemes are kept. For a quantized weight, ``dtype`` is the compute dtype, and its codes stay.
+    Names that other writers only note as ``alias: owner`` in the metadata become ties. One tensor is in memory at a
+    time.
 
-    Raises CheckpointError if ``source`` is damaged, ``target`` is taken, the disk refuses, or ``dtype`` would change
-    what is not only values: 8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
+    - A weight that ``format`` cannot express is an error. With ``requantize`` it is decoded and encoded in that scheme
+      instead: its values change, and the report names it.
+    - Weights that a glob of ``dequantize`` matches are decoded, exactly, and stored plain.
+    - ``target`` is a ``.safetensors`` file that does not exist, or a folder that does not exist or is empty. A folder
+      appears complete, by one rename. It also gets the other files of a source folder (``files/companions.py`` lists
+      the exceptions).
+
+    Raises CheckpointError if ``source`` is damaged, ``target`` exists, the disk refuses, or ``dtype`` cannot apply:
+    8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
     """
-
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise CheckpointError(f"{dtype_name(dtype)} is no dtype to compute in", name="dtype", fix="Try 'bfloat16'.")
 
@@ -166,7 +174,10 @@ def convert_checkpoint(
 
 
 def _other_scheme(entry: Entry, name: str, format: Writable, fallback: Scheme | None) -> Scheme | None:
-    """Return ``fallback`` if ``format`` has no words for the Weight ``name``; raise SchemeError without one."""
+    """Return ``fallback`` if ``format`` cannot express the Weight ``name``, else ``None``.
+
+    Raise SchemeError if it cannot and ``fallback`` is ``None``.
+    """
     if entry.spec is None:
         return None
     try:
@@ -224,23 +235,23 @@ def _transform(
 
 
 def _read_files(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of the files of ``checkpoint``, its index among them."""
+    """Return the names of the files of ``checkpoint``, including its index."""
     index = checkpoint.store.index
     return frozenset(file.path.name for file in checkpoint.store.files) | ({index.path.name} if index else set())
 
 
 def _pairs(checkpoint: Checkpoint, format: Contained) -> Pairs:
-    """Return the JSON object beside the source that is copied: its ``config.json``, or the pairs of another such file.
+    """Return the key-value pairs of a target file with its own type, made from ``config.json`` of the source.
 
-    Of those only single values: a vocabulary does not come along.
+    A source of the same type overrides them with its own pairs. Only single values are copied, no vocabulary.
     """
     text = checkpoint.store.header.metadata.get(PAIRS) if checkpoint.format == format.name else None
-    given = {key: value for key, value in json.loads(text or "{}").items() if key != "general.alignment"}
-    return format.pairs(checkpoint.store.beside().get("config.json", {}), given)
+    copied = {key: value for key, value in json.loads(text or "{}").items() if key != "general.alignment"}
+    return format.pairs(checkpoint.store.beside().get("config.json", {}), copied)
 
 
 def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:
-    """Return the ties of a checkpoint by owner: those of its record, or else those that another writer noted."""
+    """Return the ties of a checkpoint by owner: those of its record, and those that another writer noted."""
     noted: dict[str, list[str]] = {}
     for alias, owner in sorted(checkpoint.flat.items()):
         is_name = alias not in ("", "format") and not alias.startswith(HIDDEN)  # "format: pt" is no tie
@@ -256,7 +267,7 @@ def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:
 
 @dataclass
 class _Streamed(ShardGroup):
-    """Describe one stored tensor with its ties: it is read, changed and written when its turn comes."""
+    """One stored tensor with its ties, which is read and changed only when it is written."""
 
     name: str = ""
     kinds: tuple[Kind, Kind] = (("", ""), ("", ""))
@@ -277,14 +288,14 @@ class _Streamed(ShardGroup):
         dtype: torch.dtype | None = None,
         copy: bool = False,
     ) -> _Streamed:
-        """Describe ``name`` in ``scheme``, or in ``dtype``, or as it is; with ``copy`` its aliases are stored too."""
+        """Return the group of ``name``, in ``scheme`` and ``dtype`` if given; ``copy`` stores its aliases too."""
         entry = checkpoint.entries[name]
         dtype = _dtype(entry, name, tie, dtype)
         group = _Streamed(format, name=name, is_changed=scheme is not None or dtype != entry.dtype)
-        given = entry.spec
+        spec = entry.spec
         if scheme is not None:
-            given = None if scheme.transparent else WeightSpec.of(entry.shape, entry.dtype, scheme)
-        spec = None if given is None else given.replace(dtype=dtype, tie=None)
+            spec = None if scheme.transparent else WeightSpec.of(entry.shape, entry.dtype, scheme)
+        spec = None if spec is None else spec.replace(dtype=dtype, tie=None)
         group.is_embedding = any(map(is_embedding, tie.names if tie else (name,)))
         group.kinds = _kind(entry.spec, entry.dtype), _kind(spec, dtype)
         group._add(name, entry.shape, dtype, spec)
@@ -323,7 +334,7 @@ def _kind(spec: WeightSpec | None, dtype: torch.dtype) -> Kind:
 
 
 def _dtype(entry: Entry, name: str, tie: Tie | None, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of ``name`` once floats are ``dtype``; raise CheckpointError if it holds more than values."""
+    """Return the dtype of ``name`` after floats become ``dtype``. Raise CheckpointError if it cannot become that."""
     shared = {entry.dtype} | {view.dtype for view in (tie.views if tie else ()) if view is not None}
     if dtype is None or shared == {dtype} or not any(one.is_floating_point for one in shared):
         return entry.dtype
@@ -349,7 +360,7 @@ def _retyped(view: View | None, old: torch.dtype, new: torch.dtype) -> View | No
 
 
 def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch.dtype) -> Tensor:
-    """Read ``name`` into new memory with its own strides, as it is to be written."""
+    """Read ``name`` into new memory with its own strides, and change it to ``scheme`` and ``dtype``."""
     if scheme is not None:
         try:
             values = checkpoint.read_briefly(name)
@@ -357,15 +368,15 @@ def _read(checkpoint: Checkpoint, name: str, scheme: Scheme | None, dtype: torch
             return (values if scheme.transparent else Weight.encode(values, scheme)).to(dtype)
         except SchemeError as error:
             raise error.named(name) from None
-    given = checkpoint.read(name)
-    made = given.to(dtype)
-    if made is not given and not isinstance(made, Weight) and _overflows(given, made):
+    stored = checkpoint.read(name)
+    made = stored.to(dtype)
+    if made is not stored and not isinstance(made, Weight) and _overflows(stored, made):
         raise CheckpointError(f"it holds numbers too large for {dtype_name(dtype)}", name=name)
     return made
 
 
-def _overflows(given: Tensor, made: Tensor) -> bool:
-    """Return whether finite numbers became infinite; it takes memory only where something is infinite or NaN."""
+def _overflows(before: Tensor, made: Tensor) -> bool:
+    """Return whether finite numbers became infinite. Memory is allocated only if ``made`` has an infinity or NaN."""
     if not made.numel() or all(bool(end.isfinite()) for end in made.aminmax()):
         return False
-    return bool((made.isinf() & ~given.isinf()).any())
+    return bool((made.isinf() & ~before.isinf()).any())

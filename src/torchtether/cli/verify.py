@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what it says, read to its last byte; and how far it is from the one it was made from."""
+"""Verify every byte and record of a checkpoint, and measure its error relative to the source."""
 
 from __future__ import annotations
 
@@ -25,45 +25,47 @@ _PIECE = 2**18  # elements that are decoded and compared at a time, in float64
 
 @dataclass(frozen=True)
 class Difference:
-    """Hold the error of one tensor beside that of the source: the largest, and signal to noise in decibels."""
+    """The error of one tensor relative to the source: the largest, and the signal-to-noise ratio in decibels."""
 
     name: str
     scheme: str
     largest: float
     sqnr: float
     is_expected: bool
-    """Within what its scheme promises; of a plain tensor, the very values in its dtype."""
+    """Whether errors are within the bound of the scheme; for a plain tensor, whether values are equal in its dtype."""
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Hold the results of ``verify``: a line per fault, and with a source the differences, worst first."""
+    """The results of ``verify``: a line per fault and, with a source, the differences, worst first."""
 
     tensors: int
     bytes: int
-    """Read from the files, copies of aliases included."""
+    """The bytes of all stored tensors, including copies of aliases."""
     faults: tuple[str, ...]
     differences: tuple[Difference, ...] = ()
     stored: int = 0
-    """How many tensors the files store: a quantized weight has several, an alias none."""
+    """The number of tensors in the files: a quantized weight has several, an alias none."""
     without_checksum: int = 0
-    """How many of those have no checksum, because another tool wrote the file, or we did before there were any."""
+    """The number of those without a checksum, as in files of other tools."""
 
 
 def verify_checkpoint(
     path: Path | str, *, against: Path | str | None = None, progress: Progress = None
 ) -> VerifyReport:
-    """Read every byte of ``path`` and check every record; what is wrong is in ``faults``.
+    """Read every byte of ``path``, check every record, and return a report that lists all ``faults``.
 
-    Opening it checks headers, offsets, sizes, the index and the record. Here the bytes of each stored tensor are
-    compared with their checksum where the file has one, stored copies of aliases with their owners, and quantized
-    weights must be readable in their format and decode to finite numbers that are so in their dtype, too. With
-    ``against`` every name is compared with that checkpoint's: a name on one side only, another shape, values that are
-    not the source's in the dtype at hand, and errors beyond the bound of the scheme are faults.
+    Opening the checkpoint checks headers, offsets, sizes, the index and the record. After that:
 
-    Scratch is small beside a large tensor that is plain, and the parts of one that is quantized. A whole tensor is
-    taken into memory only where its values cannot be had in order: where the other checkpoint has it transposed,
-    or where it is beyond a bound that hangs on what all its rows share.
+    - the bytes of each stored tensor must have their checksum, if the file records one;
+    - stored copies of aliases must equal their owners;
+    - quantized weights must be readable in their format, and decode to numbers that are finite in their dtype;
+    - with ``against``, every name is compared with that checkpoint. A name on one side only, another shape, plain
+      values that differ from the source's in the same dtype, and errors beyond the bound of the scheme are faults.
+
+    A large plain tensor is read in small pieces, and of a quantized one all parts. A whole tensor is in memory only if
+    its values cannot be read in order, because the other checkpoint has it transposed, or if it exceeds a bound that
+    depends on a part that all rows share.
 
     Raises CheckpointError if a file cannot be opened, or ends early.
     """
@@ -84,7 +86,7 @@ def verify_checkpoint(
 
 
 def _wrong_bytes(checkpoint: Checkpoint, key: str, tick: Tick) -> Iterator[tuple[str, str]]:
-    """Read all bytes of ``key``, and yield the fault if their checksum is not the recorded one."""
+    """Read all bytes of ``key``, and yield a fault if their checksum differs from the recorded one."""
     file, wanted, found = checkpoint.store.file_of(key), checkpoint.store.record.checksums.get(key), 0
     for piece in file.pieces(key):
         found = found if wanted is None else crc32(piece, found)
@@ -94,7 +96,10 @@ def _wrong_bytes(checkpoint: Checkpoint, key: str, tick: Tick) -> Iterator[tuple
 
 
 def _wrong_values(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield the faults of values that cannot be meant, but for tensors that are ``damaged`` and reported already."""
+    """Yield a fault for each weight that decodes to invalid values, and each copy that differs from its owner.
+
+    Tensors in ``damaged`` are skipped, because they are reported already.
+    """
     for name, entry in checkpoint.entries.items():
         if entry.spec is not None and damaged.isdisjoint(entry.keys.values()):
             held = checkpoint.read_briefly(name)
@@ -144,7 +149,7 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, faults: list[str], prog
 
 
 def _is_done(checkpoint: Checkpoint, source: Checkpoint, name: str) -> bool:
-    """Return whether ``name`` is on both sides only another name of its owner, which is compared anyway."""
+    """Return whether ``name`` is an alias of the same owner on both sides, so that comparing the owner suffices."""
     owner, view = checkpoint.find(name)
     is_alias = owner != name and view is None and owner in source and owner in checkpoint
     return is_alias and name in source and source.find(owner) == source.find(name)
@@ -161,19 +166,19 @@ def _difference(name: str, checkpoint: Checkpoint, source: Checkpoint) -> Differ
     is_shared = any(part.span == 0 for part in mine.scheme.layout(tuple(mine.base)).values()) if scheme else False
     for limit in (_PIECE, count):
         made = _stream(checkpoint, name, order, dtype, limit=limit, bounds=bool(scheme))
-        given = _stream(source, name, order, dtype)
-        largest, sqnr, is_expected = _measured(_together(made, given))
-        if is_expected or not is_shared:  # a bound of some rows may be tighter than that of all
+        wanted = _stream(source, name, order, dtype)
+        largest, sqnr, is_expected = _measured(_paired(made, wanted))
+        if is_expected or not is_shared:  # the bound for a part of the rows may be tighter than for all of them
             break
     return Difference(name, scheme, largest, sqnr, is_expected)
 
 
 Compared = tuple[Tensor, Tensor | None, Tensor]
-"""Elements, their bounds if they are quantized, and what they should be; all of one dimension."""
+"""Elements, the bounds of their errors if they are quantized, and the source's elements; all 1-D."""
 
 
 def _measured(pieces: Iterable[Compared]) -> tuple[float, float, bool]:
-    """Return the largest error, the SQNR in decibels, and whether all is as it should be."""
+    """Return the largest error, the SQNR in decibels, and whether all errors are as expected."""
     largest = noise = signal = 0.0
     is_expected = True
     for mine, limits, theirs in pieces:
@@ -201,17 +206,17 @@ def _numbers(piece: Tensor) -> Tensor:
 # -- tensors as streams -----------------------------------------------------------------------------------------------
 
 Stream = Iterator[tuple[Tensor, Tensor | None]]
-"""Elements in row-major order, some at a time, each time with their bounds or without."""
+"""Consecutive pieces of a tensor in row-major order, each with the bounds of its errors or ``None``."""
 
 
-def _together(made: Stream, given: Stream) -> Iterator[Compared]:
-    """Cut two streams of the same length at the same places."""
+def _paired(made: Stream, wanted: Stream) -> Iterator[Compared]:
+    """Yield pieces of two streams of the same length, cut at the same places."""
     theirs = torch.empty(0)
     for mine, limits in made:
         at = 0
         while at < len(mine):
             if not len(theirs):
-                theirs, _ = next(given)
+                theirs, _ = next(wanted)
             stop = at + min(len(mine) - at, len(theirs))
             yield mine[at:stop], None if limits is None else limits[at:stop], theirs[: stop - at]
             theirs, at = theirs[stop - at :], stop
@@ -226,7 +231,7 @@ def _stream(
     limit: int = _PIECE,
     bounds: bool = False,
 ) -> Stream:
-    """Yield the elements of ``name`` with its dimensions in ``order``; quantized ones decoded to ``dtype``."""
+    """Yield the elements of ``name`` with its dimensions in ``order``; quantized elements are decoded to ``dtype``."""
     owner, view = checkpoint.find(name)
     entry, spec = checkpoint.entries[owner], checkpoint.spec(name)
     count = math.prod(spec.shape)
@@ -255,13 +260,13 @@ def _stream(
 
 
 def _is_run(view: View | None, stride: Shape, shape: Shape) -> bool:
-    """Return whether a file stores the elements one after the other; an owner's are in row-major order."""
+    """Return whether the file stores the elements in their row-major order; an owner is always stored so."""
     is_plain = stride == contiguous_stride(shape)
     return view is None or (is_plain and view.stride == contiguous_stride(view.size))
 
 
 def _runs(scheme: Scheme, parts: Parts, shape: Shape, limit: int) -> Iterator[tuple[Parts, Shape]]:
-    """Cut a quantized tensor of ``shape`` into smaller ones of about ``limit`` elements, where blocks allow it."""
+    """Yield a quantized tensor of ``shape`` in pieces of about ``limit`` elements, as far as blocks allow."""
     count = math.prod(shape)
     if count <= limit:
         yield parts, shape

@@ -1,4 +1,4 @@
-"""Published checkpoint formats: each a module of pure functions, tried in order."""
+"""Published checkpoint formats: each is a module of pure functions, and they are tried in order."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def __getattr__(name: str) -> Any:
 
 
 def register(format: Format) -> None:
-    """Register ``format``: it is read from now on, before all but our native one, and written if it can be.
+    """Register ``format`` for reading, and for writing if it has the functions for it.
 
-    It is a module or object with ``name``, ``recognise`` and ``unpack``, and to be written ``layout``, ``pack`` and
-    ``announce``; ``tt.testing.check_format`` says whether it does as the others do.
+    A format is a module or object with ``name``, ``recognise`` and ``unpack``. One that can be written also has
+    ``layout``, ``pack`` and ``announce``. It is tried right after our native format. ``tt.testing.check_format`` checks
+    that it behaves as the other formats do.
 
-    Raises CheckpointError, with nothing changed, if one of those is absent, or the name is that of another.
+    Raises CheckpointError, with nothing changed, if one of these is absent or the name is taken.
 
     >>> from torchtether import formats
     >>> formats.register(formats.native)
@@ -72,11 +73,11 @@ def register(format: Format) -> None:
 
 
 def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry]]:
-    """Return the format of a checkpoint, what it found, and every tensor by name, quantized or not.
+    """Return the format of a checkpoint, what the format found, and an entry for every tensor, by name.
 
-    ``None`` is the format of plain tensors.
+    The format is ``None`` if all tensors are plain. Weights with a fault have no entry. Nor have keys that belong to
+    the format alone, such as scales.
 
-    Weights with a fault, and keys that only belong to the format, are not among the tensors.
     Raises CheckpointError for a format that is known and not read.
     """
     from . import refused
@@ -93,7 +94,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     taken = {key for entry in found.weights.values() for key in entry.keys.values()} | found.spare
     entries = {name: entry for name, entry in found.weights.items() if name not in found.faults}
     strides: dict[Shape, Shape] = {}  # many tensors have few shapes
-    recorded, new = contents.record.strides, tuple.__new__  # it makes an Entry in a third of the time
+    recorded, new = contents.record.strides, tuple.__new__  # a third of the time of Entry(...)
     for key, (dtype, shape, _, _) in contents.tensors.items():
         if key not in taken and key not in found.faults:
             stride = strides.get(shape)
@@ -105,7 +106,7 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
 
 
 def writable(name: str) -> Writable:
-    """Return the format called ``name``, to write; raise CheckpointError, naming those that can be written."""
+    """Return the format called ``name``, for writing. Raise CheckpointError if it cannot be written."""
     from .catalog import FORMATS, WRITABLE
 
     for format in WRITABLE:
@@ -118,7 +119,7 @@ def writable(name: str) -> Writable:
 
 
 def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config.json`` without what a format wrote into it, and with what another writes (``written``).
+    """Return ``config`` without the quantization settings of its old format, and with ``written``, those of the new.
 
     >>> with_quantization({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
     {'model_type': 'llama'}

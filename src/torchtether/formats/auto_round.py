@@ -6,7 +6,7 @@
                       "auto_round:llm_compressor"                 compressed-tensors
     extra_config      options of some modules, by name or pattern
 
-Checkpoints of before there was a ``packing_format`` have a ``backend`` of the same words.
+Older checkpoints have ``backend`` instead of ``packing_format``, with the same values.
 Source: AutoRound 0.16.1, inference/convert_model.py and export/export_to_autoround.
 """
 
@@ -68,21 +68,21 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts, as the format in whose way they are packed has them."""
+    """Return the parts, unpacked by the format whose packing the entry has."""
     if "dense" in entry.options:
         return compressed_tensors.unpack(entry, tensors)
     return awq.unpack(entry, tensors) if "version" in entry.options else gptq.unpack(entry, tensors)
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return the rows as the format in whose way the entry is packed has them."""
+    """Return where the rows lie, by the format whose packing the entry has."""
     if "dense" in entry.options:
         return compressed_tensors.rows(entry, tensors)
     return awq.rows(entry, tensors) if "version" in entry.options else gptq.rows(entry, tensors)
 
 
 def _restated(contents: Contents) -> Contents:
-    """Return ``contents`` with the config that compressed-tensors would have for the same weights."""
+    """Return ``contents`` with the config that compressed-tensors would write for the same weights."""
     config = contents.quantization
     size = config.get("group_size")
     is_group = type(size) is int and size > 0
@@ -103,7 +103,7 @@ def _restated(contents: Contents) -> Contents:
 
 
 def _kind(packing: str) -> str | None:
-    """Return how weights are packed; ``None`` if in none of the ways that are read."""
+    """Return the packing that ``packing`` names: awq, gptq_v1 or gptq_v2; ``None`` if it is not read."""
     words = packing.split(":")
     if words[0] not in ("auto_round", "auto_gptq", "auto_awq", "gptq", "gptqmodel", "awq"):
         return None

@@ -1,6 +1,6 @@
 """AWQ: what AutoAWQ, AutoRound and GPTQModel write, with 4 bits.
 
-    gemm    m.qweight int32 (K, N / 8)    nibble i of a word is of the output ``8 * word + (0, 2, 4, 6, 1, 3, 5, 7)[i]``
+    gemm    m.qweight int32 (K, N / 8)    nibble i of a word is for output ``8 * word + (0, 2, 4, 6, 1, 3, 5, 7)[i]``
             m.qzeros  int32 (G, N / 8)    the same
             m.scales  float (G, N)
     gemv    m.qweight int32 (N, K / 8)    nibbles in order
@@ -9,7 +9,7 @@
 
 ``m.weight`` (N, K) is ``(q - zero) * scale``. Without ``qzeros`` (``zero_point`` false) every zero point is 8.
 
-Which of the two a module has is what ``version`` says: gemm if it says nothing.
+``version`` in the config says which of the two a module has; without it, gemm.
 Source: AutoAWQ 0.2.9, AutoAWQConverter of compressed-tensors.
 """
 
@@ -49,9 +49,9 @@ evidence = Evidence(methods=(name,), keys=("qweight\n", "qzeros\n"))
 
 GEMM, GEMV = "gemm", "gemv"
 OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output, of the 8 of a word of gemm, that each of its nibbles is of."""
+"""The output, out of 8, that each nibble of a gemm word is for."""
 
-_GEMM = ("", GEMM, "exllama", "exllamav2", "ipex")  # kernels that read the files of gemm
+_GEMM = ("", GEMM, "exllama", "exllamav2", "ipex")  # kernels that read gemm files
 _REFUSED = {
     "gemv_fast": "16-bit words in the order of its kernel, scaled zero points",
     "llm-awq": "16-bit words in the order of its kernel, scaled zero points",
@@ -65,9 +65,8 @@ _PADDING = {64: 2, 32: 4}
 def recognise(contents: Contents) -> Found | None:
     """Return every module with a ``qweight``.
 
-    Sizes come from its tensors, the version and the size of groups from the config.
-
-    Without a config, what looks like gemm is read as gemm, if the tensors decide the size of groups.
+    Shapes come from its tensors; version and group size come from the config. Without a config, tensors that look like
+    gemm are read as gemm, if their shapes determine the group size.
     """
     config, file = _config(contents)
     if config is None:
@@ -94,9 +93,9 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def read(contents: Contents, settings: Settings, version: str = GEMM, zero_point: bool | None = None) -> Found:
-    """Return every module with a ``qweight``, laid out as ``version`` says.
+    """Return every module with a ``qweight``, in the layout of ``version``.
 
-    ``zero_point`` says if there are zero points.
+    ``zero_point`` is that field of the config: false means that every zero point is 8.
     """
 
     def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
@@ -108,9 +107,9 @@ def read(contents: Contents, settings: Settings, version: str = GEMM, zero_point
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts: nibbles in the order of columns, zero points one byte each.
+    """Return the parts: nibbles in the order of the columns, zero points with one byte each.
 
-    Raises CheckpointError for zero points that the config denies.
+    Raises CheckpointError for zero points other than 8 where the config says ``zero_point: false``.
     """
     assert entry.spec is not None
     rows, columns = entry.shape
@@ -131,14 +130,14 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: of gemm 8 of them make a column of words; gemv has them as rows."""
+    """Return where rows lie: in gemm, 8 rows share a column of words; in gemv, rows are rows."""
     if entry.options["version"] == GEMV:
         return all_along(entry, tensors)
     return {"qweight": Along(1, 1, 8), "qzeros": Along(1, 1, 8), "scales": Along(1)}
 
 
 def looks_like(contents: Contents) -> bool:
-    """Return whether some module has a ``qweight`` with one word for 8 outputs, and zero points to match."""
+    """Return whether a module has a ``qweight`` with one word for 8 outputs, and zero points of a matching shape."""
     for keys in find_modules(contents).values():
         if {"qweight", "qzeros", "scales"} <= keys.keys():
             codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
@@ -148,7 +147,7 @@ def looks_like(contents: Contents) -> bool:
 
 
 def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
+    """Return the config and the name of its file; ``None`` as config if the checkpoint has another format."""
     if contents.method:
         return (contents.quantization if contents.method == name else None), "config.json"
     if not find_modules(contents):
@@ -221,10 +220,10 @@ def _entry(
 
 
 def reordered(words: Tensor, rows: int, columns: int, outputs: Sequence[int] = OUTPUTS) -> Tensor:
-    """Return the stream (rows, ceil(columns / 2)) uint8 of ``words`` (columns, rows / 8).
+    """Return the codes of ``words`` (columns, rows / 8) int32 row by row: (rows, ceil(columns / 2)) uint8.
 
-    ``outputs`` says which of 8 outputs each nibble of a word is of. Two columns make a byte: the low nibbles of their
-    words make four outputs at once, the high ones the other four.
+    ``outputs`` gives the output, out of 8, that each nibble of a word is for. Two columns make a byte: the low nibbles
+    of their words give four outputs at once, the high nibbles the other four.
     """
     made = torch.empty((rows // 8, 8, streams.packed_size(columns, 4)), dtype=torch.uint8, device=words.device)
     for start, stop in pieces(0, rows // 8, max(1, 2 * CHUNK // columns)):

@@ -2,7 +2,7 @@
 
     w                       uint8 (ceil(n / 2), 1), or the same bytes viewed as ``quant_storage``; high nibble first
     w.absmax                float32 (ceil(n / blocksize),), or uint8 if nested
-    w.quant_map             float32 (16,), what each code stands for
+    w.quant_map             float32 (16,), the value of each code
     w.nested_absmax         float32 (ceil(blocks / nested_blocksize),)
     w.nested_quant_map      float32 (256,), the 8-bit dynamic type
     w.quant_state.bitsandbytes__nf4   uint8, JSON: shape, dtype, blocksize, nested_blocksize, nested_offset
@@ -11,7 +11,7 @@
     m.SCB                   float32 (N,), the largest magnitude of each row: w = q * SCB * (1 / 127)
     m.weight_format         uint8 (), 0: rows
 
-The tensors say which weights are quantized, whatever the config lists.
+The tensors determine which weights are quantized, whatever the config lists.
 Source: bitsandbytes 0.50, ``functional.QuantState`` and ``nn.Linear8bitLt``.
 """
 
@@ -42,22 +42,22 @@ evidence = Evidence(methods=(name,), keys=(".quant_state.bitsandbytes__", ".SCB\
 STATE = ".quant_state.bitsandbytes__"
 INT8 = Affine(narrow_range=True, unit=7.874015718698502e-3)
 _INT8_CALL = "tt.Affine(narrow_range=True, unit=7.874015718698502e-3)"
-"""Rows of int8 under the largest magnitude of the row; the unit is what bitsandbytes multiplies by for 1 / 127."""
+"""int8 with the largest magnitude of each row as its scale; the unit is bitsandbytes' float for 1 / 127."""
 
 _KINDS = {"nf4": NF4, "fp4": FP4}
 _STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIDES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_STATE_WIDTH = 256  # bytes of JSON, filled up with spaces: its length is known before the offset is
+_STATE_WIDTH = 256  # bytes of JSON, padded with spaces: ``layout`` must know the size before the offset is computed
 _NESTED = 256
-_CHUNK = 1 << 22  # bytes whose nibbles are exchanged at once
+_CHUNK = 1 << 22  # bytes whose nibbles are swapped at once
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every weight with a quant_state, and every int8 weight with SCB; ``None`` without any."""
+    """Return every weight with a quant_state, and every int8 weight with SCB; ``None`` if there are none."""
     tensors = contents.tensors
     states = {key.partition(STATE)[0]: key for key in tensors if STATE in key}
     rows = [key for key in tensors if key.endswith(".SCB")] if "SCB" in contents.leaves else []
@@ -96,7 +96,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: 4-bit codes and scales are streams over all rows; those of 8 bits have rows."""
+    """Return where rows lie: 4-bit codes and scales are flat streams over all rows; 8-bit codes have rows."""
     assert entry.spec is not None
     if "packed" not in entry.keys:
         return all_along(entry, tensors)
@@ -106,7 +106,7 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def _swapped(packed: Tensor, count: int) -> Tensor:
-    """Exchange both nibbles of every byte; a nibble beyond ``count`` codes is zero."""
+    """Return ``packed`` with the nibbles of every byte swapped; a nibble beyond ``count`` codes is zero."""
     made = torch.empty_like(packed)
     for start in range(0, packed.shape[0], _CHUNK):
         piece = packed[start : start + _CHUNK]
@@ -144,7 +144,7 @@ def _add_4bit(found: Found, contents: Contents, weight: str, state_key: str) -> 
 
 
 def _state(blob: Tensor) -> dict[str, Any]:
-    """Return the JSON that a quant_state holds, its fields of the right types; ValueError otherwise."""
+    """Return the JSON object of a quant_state. Raise ValueError if a field has a wrong type or value."""
     if blob.dtype != torch.uint8:
         raise ValueError(f"it is {blob.dtype}, not bytes")
     state = parse_object(bytes(blob.reshape(-1).tolist()), name="", what="JSON in it", floats=True)
@@ -222,7 +222,7 @@ def _add_int8(found: Found, contents: Contents, module: str) -> None:
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return what ``pack`` will store: 4-bit codes with their side tensors, or int8 rows with SCB."""
+    """Return what ``pack`` stores: 4-bit codes with their side tensors, or int8 rows with SCB."""
     shape, scheme = spec.base, spec.scheme
     if isinstance(scheme, Affine):
         _check_int8(name, spec)
@@ -288,7 +288,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the ``quantization_config`` that transformers reads: 4 or 8 bit, and the modules that are left alone."""
+    """Return the ``quantization_config`` that transformers reads: 4 or 8 bits, and the modules to skip."""
     schemes = [spec.scheme for spec in specs.values()]
     books = [scheme for scheme in schemes if isinstance(scheme, Codebook)]
     if books and len(books) < len(schemes):
@@ -300,12 +300,12 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     if len({(book.table, book.nested, book.block_size) for book in books}) > 1:
         raise SchemeError("the 4-bit weights differ in kind or block size", name="format", fix="Quantize them alike.")
     for name, spec in specs.items():
-        layout(name, spec)  # raises where there are no words for it
+        layout(name, spec)  # raises SchemeError if it cannot be expressed
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
     quantized = {name.removesuffix(".weight") for name in specs}
     if not any(module.rpartition(".")[2] == "lm_head" for module in modules | quantized):
-        modules.add("lm_head")  # which may be tied and stored nowhere
+        modules.add("lm_head")  # a tied head is stored under no name of its own
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bool(books),
@@ -327,15 +327,17 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 holds_embeddings = False
 
 
-def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Raise SchemeError: transformers builds modules of bitsandbytes for linear layers alone."""
+def announce_embeddings(
+    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Raise SchemeError: transformers builds bitsandbytes modules for linear layers alone."""
     refuse_embedding(
         names[0], "it is the weight of an embedding, which transformers does not read quantized from bitsandbytes"
     )
 
 
 def variant_of(scheme: Scheme) -> Scheme:
-    """Return ``scheme``, or for ``tt.int8()`` the rows of bitsandbytes, which keep their largest value exactly."""
+    """Return ``scheme``, or for ``tt.int8()`` bitsandbytes' int8, which keeps the largest value of a row exactly."""
     return INT8 if scheme == Affine() else scheme
 
 

@@ -1,4 +1,4 @@
-"""All formats, imported when the first checkpoint is looked at, and not with the package."""
+"""All formats. This module is imported when the first checkpoint is opened, not with the package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMATS: list[Format] = [
     mxfp4,
     fp8,
 ]
-"""In the order in which they are tried; the first that recognises a checkpoint has it."""
+"""All formats, in the order in which they are tried: the first that recognises a checkpoint reads it."""
 
 WRITABLE: list[Writable] = [native, compressed_tensors, bitsandbytes, comfy, sinq, gguf]
-"""Those that can be written."""
+"""The formats that can be written."""

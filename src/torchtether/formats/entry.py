@@ -1,4 +1,4 @@
-"""What a format sees of a checkpoint, and what it says about each quantized weight in it."""
+"""Types that formats share: the contents of a checkpoint, and an entry for each weight in it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Entry(NamedTuple):
-    """Describe one tensor as a checkpoint holds it. ``keys`` maps each of its roles to a stored key.
+    """Describe one tensor of a checkpoint. ``keys`` maps each of its roles to a stored key.
 
-    A plain tensor has one role, ``tensor``; ``stride`` is then how it lay in memory. A quantized one has ``spec``, the
-    roles are those of its format, and ``options`` is what ``unpack`` has to know besides. Where all roles are named
-    like the parts of the scheme, with their dtypes and shapes, they are the parts, and rows can be read alone.
+    A plain tensor has one role, ``tensor``; ``stride`` is the stride that it had in memory. A quantized tensor has
+    ``spec``, and roles of its format; ``options`` holds what ``unpack`` needs besides. If the roles have the names,
+    dtypes and shapes of the scheme's parts, the stored tensors are the parts, and rows can be read alone.
     """
 
     keys: Mapping[str, str]
@@ -41,23 +41,23 @@ class Entry(NamedTuple):
 
     @staticmethod
     def of(keys: Mapping[str, str], spec: WeightSpec, **options: Any) -> Entry:
-        """Return a quantized weight that ``spec`` describes, stored under ``keys``."""
+        """Return the entry of a quantized weight that ``spec`` describes, stored under ``keys``."""
         return Entry(keys, spec.shape, spec.stride, spec.dtype, spec, options)
 
     @property
     def kind(self) -> WeightSpec:
-        """Return what the tensor is; the scheme of a plain one is ``Plain()``."""
+        """Return the spec of the tensor; the scheme of a plain tensor is ``Plain()``."""
         return self.spec or _plain(self.shape, self.stride, self.dtype)
 
 
 @lru_cache(maxsize=4096)
 def _plain(shape: Shape, stride: Shape, dtype: torch.dtype) -> WeightSpec:
-    """Return the spec of a plain tensor, shared by the thousands of tensors that have a few shapes."""
+    """Return the spec of a plain tensor, cached because thousands of tensors have few shapes."""
     return WeightSpec(shape, stride, dtype, _AS_IT_IS)
 
 
 def is_in_parts(entry: Entry, tensors: Mapping[str, Stored]) -> bool:
-    """Return whether the parts of a quantized weight are stored as they are, so that rows can be read alone."""
+    """Return whether the stored tensors of a quantized weight are its parts, so that rows can be read alone."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     stored = {role: (tensors[key].dtype, tensors[key].shape) for role, key in entry.keys.items()}
@@ -66,13 +66,13 @@ def is_in_parts(entry: Entry, tensors: Mapping[str, Stored]) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """Hold what a checkpoint stores and says: what a format is recognised by.
+    """Hold the headers and JSON files of a checkpoint, from which a format recognises it.
 
-    tensors   what is stored, by key: dtype and shape
+    tensors   dtype and shape of each stored tensor, by key
     metadata  strings that the writer put into the files
-    record    what our own files remember
-    beside    the JSON objects that stand beside the files, by file name: ``config.json`` and its like
-    read      the values of a stored tensor; for the few bytes that say how others are to be read
+    record    the record of our own files
+    beside    the JSON objects of the same folder, by file name, such as ``config.json``
+    read      reads the values of a stored tensor; meant for small tensors that describe others
     """
 
     tensors: Mapping[str, Stored]
@@ -83,12 +83,12 @@ class Contents:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Return ``config.json``; empty where there is none."""
+        """Return ``config.json``; empty if there is none."""
         return self.beside.get("config.json", NOTHING)
 
     @property
     def quantization(self) -> Mapping[str, Any]:
-        """Return ``quantization_config`` of ``config.json``, also where a model of parts has it under its text."""
+        """Return ``quantization_config`` of ``config.json``, or of the config of its text model; empty without one."""
         for config in (self.config, self.config.get("text_config"), self.config.get("llm_config")):
             found = config.get("quantization_config") if isinstance(config, Mapping) else None
             if isinstance(found, Mapping):
@@ -97,35 +97,35 @@ class Contents:
 
     @property
     def method(self) -> str:
-        """Return ``quant_method``, in lower case; empty where none is named."""
+        """Return ``quant_method`` in lower case; empty if there is none."""
         return str(self.quantization.get("quant_method") or "").lower()
 
     @cached_property
     def leaves(self) -> frozenset[str]:
-        """Return the last components of the keys. Every format looks for some, and few tensors have many."""
+        """Return the distinct last components of all keys: a small set, which every format searches."""
         return frozenset([key.rpartition(".")[2] for key in self.tensors])
 
     @cached_property
     def key_text(self) -> str:
-        """Return all keys, each with a newline behind it: one search finds a part or an end of any of them."""
+        """Return all keys, each followed by a newline, so that one search finds a substring or an end of any key."""
         return "".join([f"{key}\n" for key in self.tensors])
 
     @cached_property
     def is_packed(self) -> bool:
-        """Return whether some tensor is in blocks of GGUF."""
+        """Return whether any tensor is stored in GGUF blocks."""
         return any(stored.packing for stored in self.tensors.values())
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Return the dtypes that are stored."""
+        """Return the dtypes of all stored tensors."""
         return frozenset([stored.dtype for stored in self.tensors.values()])
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that the model computes in, as ``config.json`` has it.
+        """Return the dtype that the model computes in, from ``config.json``.
 
-        Where it does not say, that of the plain weights and biases, if all have one: a quantized weight must meet them
-        in a product. Otherwise bfloat16.
+        Without it, return the dtype of the plain weights and biases if they share one, because a product combines them
+        with the quantized weights. Otherwise return bfloat16.
         """
         for config in (self.config, self.config.get("text_config")):
             if isinstance(config, Mapping):
@@ -139,12 +139,12 @@ class Contents:
 
 @dataclass
 class Found:
-    """Hold what a format found in a checkpoint. Weights with a fault cannot be read, the others can.
+    """Hold what a format found in a checkpoint. A weight with a fault cannot be read; all others can.
 
-    weights  the quantized weights by name
-    faults   what is wrong, by the name of the weight concerned
-    spare    keys that belong to the format and make no tensor of the model
-    padding  names of plain tensors that the format also stores where the model has none, and which are all 0 then
+    weights  an entry for each quantized weight, by name
+    faults   a message for each weight that cannot be read, by name
+    spare    keys that belong to the format and are no tensors of the model
+    padding  names of plain tensors that the format stores even for modules without them; these are all 0 then
     """
 
     weights: dict[str, Entry] = field(default_factory=dict)
@@ -153,23 +153,23 @@ class Found:
     padding: set[str] = field(default_factory=set)
 
     def fault(self, name: str, what: str, keys: Mapping[str, str] | None = None) -> None:
-        """Record that ``name`` cannot be read because of ``what``; its ``keys`` are no tensors of the model either."""
-        line = " ".join(what.split())  # one, whatever the file has put into it
+        """Record that ``name`` cannot be read because of ``what``, and that its ``keys`` are spare."""
+        line = " ".join(what.split())  # text from a file may contain newlines
         self.faults.setdefault(name, line.encode(errors="backslashreplace").decode())
         self.spare.update((keys or {}).values())
 
 
 class Format(Protocol):
-    """Describe a published way to spell quantized weights: pure functions on tensors and strings, no files."""
+    """A published format of quantized weights: pure functions on tensors and strings, without file access."""
 
     @property
     def name(self) -> str:
-        """Return the name that people give the format."""
+        """Return the name of the format, as users write it."""
 
     def recognise(self, contents: Contents) -> Found | None:
         """Return the quantized weights of a checkpoint in this format; ``None`` if it is not in this format.
 
-        Raises CheckpointError for a variant that is known and not read, by name and with what to do.
+        Raises CheckpointError for a variant that is known and not read; the error names it and says what to do.
         """
 
     def unpack(self, entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -178,20 +178,20 @@ class Format(Protocol):
 
 @runtime_checkable
 class Fitting(Protocol):
-    """Describe a format with weights whose shape only the model knows."""
+    """A format with weights whose shape only the model knows."""
 
     def fit(self, entry: Entry, shape: Shape) -> Entry | None:
-        """Return ``entry`` in ``shape``; ``None`` if its shape is known, or what is stored cannot have this one."""
+        """Return ``entry`` with ``shape``; ``None`` if the file gives its shape or its tensors do not fit."""
 
 
 class Writable(Format, Protocol):
-    """Describe a format that can be written too, by names of weights; ``dtype`` of a spec is the compute dtype.
+    """A format that can also be written. ``dtype`` of a spec is the compute dtype.
 
-    All three raise SchemeError, saying which scheme would do, for a spec that the format has no words for.
+    All three functions raise SchemeError, naming a scheme that is supported, for a spec that the format cannot express.
     """
 
     def layout(self, name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-        """Return what ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+        """Return dtype and shape, by key, of each tensor that ``pack`` stores for a Weight of this spec."""
 
     def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return the tensors to store for the Weight ``weight``, by key.
@@ -200,66 +200,67 @@ class Writable(Format, Protocol):
         """
 
     def announce(self, specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-        """Return what JSON files such as ``config.json`` must say about weights of these specs, by file name.
+        """Return the JSON objects that describe weights of these specs, by file name, such as ``config.json``.
 
-        ``plain`` names the tensors that are stored as they are; formats that list what they leave out list them.
-        An object is merged into the file of that name, key by key.
+        Each object is merged into the file of that name, key by key. ``plain`` names the tensors that are stored
+        unquantized, for formats that list the modules they leave out.
         """
 
 
 @runtime_checkable
 class AboutEmbeddings(Protocol):
-    """Describe a writable format whose readers build modules for linear layers, not always for embeddings."""
+    """A writable format whose readers expect quantized linear layers, and not always quantized embeddings."""
 
     @property
     def holds_embeddings(self) -> bool:
-        """Return whether they read quantized embeddings at all."""
+        """Return whether the readers can read quantized embeddings at all."""
 
     def announce_embeddings(
-        self, said: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+        self, announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
     ) -> dict[str, Mapping[str, Any]]:
-        """Return what ``announce`` said so that the readers take the weights ``names``, which are embeddings'.
+        """Return ``announced``, the result of ``announce``, changed so that readers accept embeddings.
 
-        Raise SchemeError, which says what to do, if they cannot.
+        ``names`` are the quantized weights of embeddings. Raises SchemeError, which says what to do, if the readers
+        cannot read them.
         """
         ...
 
 
 @runtime_checkable
 class Variant(Protocol):
-    """Describe a writable format that holds some schemes in a spelling of its own."""
+    """A writable format that stores some schemes as a variant of its own."""
 
     def variant_of(self, scheme: Scheme) -> Scheme:
-        """Return ``scheme`` as values are encoded for this format: it, or the one of the same kind that it holds."""
+        """Return the scheme to encode with for this format: ``scheme`` itself, or the format's variant of it."""
         ...
 
 
 @runtime_checkable
 class Indexed(Protocol):
-    """Describe a writable format whose readers want an index of the files, whatever their number."""
+    """A writable format whose readers need an index file even if there is only one file of tensors."""
 
     @property
     def is_indexed(self) -> bool:
-        """Return whether one file has an index too, and the name of the first of several."""
+        """Return whether a single file is named like the first of several shards, and has an index."""
 
 
 @runtime_checkable
 class Contained(Writable, Protocol):
-    """Describe a format with files of its own, one for a checkpoint, where others are written as safetensors files."""
+    """A format with its own file type, one file for a checkpoint; all others are written as safetensors files."""
 
     @property
     def suffix(self) -> str:
-        """Return how the names of its files end."""
+        """Return the suffix of its file names."""
 
     def packing(self, name: str, spec: WeightSpec) -> Packing:
-        """Return the type of the file that holds a Weight of ``spec``; SchemeError if there is none."""
+        """Return the packing in which the file stores a Weight of ``spec``. Raise SchemeError if there is none."""
 
     def pairs(self, config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
-        """Return what the file says besides its tensors, by ``config.json`` and by what is ``given``."""
+        """Return the key-value pairs of the file: those made from ``config.json``, overridden by ``given``."""
 
 
 def refuse_embedding(name: str, what: str) -> NoReturn:
-    """Raise SchemeError that says what to do with the quantized weight ``name`` of an embedding."""
+    """Raise SchemeError for the quantized weight ``name`` of an embedding; its fix says how to decode the weight."""
     fix = f"Decode it with tt.quantize(model, {{{name!r}: tt.Plain()}}), or save as 'native'."
     raise SchemeError(what, name=name, fix=fix)
 
@@ -269,9 +270,10 @@ def expect(
     keys: Mapping[str, str],
     wanted: Mapping[str, tuple[tuple[torch.dtype, ...], Shape]],
 ) -> str:
-    """Return what is wrong with the stored tensors of one weight: empty if each has one of its dtypes and its shape.
+    """Return what is wrong with the stored tensors of one weight; empty if nothing is.
 
-    A shape matches with its dimensions of 1 left out too, because writers differ there.
+    ``wanted`` gives the allowed dtypes and the shape of each role. Dimensions of size 1 are ignored, because writers
+    differ there.
     """
     for role, (dtypes, shape) in wanted.items():
         if role not in keys:
@@ -285,10 +287,7 @@ def expect(
 
 
 def spec_of(shape: Shape, dtype: torch.dtype, scheme: Scheme, *, name: str) -> WeightSpec:
-    """Return the spec of a contiguous weight.
-
-    Raise CheckpointError, naming ``name``, if the scheme does not fit the shape.
-    """
+    """Return the spec of a contiguous weight. Raise CheckpointError under ``name`` if the scheme does not fit it."""
     try:
         return WeightSpec.of(shape, dtype, scheme)
     except Exception as error:
@@ -296,7 +295,7 @@ def spec_of(shape: Shape, dtype: torch.dtype, scheme: Scheme, *, name: str) -> W
 
 
 class Evidence(NamedTuple):
-    """Say, as data, what a format needs to see: it recognises nothing in a checkpoint that shows none of this.
+    """Describe by which traits a format recognises a checkpoint: it is not tried on one that has none of them.
 
     methods   ``quant_method`` of ``config.json``, in lower case
     files     names of JSON files beside the tensors
@@ -304,8 +303,8 @@ class Evidence(NamedTuple):
     metadata  keys of the metadata in the files
     keys      text in the keys of tensors, each of which ends with a newline: ``".qweight\\n"``
     dtypes    dtypes of stored tensors
-    packings  whether tensors in blocks of GGUF are evidence
-    record    whether Weights in our own record are
+    packings  whether tensors in GGUF blocks are evidence
+    record    whether Weights in our own record are evidence
     """
 
     methods: tuple[str, ...] = ()
@@ -318,7 +317,7 @@ class Evidence(NamedTuple):
     record: bool = False
 
     def is_in(self, contents: Contents) -> bool:
-        """Return whether ``contents`` show any of it."""
+        """Return whether ``contents`` has any of these traits."""
         return (
             contents.method in self.methods
             or any(name in contents.beside for name in self.files)
@@ -332,6 +331,6 @@ class Evidence(NamedTuple):
 
 
 def may_recognise(format: Format, contents: Contents) -> bool:
-    """Return whether ``format`` is to be asked: its ``evidence`` is there, or it does not say what that is."""
+    """Return whether to try ``format``: ``contents`` has its evidence, or it declares none."""
     evidence = getattr(format, "evidence", None)
     return not isinstance(evidence, Evidence) or evidence.is_in(contents)

@@ -1,12 +1,12 @@
-"""fp8 with a scale beside it: DeepSeek's blocks (``weight_scale_inv``), FBGEMM's rows, one scale for all.
+"""fp8 with scales: one for each block (DeepSeek, ``weight_scale_inv``), for each row (FBGEMM), or for all.
 
     k             float8 (*lead, N, K)
     k_scale_inv   (*lead, ceil(N / rows), ceil(K / columns)): one per block, multiplied despite its name
     k_scale       () or (1,): one for all; (N,) or (N, 1): one per row
-    m.scale       of ``m.weight``, as DeepSeek-V4 has it; routed experts are then int8 (N, K / 2), two E2M1 codes to a
+    m.scale       the scale of ``m.weight`` in DeepSeek-V4; routed experts are then int8 (N, K / 2), two E2M1 codes to a
                   byte, low nibble first, under e8m0 scales (N, K / 32)
 
-Blocks are as large as ``weight_block_size`` in ``config.json`` says: quotients of shapes do not tell, because the last
+``weight_block_size`` in ``config.json`` gives the block size: the quotients of the shapes do not, because the last
 blocks may be smaller.
 Source: DeepSeek-V3 and Qwen3 model repositories, transformers' ``fp8`` and ``fbgemm_fp8``.
 """
@@ -36,7 +36,7 @@ _SPARE = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_scale_
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every float8 tensor with its scale; a scale or a code alone is a fault."""
+    """Return every float8 tensor with its scale; codes or scales without the other are a fault."""
     named = contents.method in METHODS
     if not named and (contents.method or not any(leaf.endswith("_scale_inv") for leaf in contents.leaves)):
         return None
@@ -73,7 +73,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return codes and scales as they are stored."""
+    """Return the parts: codes and scales as they are stored."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     codes = tensors["qdata"]
@@ -101,7 +101,7 @@ def _scale_keys(key: str) -> tuple[str, ...]:
 
 
 def _scheme(codes: Stored, scale: Stored, block: tuple[int, int] | None) -> ScaledFloat | str:
-    """Return the scheme that the shape of the scale calls for, or what is wrong with it."""
+    """Return the scheme that the shape of the scale implies, or what is wrong with it."""
     if scale.dtype not in SCALES:
         return f"its scale is {scale.dtype}, not a float"
     element = ELEMENTS[codes.dtype]

@@ -1,9 +1,9 @@
 """GGUF, the files of llama.cpp: blocks of 32 or 256 columns, each with its scales among its codes.
 
-The names are llama.cpp's (``blk.0.attn_q.weight``); ``tt.gguf_names`` gives the renames for a model of transformers.
-A quantized tensor is uint8 (*lead, N, bytes per row) in the file, and one Weight of the scheme that its type has in
-``CODECS``. Every tensor carries its type, so nothing is guessed.
-Source: ggml ``docs/gguf.md``; the ``gguf`` package, whose float32 values ours are bit for bit.
+The names are llama.cpp's (``blk.0.attn_q.weight``); ``tt.gguf_names`` returns the rename rules for a model of
+transformers. A quantized tensor is uint8 (*lead, N, bytes per row) in the file, and becomes one Weight in the scheme
+that ``CODECS`` gives for its type. The file records the type of every tensor, so nothing is guessed.
+Source: ggml ``docs/gguf.md``; the ``gguf`` package, whose float32 values ours equal bit for bit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ name = "gguf"
 evidence = Evidence(packings=True)
 suffix = GGUF_SUFFIX
 
-PIECE = 2**20  # elements that are taken apart at once
+PIECE = 2**20  # elements that are unpacked at once
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every quantized tensor; a type without a scheme is a fault. ``None`` unless the file is a GGUF file."""
+    """Return every quantized tensor; a type without a scheme is a fault. ``None`` if no tensor is in GGUF blocks."""
     if not contents.is_packed:
         return None
     found = Found()
@@ -56,7 +56,7 @@ def _shape(stored: Stored) -> Shape:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts: bits are moved, a bounded number of blocks at a time."""
+    """Return the parts; bits are moved without rounding, a bounded number of blocks at a time."""
     assert entry.spec is not None
     packing, scheme = PACKINGS[entry.options["packing"]], entry.spec.scheme
     blocks = tensors["blocks"].reshape(-1, packing.nbytes)
@@ -65,7 +65,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     bits = parts["qdata"].nbytes * 8 // max(count * packing.elements, 1)
     step = PIECE // packing.elements
     for at in range(0, count, step):
-        made = CODECS[packing.name].apart(blocks[at : at + step])
+        made = CODECS[packing.name].split(blocks[at : at + step])
         made["qdata"] = packed(made["qdata"], bits)
         for part, values in made.items():
             place = _bytes(parts[part]).view(count, -1)[at : at + step]
@@ -78,12 +78,12 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
     return all_along(entry, tensors)
 
 
-# -- written ----------------------------------------------------------------------------------------------------------
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def packing(name: str, spec: WeightSpec) -> Packing:
-    """Return the type that holds a Weight of ``spec`` as it is; raise SchemeError, with those that there are."""
-    scheme = _plainly(spec.scheme)
+    """Return the type that stores a Weight of ``spec`` exactly. Raise SchemeError, listing all types, if none does."""
+    scheme = _for_decoding(spec.scheme)
     found = next((PACKINGS[one] for one, codec in CODECS.items() if codec.scheme == scheme), None)
     if found is None:
         raise SchemeError(
@@ -101,8 +101,8 @@ def packing(name: str, spec: WeightSpec) -> Packing:
     return found
 
 
-def _plainly(scheme: Scheme) -> Scheme:
-    """Return ``scheme`` without the fields that matter only when it encodes."""
+def _for_decoding(scheme: Scheme) -> Scheme:
+    """Return ``scheme`` with default values in the fields that do not affect decoding."""
     if not isinstance(scheme, Affine):
         return scheme
     scheme = replace(scheme, narrow_range=False, reciprocal=False)
@@ -110,13 +110,13 @@ def _plainly(scheme: Scheme) -> Scheme:
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return the bytes of its blocks, row by row, under its own name."""
+    """Return what ``pack`` stores: the bytes of the blocks, row by row, under the name of the weight."""
     found = packing(name, spec)
     return {name: (torch.uint8, (*spec.shape[:-1], spec.shape[-1] // found.elements * found.nbytes))}
 
 
 def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return the bytes of the blocks: bits are moved, a bounded number of blocks at a time."""
+    """Return the bytes of the blocks; bits are moved without rounding, a bounded number of blocks at a time."""
     assert isinstance(weight, Weight)
     found = packing(name, weight.spec)
     ((_, shape),) = layout(name, weight.spec).values()
@@ -129,12 +129,12 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
         some = {part: tensor[at : at + step] for part, tensor in parts.items()}
         codes = some["qdata"].view(torch.uint8)
         some["qdata"] = unpacked(codes, codes.shape[-1] * 8 // found.elements, found.elements)
-        blocks[at : at + step] = CODECS[found.name].together(some)
+        blocks[at : at + step] = CODECS[found.name].join(some)
     return {name: out}
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return nothing: every tensor in the file says its type."""
+    """Return nothing: the file records the type of every tensor."""
     return {}
 
 
@@ -153,9 +153,9 @@ _CONFIG = {
 
 
 def pairs(config: Mapping[str, Any], given: Pairs | None = None) -> Pairs:
-    """Return the pairs of a file: ``given`` ones, and before them those that ``config.json`` says.
+    """Return the key-value pairs of a file: those made from ``config`` (``config.json``), overridden by ``given``.
 
-    "unknown" if neither does.
+    The architecture is "unknown" if neither names one.
 
     >>> pairs({"model_type": "llama", "num_hidden_layers": 2})
     {'general.architecture': 'llama', 'general.quantization_version': 2, 'llama.block_count': 2}

@@ -1,7 +1,7 @@
-"""The blocks of GGUF's types, byte by byte: what each scheme's parts are called there, and how the bits lie.
+"""Conversion between the blocks of GGUF's types and the parts of our schemes, byte by byte.
 
-Each codec takes the bytes of blocks, uint8 (n, bytes), apart into codes (n, elements), one to a byte, and the other
-parts (n, entries), and puts them together again; nothing is rounded.
+Each codec splits the bytes of blocks, uint8 (n, bytes), into codes (n, elements), one to a byte, and the other parts
+(n, entries), and joins them again. Nothing is rounded.
 Source: ggml ``ggml-common.h`` and ``ggml-quants.c``.
 """
 
@@ -22,11 +22,14 @@ Parts = dict[str, Tensor]
 
 
 class Codec(NamedTuple):
-    """A type of GGUF that we have a scheme for; ``qdata`` of what ``apart`` gives are codes, one to a byte."""
+    """The conversion of one GGUF type: ``split`` blocks into parts, ``join`` parts into blocks.
+
+    ``qdata`` holds codes here, one to a byte.
+    """
 
     scheme: Scheme
-    apart: Callable[[Tensor], Parts]
-    together: Callable[[Mapping[str, Tensor]], Tensor]
+    split: Callable[[Tensor], Parts]
+    join: Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def _half(raw: Tensor) -> Tensor:
@@ -39,8 +42,8 @@ def _bytes(halves: Tensor) -> Tensor:
 
 
 def _halves(raw: Tensor) -> Tensor:
-    """Return 4-bit codes, the first half of which are the low nibbles."""
-    raw = raw.contiguous()  # ops on rows of 16 bytes apart take three times as long
+    """Return the 4-bit codes of ``raw``: first all low nibbles, then all high nibbles."""
+    raw = raw.contiguous()  # ops on rows that are 16 bytes apart take three times as long
     return torch.cat((raw & 15, raw >> 4), -1)
 
 
@@ -58,13 +61,13 @@ def _bit_of_each(raw: Tensor) -> Tensor:
 
 
 def _spread(raw: Tensor, run: int, bits: int) -> Tensor:
-    """Return fields of ``bits`` bits: of each run of ``run`` bytes all lowest fields, then all next ones, ..."""
+    """Return the fields of ``bits`` bits: for each run of ``run`` bytes all lowest fields, then all next ones, ..."""
     runs = raw.contiguous().unflatten(-1, (raw.shape[-1] // run, run))
     return torch.cat([(runs >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)], -1).flatten(1)
 
 
 def _joined(codes: Tensor, run: int, bits: int) -> Tensor:
-    """Return the inverse of ``_spread``, of the lowest ``bits`` bits of each code."""
+    """Return the inverse of ``_spread``, from the lowest ``bits`` bits of each code."""
     each = 8 // bits
     runs = codes.unflatten(-1, (codes.shape[-1] // (each * run), each, run))
     fields: Tensor = runs & ((1 << bits) - 1)
@@ -179,7 +182,7 @@ def _to_q3_k(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eight scales and eight minima in 12 bytes: six bits of each, those of the last four in two places."""
+    """Return the eight scales and eight minima in 12 bytes: six bits each, the last four of each in two places."""
     scale, low, rest = raw[:, :4], raw[:, 4:8], raw[:, 8:12]
     return (
         torch.cat((scale & 63, (rest & 15) | ((scale >> 6) << 4)), -1),
@@ -281,4 +284,4 @@ CODECS: dict[str, Codec] = {
     "Q5_K": Codec(SuperBlocks(5, 32, 256, 6, minimum=True), _q5_k, _to_q5_k),
     "Q6_K": Codec(SuperBlocks(6, 16, 256, 8, offset=32), _q6_k, _to_q6_k),
 }
-"""The types that are read and written, by name."""
+"""A codec for each type that is read and written, by its name."""

@@ -1,19 +1,19 @@
 """GPTQ: what GPTQModel, AutoGPTQ, GPTQ-for-LLaMa and AutoRound write.
 
-    m.qweight  int32 (ceil(K * bits / 32), N)   down each column the dense stream of codes of an output
-    m.qzeros   int32 (G, ceil(N * bits / 32))   along each row the dense stream of zero points
+    m.qweight  int32 (ceil(K * bits / 32), N)   each column is the dense stream of codes of one output
+    m.qzeros   int32 (G, ceil(N * bits / 32))   each row is the dense stream of zero points of one group
     m.scales   float (G, N)
-    m.g_idx    int32 (K,)                       the group of each column; absent or all zero: groups of neighbours
-    m.bias     float (N,)                       AutoGPTQ stored one for every module: zeros where the model has none
+    m.g_idx    int32 (K,)                       the group of each column; absent or all zero: groups are contiguous
+    m.bias     float (N,)                       AutoGPTQ stores one for every module: zeros where the model has none
 
 ``m.weight`` (N, K) is ``scales[g_idx[k], n] * (q[k, n] - zero[g_idx[k], n])``.
 
-Version 1, which is what no ``checkpoint_format`` means, stores ``zero - 1``; version 2 ("gptq_v2") stores ``zero``.
-The inverse of what GPTQModel writes adds 1 to every field by one addition to the word: of a zero point of 0 the -1 had
-borrowed from the field above.  Fields that cross words (3, 5, 6 and 7 bits) wrap, each for itself.
+Version 1 (also without a ``checkpoint_format``) stores ``zero - 1``; version 2 ("gptq_v2") stores ``zero``. GPTQModel
+subtracts 1 from all fields of a word with one subtraction, so a zero point of 0 borrows from the field above. One
+addition to the word undoes that. Fields that cross words (3, 5, 6 and 7 bits) wrap independently.
 
-Labels are sometimes wrong (vLLM issue 38966): where weights may be symmetric, zero points that all are the middle of
-the range are read as stored, and one below the middle as stored less one, whatever the label says.
+Labels are sometimes wrong (vLLM issue 38966). If weights may be symmetric, the version is ignored where all zero points
+equal the middle of the range, or all equal the middle less one: either means the middle.
 
 Source: GPTQModel 7.7, AutoGPTQ 0.7.1, AutoRound 0.16.1.
 """
@@ -65,9 +65,9 @@ _UNPACKED = "Take a checkpoint in the format 'gptq' or 'gptq_v2', or have the pa
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every module with a ``qweight``; bits and sizes come from its tensors, the size of groups from the config.
+    """Return every module with a ``qweight``; bits and shapes come from its tensors, the group size from the config.
 
-    Without a config, what looks like GPTQ is read as version 1, as far as the tensors decide the rest.
+    Without a config, tensors that look like GPTQ are read as version 1, if they determine the rest.
     """
     config, file = _config(contents)
     if config is None:
@@ -77,7 +77,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def read(contents: Contents, settings: Settings, version: int) -> Found:
-    """Return every module with a ``qweight``, its zero points stored as ``version`` says."""
+    """Return every module with a ``qweight``; zero points are read by ``version``."""
 
     def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
         return _entry(contents, keys, options, version)
@@ -109,18 +109,18 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along]:
-    """Return where rows lie: codes and scales have them as columns; zero points need all rows."""
+    """Return where rows lie: along the columns of codes and scales; zero points are needed whole."""
     return {"qweight": Along(1), "scales": Along(1)}
 
 
 def as_bytes(words: Tensor) -> Tensor:
     """Return the bytes of ``words`` (N, W) int32, row by row: (N, 4 * W) uint8, lowest byte first."""
-    # flat first, because a dimension of 1 may have any stride, and a view as bytes wants 1
+    # flat first: a dimension of size 1 may have any stride, and view(dtype) needs a last stride of 1
     return words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
 
 
 def looks_like(contents: Contents) -> bool:
-    """Return whether some module has a ``qweight`` with one column per output, and the zero points of GPTQ."""
+    """Return whether a module has a ``qweight`` with one column per output, and zero points in GPTQ's shape."""
     for keys in find_modules(contents).values():
         if {"qweight", "qzeros", "scales"} <= keys.keys():
             codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
@@ -129,11 +129,11 @@ def looks_like(contents: Contents) -> bool:
     return False
 
 
-# -- what the config says -----------------------------------------------------------------------------------------
+# -- the config ---------------------------------------------------------------------------------------------------
 
 
 def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the config, and the file it is from; ``None`` if the checkpoint is somebody else's."""
+    """Return the config and the name of its file; ``None`` as config if the checkpoint has another format."""
     if contents.method:
         return (contents.quantization if contents.method == name else None), "config.json"
     side = contents.beside.get(_SIDE)
@@ -159,7 +159,7 @@ def _version(config: Mapping[str, Any], file: str) -> int:
     return _VERSIONS[label]
 
 
-# -- what the tensors say -----------------------------------------------------------------------------------------
+# -- the tensors --------------------------------------------------------------------------------------------------
 
 
 def _entry(contents: Contents, keys: Mapping[str, str], options: Options, version: int) -> Entry:
@@ -190,9 +190,9 @@ def _words(count: int, bits: int) -> int:
 
 
 def _bits(codes: Stored, zeros: Stored, listed: Stored | None, options: Options) -> int:
-    """Return the width that explains the shapes of all tensors.
+    """Return the number of bits that fits the shapes of all tensors.
 
-    Raise CheckpointError if none does, or not the one asked for.
+    Raise CheckpointError if none fits, if the config names another, or if several fit and the config names none.
     """
     words, rows = codes.shape
     fitting = (
@@ -228,7 +228,7 @@ def _columns(words: int, bits: int, listed: Stored | None) -> int:
 def _groups(
     contents: Contents, keys: Mapping[str, str], columns: int, groups: int, options: Options
 ) -> tuple[tuple[int | None, int | None], bool]:
-    """Return the block under one scale, and whether ``g_idx`` groups columns that are no neighbours."""
+    """Return the block under one scale, and whether ``g_idx`` has groups of columns that are not contiguous."""
     if "g_idx" not in keys:
         if groups > 1 and contents.quantization.get("desc_act") is True:
             raise CheckpointError("its g_idx is absent, and the config says that columns are reordered (desc_act)")
@@ -239,7 +239,7 @@ def _groups(
     lowest, highest = int(order.min()), int(order.max())
     if lowest < 0 or highest >= groups:
         raise CheckpointError(f"its g_idx names groups from {lowest} to {highest}, its scales are for {groups}")
-    if highest == 0:  # also of several groups: AutoGPTQ stored zeros where it did not reorder
+    if highest == 0:  # even with several groups: AutoGPTQ stored zeros where it did not reorder
         return groups_over(columns, groups, options.group_size), False
     size = options.group_size if options.group_size is not None else int(order.bincount().max())
     block = groups_over(columns, groups, size)
@@ -250,7 +250,7 @@ def _groups(
 
 
 def _zero_points(words: Tensor, bits: int, rows: int, *, is_less_one: bool, may_be_symmetric: bool) -> Tensor:
-    """Return the zero points (G, rows) uint8 that ``words`` stand for."""
+    """Return the zero points (G, rows) uint8 that are packed in ``words``."""
     fields = streams.unpack(as_bytes(words), bits, rows)
     middle = 1 << (bits - 1)
     if may_be_symmetric:

@@ -1,13 +1,13 @@
-"""HQQ: beside ``W_q`` its scales and zeros, and every scalar and string of its settings as a tensor of its own.
+"""HQQ: codes ``W_q`` with scales and zeros, and one tensor for each scalar or string of the settings.
 
-    m.W_q           uint8 (R / codes in a byte, group_size): groups of columns; the highest bits of the bytes hold the
-                    first groups, the lowest the last. With view_as_float the same bytes under a float dtype
-    m.scale, .zero  (R, 1) in compute_dtype: round(round(q - zero) * scale) in it
+    m.W_q           uint8 (R / codes in a byte, group_size): one group of columns per field; the highest bits of the
+                    bytes hold the first groups, the lowest the last. With view_as_float the same bytes in a float dtype
+    m.scale, .zero  (R, 1) in compute_dtype; a value is round(round(q - zero) * scale) in that dtype
     m.shape         int64 (2,)
-    m.nbits, .axis, .group_size, .packing, .compute_dtype, ...    numbers, and characters as uint8
+    m.nbits, .axis, .group_size, .packing, .compute_dtype, ...    numbers, and strings as uint8 characters
 
-Read are groups along the columns (axis 1) that do not cross rows, packed as 8, 4, 2 or 1 bit; the names of dtypes come
-from a table.
+Groups along the columns (axis 1) that do not cross rows are read, packed in 8, 4, 2 or 1 bits. Dtypes are looked up in
+a table by name.
 Source: hqq 0.2.8 core/quantize.py, core/bitpack.py and core/utils.py.
 """
 
@@ -34,11 +34,11 @@ _SETTINGS = (
     "W_q shape scale zero nbits axis group_size packing compute_dtype view_as_float unpack_view_dtype quant_scale "
     "quant_zero encoded_state_dict stores_quant_config channel_wise optimize round_zero offload_meta zero_scale"
 ).split()
-_LONGEST = 256  # bytes of a setting
+_LONGEST = 256  # bytes of one setting
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every ``W_q`` with its scales and settings; what is packed in another way is a fault, by its name."""
+    """Return every ``W_q`` with its scales and settings; another packing is a fault, which names it."""
     if contents.method != name and (contents.method or "W_q" not in contents.leaves):
         return None
     modules = [key.removesuffix(".W_q") for key in contents.tensors if key.endswith(".W_q")]
@@ -60,7 +60,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
+    """Return the parts: codes row by row, and the bias, which is the negated zero."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     scheme = entry.spec.scheme
@@ -81,9 +81,9 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
-    """Return the weight of one module.
+    """Return the entry of one module.
 
-    Raise CheckpointError for what is absent, contradicts itself or is packed in another way.
+    Raise CheckpointError if settings or tensors are absent, contradict each other, or are of a kind that is not read.
     """
     for one in ("shape", "scale", "zero", "packing", "axis", "compute_dtype"):
         if one not in keys:

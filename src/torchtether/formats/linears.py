@@ -1,7 +1,7 @@
-"""``qweight``, ``qzeros`` and ``scales`` of a module: what GPTQ, AWQ and AutoRound have in common.
+"""Common code of GPTQ, AWQ and AutoRound: modules with ``qweight``, ``qzeros`` and ``scales``.
 
-One config speaks of all modules, with exceptions for some by name or pattern; which modules are quantized, and how
-large they are, is what the tensors say.
+One config gives the options of all modules, with overrides for some of them by name or pattern. The tensors determine
+which modules are quantized, and their shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROLES = ("qweight", "qzeros", "scales", "g_idx")
 
 @dataclass(frozen=True)
 class Options:
-    """How the weights of a module are quantized; ``None`` is what nobody says, a group size of -1 the whole row."""
+    """Options of a module's quantization; ``None`` if the config does not give one. Group size -1 is the whole row."""
 
     bits: int | None = None
     group_size: int | None = None
@@ -33,7 +33,7 @@ class Options:
 
 
 class Override(NamedTuple):
-    """An exception: ``options`` for the modules that ``matches``; nobody says more about the others."""
+    """Options for the modules whose name ``matches`` accepts."""
 
     matches: Callable[[str], object]
     options: Options
@@ -41,24 +41,24 @@ class Override(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a config says about all modules, and the exceptions, of which the first that matches has its say."""
+    """Options of all modules, and overrides for some: of these, the first that matches applies."""
 
     options: Options = Options()
     rules: tuple[Override, ...] = ()
 
     def of(self, module: str) -> Options:
-        """Return the options that hold for ``module``."""
+        """Return the options of ``module``: fields that its override leaves ``None`` are those of all modules."""
         rule = next((rule for rule in self.rules if rule.matches(module)), None)
         if rule is None:
             return self.options
-        given = {name: value for name, value in vars(rule.options).items() if value is not None}
-        return replace(self.options, **given)
+        overridden = {name: value for name, value in vars(rule.options).items() if value is not None}
+        return replace(self.options, **overridden)
 
 
 def options_of(config: Mapping[str, Any], *, file: str) -> Options:
-    """Return what ``config`` says, under the names of AutoGPTQ or of old AWQ.
+    """Return the options in ``config``, under the names of AutoGPTQ or of old AWQ.
 
-    Raise CheckpointError, naming ``file``, for nonsense.
+    Raise CheckpointError under the name ``file`` for an invalid value.
 
     >>> options_of({"w_bit": 4, "q_group_size": 128, "sym": None}, file="quant_config.json")
     Options(bits=4, group_size=128, symmetric=None)
@@ -75,9 +75,10 @@ def options_of(config: Mapping[str, Any], *, file: str) -> Options:
 
 
 def dynamic_overrides(config: Mapping[str, Any], *, file: str) -> tuple[Override, ...]:
-    """Return ``dynamic`` of GPTQModel: name prefixes as patterns, ``+:`` with options, ``-:`` not quantized.
+    """Return the overrides in ``dynamic`` of GPTQModel: patterns for the beginning of a module's name.
 
-    A module that is quantized all the same has the options of all.
+    A pattern with ``+:`` or no prefix has options. One with ``-:`` excludes modules from quantization; if such a module
+    is quantized nevertheless, it has the options of all modules.
 
     >>> rules = dynamic_overrides({"dynamic": {r"-:lm_head": {}, r"+:.*down": {"bits": 8}}}, file="config.json")
     >>> Settings(Options(4), rules).of("layers.0.down").bits, Settings(Options(4), rules).of("lm_head").bits
@@ -94,9 +95,9 @@ def dynamic_overrides(config: Mapping[str, Any], *, file: str) -> tuple[Override
 
 
 def extra_overrides(config: Mapping[str, Any], names: Container[str], *, file: str) -> tuple[Override, ...]:
-    """Return ``extra_config`` of AutoRound: options of the modules that it names or that match its patterns.
+    """Return the overrides in ``extra_config`` of AutoRound, by the name of a module or a pattern.
 
-    What is not among ``names``, of all modules, is a pattern for any part of a name.
+    A key that is not in ``names``, the names of all modules, is a pattern, which may match any part of a name.
     """
     extra = _object(config, "extra_config", file)
     exact, patterns, clock = [], [], Clock()
@@ -106,13 +107,13 @@ def extra_overrides(config: Mapping[str, Any], names: Container[str], *, file: s
         made = options_of(options, file=file)
         if text in names:
             exact.append(Override(text.__eq__, made))
-        elif is_pattern(text):  # the name of a module that is elsewhere need be none
+        elif is_pattern(text):  # a name of a module in another file need not be a valid pattern
             patterns.append(Override(NamePattern(text, file=file, clock=clock).search, made))
     return (*exact, *patterns)
 
 
 def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
-    """Return the keys of every module that has a ``qweight`` or ``qzeros``, by role."""
+    """Return the keys by role of every module that has a ``qweight`` or ``qzeros``, by module."""
     modules: dict[str, dict[str, str]] = {}
     if contents.leaves.isdisjoint(("qweight", "qzeros")):
         return modules
@@ -131,10 +132,10 @@ def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
 def read_modules(
     contents: Contents, settings: Settings, understand: Callable[[Contents, Mapping[str, str], Options], Entry]
 ) -> Found:
-    """Return every module with a ``qweight``, as ``understand`` makes an entry of it; its CheckpointErrors are faults.
+    """Return every module with a ``qweight``, with the entry that ``understand`` makes of it.
 
-    A module that has half of what it needs, or a ``weight`` besides, is a fault too. Keys that the entry does not use
-    are spare.
+    CheckpointErrors of ``understand`` are faults. A module that lacks ``qweight`` or ``scales``, or that also has a
+    ``weight``, is a fault too. Keys that the entry does not use are spare.
     """
     found = Found()
     for module, keys in find_modules(contents).items():
@@ -155,7 +156,7 @@ def read_modules(
 
 
 def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple[torch.dtype, ...]) -> Stored:
-    """Return the stored matrix that is the ``role`` of a module; CheckpointError if its dtype or rank is another."""
+    """Return the header of the tensor with ``role``; CheckpointError unless it is a matrix in one of ``dtypes``."""
     stored = contents.tensors[keys[role]]
     if stored.dtype not in dtypes:
         raise CheckpointError(f"its {role} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
@@ -165,18 +166,16 @@ def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple
 
 
 def check_shape(role: str, stored: Stored, wanted: Shape, why: str) -> None:
-    """Raise CheckpointError unless ``stored`` has the shape ``wanted``, which it needs because of ``why``."""
+    """Raise CheckpointError unless ``stored`` has the shape ``wanted``; ``why`` names what determines that shape."""
     if stored.shape != wanted:
         raise CheckpointError(f"its {role} has shape {stored.shape}, {why} needs {wanted}")
 
 
 def groups_over(columns: int, groups: int, size: int | None) -> Block:
-    """Return the block of scales in ``groups`` groups of ``size`` (-1: all) over ``columns``.
+    """Return the block under one scale, for ``groups`` groups of ``size`` (-1: the whole row) over ``columns``.
 
-    Raise CheckpointError if they differ.
-
-    Where nobody says the size, groups as long as a power of two that divide the columns are believed: others could be
-    of several sizes, with a shorter one at the end.
+    Raise CheckpointError if the numbers contradict each other. A ``size`` of ``None`` means ``columns / groups``. With
+    several groups that must be a power of two: otherwise other sizes are possible, with a shorter group at the end.
 
     >>> groups_over(192, 2, 128), groups_over(256, 2, None), groups_over(64, 1, -1)
     ((1, 128), (1, 128), (1, None))
@@ -197,7 +196,7 @@ def groups_over(columns: int, groups: int, size: int | None) -> Block:
 
 
 def compute_dtype(scales: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in, where nobody says another: that of half precision scales, else float16."""
+    """Return the compute dtype that scales of this dtype imply: bfloat16 for bfloat16, else float16."""
     return scales if scales == torch.bfloat16 else torch.float16
 
 

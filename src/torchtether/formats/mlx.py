@@ -1,13 +1,13 @@
-"""MLX: ``quantization`` in ``config.json``, and beside each uint32 ``weight`` its ``scales`` (and ``biases``).
+"""MLX: ``quantization`` in ``config.json``, and ``scales`` (and ``biases``) for each uint32 ``weight``.
 
     m.weight   uint32 (*lead, K * bits / 32): the dense stream of codes, row by row
-    m.scales   (*lead, K / group_size): floats; with mxfp4 and mxfp8 the bytes of e8m0, with nvfp4 those of e4m3
+    m.scales   (*lead, K / group_size): floats; bytes of e8m0 with mxfp4 and mxfp8, bytes of e4m3 with nvfp4
     m.biases   like scales, with affine only
 
 ``affine`` decodes in the dtype of its scales and rounds twice: ``round(round(q * scale) + bias)``. ``quantization``
-holds what all modules share, and under the paths of modules what those have instead: an object, which starts from
-MLX's defaults and not from the shared values, or ``false``. A file does not say which modules are tied: a tied head has
-no tensors.
+holds the options of all modules. Under the path of a module it holds the options of that module instead: ``false``, or
+an object whose missing fields are MLX's defaults, not those of all modules. A file does not record ties: a tied head
+has no tensors.
 Source: mlx.core.quantize and mlx.nn.quantize 0.32; mlx-lm's ``config.json``.
 """
 
@@ -33,7 +33,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Mode(NamedTuple):
-    """A way of MLX to quantize: the sizes it allows, its defaults first."""
+    """The group sizes and numbers of bits that a mode of MLX allows, the defaults first."""
 
     group_sizes: tuple[int, ...]
     bits: tuple[int, ...]
@@ -48,7 +48,7 @@ MODES = {
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every uint32 weight with scales beside it; one of them alone is a fault."""
+    """Return every uint32 weight with its scales; either without the other is a fault."""
     shared = contents.config.get("quantization")
     if contents.method:
         return None
@@ -75,7 +75,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts: words as bytes, bytes as the small floats that they are."""
+    """Return the parts: words viewed as bytes, and bytes of small floats viewed in their dtype."""
     assert entry.spec is not None
     scheme = entry.spec.scheme
     codes = tensors["packed"].view(torch.uint8)
@@ -106,7 +106,7 @@ def _refuse_without_config(contents: Contents) -> None:
 
 
 def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Mapping[str, str]) -> Entry | str:
-    """Return what the tensors of one module are, or what is wrong with them."""
+    """Return the entry of one module, or what is wrong with its tensors."""
     own = shared.get(module, shared)
     if own is False:
         return "config.json says that it is not quantized, and it is"
@@ -151,7 +151,7 @@ def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Map
 
 
 def _options(own: Any) -> tuple[str, int, int] | str:
-    """Return mode, group size and bits that an object of the config asks for, or what is wrong with it."""
+    """Return mode, group size and bits in an object of the config, or what is wrong with it."""
     if not isinstance(own, Mapping):
         return f"its quantization in config.json is {str(own)[:40]!r}, not an object"
     mode = "affine" if own.get("mode") is None else own["mode"]

@@ -1,16 +1,16 @@
-"""NVIDIA ModelOpt: ``quant_method: modelopt``, or ``hf_quant_config.json``; scales named after the weight.
+"""NVIDIA ModelOpt: ``quant_method: modelopt`` or ``hf_quant_config.json``; scales are named after the weight.
 
     FP8      k float8_e4m3fn (*lead, N, K), k_scale () or (N,) or (N, 1): q * scale
     NVFP4    k uint8 (*lead, K / 2), low nibble first; k_scale e4m3 (*lead, K / 16); k_scale_2 (), multiplied
     MXFP8    k float8_e4m3fn, k_scale uint8 (*lead, K / 32): exponents
     MXFP4    k uint8 (*lead, K / 2), k_scale uint8 (*lead, K / 32), no k_scale_2
 
-The tensors say which of these a weight is; ``quant_algo``, or in a MIXED_PRECISION model the entry of the layer in
-``quantized_layers``, must not say another, and gives the group size. Lists of what is excluded need no reading: what
-was left out is a plain tensor.
+The tensors determine which of these a weight is. ``quant_algo``, or in a MIXED_PRECISION model the entry of the layer
+in ``quantized_layers``, must agree, and gives the group size. Lists of excluded modules are not read: weights of those
+are plain tensors.
 
 ModelOpt itself rounds the scale of FP8 to the dtype that it decodes to, before it multiplies. Here the stored float32
-is multiplied, as servers do, which differs by a unit in the last place at most.
+scale multiplies, as in serving engines, which differs by one unit in the last place at most.
 Source: nvidia-modelopt 0.47 torch/export and torch/quantization/qtensor.
 """
 
@@ -44,7 +44,7 @@ ALGORITHMS = {
     "W4A8_MXFP4_FP8": "MXFP4",
     "MXFP4": "MXFP4",
 }
-"""What the names of ModelOpt's algorithms mean for the weights; others are not known here and nothing is said."""
+"""The kind of weights that each of ModelOpt's algorithms has. An algorithm that is not listed is not checked."""
 
 _SPARE = (
     ".input_scale",
@@ -60,7 +60,7 @@ _INPUTS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every float8 or uint8 tensor with its scales; scales alone, or codes alone, are a fault."""
+    """Return every float8 or uint8 tensor with its scales; codes or scales without the other are a fault."""
     beside = contents.beside.get("hf_quant_config.json", NOTHING).get("quantization")
     if contents.method != name and (contents.method or not isinstance(beside, Mapping)):
         return None
@@ -91,7 +91,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts; exponents that were stored as bytes become e8m0."""
+    """Return the parts; exponents stored as bytes are viewed as e8m0."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     parts = {role: tensors[role] for role in tensors if role in layout}
@@ -106,7 +106,7 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mapping[str, str]) -> Entry | str:
-    """Return what a tensor of codes and its scales are, or what is wrong with them."""
+    """Return the entry of codes and their scales, or what is wrong with them."""
     tensors = contents.tensors
     module = key.rpartition(".")[0]
     lost = [one for one in _INPUTS if f"{module}.{one}" in tensors]
@@ -155,7 +155,7 @@ def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mappin
 
 
 def _options(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return what the config says about one module: algorithm and group size."""
+    """Return the config of one module: algorithm and group size."""
     if str(config.get("quant_algo")).upper() != "MIXED_PRECISION":
         return config
     layers = config.get("quantized_layers")

@@ -1,9 +1,9 @@
-"""The experts of gpt-oss: E2M1 codes under powers of two, for 3-D Parameters that belong to no layer.
+"""The experts of gpt-oss: E2M1 codes under scales that are powers of two, for 3-D Parameters outside linear layers.
 
     p_blocks   uint8 (E, N, K / 32, 16): 32 codes, the even one in the low nibble
     p_scales   uint8 (E, N, K / 32): 2 ** (byte - 127)
 
-The Parameter ``p`` is the transpose, (E, K, N): a Weight with those strides over parts that stay as they are stored.
+The Parameter ``p`` is the transpose, (E, K, N): a Weight with transposed strides over the parts as they are stored.
 Source: openai/gpt-oss model repositories; transformers ``integrations/mxfp4.py``.
 """
 
@@ -28,9 +28,9 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every pair of blocks and scales; one alone is a fault.
+    """Return every pair of blocks and scales; either without the other is a fault.
 
-    ``None`` without any, unless the config says mxfp4.
+    Return ``None`` if there are no pairs and the config does not name mxfp4.
     """
     tensors = contents.tensors
     if not contents.method and not any(leaf.endswith(BLOCKS) for leaf in contents.leaves):
@@ -64,7 +64,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return both as they are stored, seen as parts."""
+    """Return the parts: blocks and scales as they are stored, viewed in the shape and dtype of the parts."""
     return {
         "qdata": tensors["blocks"].flatten(-2),
         "scale": tensors["scales"].view(torch.float8_e8m0fnu),

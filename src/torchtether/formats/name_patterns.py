@@ -1,8 +1,9 @@
-"""Regular expressions over names that a config brings along: what ``re`` says of them, in bounded time.
+"""Match regular expressions from a config against names, with the results of ``re``, in bounded time.
 
-``re`` tries one way through a pattern after the other, and there may be exponentially many: ``(a+)+$``. Here they are
-counted first. Where there are few, ``re`` is asked; where not, all places that each part of the pattern can end at are
-computed together, as the bits of an integer, which takes a time polynomial in the length of the name, and is cut off.
+``re`` backtracks: it tries one path through a pattern after the other, and there may be exponentially many, as for
+``(a+)+$``. Here the number of paths is bounded first. If it is small, ``re`` matches. If not, each part of the pattern
+computes the set of all positions at which it can end, as the bits of an integer. That takes time polynomial in the
+length of the name, and stops at a limit.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import NamedTuple, NoReturn
 
 from ..errors import CheckpointError
 
-_LENGTH_LIMIT = 2000  # characters; what people write takes tens
-_WORK = 2**26  # ways through a pattern, times the length of the name: at most tenths of a second of ``re``
-_LITTLE = 2**14  # of that: less than looking at the clock
-_STEPS = 2**17  # parts of a pattern that are looked at for one name
-_SECONDS = 60.0  # of processor time for all patterns of a config and all names of a model, which take some hundredths
+_LENGTH_LIMIT = 2000  # characters of a pattern; usual ones have tens
+_WORK = 2**26  # paths through a pattern, times the length of the name: at most tenths of a second of ``re``
+_LITTLE = 2**14  # the same, below which matching takes less time than reading the clock
+_STEPS = 2**17  # parts of a pattern that are evaluated for one name
+_SECONDS = 60.0  # of processor time, for all patterns of a config and all names of a model; usual ones take hundredths
 _ENDLESS = 99
 
 _FLAGS = re.compile(r"\(\?[aimsu]+\)")
@@ -31,14 +32,14 @@ _QUANTIFIER = re.compile(r"(?:(?P<sign>[*+?])|\{(?!\})(?P<low>[0-9]*)(?P<comma>,
 
 
 class Clock:
-    """The processor time that is left for the patterns of one config."""
+    """The processor time that remains for the patterns of one config."""
 
     def __init__(self) -> None:
         self.left: float = _SECONDS
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether ``text`` is a regular expression that may be meant for names."""
+    """Return whether ``text`` is a valid regular expression of at most ``_LENGTH_LIMIT`` characters."""
     try:
         return len(text) <= _LENGTH_LIMIT and re.compile(text) is not None
     except (re.error, ValueError, RecursionError, OverflowError):
@@ -46,7 +47,7 @@ def is_pattern(text: str) -> bool:
 
 
 class NamePattern:
-    """A regular expression from the config ``file``; raises CheckpointError if it is none, or one of no name's.
+    """A regular expression from the config ``file``. Raises CheckpointError for one that is invalid or not supported.
 
     >>> pattern = NamePattern(r".*\\.(q|k|v)_proj", file="config.json", clock=Clock())
     >>> pattern.match("layers.0.k_proj"), pattern.match("layers.0.o_proj"), pattern.search("x.layers.0.k_proj.x")
@@ -66,11 +67,11 @@ class NamePattern:
             self._refuse(f"has {str(error)[:40]!r}, which is not read in the patterns of a config")
 
     def match(self, name: str) -> bool:
-        """Return whether ``re.match`` finds it at the beginning of ``name``."""
+        """Return whether the pattern matches at the beginning of ``name``, as ``re.match``."""
         return self._finds(name, 1, self._compiled.match)
 
     def search(self, name: str) -> bool:
-        """Return whether ``re.search`` finds it in ``name``."""
+        """Return whether the pattern matches anywhere in ``name``, as ``re.search``."""
         return self._finds(name, (2 << len(name)) - 1, self._compiled.search)
 
     def _finds(self, name: str, starts: int, find: Callable[[str], object]) -> bool:
@@ -95,11 +96,11 @@ class NamePattern:
 
 
 class _UnknownError(Exception):
-    """A pattern holds what is not known here, or a name takes too many steps."""
+    """A pattern has syntax that is not supported here, or a name takes too many steps."""
 
 
 class _Run:
-    """One name, and where the leaves of a pattern match in it."""
+    """One name, with the positions at which the leaves of a pattern match in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,7 +108,7 @@ class _Run:
         self._places: dict[re.Pattern[str], int] = {}
 
     def places(self, leaf: re.Pattern[str]) -> int:
-        """Return the places, as bits, at which ``leaf`` matches."""
+        """Return the positions, as bits, at which ``leaf`` matches."""
         if leaf not in self._places:
             self.steps += len(self.name) >> 4
             found = "".join("1" if leaf.match(self.name, at) else "0" for at in range(len(self.name), -1, -1))
@@ -116,17 +117,17 @@ class _Run:
 
 
 _Ends = Callable[[_Run, int], int]
-"""Given places as bits, those at which a part of a pattern can end that begins at one of them."""
+"""A function from start positions to all positions at which a part of a pattern can end, both as bits."""
 
 
 class _Node(NamedTuple):
-    """A part of a pattern, and in how many ways it can be gone through: ``factor * (length + 1) ** exponent``."""
+    """A part of a pattern, with a bound on the number of paths through it: ``factor * (length + 1) ** exponent``."""
 
     ends: _Ends
     exponent: int = 0
     factor: int = 1
     leaf: re.Pattern[str] | None = None
-    """What it is, if it is one character."""
+    """The pattern of the part, if it matches one character."""
 
 
 def _leaf(text: str, flags: str) -> _Node:
@@ -169,7 +170,7 @@ def _repeated(body: _Node, low: int, high: int | None) -> _Node:
                 break
         if high is None and body.leaf is not None:
             there = run.places(body.leaf)
-            return (((at & there) + there) ^ there) | at  # a carry runs through as far as the leaf goes on matching
+            return (((at & there) + there) ^ there) | at  # the carry runs on as far as the leaf matches
         made, count = at, low
         while at and (high is None or count < high):
             at = _step(run, body, at) & ~made
@@ -190,8 +191,8 @@ def _step(run: _Run, body: _Node, at: int) -> int:
     return body.ends(run, at)
 
 
-def _looked(body: _Node, kind: str) -> _Node:
-    """Return a lookahead or a lookbehind, ``kind`` as ``?=``, ``?!``, ``?<=`` or ``?<!``."""
+def _lookaround(body: _Node, kind: str) -> _Node:
+    """Return a lookahead or a lookbehind; ``kind`` is ``?=``, ``?!``, ``?<=`` or ``?<!``."""
     is_behind, is_wanted = "<" in kind, kind.endswith("=")
 
     def ends(run: _Run, at: int) -> int:
@@ -209,7 +210,7 @@ def _looked(body: _Node, kind: str) -> _Node:
 
 
 def _parse(text: str) -> _Node:
-    """Return the nodes of a pattern that ``re`` has compiled, so that it is known to be one."""
+    """Return the node of a pattern that ``re`` has compiled, and which is therefore valid."""
     found = _FLAGS.match(text)
     node, at = _parse_alternation(text, found.end() if found else 0, found[0] if found else "")
     assert at == len(text)
@@ -238,7 +239,7 @@ def _parse_atom(text: str, at: int, flags: str) -> tuple[_Node, int]:
         raise _UnknownError(text[at : at + 4])
     node, at = _parse_alternation(text, group.end(), flags)
     kind = group["kind"] or ""
-    return (_looked(node, kind) if kind[-1:] in ("=", "!") else node), at + 1
+    return (_lookaround(node, kind) if kind[-1:] in ("=", "!") else node), at + 1
 
 
 def _parse_quantifier(node: _Node, text: str, at: int) -> tuple[_Node, int]:

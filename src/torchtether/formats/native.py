@@ -1,6 +1,6 @@
-"""Our own format: part ``p`` of the Weight ``n`` is the plain tensor ``n.p``; the record says scheme and shape.
+"""Our own format: part ``p`` of the Weight ``n`` is the plain tensor ``n.p``; the record holds scheme and shape.
 
-Where transformers' ``save_pretrained`` wrote the files, ``quantization_config`` in ``config.json`` has the records.
+In files that transformers' ``save_pretrained`` wrote, the record is in ``quantization_config`` of ``config.json``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ evidence = Evidence(methods=(METHOD,), record=True)
 def recognise(contents: Contents) -> Found | None:
     """Return the Weights in the record, by name; ``None`` if there are none.
 
-    Raises CheckpointError for a record in ``config.json`` that cannot be.
+    Raises CheckpointError for an invalid record in ``config.json``.
     """
     weights = contents.record.weights or _in_config(contents)
     if not weights:
@@ -42,9 +42,9 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def _in_config(contents: Contents) -> Mapping[str, WeightSpec]:
-    """Return the Weights that ``config.json`` describes, but for those that are stored as plain tensors.
+    """Return the Weights that ``config.json`` describes, except those that are stored as plain tensors.
 
-    Tools leave the description in the config of a model whose weights they have turned into floats again.
+    Tools that dequantize a model leave the description in its config.
     """
     entries = contents.quantization.get("weights") if contents.method == METHOD else None
     if not isinstance(entries, Mapping):
@@ -54,12 +54,12 @@ def _in_config(contents: Contents) -> Mapping[str, WeightSpec]:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts: they are stored as they are."""
+    """Return the parts, which are the stored tensors."""
     return dict(tensors)
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return what ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+    """Return dtype and shape, by key, of each tensor that ``pack`` stores for a Weight of this spec."""
     parts = spec.scheme.layout(spec.base)
     return {part_key(name, part): (what.dtype or spec.dtype, tuple(what.shape)) for part, what in parts.items()}
 
@@ -76,5 +76,5 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return what tells transformers whose Weights these are; what they are, the record in the files says."""
+    """Return the ``quant_method``, by which transformers finds our quantizer. The record in the files has the specs."""
     return {"config.json": {"quantization_config": {"quant_method": METHOD}}} if specs else {}

@@ -1,13 +1,13 @@
-"""optimum-quanto: tensor subclasses by their components; ``quanto_qmap.json`` or ``_quanto_qmap`` in ``config.json``.
+"""optimum-quanto: the components of its tensor subclasses, with ``quanto_qmap.json`` or ``_quanto_qmap`` of the config.
 
     m.weight._data         8 bits: int8 or float8 (N, ...); ``_scale`` (N, 1, ...) or (): q * scale
     m.weight._data._data   4 and 2 bits: uint8 (ceil(R * bits / 8), group_size), R groups of group_size columns;
                            group r is field r // rows of the byte, counted from the lowest bits
-    m.weight._scale        then (R, 1), and ``_shift`` too: round(round(scale * q) - shift) in their dtype
+    m.weight._scale        (R, 1) with packed codes, like ``_shift``: round(round(scale * q) - shift) in their dtype
 
-The packed kinds do not store the shape of the weight, only how many groups it has. Its module knows: ``fit`` gives the
-weight any shape of as many elements whose rows are whole groups. Until then it has the rows of the bias beside it, or
-is a matrix of groups.
+Files with packed codes do not store the shape of the weight, only the number of groups. The module knows the shape:
+``fit`` gives the weight any shape with the same number of elements whose rows are whole groups. Until then the weight
+has as many rows as the bias of its module, or else one group in each row.
 Source: optimum-quanto 0.2.7 tensor/weights and tensor/packed.py.
 """
 
@@ -37,7 +37,7 @@ DATA, PACKED = "._data", "._data._data"
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every ``_data`` with its scale (and shift); components without the others are a fault."""
+    """Return every ``_data`` with its scale (and shift); an incomplete set of components is a fault."""
     qmap = _map(contents)
     ends = (f".weight{DATA}", f".weight{PACKED}")
     guessed = not contents.method and "_data" in contents.leaves and any(key.endswith(ends) for key in contents.tensors)
@@ -58,10 +58,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts.
-
-    Packed codes are laid out row by row, and a shift that is subtracted becomes a bias that is added.
-    """
+    """Return the parts; packed codes become codes row by row, and the bias is the negated shift."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     if "packed" not in tensors:
@@ -83,10 +80,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fit(entry: Entry, shape: Shape) -> Entry | None:
-    """Return the same weight in ``shape``.
-
-    ``None`` if it has another number of elements, or groups would cross rows.
-    """
+    """Return the same weight in ``shape``; ``None`` if ``shape`` has another size, or groups would cross rows."""
     spec = entry.spec
     if "packed" not in entry.keys or spec is None or not shape:
         return None
@@ -98,12 +92,12 @@ def fit(entry: Entry, shape: Shape) -> Entry | None:
 
 
 def _are_rows(columns: int, group: int, bits: int) -> bool:
-    """Return whether rows are whole groups, none of which ends within a byte that another begins in."""
+    """Return whether rows are whole groups, and no byte holds codes of two groups."""
     return columns == group or (columns % group == 0 and group * bits % 8 == 0)
 
 
 def _map(contents: Contents) -> Mapping[str, Any] | None:
-    """Return what quanto wrote about each module, if it did."""
+    """Return quanto's map from modules to their qtypes; ``None`` without one."""
     beside = contents.beside.get("quanto_qmap.json")
     own = contents.config.get("_quanto_qmap")
     return beside if beside is not None else own if isinstance(own, Mapping) else None
@@ -134,7 +128,7 @@ def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) 
 
 
 def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
-    """Return a weight with one byte for each code."""
+    """Return the entry of a weight with one byte for each code, or what is wrong with it."""
     codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scales"))
     if "shifts" in keys:
         return "it has a _shift, which codes of 8 bits do not have"
@@ -160,7 +154,7 @@ def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str |
 
 
 def _packed(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
-    """Return a weight whose codes share bytes."""
+    """Return the entry of a weight with several codes in each byte, or what is wrong with it."""
     tensors = contents.tensors
     packed, scale = (tensors[keys[role]] for role in ("packed", "scales"))
     if "shifts" not in keys:

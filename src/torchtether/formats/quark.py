@@ -1,19 +1,20 @@
-"""AMD Quark: ``quant_method: quark``. What the tensors of a layer are, its ``weight`` in the config says.
+"""AMD Quark: ``quant_method: quark``. ``weight`` in the settings of a layer determines what its tensors are.
 
     int8, uint8            m.weight (N, K); m.weight_scale () or (N,); m.weight_zero_point alike
                            per group: m.weight (K, N); m.weight_scale (G, N); m.weight_zero_point (G, N)
-    int4, uint4            m.weight int32 (N, K / 8); zero points int32 (), or in words (N / 8,)
+    int4, uint4            m.weight int32 (N, K / 8); zero points int32 (), or packed into words (N / 8,)
                            per group: m.weight int32 (K, N / 8); m.weight_scale (G, N); zero points (G, N / 8)
     fp8_e4m3, fp8_e5m2     m.weight (N, K); m.weight_scale () or (N,), or per block
     fp4, fp6_e2m3          m.weight uint8, a dense stream of (*lead, N, K); m.weight_scale (*lead, N, G): floats, or
                            exponents as bytes ("e8m0"), or float8_e4m3fn that m.weight_scale_2 () multiplies
 
-Nibble i of a word is of element ``(0, 2, 4, 6, 1, 3, 5, 7)[i]`` of its 8, or with ``pack_method: order`` of element i;
-signed ones are in two's complement. Zero points of a symmetric layer are stored too, and are 0.
+Nibble i of a word is element ``(0, 2, 4, 6, 1, 3, 5, 7)[i]`` of its 8, or element i with ``pack_method: order``. Signed
+nibbles are in two's complement. Zero points of a symmetric layer are stored too, and are 0.
 
-A layer has the settings of the first pattern in ``layer_quant_config`` that matches its name, of ``Linear`` in
-``layer_type_quant_config``, or of all. Weights of ``weight_format: fake_quantized`` are floats that have been rounded:
-they are loaded as such. What Quark exports with ``custom_mode`` "fp8" or "awq" says so, and is read as those are.
+The settings of a layer are those of the first pattern in ``layer_quant_config`` that matches its name, else those of
+``Linear`` in ``layer_type_quant_config``, else ``global_quant_config``. Weights with ``weight_format: fake_quantized``
+are rounded floats, and load as floats. Exports with ``custom_mode`` "fp8" or "awq" have that as their ``quant_method``,
+and are read by those formats.
 Source: amd-quark 0.13 torch/export (realquantizer, qparamslinear_builder, quant_config_parser), torch/utils/pack.py,
 torch/kernel/hw_emulation.
 """
@@ -45,13 +46,13 @@ name = "quark"
 evidence = Evidence(methods=(name,))
 
 INTEGERS = {"int8": (8, True), "uint8": (8, False), "int4": (4, True), "uint4": (4, False)}
-"""Bits, and whether there is a sign."""
+"""The bits of each integer dtype, and whether it is signed."""
 _INTEGER_BLOCKS: dict[str, Block] = {"per_tensor": (None, None), "per_channel": (1, None)}
 FLOAT8 = {"fp8_e4m3": ("e4m3", torch.float8_e4m3fn), "fp8_e5m2": ("e5m2", torch.float8_e5m2)}
 PACKED = {"fp4": ("e2m1", 4), "fp6_e2m3": ("e2m3", 6)}
 KNOWN = (*INTEGERS, *FLOAT8, *PACKED)
 ORDERS = {"reorder": OUTPUTS, "order": tuple(range(8))}
-"""The element, of the 8 of a word, that each of its nibbles is of."""
+"""The element, out of 8, that each nibble of a word holds."""
 
 _ROLES = {
     "weight": "qdata",
@@ -64,14 +65,14 @@ _ROLES = {
 _SPARE = re.compile(r"(.*\.)?((input|output)_(scale|zero_point)(_\d)?|[kvq]_scale|(kv|prob)_scale)")
 _CHANGED = re.compile(r"(.*\.)?(input_rotation|input_prescale|smooth_factor|shared_input_rotation_\d+)")
 _CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
-_MATCHES = 2**22  # of patterns with names, which take some seconds; what people write takes thousands
+_MATCHES = 2**22  # of patterns with names: some seconds; usual configs need thousands
 _LONGEST = 2000  # characters of a pattern
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every weight of codes with its scales; scales of weights that are floats are spare.
+    """Return every weight of codes with its scales; scales of float weights are spare.
 
-    Raises CheckpointError for a config that makes no sense, and for layers that rotate or scale what they are given.
+    Raises CheckpointError for an invalid config, and for layers that rotate or scale their inputs.
     """
     if contents.method != name:
         return None
@@ -108,7 +109,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts. Raise CheckpointError for zero points that the config denies."""
+    """Return the parts. Raise CheckpointError for zero points other than 0 in a symmetric layer."""
     assert entry.spec is not None
     scheme, layout = entry.spec.scheme, entry.spec.scheme.layout(entry.spec.base)
     if isinstance(scheme, Affine):
@@ -123,7 +124,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: along the columns of integers in groups, and as rows elsewhere; 8 to a word of 4 bits."""
+    """Return where rows lie: as columns for integers in groups, else as rows; some 4-bit words hold 8 rows."""
     assert entry.spec is not None
     scheme, found = entry.spec.scheme, {}
     assert isinstance(scheme, Affine | ScaledFloat)
@@ -156,7 +157,7 @@ def _order(config: Mapping[str, Any]) -> str:
 
 @dataclass(init=False)
 class _Settings:
-    """What the config says about each layer: by its name, by a pattern for names, or about all."""
+    """The settings of layers: by name, by a pattern for names, or for all others."""
 
     exact: dict[str, tuple[int, Any]]
     patterns: list[tuple[int, re.Pattern[str], Any]]
@@ -175,7 +176,7 @@ class _Settings:
                 self.patterns.append((at, re.compile(fnmatch.translate(text)), settings))
 
     def of(self, module: str) -> Any:
-        """Return ``weight`` of the settings of ``module``. Raise CheckpointError if it has none."""
+        """Return ``weight`` of the settings of ``module``. Raise CheckpointError if there are no settings."""
         at, settings = self.exact.get(module, (None, self.rest))
         for place, pattern, other in self.patterns:
             if at is not None and place > at:
@@ -196,7 +197,10 @@ def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _stage(weight: Any) -> tuple[Mapping[str, Any], bool]:
-    """Return the settings of the codes, and whether their scales are codes too. Raise CheckpointError for others."""
+    """Return the settings of the codes, and whether the scales are quantized too (fp4 with scales in fp8).
+
+    Raise CheckpointError for other numbers or kinds of stages.
+    """
     stages = weight if isinstance(weight, list) else [weight]
     if not stages or not all(isinstance(stage, Mapping) for stage in stages):
         raise CheckpointError(f"it is stored as codes, and its settings are {short_repr(weight)}")
@@ -215,7 +219,7 @@ def _stage(weight: Any) -> tuple[Mapping[str, Any], bool]:
 
 
 def _entry(contents: Contents, weight: Any, keys: Mapping[str, str], order: str) -> Entry:
-    """Return what the weight of a layer is. Raise CheckpointError for what is wrong with it."""
+    """Return the entry of the weight of a layer. Raise CheckpointError if it cannot be read."""
     settings, in_stages = _stage(weight)
     dtype, qscheme = settings.get("dtype"), settings.get("qscheme")
     if not isinstance(dtype, str) or dtype not in KNOWN:
@@ -314,7 +318,7 @@ def _float_entry(contents: Contents, settings: Mapping[str, Any], keys: Mapping[
 
 
 def _block(settings: Mapping[str, Any], dtype: str) -> Block:
-    """Return what one scale of float8 covers."""
+    """Return the block under one scale of float8."""
     qscheme, size = settings.get("qscheme"), settings.get("block_size")
     pair = size if isinstance(size, list) and all(type(n) is int and 0 < n < 2**31 for n in size) else []
     if qscheme == "per_block" and len(pair) == 2:
@@ -348,7 +352,7 @@ def _integers(entry: Entry, scheme: Affine, tensors: Mapping[str, Tensor]) -> di
     else:
         codes = _in_order(codes, order)
     if scheme.bits == 4 and scheme.signed:
-        codes = codes ^ 0x88  # from two's complement
+        codes = codes ^ 0x88  # two's complement to offset binary
         if columns % 2:
             codes[:, -1] &= 0x0F
     parts = {"qdata": codes, "scale": scale.t() if grouped else scale}
@@ -364,7 +368,7 @@ def _integers(entry: Entry, scheme: Affine, tensors: Mapping[str, Tensor]) -> di
 
 
 def _in_order(words: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the stream of ``words`` (N, W), their nibbles in the order of their elements."""
+    """Return the codes of ``words`` (N, W) int32 row by row, in the order of their elements: (N, 4 * W) uint8."""
     made = words.new_empty((words.shape[0], 4 * words.shape[1]), dtype=torch.uint8)
     for start, stop in pieces(0, words.shape[0], max(1, CHUNK // (8 * words.shape[1]))):
         made[start:stop] = streams.pack(zero_points(words[start:stop], order), 4)
@@ -372,7 +376,7 @@ def _in_order(words: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def _zeros(stored: Tensor, scheme: Affine, order: tuple[int, ...], *, grouped: bool) -> Tensor:
-    """Return zero points, of groups as (N, G)."""
+    """Return zero points, one to an element; (N, G) if ``grouped``."""
     zeros = stored
     if scheme.bits == 4 and scheme.block == (None, None):
         zeros = (stored & 15).to(torch.uint8)

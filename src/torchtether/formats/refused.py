@@ -1,9 +1,8 @@
-"""Formats that are known and not read: each is refused in one line that names it and says what to do.
+"""Formats that are known and not read: each is refused by an error that names it and says what to do.
 
-A checkpoint is refused if its ``quant_method`` is none that another module of this room reads and some matrix in it is
-of codes (integers of up to 32 bits, float8), or, without a ``quant_method``, if its keys are those of such a format.
-A ``quant_method`` alone refuses nothing: tools leave it in the config of a model whose weights they have turned into
-floats again, and those are loaded like any others.
+A checkpoint that no other module of this package recognises is refused in two cases: its keys are those of a format
+listed here, or it has a ``quant_method`` and a matrix of codes (integers of up to 32 bits, float8). A ``quant_method``
+without codes is not refused: tools that dequantize a model leave it in the config, and the floats load like any others.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _SUFFIXES = {
     "vptq": ("indices", "centroids.weight"),
 }
 evidence = Evidence(keys=tuple(f"{first}\n" for first, *_ in _SUFFIXES.values()))
-"""As the formats that are read have it; a ``quant_method`` that none of them reads is evidence too."""
+"""As in the formats that are read. A ``quant_method`` that none of them reads is evidence too."""
 
 _CODES = (
     *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32),
@@ -64,8 +63,10 @@ _FIX = "Take the model unquantized or in a format that is read, or dequantize it
 
 
 def check_refused(contents: Contents) -> None:
-    """Raise CheckpointError, naming the format, for a checkpoint that no module of this room recognises and whose
-    tensors are not what they seem; all others may be loaded as they are."""
+    """Raise CheckpointError, naming the format, for a checkpoint whose tensors are codes of a format that is not read.
+
+    Call this for checkpoints that no format recognises; those that pass may be loaded as plain tensors.
+    """
     for kind, suffixes in _SUFFIXES.items():
         key = _with(contents, suffixes) if suffixes[0] in contents.leaves else None
         if key is not None:
@@ -78,7 +79,7 @@ def check_refused(contents: Contents) -> None:
 
 
 def find_codes(contents: Contents) -> str | None:
-    """Return the first matrix of integers or float8; masks that old models keep as ``bias`` are none."""
+    """Return the key of the first matrix of integers or float8, except masks, which old models store as ``bias``."""
     if contents.dtypes.isdisjoint(_CODES):
         return None
     for key, stored in contents.tensors.items():
@@ -88,7 +89,7 @@ def find_codes(contents: Contents) -> str | None:
 
 
 def _with(contents: Contents, suffixes: tuple[str, ...]) -> str | None:
-    """Return the first key of integers of a module that has all of ``suffixes``."""
+    """Return the first key of a module that has all of ``suffixes``, the first of them with integers."""
     first, *others = suffixes
     for key, stored in contents.tensors.items():
         module, _, last = key.rpartition(".")

@@ -1,6 +1,7 @@
-"""Some rows of a weight without the others: which box of each stored tensor has them, whatever the order of its codes.
+"""Select the box of each stored tensor that holds some rows of a weight, so that they are read without the others.
 
-A format says along what its tensors have the rows (``Along``).  What it then unpacks is a weight of those rows alone.
+A format gives, for each tensor, the dimension along which the rows lie (``Along``). It then unpacks the boxes as a
+weight of those rows alone.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ class Along:
 
 @runtime_checkable
 class ByRows(Protocol):
-    """Describe a format of which some rows of a weight can be read and unpacked alone."""
+    """A format whose weights can be read and unpacked by rows."""
 
     def rows(self, entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-        """Return where the tensors of ``entry`` have its rows, by role; ``None`` if rows cannot be told apart.
+        """Return where the rows lie in each tensor of ``entry``, by role; ``None`` if they cannot be separated.
 
-        Tensors that are left out are needed whole. ``unpack`` finds under the option ``rows`` the first of the rows
-        that it is given, and how many there were.
+        A tensor without an ``Along`` is needed whole. ``unpack`` gets the option ``rows``: the index of the first row
+        that it unpacks, and the number of all rows.
         """
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Describe rows ``first:last`` of a stored weight: ``entry`` is of these rows, ``views`` say where they are."""
+    """Describe rows ``first:last`` of a stored weight: their entry, and a view of each stored tensor, by role."""
 
     first: int
     last: int
@@ -52,14 +53,14 @@ class Cut:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all of it."""
+        """Return the bytes of all views."""
         return sum(math.prod(view.size) * view.dtype.itemsize for view in self.views.values())
 
 
 def all_along(entry: Entry, tensors: Mapping[str, Stored], **known: Along) -> dict[str, Along] | None:
-    """Return where tensors of ``entry`` have its rows: as dim 0, or as in ``known``, but for parts that all rows need.
+    """Return where rows lie if every tensor has them along dim 0, except as in ``known``; else ``None``.
 
-    ``None`` if one has them elsewhere.
+    Parts that all rows share, such as a scale for all, are left out.
     """
     assert entry.spec is not None
     base = entry.spec.base
@@ -75,7 +76,7 @@ def all_along(entry: Entry, tensors: Mapping[str, Stored], **known: Along) -> di
 
 
 def cut_rows(entry: Entry, tensors: Mapping[str, Stored], along: Mapping[str, Along], start: int, stop: int) -> Cut:
-    """Return the fewest rows that have ``start:stop`` among them and can be read alone; at least one."""
+    """Return the smallest range of rows that contains ``start:stop`` and can be read alone; at least one row."""
     assert entry.spec is not None
     spec, total = entry.spec, entry.spec.base[0]
     multiple = math.lcm(*(one.multiple for one in along.values()))

@@ -1,13 +1,14 @@
-"""SINQ: integers with scales of groups and of columns; what is no tensor stands in one JSON file beside the index.
+"""SINQ: integers with scales for groups and for columns; settings are in one JSON file beside the index.
 
-    m.W_q                   (R / codes in a word, group_size): groups of columns; the highest bits of the words hold the
-                            first groups, the lowest the last. uint8, or int32 of 30 bits for 3, 5 and 6 bits
-    m.meta.scale, .zero     (R, 1), or each as 8-bit codes: .x * .s + .m, in the dtype of .s, laid out (R, 1)
-    m.meta.scale2           (1, K): of the columns
+    m.W_q                   (R / codes in a word, group_size): one group of columns per field; the highest bits of the
+                            words hold the first groups, the lowest the last. uint8, or int32 of 30 bits for 3, 5 and 6
+                            bits
+    m.meta.scale, .zero     (R, 1), or 8-bit codes: .x * .s + .m in the dtype of .s, laid out (R, 1)
+    m.meta.scale2           (1, K): one for each column
     model.safetensors.index.json.meta.json    by module: shape, packing, method, compute_dtype, ...
 
-A value is ``((q - zero) * scale) * scale2``: each step is rounded to the wider of compute_dtype and theirs, and the
-last once more to compute_dtype.  Read are integers in tiles of one dimension, ``tiling_mode="1D"``.
+A value is ``((q - zero) * scale) * scale2``. Each step is rounded to the wider one of compute_dtype and the dtype of
+scales and zeros, and the result once more to compute_dtype. Only integers with ``tiling_mode="1D"`` are read.
 Source: sinq 0.2.0 quantizer.py (quantize, dequantize, rtn8, dq8), bitpack.py, patch_model.py
 (save_weights_safetensors); transformers 5.23 integrations/sinq.py, whose models are saved by the same functions.
 """
@@ -43,13 +44,13 @@ PACKINGS = {
     "2bit_u8": (2, 4),
     "1bit_u8": (1, 8),
 }
-"""Bits of a code, and codes in a word."""
+"""Bits of a code, and codes in a word, by the name of the packing."""
 
 _TABLES = ("nf4", "nf3")
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every ``W_q`` with what its ``meta`` says; codes of tables and tiles of two dimensions are faults."""
+    """Return every ``W_q`` with its ``meta``; table codes and tiles of two dimensions are faults."""
     if contents.method != name and (contents.method or ".meta.scale2\n" not in contents.key_text):
         return None
     found, settings = Found(), contents.beside.get(SINQ_SETTINGS, NOTHING)
@@ -72,7 +73,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts: codes laid out row by row, and a zero that is subtracted as a bias that is added."""
+    """Return the parts: codes row by row, the bias, which is the negated zero, and the scales of columns."""
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     (bits, count), words = entry.options["packing"], tensors["packed"]
@@ -92,7 +93,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _numbers(tensors: Mapping[str, Tensor], role: str) -> Tensor:
-    """Return scales or zeros, of which there may be codes."""
+    """Return scales or zeros, decoded if they are stored as codes."""
     if role in tensors:
         return tensors[role]
     scale, offset = (tensors[f"{role}.{one}"].reshape(-1) for one in "sm")
@@ -103,9 +104,9 @@ def _numbers(tensors: Mapping[str, Tensor], role: str) -> Tensor:
 
 
 def _entry(contents: Contents, module: str, keys: Mapping[str, str], meta: Mapping[str, Any]) -> Entry:
-    """Return the weight of one module.
+    """Return the entry of one module.
 
-    Raise CheckpointError for what is absent, contradicts itself or is stored in another way.
+    Raise CheckpointError if settings or tensors are absent, contradict each other, or are of a kind that is not read.
     """
     packing, dtype = _known(meta, "packing", PACKINGS), _known(meta, "compute_dtype", DTYPES)
     method = str(meta.get("method"))[:60]
@@ -132,7 +133,7 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str], meta: Mappi
             continue
         if _shape(meta.get(f"{role}.shape")) != (groups, 1):
             raise CheckpointError(f"its {role} is of shape {meta.get(f'{role}.shape')!r}: only (groups, 1) is read")
-        tile = 32 if role == "scale" else groups  # codes in rows of which each column has numbers of its own
+        tile = 32 if role == "scale" else groups  # rows of codes; each column has its own scale (.s) and offset (.m)
         if groups % tile:
             raise CheckpointError(f"its {groups} scales are not in {tile} rows")
         row = (1, groups // tile)
@@ -149,27 +150,27 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str], meta: Mappi
 
 
 def _known(meta: Mapping[str, Any], setting: str, known: Mapping[str, Any]) -> Any:
-    """Return the packing by its name, or the dtype that a name means. Raise CheckpointError for other names."""
+    """Return the name of a packing, or the dtype with that name. Raise CheckpointError for an unknown name."""
     value = meta.get(setting)
     if not isinstance(value, str) or value not in known:
         raise CheckpointError(f"its {setting} is {str(value)[:60]!r}, read are {', '.join(known)}")
     return value if known is PACKINGS else known[value]
 
 
-def _shape(given: Any) -> Shape:
-    if not isinstance(given, list) or len(given) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in given):
-        raise CheckpointError(f"its shape is {str(given)[:60]!r}, not rows and columns")
-    return tuple(given)
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in value):
+        raise CheckpointError(f"its shape is {str(value)[:60]!r}, not rows and columns")
+    return tuple(value)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
 
 is_indexed = True
-"""The package reads the names of the files from an index, also if there is one file."""
+"""The package takes file names from an index, even if there is only one file."""
 
 
 class _Way(NamedTuple):
-    """How a weight is stored: the packing, the size of groups, and the dtype of scales and zeros."""
+    """Storage of a weight: its packing, its group size, and the dtype of scales and zeros."""
 
     packing: str
     group_size: int
@@ -177,7 +178,7 @@ class _Way(NamedTuple):
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return what ``pack`` will store: words of codes, and scales, zeros and scales of columns as floats."""
+    """Return what ``pack`` stores: words of codes, and scales, zeros and scales of columns as floats."""
     way = _way(name, spec)
     rows, columns = spec.shape
     groups, (_, count) = rows * (columns // way.group_size), PACKINGS[way.packing]
@@ -222,7 +223,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the ``quantization_config`` that transformers reads, and the settings of each module."""
+    """Return the ``quantization_config`` that transformers reads, and the settings file with each module."""
     settings: dict[str, Any] = {}
     for name, spec in specs.items():
         way = _way(name, spec)
@@ -258,13 +259,15 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 holds_embeddings = False
 
 
-def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Raise SchemeError: SINQ builds modules for linear layers alone."""
+def announce_embeddings(
+    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Raise SchemeError: SINQ builds its modules for linear layers alone."""
     refuse_embedding(names[0], "it is the weight of an embedding, which SINQ does not read quantized")
 
 
 def _way(name: str, spec: WeightSpec) -> _Way:
-    """Return how a Weight of this spec is stored; SchemeError if the format has no words for it."""
+    """Return how a Weight of this spec is stored. Raise SchemeError if the format cannot express it."""
     scheme, shape = spec.scheme, spec.shape
     inner = scheme.scheme if isinstance(scheme, ColumnScaled) else None
     bits, block, stored, arithmetic = 0, None, torch.float32, torch.float32

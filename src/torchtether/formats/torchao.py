@@ -1,16 +1,16 @@
-"""torchao's safetensors: tensor subclasses taken apart, and put together again by the metadata of the file.
+"""torchao's safetensors: the components of its tensor subclasses, described by the metadata of the file.
 
     m._weight_qdata, m._weight_scale, ...   the components of ``m.weight``
     metadata["m.weight"]                    JSON: ``_type``, ``_data`` (its attributes), ``_tensor_data_names``
 
-    Int8Tensor                (qdata - zero_point) * scale, one of each per block of ``block_size``
+    Int8Tensor                (qdata - zero_point) * scale, one zero point and scale per block of ``block_size``
     IntxUnpackedToInt8Tensor  the same, with ``target_dtype`` of 1 to 8 bits, one int8 per code; packed when read
     Float8Tensor              qdata * scale
     MXTensor                  small floats under e8m0 scales, E2M1 two to a byte, low nibble first
     NVFP4Tensor               E2M1 under e4m3 scales, times per_tensor_scale
 
-The types come from the table below and nothing is looked up by name. Every shard describes some tensors, and
-``tensor_names`` differs from shard to shard, so the descriptions themselves are what is read.
+The types are those of a fixed table: no class is imported by a name in the file. Every shard describes some tensors,
+and ``tensor_names`` differs from shard to shard, so the descriptions are read and not that list.
 Source: torchao 0.18 prototype/safetensors.
 """
 
@@ -45,10 +45,7 @@ Made = tuple[Scheme, Shape]
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every tensor that the metadata call a subclass.
-
-    Those of other types are faults, by the name of their type.
-    """
+    """Return every tensor that the metadata describe as a subclass; an unknown type is a fault."""
     if contents.method not in ("", name) or "tensor_names" not in contents.metadata:
         return None
     found = Found()
@@ -70,9 +67,9 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts, as they are stored.
+    """Return the parts as they are stored; codes of less than 8 bits are packed.
 
-    Codes of less than 8 bits are packed, and SchemeError raised for one too large.
+    Raises SchemeError for a code out of range.
     """
     assert entry.spec is not None
     scheme = entry.spec.scheme
@@ -102,7 +99,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     return out
 
 
-# -- what the metadata say ----------------------------------------------------------------------------------------
+# -- the metadata -------------------------------------------------------------------------------------------------
 
 
 def _keys(contents: Contents, key: str, record: Mapping[str, Any]) -> dict[str, str]:
@@ -119,7 +116,7 @@ def _keys(contents: Contents, key: str, record: Mapping[str, Any]) -> dict[str, 
 
 
 def _entry(contents: Contents, key: str, kind: Any, record: Mapping[str, Any], keys: Mapping[str, str]) -> Entry:
-    """Return the weight that a description and its components make."""
+    """Return the entry of the weight that a description and its components make."""
     if not isinstance(kind, str) or kind not in _TYPES:
         raise CheckpointError(
             f"it is a torchao {str(kind)[:60]}, and only {', '.join(_TYPES)} are read: dequantize it with torchao"
@@ -231,7 +228,7 @@ def _scale_dtype(contents: Contents, keys: Mapping[str, str], known: tuple[torch
 
 
 def _block(data: Mapping[str, Any], shape: Shape) -> Block:
-    """Return the block of a scheme that ``block_size`` is: what one scale covers, in every dimension."""
+    """Return ``block_size``, the size of a block in every dimension, as the block of a scheme."""
     block = data.get("block_size")
     if not isinstance(block, list) or len(block) != len(shape) or not all(type(n) is int and n > 0 for n in block):
         raise CheckpointError(f"its block_size is {str(block)[:60]}, for codes of shape {shape}")

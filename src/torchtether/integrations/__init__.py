@@ -1,1 +1,1 @@
-"""What other libraries must be told of Weights: a module for each library, which its users import."""
+"""Support for Weights in other libraries: one module for each library, which its users import."""

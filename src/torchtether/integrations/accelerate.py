@@ -1,7 +1,7 @@
-"""accelerate: ``save_state`` and ``load_state`` write and read models whose parameters are Weights.
+"""accelerate: let ``save_state`` and ``load_state`` write and read models whose parameters are Weights.
 
-Offloading, device maps and ``prepare`` need nothing of this. To offload to the disk, write the model first, and give
-accelerate the checkpoint as the mapping that it reads from; each tensor is read when a forward needs it::
+Offloading, device maps and ``prepare`` work without this module. To offload to disk, write the model first, and pass
+the open checkpoint to accelerate as ``state_dict``; each tensor is read when a forward needs it::
 
     tt.save(model, folder)
     accelerate.cpu_offload(model, execution_device, state_dict=tt.open(folder))
@@ -24,10 +24,10 @@ from ..weights.weight import Weight
 def attach(accelerator: Any) -> None:
     """Let ``accelerator.save_state`` and ``load_state`` write and read its models as ``tt.save`` and ``tt.open`` do.
 
-    The files have the names that accelerate gives them (``model.safetensors``, ``model_1.safetensors``), and say what
-    the Weights and ties are. Where no model has a Weight, and under FSDP and DeepSpeed, accelerate's own code runs.
+    The files have accelerate's names (``model.safetensors``, ``model_1.safetensors``), and record Weights and ties. If
+    no model has a Weight, and under FSDP and DeepSpeed, accelerate's own code runs.
 
-    ``load_state`` raises CheckpointError for a file that is absent or damaged, RuntimeError for one of another model.
+    ``load_state`` raises CheckpointError for an absent or damaged file, RuntimeError for a file of another model.
     """
 
     def save_models(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
@@ -55,6 +55,6 @@ def _has_weights(model: nn.Module) -> bool:
 
 
 def _paths(folder: str, count: int) -> list[Path]:
-    """Return where accelerate keeps so many models."""
+    """Return the paths at which accelerate stores ``count`` models."""
     first = Path(folder) / SAFE_WEIGHTS_NAME
     return [first, *(first.with_stem(f"{first.stem}_{number}") for number in range(1, count))]

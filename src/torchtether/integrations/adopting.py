@@ -1,4 +1,4 @@
-"""Live modules of quanto, torchao and bitsandbytes become plain modules with Weights."""
+"""Turn live modules of quanto, torchao and bitsandbytes into plain modules with Weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Tensors(NamedTuple):
     tie: Tie | None
     foreign: Foreign
     bias: Tensor | None
-    """The bias beside it if it is in another dtype, which the library converts as it computes, and torch refuses."""
+    """The bias of the same module if its dtype differs: the library converts it in a product, torch refuses it."""
 
 
 class _Module(NamedTuple):
@@ -46,19 +46,19 @@ class _Module(NamedTuple):
 def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
     """Make the live modules of quanto, torchao and bitsandbytes plain modules that hold Weights; return the model.
 
-    A parameter of theirs becomes a Weight with the same codes, which decodes to the bits that their library decodes to,
-    in its shape (N, K), and stays the same Parameter object; a module (``QLinear``, ``Linear4bit``) becomes the plain
-    one (``nn.Linear``), the same object but for quanto, where Python cannot change the class.  Ties, hooks,
-    ``requires_grad`` and state of ``optimizer`` are kept; ``atomic`` as in ``tt.convert``.  int8 of bitsandbytes, which
-    remembers no dtype, decodes to that of its bias, else to that of the model's plain parameters.
+    A quantized parameter becomes a Weight of the same shape (N, K) with the same codes, and stays the same Parameter
+    object. The Weight decodes to the same bits as its library does. A module (``QLinear``, ``Linear4bit``) becomes a
+    plain one (``nn.Linear``). It stays the same object, except for quanto, where Python cannot change the class. Ties,
+    hooks, ``requires_grad`` and the state of ``optimizer`` are kept; ``atomic`` is as in ``tt.convert``. int8 of
+    bitsandbytes stores no dtype: it decodes to the dtype of the bias, else to that of the model's plain parameters.
 
-    Inputs that the library rounds by row to int8 or float8, the Weight rounds too (``spec.activations``).  Other
-    rounding of inputs ends, which one warning says.
+    If the library rounds inputs by row to int8 or float8, so does the Weight (``spec.activations``). Any other rounding
+    of inputs is dropped, with one warning.
 
     Raises:
-        RuleError: the model has nothing of these libraries.
-        ConversionError: a kind is not known, a module is not quantized yet, or something holds a parameter; nothing
-            has changed.
+        RuleError: the model has no module or parameter of these libraries.
+        ConversionError: a class is not known, a module is not quantized yet, or another object holds a parameter;
+            nothing has changed.
         OptimizerError: the optimizer belongs to another model; nothing has changed.
 
     >>> import torch, torchtether as tt
@@ -96,11 +96,14 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
     return model
 
 
-# -- what there is ----------------------------------------------------------------------------------------------------
+# -- finding ----------------------------------------------------------------------------------------------------------
 
 
 def _find(model: nn.Module) -> tuple[list[_Tensors], list[_Module], dict[str, str]]:
-    """Return what changes, and by name how inputs are rounded that will not be. Raises an error with all faults."""
+    """Return the tensors and modules to replace, and by name each rounding of inputs that will be dropped.
+
+    Raises ConversionError with all faults, and RuleError if there is nothing to replace.
+    """
     faults: dict[str, TetherError] = {}
     rounded: dict[str, str] = {}
     modules: list[_Module] = []
@@ -165,7 +168,7 @@ def _refuse(faults: dict[str, TetherError], good: int) -> None:
 
 
 def _library_of(kind: type) -> str:
-    """Return the library, among those that can be adopted, that ``kind`` or a class above it comes from; else empty."""
+    """Return the adoptable library in which ``kind`` or one of its bases is defined; empty if there is none."""
     for one in kind.__mro__:
         for library in _READERS:
             if one.__module__ == library or one.__module__.startswith(f"{library}."):
@@ -178,25 +181,25 @@ def _reader(library: str) -> Any:
 
 
 def _is_adapter_of_library(module: nn.Module) -> bool:
-    """Return whether PEFT wraps a module of such a library in a class that knows that library's tensors alone."""
+    """Return whether ``module`` is an adapter layer of PEFT that works with the tensors of one such library alone."""
     package, _, leaf = type(module).__module__.rpartition(".")
     return package.startswith("peft.") and leaf in ("bnb", "torchao")
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the plain parameters, if they have one; else float32."""
+    """Return the dtype of the plain parameters if they share one; else float32."""
     plain = (p for p in model.parameters() if not _library_of(type(p)) and p.is_floating_point())
     dtypes = {parameter.dtype for parameter in plain}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-# -- what changes of modules ------------------------------------------------------------------------------------------
+# -- changing modules -------------------------------------------------------------------------------------------------
 
 
 def _become_plain(found: _Module, exchange: Exchange) -> None:
-    """Give a module the class of the plain one, without what its own class kept on it.
+    """Give a module its plain class, and delete the attributes, buffers and hooks of its old class.
 
-    Where Python forbids that (quanto has a second base), a plain module with the same tables stands in its place.
+    If Python forbids that (quanto's classes have a second base), replace it by a plain module with the same tables.
     """
     module, plain, attributes, library = found
     for hooks in _hooks_of(module):
@@ -218,7 +221,7 @@ def _become_plain(found: _Module, exchange: Exchange) -> None:
 
 
 def _can_become(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
-    """Return whether Python lets objects of ``kind`` become ``plain`` ones."""
+    """Return whether Python allows to set ``__class__`` of a ``kind`` object to ``plain``."""
     probe = kind.__new__(kind)
     try:
         probe.__class__ = plain
@@ -238,7 +241,7 @@ def _is_of(function: Any, library: str) -> bool:
 
 
 def _restorer(module: nn.Module) -> Any:
-    """Return what makes ``module`` again what it is now."""
+    """Return a function that restores class, attributes and tables of ``module`` as they are now."""
     kind, own = type(module), dict(vars(module))
     tables = {name: dict(table) for name, table in own.items() if isinstance(table, dict)}
 
@@ -254,7 +257,7 @@ def _restorer(module: nn.Module) -> Any:
 
 
 def _forget_quantizer(module: Any) -> None:
-    """Take back what transformers noted of the quantization, and torchao's way to print a module."""
+    """Remove transformers' marks of quantization from ``module``, and torchao's ``extra_repr``."""
     shown = vars(module).get("extra_repr")
     if shown is not None and _is_of(shown, "torchao"):
         del module.extra_repr

@@ -1,4 +1,4 @@
-"""bitsandbytes' live modules, and the parameters that moving them to a device quantizes."""
+"""Readers of bitsandbytes' live modules and parameters, which it quantizes when they are moved to a device."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _MOVE = "Move the model to its device first, which quantizes it."
 
 
 def read_tensor(held: Any, module: nn.Module, dtype: torch.dtype) -> Foreign:
-    """Return what a parameter of bitsandbytes is; int8, which remembers no dtype, decodes to ``dtype``.
+    """Return the Foreign of a parameter of bitsandbytes; int8, which stores no dtype, decodes to ``dtype``.
 
-    Raises ConversionError for a kind that is not known, and for one that is not quantized yet.
+    Raises ConversionError for a class that is not known, and for a parameter that is not quantized yet.
     """
     kind = type(held).__name__
     if kind == "Params4bit":
@@ -49,7 +49,7 @@ def read_tensor(held: Any, module: nn.Module, dtype: torch.dtype) -> Foreign:
             raise ConversionError("has no quant_state: it is not quantized yet", fix=_MOVE)
         shape = tuple(state.shape)
         spec, _ = described(bitsandbytes, _stored(held, state), shape=shape)
-        # read again when it is wanted: what was packed for a processor is unpacked one at a time
+        # described again when the parts are read, so that only one CPU-packed tensor at a time is unpacked
         return Foreign(spec, lambda: described(bitsandbytes, _stored(held, state), shape=shape)[1](), _OF_4BIT)
     if kind != "Int8Params":
         raise ConversionError(f"is a {kind} of bitsandbytes, which is not known", fix="Replace it first.")
@@ -68,7 +68,7 @@ def read_tensor(held: Any, module: nn.Module, dtype: torch.dtype) -> Foreign:
 
 
 def plain_class(module: Any) -> tuple[type[nn.Module], tuple[str, ...], str]:
-    """Return the class that ``module`` becomes, what its own class keeps on it, and no words.
+    """Return the plain class for ``module``, the attributes of its own class, and an empty description of inputs.
 
     Raises ConversionError for a class of bitsandbytes that is not known.
     """
@@ -83,17 +83,17 @@ def plain_class(module: Any) -> tuple[type[nn.Module], tuple[str, ...], str]:
 
 
 def _of_embedding(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Foreign:
-    """Return int8 rows as Embedding8bit decodes them: the scale is divided first, and then multiplied by."""
+    """Return int8 rows as Embedding8bit decodes them: it divides the scale by 127 before it multiplies."""
     spec = WeightSpec.of(tuple(codes.shape), dtype, Affine(narrow_range=True))
     return Foreign(spec, lambda: {"qdata": codes, "scale": (scale / 127.0).view(-1, 1)}, _OF_8BIT)
 
 
 def _stored(held: Any, state: Any) -> dict[str, Tensor]:
-    """Return a 4-bit parameter as its module would store it, without a change of either."""
+    """Return the tensors in which bitsandbytes stores a 4-bit parameter; neither argument is changed."""
     codes = held.data.as_subclass(Tensor).detach()
     if getattr(state, "packing_format_for_cpu", False):
         state = copy.copy(state)
-        state.original_nested = False  # it is decoded by now, and encoding it again would round
+        state.original_nested = False  # absmax is decoded by now; encoding it again would round
         codes, state = _convert_weight_packed_for_cpu_inverse(codes, state)
         state.absmax = state.absmax.T.reshape(-1).float()
     sides = {f"{KEY}.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}

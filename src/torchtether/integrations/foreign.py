@@ -1,4 +1,4 @@
-"""A parameter of another library: the Weight that it becomes, told without a change."""
+"""Describe a parameter of another library as the Weight that it will become, without changing it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 
 KEY = "m.weight"
-"""The name under which a tensor is described to a format."""
+"""The name that a described tensor has for a format."""
 
 Parts = Callable[[], Mapping[str, Tensor]]
 
 
 class Foreign(NamedTuple):
-    """What one tensor of another library is.
+    """Describe one tensor of another library.
 
-    spec        the Weight that holds its codes, without a tie
+    spec        the spec of the Weight that holds its codes, without a tie
     parts       returns the parts, which may be copies
-    attributes  what the library's class keeps on the tensor
-    inputs      how the library rounds the inputs of its products, in words, where the Weight does not; else empty
+    attributes  names of the attributes that the library sets on the tensor
+    inputs      describes how the library rounds inputs of products if the Weight does not; else empty
     """
 
     spec: WeightSpec
@@ -42,7 +42,7 @@ def described(
     metadata: Mapping[str, str] | None = None,
     beside: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[WeightSpec, Parts]:
-    """Return the spec and the parts of the weight ``KEY``, of ``shape``, that ``format`` reads in ``stored``.
+    """Return the spec of the weight ``KEY`` of ``shape`` that ``format`` reads in ``stored``, and its parts.
 
     Raises ConversionError if the format cannot read it.
     """

@@ -1,6 +1,6 @@
-"""Libraries that the user has imported: they must know of Weights before they see one, and know names of their models.
+"""Prepare libraries that the user has imported for Weights, and take rename rules from them.
 
-Nothing is imported for a library before that.
+No library is imported here before the user has imported it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..ties.names import named_tensors
 
 
 def tell_libraries(model: nn.Module, path: str) -> Callable[[], None] | None:
-    """Let the libraries that the user has imported know of the Weights in ``model``'s module at ``path``.
+    """Prepare imported libraries for the Weights in the module of ``model`` at ``path``.
 
-    Returns what takes it back; ``None`` where nothing was done.
+    Return a function that undoes it; ``None`` if nothing was done.
     """
     _tell_peft()
     return _tell_transformers(model, path)
 
 
 def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
-    """Attach each ``PreTrainedModel`` on the way from ``model`` to its module at ``path``.
+    """Attach each ``PreTrainedModel`` on the path from ``model`` to its module at ``path``.
 
-    Returns what takes it back; ``None`` where nothing was done.
+    Return a function that undoes it; ``None`` if nothing was done.
     """
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -42,7 +42,7 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
         return None
     try:
         from .transformers import attach
-    except ImportError:  # a transformers that has no quantizers of others yet
+    except ImportError:  # an old transformers without custom quantizers
         return None
     undone = [undo for undo in map(attach, found) if undo is not None]
 
@@ -54,14 +54,14 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
 
 
 def _tell_peft() -> None:
-    """Let the layers of PEFT merge into Weights, if the user has imported PEFT."""
+    """Let the layers of PEFT merge into Weights if the user has imported PEFT."""
     if "peft" in sys.modules:
-        with suppress(ImportError):  # one of another version
-            from . import peft  # noqa: F401 - does so
+        with suppress(ImportError):  # an unsupported version of PEFT
+            from . import peft  # noqa: F401 - its import patches PEFT
 
 
 def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
-    """Return the rename rules of a model of transformers; ``None`` where names and shapes are the model's already."""
+    """Return the rename rules of a transformers model; ``None`` if all names and shapes match the model already."""
     if not is_of_transformers(model):
         return None
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
@@ -73,6 +73,6 @@ def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether ``model`` is one of transformers 5, which has a mapping of names."""
+    """Return whether ``model`` is a model of transformers 5, which has a mapping of names."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return kind is not None and isinstance(model, kind) and "transformers.conversion_mapping" in sys.modules

@@ -1,8 +1,8 @@
-"""PEFT: adapters are merged into Weights with one rounding, and unmerged exactly.
+"""PEFT: merge adapters into Weights with one rounding, and unmerge them exactly.
 
-Importing this module lets ``merge`` and ``unmerge`` of every PEFT layer know Weights.  PEFT's own code then sees plain
-values in place of the Weights of its base layer, and what it leaves is encoded again.  Until ``unmerge``, the layer
-keeps the codes from before: their memory is held as long as an adapter is merged, and freed by ``merge_and_unload``.
+Importing this module makes ``merge`` and ``unmerge`` of every PEFT layer support Weights. PEFT's own code then sees
+plain values in place of the Weights of its base layer, and the result is encoded again. The layer keeps the codes from
+before the merge until ``unmerge``. Their memory is held as long as an adapter is merged; ``merge_and_unload`` frees it.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from ..weights.ops.inplace import encode_like
 from ..weights.weight import Weight
 from . import peft_experts
 
-_KEPT = "_tether_kept"  # under this attribute a layer remembers what its parameters were before it merged
+_KEPT = "_tether_kept"  # attribute of a layer: a _Kept for each parameter that it has merged into
 
 
 @dataclass
 class _Kept:
-    """What a parameter was before adapters were merged into it."""
+    """A parameter as it was before adapters were merged into it."""
 
     base: Tensor
     merged: int = 0
-    """The checksum of what merging left; unmerging restores the base only if that is still there."""
+    """The checksum of the merged parameter; unmerging restores the base only if it still has that checksum."""
     is_known: bool = True
-    """Whether nobody else has changed the parameter between two merges."""
+    """Whether the parameter was not changed by other code between two merges."""
     layers: int = 0
-    """How many layers have merged into it: those of a tied one change it alike."""
+    """The number of layers that have merged into it; those over a tied parameter make the same change."""
 
 
 @dataclass
 class _Report:
-    """What one call merges."""
+    """Record of the merges of one call."""
 
     names: dict[int, str] = field(default_factory=dict)
-    """The name of each layer, by its id."""
+    """The name of each layer, by the id of the layer."""
     alike: set[int] = field(default_factory=set)
-    """The ids of tied Weights that every layer over them changes alike."""
+    """The ids of tied Weights to which every layer over them makes the same change."""
     is_kept: bool = True
     kept: dict[int, _Kept] = field(default_factory=dict)
-    """By the id of the Weight."""
+    """The base of each Weight, by the id of the Weight."""
     errors: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    """By name the norms of the rounding error, of the values, and of what the adapters change."""
+    """The norms of the rounding error, of the values, and of the adapters' change, by name."""
 
     def warn(self) -> None:
-        """Say by how much encoding has rounded, if it has."""
+        """Warn of the rounding error of encoding, if there is one."""
         error, values, change = (math.hypot(*column) for column in zip(*self.errors.values(), strict=True))
         if not error:
             return
@@ -74,7 +74,7 @@ class _Report:
         warnings.warn(
             f"merging encoded {len(shares)} Weights again: off by {error / (values or 1.0):.2%} of their norm"
             f"{of_change}{most}; {then}.",
-            stacklevel=5 if self.is_kept else 6,  # who called merge_adapter, or merge_and_unload
+            stacklevel=5 if self.is_kept else 6,  # the caller of merge_adapter, or of merge_and_unload
         )
 
 
@@ -83,7 +83,7 @@ _REPORT: ContextVar[_Report | None] = ContextVar("_REPORT", default=None)
 
 @contextmanager
 def _reported(make: Callable[[], _Report]) -> Iterator[_Report]:
-    """Yield the report of the call that is on, or of this one, whose warning follows."""
+    """Yield the report of an outer call, or else a new one, and warn at the end of the call that made it."""
     report = _REPORT.get()
     if report is not None:
         yield report
@@ -102,7 +102,7 @@ def _reported(make: Callable[[], _Report]) -> Iterator[_Report]:
 
 
 def _of_model(tuner: Any, adapter_names: list[str] | None, *, is_kept: bool) -> _Report:
-    """Return the report of merging into a model. Raises TieError where that would change what is tied to a layer."""
+    """Return the report for merging into a model. Raise TieError if a merge would change a tensor of another module."""
     layers = {name: one for name, one in tuner.model.named_modules() if isinstance(one, BaseTunerLayer)}
     report = _Report({id(layer): name for name, layer in layers.items()}, is_kept=is_kept)
     owners = {id(layer.get_base_layer()): layer for layer in layers.values()}
@@ -164,7 +164,7 @@ def _unload(original: Any) -> Any:
 
 
 def _weights_of(layer: Any) -> dict[str, Weight]:
-    """Return the Weights that ``layer`` merges into, by their names in its base layer."""
+    """Return the Weights that ``layer`` merges into, by name in its base layer."""
     held = parameters_of(layer.get_base_layer())
     leaves = [layer.parameter_name] if hasattr(layer, "parameter_name") else list(held)
     found = {leaf: held.get(leaf) for leaf in leaves}
@@ -192,7 +192,7 @@ def _merge(original: Any) -> Any:
 
 
 def _merge_into(layer: Any, held: dict[str, Weight], report: _Report, run: Callable[[], Any]) -> Any:
-    """Run PEFT's ``merge`` on values and encode what it leaves; if either fails, everything is as it was."""
+    """Run PEFT's ``merge`` on plain values and encode the result. If either fails, restore the layer."""
     table, biases, before = parameters_of(layer.get_base_layer()), _biases_of(layer), list(layer.merged_adapters)
     name, made = report.names.get(id(layer), type(layer).__name__), {}
     with _as_values(layer, held) as values:
@@ -220,7 +220,7 @@ def _merge_into(layer: Any, held: dict[str, Weight], report: _Report, run: Calla
 
 
 def _keep(kept: dict[str, _Kept], leaf: str, base: Tensor, shared: dict[int, _Kept], key: int) -> None:
-    """Remember ``base``, once for all layers over the parameter ``key``, or that it has changed since a merge."""
+    """Keep ``base``, once for all layers over the parameter ``key``; if it is kept, note a change since the merge."""
     if leaf not in kept:
         kept[leaf] = shared.setdefault(key, _Kept(base))
         kept[leaf].layers += 1
@@ -232,7 +232,7 @@ def _unmerge(original: Any) -> Any:
     @wraps(original)
     def unmerge(layer: Any, *args: Any, **kwargs: Any) -> Any:
         held, kept = _weights_of(layer), vars(layer).get(_KEPT, {})
-        if not held:  # no Weights; or their values, inside of a merge that looks at the base (DoRA)
+        if not held:  # no Weights, or plain values in their place: DoRA unmerges inside a merge
             answer = original(layer, *args, **kwargs)
             for leaf, one in kept.items():
                 parameters_of(layer.get_base_layer())[leaf].data.copy_(one.base)
@@ -263,7 +263,7 @@ def _unmerge(original: Any) -> Any:
 
 
 def _biases_of(layer: Any) -> dict[str, Tensor]:
-    """Return copies of the small plain parameters of the base layer, which some adapters change, too."""
+    """Return copies of the base layer's plain parameters below two dimensions, which some adapters change too."""
     if hasattr(layer, "parameter_name"):
         return {}
     held = parameters_of(layer.get_base_layer())
@@ -273,7 +273,7 @@ def _biases_of(layer: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _as_values(layer: Any, held: dict[str, Weight]) -> Iterator[Callable[[str], Tensor]]:
-    """Put plain values in place of Weights; yield what reads them, wherever PEFT leaves them."""
+    """Put plain values in place of Weights; yield a function that reads them back by name."""
     base = layer.get_base_layer()
     table = parameters_of(base)
     before = dict(table)
@@ -289,14 +289,14 @@ def _as_values(layer: Any, held: dict[str, Weight]) -> Iterator[Callable[[str], 
 
 
 def _values(weight: Weight) -> Tensor:
-    """Return the values in float32 where they compute in less, so that the sum is rounded once, by the scheme."""
+    """Return the values in float32 at least, so that the sum is rounded only once, by the scheme."""
     with torch.no_grad():
         exact = weight.detach() if weight.dtype.itemsize >= 4 else weight.detach().to(torch.float32)
         return exact.dequantize()
 
 
 def _encoded(weight: Weight, values: Tensor) -> Weight:
-    """Return ``values`` in the scheme of ``weight``, under scales that still suit, in memory of their own."""
+    """Return ``values`` in the scheme of ``weight``, in new memory; scales of ``weight`` that still fit are kept."""
     parts = encode_like(weight, values)
     assert parts is not None
     taken = {part.data_ptr() for part in weight.parts.values()}
@@ -318,13 +318,13 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _install() -> None:
-    """Let every class of PEFT that merges, or unmerges, know Weights, once."""
+    """Wrap the methods of every PEFT class that merges or unmerges, once."""
     wrappers: list[tuple[type, dict[str, Any]]] = [
         (BaseTunerLayer, {"merge": _merge, "unmerge": _unmerge}),
         (BaseTuner, {"merge_adapter": _merge_adapter, "_unload_and_optionally_merge": _unload}),
     ]
     for root, wrap in wrappers:
-        for kind in {root, *_below(root)}:
+        for kind in {root, *_subclasses(root)}:
             for name, wrapper in wrap.items():
                 own = vars(kind).get(name)
                 if isfunction(own) and own.__module__.startswith("peft.") and not hasattr(own, "__wrapped__"):
@@ -333,10 +333,10 @@ def _install() -> None:
         peft_experts.install(lora.ParamWrapper)
 
 
-def _below(kind: Any) -> Iterator[type]:
+def _subclasses(kind: Any) -> Iterator[type]:
     for one in kind.__subclasses__():
         yield one
-        yield from _below(one)
+        yield from _subclasses(one)
 
 
 _install()

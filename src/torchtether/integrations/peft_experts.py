@@ -1,9 +1,9 @@
-"""PEFT's ``target_parameters`` on fused experts that are Weights: no expert is dense but the one that is multiplied.
+"""PEFT's ``target_parameters`` on fused experts that are Weights: only the expert that is multiplied is decoded.
 
 PEFT adds ``scale * B[e] @ A[e]`` to every expert e before any of them is used: all experts of a layer are dense at
-once, and stay so until backward. Here the experts' own forward finds, in place of the parameter, what multiplies as the
-sum would: by the Weight, which decodes one expert at a time, in forward and in backward, and by the two factors.
-Adapters, their names and their files are PEFT's, and so is merging.
+once, and stay so until backward. Here the experts' own forward finds an ``AdaptedExperts`` in place of the parameter.
+It multiplies by the Weight, which decodes one expert at a time in forward and backward, and by the two factors, and
+adds the products. Adapters, their names, their files and merging remain PEFT's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..torch_private.dispatching import tree_map_only
 from ..weights.products.chunks import is_slow
 from ..weights.weight import Weight
 
-_FACTS = frozenset({"dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "data_ptr"})
+_BASE_ATTRIBUTES = frozenset({"dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "data_ptr"})
 
 
 class AdaptedExperts:
@@ -28,8 +28,8 @@ class AdaptedExperts:
 
     base (E, M, N)    lhs (E, M, r)    rhs (E, r, N)    ids (S,) int64 or ``None``
 
-    ``F.linear``, ``matmul``, ``bmm`` and ``F.grouped_mm`` are answered without the sum, transposes and indices without
-    values. All else is answered with the sum, which is what PEFT has everywhere.
+    ``F.linear``, ``matmul``, ``bmm`` and ``F.grouped_mm`` do not compute the sum. Transposing and indexing decode no
+    values. Any other use computes the sum, as PEFT always does.
     """
 
     def __init__(self, base: Tensor, lhs: Tensor, rhs: Tensor, ids: Tensor | None = None) -> None:
@@ -41,7 +41,7 @@ class AdaptedExperts:
         base, lhs, rhs = (one if self.ids is None else one[self.ids] for one in (self.base, self.lhs, self.rhs))
         return base + (lhs @ rhs).to(base.dtype)
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- shape ----------------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
@@ -50,24 +50,24 @@ class AdaptedExperts:
 
     @property
     def ndim(self) -> int:
-        """Return how many dimensions it has."""
+        """Return the number of dimensions."""
         return self.base.dim()
 
     def dim(self) -> int:
-        """Return how many dimensions it has."""
+        """Return the number of dimensions."""
         return self.base.dim()
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one number of it."""
+        """Return the shape, or the size of ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.base if name in _FACTS else self.values(), name)
+        return getattr(self.base if name in _BASE_ATTRIBUTES else self.values(), name)
 
-    # -- some of it -----------------------------------------------------------------------------------------------
+    # -- indexing and transposing ---------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
         if self.ndim == 3 and self.ids is None and _is_index(index):
@@ -81,11 +81,11 @@ class AdaptedExperts:
 
     @property
     def mT(self) -> AdaptedExperts:
-        """Return it with its last two dimensions exchanged."""
+        """Return the experts with their last two dimensions transposed."""
         return AdaptedExperts(self.base.transpose(-2, -1), self.rhs.mT, self.lhs.mT, self.ids)
 
     def transpose(self, first: int, second: int) -> Any:
-        """Return it with two dimensions exchanged."""
+        """Return the experts with two dimensions transposed: a plain tensor unless these are the last two."""
         is_inner = {first % self.ndim, second % self.ndim} == {self.ndim - 2, self.ndim - 1}
         return self.mT if is_inner else self.values().transpose(first, second)
 
@@ -154,11 +154,11 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {
     "bmm": _matmul,
     "_grouped_mm": _grouped,
 }
-"""By the name that torch's functions have: F.grouped_mm calls one whose name is private."""
+"""Products by the name of torch's function. F.grouped_mm calls ``_grouped_mm``."""
 
 
 def _batch(x: Tensor, weight: AdaptedExperts) -> Tensor:
-    """Return ``x[i] @ weight[i]`` for each i; every expert is used once, for all of its rows.
+    """Return ``x[i] @ weight[i]`` for each i. Every expert is decoded once, for all of its rows.
 
     x (S, T, M)    weight (S, M, N)    result (S, T, N)
     """
@@ -185,12 +185,12 @@ def _low_rank(rows: Tensor, lhs: Tensor, rhs: Tensor, stops: list[int]) -> Tenso
 
 
 class _LowRank(torch.autograd.Function):
-    """``rows[stops[e - 1]:stops[e]] @ lhs[e] @ rhs[e]`` for each e, one below the other, and zeros behind the last.
+    """Compute ``rows[stops[e - 1]:stops[e]] @ lhs[e] @ rhs[e]`` for each e, one below the other, then zeros.
 
     rows (M, K)    lhs (E, K, r)    rhs (E, r, N)    result (M, N) of the dtype of ``rows``
 
-    ``rows`` may be of 16 bits beside factors of 32: they are converted a group at a time. What is saved is what is
-    given; products of the rank's width are computed again.
+    ``rows`` may have 16 bits and the factors 32: rows are converted one group at a time. Backward saves the arguments
+    alone, and computes the products ``rows @ lhs`` again.
     """
 
     @staticmethod
@@ -204,14 +204,14 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, lhs, rhs = ctx.saved_tensors
         of_rows, of_lhs, of_rhs = (
             torch.zeros_like(one) if needed else None
             for one, needed in zip((rows, lhs, rhs), ctx.needs_input_grad, strict=False)
         )
         for expert, span in _spans(ctx.stops):
-            x, up = rows[span].to(lhs.dtype), given[span].to(lhs.dtype)
+            x, up = rows[span].to(lhs.dtype), grad[span].to(lhs.dtype)
             inner = up @ rhs[expert].t()
             if of_rows is not None:
                 of_rows[span] = inner @ lhs[expert].t()
@@ -223,7 +223,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _spans(stops: list[int]) -> Iterator[tuple[int, slice]]:
-    """Yield each group that has rows, and where they are."""
+    """Yield each group that has rows, with the slice of its rows."""
     start = 0
     for group, stop in enumerate(stops):
         if stop > start:
@@ -231,11 +231,11 @@ def _spans(stops: list[int]) -> Iterator[tuple[int, slice]]:
         start = max(start, stop)
 
 
-# -- in PEFT ----------------------------------------------------------------------------------------------------------
+# -- patching PEFT ----------------------------------------------------------------------------------------------------
 
 
 def install(kind: Any) -> None:
-    """Let ``kind``, PEFT's ``ParamWrapper``, parametrize no Weight of three dimensions; once."""
+    """Make ``kind``, PEFT's ``ParamWrapper``, use AdaptedExperts for Weights of three dimensions; once."""
     if kind.forward.__module__ != __name__:
         kind._activate_lora, kind.forward = _activated(kind._activate_lora), _outside_of_graphs(kind.forward)
 
@@ -256,7 +256,7 @@ def _activated(original: Any) -> Any:
         found = [layer.get_delta_factors(one) for one in names]
         lhs = torch.cat([scale * lhs for lhs, _, scale in found], dim=-1)
         rhs = torch.cat([rhs for _, rhs, _ in found], dim=-2)
-        attributes = vars(layer.get_base_layer())  # they come before parameters, whose table stays as it is
+        attributes = vars(layer.get_base_layer())  # attributes are found before parameters, whose table stays unchanged
         attributes[layer.parameter_name] = AdaptedExperts(layer.get_param(), lhs, rhs)
         try:
             yield
@@ -267,7 +267,7 @@ def _activated(original: Any) -> Any:
 
 
 def _outside_of_graphs(original: Any) -> Any:
-    """Run these layers as they are in a compiled model: how many rows an expert has is known when they run."""
+    """Keep these layers out of compiled graphs: the number of rows of an expert is known only at run time."""
     eager = torch.compiler.disable(original)
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:

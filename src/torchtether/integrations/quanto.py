@@ -1,4 +1,4 @@
-"""optimum-quanto's live modules, and the tensors that its ``freeze`` leaves."""
+"""Readers of optimum-quanto's live modules, and of the tensors that its ``freeze`` makes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_MODULE = (
 
 
 def read_tensor(held: Any, module: nn.Module, dtype: Any) -> Foreign:
-    """Return what a tensor of quanto is. Raises ConversionError for a kind that is not known."""
+    """Return the Foreign of a tensor of quanto. Raise ConversionError for a class that is not known."""
     if type(held).__name__ not in ("WeightQBytesTensor", "WeightQBitsTensor") and not hasattr(held, "_qtype"):
         raise ConversionError(f"is a {type(held).__name__} of quanto, which is not known", fix="Dequantize it first.")
     stored: dict[str, Tensor] = {}
@@ -30,7 +30,7 @@ def read_tensor(held: Any, module: nn.Module, dtype: Any) -> Foreign:
 
 
 def plain_class(module: Any) -> tuple[type[nn.Module], tuple[str, ...], str]:
-    """Return the class that ``module`` becomes, what its own class keeps on it, and how it rounds inputs, in words.
+    """Return the plain class for ``module``, the attributes of its own class, and a description of input rounding.
 
     Raises ConversionError for a class of quanto that is not known, and for a module that is not frozen.
     """

@@ -1,4 +1,4 @@
-"""torchao's live tensors, as its ``quantize_`` leaves them in plain modules."""
+"""Readers of torchao's live tensors, which its ``quantize_`` puts into plain modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPTIONAL = ("tensor_data_names", "optional_tensor_data_names")
 
 
 def read_tensor(held: Any, module: nn.Module, dtype: Any) -> Foreign:
-    """Return what a tensor of torchao is. Raises ConversionError for a kind that is not known."""
+    """Return the Foreign of a tensor of torchao. Raise ConversionError for a class that is not known."""
     kind = type(held).__name__
     if not hasattr(held, "tensor_attribute_names"):
         raise ConversionError(f"is a {kind} of torchao, which is not known", fix="Dequantize it with torchao first.")
@@ -36,7 +36,7 @@ def read_tensor(held: Any, module: nn.Module, dtype: Any) -> Foreign:
 
 
 def plain_class(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...], str]:
-    """Raise ConversionError: torchao leaves plain modules, and its own compute something else."""
+    """Raise ConversionError: torchao keeps modules plain, and its own module classes are not linear layers."""
     raise ConversionError(f"is a {type(module).__name__} of torchao, which is not known", fix="Replace it first.")
 
 
@@ -47,7 +47,7 @@ def _json(fact: Any) -> Any:
 
 
 def _inputs(held: Any) -> tuple[str | None, str]:
-    """Return what a Weight rounds its inputs to as ``held`` does; else ``None``, and in words what ``held`` does."""
+    """Return the ``activations`` of a Weight that rounds inputs as ``held`` does; else ``None`` and a description."""
     asked = getattr(held, "act_quant_kwargs", None)
     by_name = getattr(held, "activation_quantization", None)
     fixed = getattr(held, "act_quant_scale", None) is not None

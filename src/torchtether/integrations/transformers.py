@@ -1,11 +1,11 @@
-"""transformers: ``from_pretrained`` quantizes while it loads, and ``save_pretrained`` writes what it reads back.
+"""transformers: ``from_pretrained`` quantizes at load, and ``save_pretrained`` writes Weights that it reads back.
 
 Importing this module registers the quantization method ``torchtether`` with transformers, and lets
 ``resize_token_embeddings`` keep a head that is a Weight.
 
-What ``save_pretrained`` writes: part ``p`` of the Weight ``n`` under the key ``n.p``, as ``tt.save`` does, and what the
-Weights are in ``config.json`` (``quantization_config["weights"]``), since transformers shards without asking which
-records belong to which file. Folders by ``tt.save`` have the same keys, and the record in the files.
+``save_pretrained`` writes part ``p`` of the Weight ``n`` under the key ``n.p``, as ``tt.save`` does. The specs of the
+Weights are in ``config.json`` (``quantization_config["weights"]``), because transformers splits tensors into files
+without our records. Folders by ``tt.save`` have the same keys, and the record in the files.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ METHOD = native.METHOD
 
 @register_quantization_config(METHOD)
 class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Say which parameters ``from_pretrained`` quantizes, and how.
+    """Configure which parameters ``from_pretrained`` quantizes, and how.
 
-    ``scheme``    a scheme or its name, for the weights of ``nn.Linear`` and experts, with what is tied to them
-    ``rules``     as ``tt.quantize`` takes them, a glob over parameter names to a scheme or ``None``; they come first
-    ``weights``   what the Weights of a saved model are, by name; written by ``save_pretrained``
+    ``scheme``    a scheme or its name, for the weights of ``nn.Linear`` and experts, and for their aliases
+    ``rules``     as in ``tt.quantize``: a glob over parameter names to a scheme or ``None``; they take precedence
+    ``weights``   the specs of a saved model's Weights, by name; written by ``save_pretrained``
 
     >>> TetherConfig("int8", rules={"lm_head.weight": None}).to_dict()["scheme"]
     'int8'
@@ -61,26 +61,26 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.scheme = _written(scheme)
-        self.rules = {glob: _written(one) for glob, one in (rules or {}).items()}
+        self.scheme = _to_json(scheme)
+        self.rules = {glob: _to_json(one) for glob, one in (rules or {}).items()}
         self.weights = dict(weights or {})
         for one in (self.scheme, *self.rules.values()):
-            _read(one)
+            _from_json(one)
 
     def schemes(self, model: nn.Module, ties: tuple[Tie, ...]) -> dict[str, Scheme]:
-        """Return the scheme of each parameter of ``model`` that is to be quantized, by its owner's name.
+        """Return the scheme of each parameter of ``model`` that will be quantized, by its owner's name.
 
         Raises RuleError and SchemeError as ``tt.quantize`` does.
         """
-        rules: Rules = {glob: _read(one) for glob, one in self.rules.items()}
+        rules: Rules = {glob: _from_json(one) for glob, one in self.rules.items()}
         chosen = schemes_for(model, rules, ties) if rules else {}
         if self.scheme is None:
             return chosen
-        by_scheme = schemes_for(model, _read(self.scheme), ties)
+        by_scheme = schemes_for(model, _from_json(self.scheme), ties)
         return {**{n: s for n, s in by_scheme.items() if not self._is_ruled(n, ties)}, **chosen}
 
     def specs(self) -> dict[str, WeightSpec]:
-        """Return what the Weights of a saved model are, by name. Raises SchemeError for what cannot be."""
+        """Return the specs of a saved model's Weights, by name. Raise SchemeError for an invalid spec."""
         entries = {name: dict(entry) for name, entry in self.weights.items()}
         return {name: WeightSpec.from_json(entry) for name, entry in entries.items()}
 
@@ -89,19 +89,19 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return any(fnmatchcase(one, glob) for one in names for glob in self.rules)
 
 
-def _written(scheme: Scheme | str | Mapping[str, Any] | None) -> Any:
-    """Return ``scheme`` as JSON writes it: ``None``, a name, or the fields of a scheme."""
+def _to_json(scheme: Scheme | str | Mapping[str, Any] | None) -> Any:
+    """Return ``scheme`` as a JSON value: ``None``, a name, or the fields of a scheme."""
     return scheme.to_json() if isinstance(scheme, Scheme) else scheme
 
 
-def _read(written: Any) -> Scheme | None:
-    if written is None:
+def _from_json(value: Any) -> Scheme | None:
+    if value is None:
         return None
-    return scheme_from_json(written) if isinstance(written, Mapping) else resolve(written)
+    return scheme_from_json(value) if isinstance(value, Mapping) else resolve(value)
 
 
 class _Encode(ConversionOps):  # type: ignore[misc]
-    """Turn a parameter that has just been read into a Weight."""
+    """Encode a parameter that transformers has just read into a Weight."""
 
     def __init__(self, quantizer: TetherQuantizer) -> None:
         self.hf_quantizer = quantizer
@@ -109,7 +109,7 @@ class _Encode(ConversionOps):  # type: ignore[misc]
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, missing_keys: Any = None, **others: Any
     ) -> dict[str, Tensor]:
-        """Return the Weight by the name of its parameter."""
+        """Return the Weight of each parameter, by name; a parameter without a scheme stays as it is."""
         made = {}
         for name, value in input_dict.items():
             values = value[0] if isinstance(value, list) else value
@@ -121,7 +121,7 @@ class _Encode(ConversionOps):  # type: ignore[misc]
 
 
 class _Rebuild(ConversionOps):  # type: ignore[misc]
-    """Put the parts of a stored Weight together; they keep their dtypes, as transformers asks of ``hf_quantizer``."""
+    """Rebuild a stored Weight from its parts. ``hf_quantizer`` makes transformers keep the dtypes of the parts."""
 
     def __init__(self, quantizer: TetherQuantizer) -> None:
         self.hf_quantizer = quantizer
@@ -129,9 +129,9 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any = None, **others: Any
     ) -> dict[str, Tensor]:
-        """Return the Weight by the name of its parameter, of the dtype that the model computes in.
+        """Return the Weight by the name of its parameter, in the compute dtype of the model.
 
-        Raises CheckpointError where a part is absent or of another dtype or shape than it must be.
+        Raises CheckpointError if a part is absent or has a wrong dtype or shape.
         """
         spec = self.hf_quantizer.specs.get(full_layer_name)
         if spec is None:
@@ -147,13 +147,13 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
-    """Return ``weight`` as a parameter that no optimizer changes: steps below the rounding step would be lost."""
+    """Return ``weight`` as a frozen parameter: an optimizer's steps below the rounding step would be lost."""
     return nn.Parameter(weight, requires_grad=False)
 
 
 @register_quantizer(METHOD)
 class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Let transformers load and save models whose parameters are Weights."""
+    """The quantizer with which transformers loads and saves models whose parameters are Weights."""
 
     requires_calibration = False
     quantization_config: TetherConfig
@@ -165,7 +165,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         self._conversions: tuple[Any, ...] = ()
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise CheckpointError for parameters on disk, which accelerate would read as the floats of the source."""
+        """Raise CheckpointError for a device map with "disk": accelerate would read the source's floats from there."""
         if isinstance(device_map, Mapping) and "disk" in device_map.values():
             fix = "Load without it, then tt.save(model, dir) and accelerate.cpu_offload(..., state_dict=tt.open(dir))."
             raise CheckpointError("'disk' cannot be the place of a Weight", name="device_map", fix=fix)
@@ -181,22 +181,22 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
-        model.is_quantized = False  # transformers forbids such models ``.half()`` and training, which are right here
-        self.validate_environment(device_map=getattr(model, "hf_device_map", None))  # "auto" is known by now
+        model.is_quantized = False  # else transformers forbids ``.half()`` and training, which Weights support
+        self.validate_environment(device_map=getattr(model, "hf_device_map", None))  # "auto" is resolved by now
         tell_listeners(model, [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)])
         return model  # type: ignore[no-any-return]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        """Return whether the parameter is to be encoded."""
+        """Return whether the parameter will be encoded."""
         return param_name in self.chosen
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return what encodes a parameter."""
+        """Return the operation that encodes a parameter."""
         return _Encode(self)
 
     @property
     def serialized_names(self) -> dict[str, list[str]]:  # type: ignore[override]
-        """Return the keys of the parts by the last part of the parameter's name."""
+        """Return the last components of the parts' keys, by the last component of the parameter's name."""
         found: dict[str, dict[str, None]] = {}
         for name, spec in self.specs.items():
             leaf = name.rpartition(".")[2]
@@ -205,27 +205,28 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         return {leaf: list(keys) for leaf, keys in found.items()}
 
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
-        """Return what puts parts together."""
+        """Return the operation that rebuilds a Weight from its parts."""
         return {"deserialize": _Rebuild}
 
     def is_serializable(self) -> bool:
-        """Return that ``save_pretrained`` can write the model."""
+        """Return True: ``save_pretrained`` can write the model."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Return that what is not quantized can be trained."""
+        """Return True: parameters that are not quantized can be trained."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Return that ``torch.compile`` takes the model."""
+        """Return True: ``torch.compile`` supports the model."""
         return True
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return the parts of each Weight by their keys, once per tied group, with all else as it is.
+        """Return the state dict with the parts of each Weight in place of it, once per tied group, and no metadata.
 
-        What the Weights are goes to ``model.config.quantization_config``, which transformers writes afterwards.
+        The specs of the Weights go to ``model.config.quantization_config``, which transformers writes afterwards. A
+        model without Weights gives ``None``: transformers then takes its own state dict.
         """
         aliases = {alias for tie in find_ties(model) for alias in tie.aliases}
         state: dict[str, Tensor] = {}
@@ -238,15 +239,17 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
                 state |= {part_key(name, part): one.detach() for part, one in tensor.parts.items()}
         self.quantization_config.weights = specs
         self._undo_conversions(model, not specs)
-        if not specs:  # it was dequantized since
+        if not specs:  # the model was dequantized after loading
             model.config.__dict__.pop("quantization_config", None)
             return None, {}
         model.config.quantization_config = self.quantization_config
         return state, {}
 
     def _undo_conversions(self, model: Any, is_wanted: bool) -> None:
-        """Have ``save_pretrained`` undo the conversions of the load, or none: they rename and split whole tensors, and
-        parts have other shapes."""
+        """Make ``save_pretrained`` undo the conversions of the load if ``is_wanted``, else none.
+
+        They rename and split whole tensors, which the parts of Weights are not.
+        """
         if model.__dict__.get("_weight_conversions") != []:
             self._conversions = tuple(model.__dict__[key] for key in ("_weight_conversions",) if key in model.__dict__)
         model.__dict__.pop("_weight_conversions", None)
@@ -258,10 +261,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def attach(model: Any) -> Callable[[], None] | None:
-    """Let ``model.save_pretrained`` and ``model.config.save_pretrained`` know that ``model`` holds Weights.
+    """Make ``model.save_pretrained`` and ``model.config.save_pretrained`` write the Weights of ``model``.
 
-    ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps it. It is not marked as quantized, so
-    that ``.half()`` and the like stay allowed. Returns what takes it back; ``None`` where nothing was done.
+    ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps it. The model is not marked as
+    quantized, so that ``.half()`` and similar calls stay allowed. Return a function that undoes it; ``None`` if nothing
+    was done.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         return None
@@ -277,9 +281,9 @@ def attach(model: Any) -> Callable[[], None] | None:
 
 
 def _specs_of(files: list[str]) -> dict[str, WeightSpec]:
-    """Return the Weights in the files of a checkpoint that we wrote, by name; none for other people's files.
+    """Return the specs of the Weights in our own checkpoint files, by name; empty for files of other formats.
 
-    Raises CheckpointError, from headers alone, where a part is absent or not what it must be.
+    Only headers are read. Raises CheckpointError if a part is absent or has a wrong dtype or shape.
     """
     path = Path(files[0])
     with Checkpoint(path if len(files) == 1 else path.parent) as checkpoint:
@@ -289,9 +293,9 @@ def _specs_of(files: list[str]) -> dict[str, WeightSpec]:
 
 
 def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-    """Return ``specs`` by the names in ``model``, as ``from_pretrained`` renames them.
+    """Return ``specs`` by the names in ``model``, renamed as ``from_pretrained`` does.
 
-    Raises CheckpointError for a weight that it would join with others, such as one of many experts.
+    Raises CheckpointError for a weight that ``from_pretrained`` would join with others, such as a single expert.
     """
     names = model.state_dict()
     conversions = get_model_conversion_mapping(model)
@@ -310,7 +314,7 @@ def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, We
 
 
 def _ties_of(model: Any) -> tuple[Tie, ...]:
-    """Return the ties of a model on meta: those that are live, and those that transformers makes after loading."""
+    """Return the ties of a model on meta: those that exist, and those that transformers makes after loading."""
     ties = list(find_ties(model))
     known = {name for tie in ties for name in tie.names}
     owners: dict[str, list[str]] = {}
@@ -325,7 +329,7 @@ def _ties_of(model: Any) -> tuple[Tie, ...]:
 
 
 def _keep_kind(original: Any) -> Any:
-    """Let the longer head, which transformers makes as a plain one, hold the Weight of the head before it."""
+    """Make the resized head hold the Weight of the old one; transformers makes it with plain values."""
 
     @wraps(original)
     def resized(model: Any, old_lm_head: nn.Linear, *args: Any, **kwargs: Any) -> nn.Linear:

@@ -1,7 +1,7 @@
-"""What transformers 5 calls the tensors of a model in its files: rename rules from the model's own conversion mapping.
+"""Rename rules for files of transformers 5, from the conversion mapping of a model.
 
-``save_pretrained`` writes many models under other names than they have, experts one by one, and fused projections
-apart. ``from_pretrained`` turns that back by the transforms that ``get_model_conversion_mapping`` returns for a model.
+For many models ``save_pretrained`` writes names that differ from the model's, experts one by one, and fused projections
+separately. ``from_pretrained`` reverses that by the transforms that ``get_model_conversion_mapping`` returns.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from ..ties.names import named_tensors
 from ..torch_private.modules import transient_names
 
 _Values = dict[str, list[NamedTensor]]
-"""The tensors that a converter has so far, by the pattern that found or names them."""
+"""The intermediate tensors of a converter, by the source or target pattern that they belong to."""
 
 
 def transformers_names(model: PreTrainedModel) -> list[Rule]:
-    """Return the ``rename`` with which ``tt.load`` fills ``model`` from a folder that transformers 5 has written.
+    """Return the rename rules with which ``tt.load`` fills ``model`` from a folder that transformers 5 has written.
 
-    ``tt.load`` uses them by itself if none is given and a file has other names or shapes than the model; so they are
-    needed only to put rules of your own before or after them. They do what ``from_pretrained`` does: the names of the
-    model's conversion mapping, tensors that are joined, split, transposed and reordered (quantized ones without
-    decoding, where no block is cut), the prefix of the base model that one side has alone, and keys that the model
-    says to ignore are left out. A name that is the model's own stays.
+    ``tt.load`` uses them by itself if no ``rename`` is given and a file has other names or shapes than the model. You
+    need them only to put rules of your own before or after them. They do the same as ``from_pretrained``:
 
-    Nothing is read. What does not fit is a fault of the plan, as is an operation that this package does not know.
-    Raises ArgumentError if ``model`` is no model of transformers.
+    - rename by the model's conversion mapping; a name that is one of the model's stays;
+    - join, split, transpose and reorder tensors (quantized ones without decoding, where no block is cut);
+    - add or remove the prefix of the base model;
+    - leave out keys that the model says to ignore.
+
+    Nothing is read. A tensor that does not fit is a fault of the plan, and so is an operation of transformers that this
+    package does not know. Raises ArgumentError if ``model`` is no model of transformers.
 
         from torchtether.integrations.transformers_names import transformers_names
         tt.load(model, folder, rename=[("^old", "new"), *transformers_names(model)])
@@ -50,16 +52,16 @@ def transformers_names(model: PreTrainedModel) -> list[Rule]:
 
 @dataclass(frozen=True)
 class _ModelNames(Rule):
-    """The rule of one model: all that ``from_pretrained`` does to the names and shapes of a file."""
+    """The rename rule of one model: the changes of names and shapes that ``from_pretrained`` makes."""
 
     model: PreTrainedModel
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor]:
-        """Return ``names`` as the model calls them."""
+        """Return ``names`` renamed and converted to the tensors of the model."""
         return self.prepared().apply(names)
 
     def prepared(self) -> _PreparedNames:
-        """Return the rule with all that it asks of the model."""
+        """Return the rule with the tensors and transforms of the model, which take time to collect."""
         transient = transient_names(self.model)
         tensors = {name: tensor for name, tensor in named_tensors(self.model).items() if name not in transient}
         transforms = get_model_conversion_mapping(self.model)
@@ -73,7 +75,7 @@ class _ModelNames(Rule):
 
 @dataclass(frozen=True)
 class _PreparedNames(Rule):
-    """The rule of one model with what it asks of it: the tensors by name, and the transforms of transformers."""
+    """The rename rule of one model, with the model's tensors by name and the transforms of transformers."""
 
     model: PreTrainedModel
     tensors: dict[str, Tensor]
@@ -82,14 +84,14 @@ class _PreparedNames(Rule):
     ignored: re.Pattern[str] | None
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor]:
-        """Return ``names`` as the model calls them."""
+        """Return ``names`` renamed and converted to the tensors of the model."""
         tensors, renamings, converters, ignored = self.tensors, self.renamings, self.converters, self.ignored
         by_source = {source: one for one in converters for source in one.source_patterns}
         prefix = self.model.base_model_prefix
         stored = {one.tensor.keys[0]: one.tensor.shape for one in names if one.tensor.is_stored}
         made: list[NamedTensor] = []
         groups: dict[str, _Values] = {}
-        for one in sorted(names, key=lambda one: ops.dot_natural_key(one.name)):  # some transforms count on the order
+        for one in sorted(names, key=lambda one: ops.dot_natural_key(one.name)):  # some transforms depend on the order
             name, source = ops.rename_source_key(one.name, renamings, converters, prefix, tensors)
             if name not in tensors and one.name in tensors:
                 name, source = ops.rename_source_key(one.name, [], [], prefix, tensors)
@@ -107,7 +109,7 @@ class _PreparedNames(Rule):
 
 
 def _ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
-    """Return what finds the names that ``from_pretrained`` ignores where the model does not have them."""
+    """Return a pattern for the names that ``from_pretrained`` ignores if the model lacks them; ``None`` without any."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     for name, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
         patterns += [pattern] if any(buffer.endswith(name) for buffer, _ in model.named_buffers()) else []
@@ -116,22 +118,22 @@ def _ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
 
 @dataclass(frozen=True)
 class _Group:
-    """The tensors that one converter makes something of, which is called ``name`` in the model, or begins with that."""
+    """The source tensors of one converter; ``name`` is the name of its first target in the model."""
 
     name: str
     converter: Any
     model: PreTrainedModel
     tensors: Mapping[str, Tensor]
-    """Those of the model, by name."""
+    """The tensors of the model, by name."""
     stored: Mapping[str, Shape]
     """The shapes of stored tensors, by key."""
 
     def converted(self, found: _Values) -> list[NamedTensor]:
-        """Return what the converter makes of ``found``; where that cannot be, broken tensors that say why."""
-        given = [one for ones in found.values() for one in ones]
-        listed, lacks = any(one.listed for one in given), self._absent(found)
+        """Return the targets that the converter makes of ``found``; if it cannot, broken tensors with the reason."""
+        sources = [one for ones in found.values() for one in ones]
+        listed, lacks = any(one.listed for one in sources), self._absent(found)
         try:
-            if not lacks and not any(one.tensor.is_broken for one in given):
+            if not lacks and not any(one.tensor.is_broken for one in sources):
                 values = found
                 for operation in self.converter.operations:
                     values = self._step(operation)(self, operation, values)
@@ -140,7 +142,7 @@ class _Group:
             what = ""
         except RuleError as error:
             what = str(error)
-        wrong = broken(given, lacks=lacks, wrong=what)
+        wrong = broken(sources, lacks=lacks, wrong=what)
         targets = dict.fromkeys(self.converter.target_patterns, NamedTensor(self.name, wrong, listed))
         return [replace(one, name=name) for name, one in self._named(targets).items()]
 
@@ -154,7 +156,7 @@ class _Group:
         return _STEPS[kind.__name__]
 
     def _named(self, values: Mapping[str, NamedTensor]) -> dict[str, NamedTensor]:
-        """Return ``values`` by their names in the model, as ``WeightConverter.convert`` makes them of patterns."""
+        """Return ``values`` by their names in the model, made of patterns as in ``WeightConverter.convert``."""
         whole = self.name.replace("*.", "0.")
         pattern = next((pattern for pattern in values if pattern in whole), None)
         if pattern is None:
@@ -163,7 +165,7 @@ class _Group:
         return {prefix + pattern + suffix: one for pattern, one in values.items()}
 
     def _absent(self, found: _Values) -> str:
-        """Return which tensors the checkpoint would need to have besides ``found``; empty if there are all."""
+        """Return which source tensors the checkpoint lacks, as a message; empty if it has all."""
         for pattern in self.converter.source_patterns:
             if pattern not in found:
                 there = ", ".join(one.name for ones in found.values() for one in ones[:1])
@@ -177,24 +179,24 @@ class _Group:
         return ""
 
     def refuse(self, what: str) -> None:
-        """Raise RuleError."""
+        """Raise RuleError for ``what`` under the name of the group."""
         raise RuleError(what, name=self.name)
 
     def dim(self, one: NamedTensor, dim: int) -> int:
-        """Return ``dim`` counted from the first. Raise RuleError if ``one`` does not have it."""
+        """Return ``dim`` as a non-negative index. Raise RuleError if ``one`` does not have it."""
         found, wrong = find_dim(self.name, one, dim)
         if wrong:
             self.refuse(wrong.partition(": ")[2])
         return found
 
     def check_alike(self, operation: Any, ones: Sequence[NamedTensor], dim: int | None) -> None:
-        """Raise RuleError unless shapes, except along ``dim``, dtypes and schemes of ``ones`` are the same."""
+        """Raise RuleError unless ``ones`` have the same dtype, scheme and, except along ``dim``, shape."""
         wrong = find_mismatch(self.name, operation, ones, dim)
         if wrong:
             raise RuleError(wrong.partition(": ")[2], name=self.name)
 
 
-# -- what each operation of transformers does, told in boxes ----------------------------------------------------------
+# -- the operations of transformers, as operations on stored pieces ---------------------------------------------------
 
 
 def _first(values: _Values) -> NamedTensor:
@@ -271,7 +273,10 @@ def _interleave(group: _Group, operation: ops.Interleave, values: _Values) -> _V
 
 
 def _in_halves(group: _Group, one: NamedTensor, dim: int, heads: int) -> NamedTensor:
-    """Return ``one``, some whole heads of a stored tensor, with the pairs of each of its heads in halves."""
+    """Return ``one`` with the pairs of each head in halves, or back if ``heads`` < 0.
+
+    ``one`` must be whole heads of one stored tensor, since that tensor is reordered.
+    """
     tensor, piece, dim = one.tensor, one.tensor.pieces[0], group.dim(one, dim)
     head, rest = divmod(tensor.shape[dim], abs(heads))
     total = group.stored.get(piece.key, tensor.shape)[dim]
@@ -312,4 +317,4 @@ _STEPS: dict[str, Callable[[_Group, Any, _Values], _Values]] = {
     "Interleave": _interleave,
     "ErnieFuseAndSplitTextVisionExperts": _fuse_and_split,
 }
-"""By the names of classes of ``core_model_loading``, since not every version has all of them."""
+"""Operations by the names of their classes, because not every version of transformers has all classes."""

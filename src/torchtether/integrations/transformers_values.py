@@ -1,7 +1,7 @@
-"""What transformers computes where no file stores it: rotary frequencies, position ids, sinusoidal embeddings.
+"""Compute tensors that no file stores by transformers' ``_init_weights``: rotary frequencies, position ids, and others.
 
-``from_pretrained`` runs ``_init_weights`` for what a checkpoint lacks. Here it runs for stand-ins of modules, in which
-everything is on ``meta`` but the tensors asked for, so it can change nothing of the model.
+``from_pretrained`` runs ``_init_weights`` for tensors that a checkpoint lacks. Here it runs on copies of modules, whose
+tensors are on ``meta`` except the requested ones, so that it cannot change the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..torch_private.modules import buffers_of, parameters_of
 
 
 def optional_names(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those of ``names`` that the model itself says a checkpoint may lack."""
+    """Return those of ``names`` that a checkpoint may lack according to the model."""
     if not isinstance(model, PreTrainedModel):
         return set()
     patterns = [f"(?:{pattern})" for pattern in model._keys_to_ignore_on_load_missing or ()]
@@ -29,11 +29,11 @@ def optional_names(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def initial_values(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return what ``_init_weights`` of transformers computes for ``names``, which are on ``meta``, on the CPU.
+    """Return the values that ``_init_weights`` of transformers computes for ``names``, which are on ``meta``.
 
-    It does so for the modules that hold them, or else for those around these. A name is left out where no model of
-    transformers is around it, where nothing is written to it, or other values each time. ``model`` does not change, nor
-    does the state of torch's generator on the CPU.
+    It runs on the CPU, on the module that holds a tensor or, if that gives no value, on the modules around it. A name
+    is left out if no transformers model contains it, if nothing is written to it, or if the values are random.
+    ``model`` and the state of torch's CPU generator do not change.
     """
     modules, tensors = dict(model.named_modules(remove_duplicate=False)), named_tensors(model)
     found: dict[str, Tensor] = {}
@@ -50,7 +50,7 @@ def initial_values(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _owner(modules: dict[str, nn.Module], scope: str) -> PreTrainedModel | None:
-    """Return the innermost model of transformers in which the module ``scope`` is, itself included."""
+    """Return the innermost transformers model that contains the module ``scope`` or is that module."""
     while not isinstance(modules[scope], PreTrainedModel):
         if not scope:
             return None
@@ -59,7 +59,7 @@ def _owner(modules: dict[str, nn.Module], scope: str) -> PreTrainedModel | None:
 
 
 def _computed(owner: PreTrainedModel, module: nn.Module, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of ``wanted``, by their names in ``module``, that get the same values twice, whatever was there."""
+    """Return the values of ``wanted``, by name in ``module``, that are equal in two runs from different contents."""
     first, second = (_run(owner, module, wanted, fill) for fill in (0, 1))
     return {
         name: value
@@ -69,20 +69,20 @@ def _computed(owner: PreTrainedModel, module: nn.Module, wanted: dict[str, Tenso
 
 
 def _run(owner: PreTrainedModel, module: nn.Module, wanted: dict[str, Tensor], fill: int) -> dict[str, Tensor]:
-    """Return what ``wanted`` are after one run that found ``fill`` in all their bytes, and as a seed."""
+    """Return the values of ``wanted`` after one run; ``fill`` is the value of their bytes before it, and the seed."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.default_generator.manual_seed(fill)
         try:
             twin = _twin(module, {id(tensor) for tensor in wanted.values()}, fill)
             (twin if module is owner else owner)._init_weights(twin)
-        except Exception:  # code of a model that runs without what it counts on: then it computes nothing
+        except Exception:  # the model's code may need tensors that are on meta here: then it computes nothing
             return {}
     made = {name: tensor.detach() for name, tensor in named_tensors(twin).items() if name in wanted}
     return {name: new for name, new in made.items() if not new.is_meta and _kind(new) == _kind(wanted[name])}
 
 
 def _twin(module: nn.Module, real: set[int], fill: int) -> Any:
-    """Return a copy of ``module`` with all tensors on ``meta`` but those whose ids are in ``real``."""
+    """Return a copy of ``module`` with all tensors on ``meta`` except those whose ids are in ``real``."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
         config = getattr(inner, "config", None)

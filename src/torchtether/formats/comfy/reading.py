@@ -1,4 +1,4 @@
-"""From the tensors of ComfyUI's files to Weights: what each layer is, and its codes and scales in our order."""
+"""Read ComfyUI's files: find the weight of each layer, and unpack its codes and scales."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SETTINGS, METADATA, MARKER, OLD_SCALE = ".comfy_quant", "_quantization_metadata"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-WIDTH = {"mxfp8": 32, "nvfp4": 16}  # columns under one scale, and what rows and columns are padded to multiples of
+WIDTH = {"mxfp8": 32, "nvfp4": 16}  # columns under one scale; rows and columns are padded to multiples of it
 TILED = {
     "mxfp8": ScaledFloat("e4m3", (1, WIDTH["mxfp8"]), torch.float8_e8m0fnu),
     "nvfp4": ScaledFloat("e2m1", (1, WIDTH["nvfp4"]), torch.float8_e4m3fn, global_scale=True),
 }
 KINDS = (*FLOAT8, "int8_tensorwise", "int8_blockwise", *TILED)
-_PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.")  # of a model that the metadata name without it
+_PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.")  # of keys; the metadata may name layers without them
 _SPARE = (".input_scale", ".scale_input")
 _LONGEST = 2**16  # bytes of the settings of a layer
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every weight that has settings, or in an older file a scale; a scale without settings is a fault."""
+    """Return every weight with settings, or in older files with a scale. A scale without settings is a fault."""
     tensors, leaves = contents.tensors, contents.leaves
     marked = MARKER in leaves
     old = [key.removesuffix(OLD_SCALE) for key in tensors if key.endswith(OLD_SCALE)]
@@ -61,7 +61,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts: without padding, E2M1 codes low nibble first, scales row by row."""
+    """Return the parts without padding: E2M1 codes with the low nibble first, scales row by row."""
     assert entry.spec is not None
     scheme, base = entry.spec.scheme, entry.spec.base
     parts = {}
@@ -81,7 +81,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fit(entry: Entry, shape: Shape) -> Entry | None:
-    """Return the same weight in ``shape``, its padding cut off; ``None`` if padding ``shape`` gives another."""
+    """Return the same weight cut to ``shape``; ``None`` if padding ``shape`` does not give the stored shape."""
     spec, stored = entry.spec, entry.options.get("stored")
     if spec is None or stored is None or len(shape) != len(stored):
         return None
@@ -93,7 +93,7 @@ def fit(entry: Entry, shape: Shape) -> Entry | None:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: in codes and scales, but for the tiles of a matrix, which all rows need."""
+    """Return where rows lie: along dim 0 of codes and scales; tiled scales of a matrix are needed whole."""
     assert entry.spec is not None
     base, found = entry.spec.base, {}
     for role, key in entry.keys.items():
@@ -110,14 +110,14 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def _listed(contents: Contents) -> dict[str, Any]:
-    """Return what the metadata of the file say about layers that it has."""
+    """Return the settings in the metadata of the file, by layer, for the layers that the file has."""
     if METADATA not in contents.metadata:
         return {}
-    said = parse_object(contents.metadata[METADATA], name=METADATA, what="metadata", floats=True).get("layers")
-    if not isinstance(said, dict):
-        raise CheckpointError(f"its layers are {short_repr(said)}, not an object", name=METADATA)
+    layers = parse_object(contents.metadata[METADATA], name=METADATA, what="metadata", floats=True).get("layers")
+    if not isinstance(layers, dict):
+        raise CheckpointError(f"its layers are {short_repr(layers)}, not an object", name=METADATA)
     listed = {}
-    for layer, settings in said.items():
+    for layer, settings in layers.items():
         for prefix in _PREFIXES:
             if f"{prefix}{layer}.weight" in contents.tensors or f"{prefix}{layer}.weight_scale" in contents.tensors:
                 listed[f"{prefix}{layer}"] = settings
@@ -131,7 +131,7 @@ def _is_float8(contents: Contents, layer: str) -> bool:
 
 
 def _settings(contents: Contents, layer: str, listed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what the file says about a layer. Raise CheckpointError if that is nothing, or no object."""
+    """Return the settings of a layer. Raise CheckpointError if there are none, or they are no JSON object."""
     tensors, key = contents.tensors, f"{layer}{SETTINGS}"
     if layer in listed:
         if not isinstance(listed[layer], dict):
@@ -164,7 +164,7 @@ def _add(found: Found, contents: Contents, layer: str, listed: Mapping[str, Any]
 
 
 def _entry(contents: Contents, layer: str, settings: Mapping[str, Any], keys: Mapping[str, str]) -> Entry:
-    """Return what the weight of a layer is. Raise CheckpointError for what is wrong with it."""
+    """Return the entry of the weight of a layer. Raise CheckpointError if it cannot be read."""
     tensors, kind = contents.tensors, settings.get("format")
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(f"the format of its layer {layer} is {short_repr(kind)}, read are {', '.join(KINDS)}")
@@ -202,7 +202,7 @@ def _check(
 
 
 def _block(settings: Mapping[str, Any], shape: Shape, held: Shape, *, by_block: bool) -> Block:
-    """Return what one scale covers. Raise CheckpointError for scales of another shape."""
+    """Return the block under one scale. Raise CheckpointError if the shape of the scales fits no block."""
     *lead, count, columns = shape
     if by_block:
         group = settings.get("group_size", 128)
@@ -222,7 +222,7 @@ def _block(settings: Mapping[str, Any], shape: Shape, held: Shape, *, by_block: 
 
 
 def _tiled(contents: Contents, kind: str, keys: Mapping[str, str]) -> Entry:
-    """Return a weight whose scales lie in tiles."""
+    """Return the entry of a weight whose scales lie in tiles."""
     scheme, width = TILED[kind], WIDTH[kind]
     codes, held = (contents.tensors[keys[role]] for role in ("qdata", "scale"))
     shape = (*codes.shape[:-1], codes.shape[-1] * (2 if kind == "nvfp4" else 1))
@@ -246,7 +246,10 @@ def _tiled(contents: Contents, kind: str, keys: Mapping[str, str]) -> Entry:
 
 
 def _untiled(tiles: Tensor, base: Shape, shape: Shape, first: int = 0, total: int = 0) -> Tensor:
-    """Return the scales of ``base``, in ``shape``; of a matrix all tiles are given, and rows from ``first`` wanted."""
+    """Return the scales of a weight of shape ``base``, in ``shape``, row by row.
+
+    For a matrix, ``tiles`` holds the scales of all its rows, and ``base`` begins at row ``first``.
+    """
     start = first if len(base) == 2 else 0
     whole = -(-shape[-1] // 4) * 4
     table = tiles.reshape(math.prod(base[:-2]), -1, whole // 4, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
@@ -257,9 +260,9 @@ def swapped(codes: Tensor, shape: Shape, columns: int) -> Tensor:
     """Return E2M1 codes with the low nibble first, of ``shape``; a nibble beyond ``columns`` is 0."""
     made = codes.new_empty(shape)
     matrices = codes[..., : shape[-2], : shape[-1]].reshape(-1, *shape[-2:])
-    for given, taken in zip(matrices, made.view(-1, *shape[-2:]), strict=True):
+    for matrix, out in zip(matrices, made.view(-1, *shape[-2:]), strict=True):
         for start, stop in pieces(0, shape[-2], max(1, CHUNK // shape[-1])):
-            torch.bitwise_left_shift(given[start:stop], 4, out=taken[start:stop]).bitwise_or_(given[start:stop] >> 4)
+            torch.bitwise_left_shift(matrix[start:stop], 4, out=out[start:stop]).bitwise_or_(matrix[start:stop] >> 4)
     if columns % 2:
         made[..., -1] &= 15
     return made

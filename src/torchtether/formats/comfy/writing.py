@@ -1,4 +1,4 @@
-"""From Weights to the tensors of ComfyUI's files, with the settings of each layer among them."""
+"""Write Weights as the tensors of ComfyUI's files, with the settings of each layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DECODING = ("element", "block", "scale_dtype", "global_scale")
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return what ``pack`` will store: codes, their scales, and the settings of the layer."""
+    """Return what ``pack`` stores: codes, their scales, and the settings of the layer."""
     kind, module = _kind(name, spec), name.removesuffix("weight")
     (rows, columns), scheme = spec.shape, spec.scheme
     parts = {role: (part.dtype or spec.dtype, tuple(part.shape)) for role, part in scheme.layout(spec.shape).items()}
@@ -61,21 +61,23 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Return nothing: each layer has its settings in the file. Raise SchemeError where there are no words for one."""
+    """Return nothing, because ``pack`` stores the settings. Raise SchemeError for a spec that cannot be expressed."""
     for name, spec in specs.items():
         _kind(name, spec)
     return {}
 
 
-def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Raise SchemeError: ComfyUI reads settings for layers that multiply."""
+def announce_embeddings(
+    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Raise SchemeError: ComfyUI reads quantized embeddings only in some of its formats."""
     refuse_embedding(
         names[0], "it is the weight of an embedding, which ComfyUI does not read in every one of its formats"
     )
 
 
 def variant_of(scheme: Scheme) -> Scheme:
-    """Return ``scheme``, or for float8 with a scale per row the one with a scale for all.
+    """Return ``scheme``, or for float8 with a scale per row the same with one scale for all.
 
     >>> import torchtether as tt
     >>> variant_of(tt.fp8()) == tt.fp8("tensor")
@@ -86,7 +88,7 @@ def variant_of(scheme: Scheme) -> Scheme:
 
 
 def _kind(name: str, spec: WeightSpec) -> str:
-    """Return the format of a layer with such a weight; SchemeError if there is none."""
+    """Return ComfyUI's format for a weight of this spec. Raise SchemeError if there is none."""
     scheme, shape, made = spec.scheme, spec.shape, ""
     if isinstance(scheme, ScaledFloat):
         if scheme.scale_dtype in FLOATS and scheme.block == (None, None):
@@ -121,7 +123,7 @@ def _text(kind: str) -> bytes:
 
 
 def _as_tiles(scales: Tensor, shape: Shape) -> Tensor:
-    """Return the scales of a matrix in whole tiles, which follow each other along columns first."""
+    """Return the scales of a matrix in whole tiles; tiles along the columns follow each other first."""
     padded = torch.zeros(shape, dtype=torch.uint8, device=scales.device)
     padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
     tiles = padded.view(-1, 4, 32, shape[1] // 4, 4).permute(0, 3, 2, 1, 4)

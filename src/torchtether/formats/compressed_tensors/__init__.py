@@ -2,7 +2,7 @@
 
 A module ``m`` holds, instead of or beside ``m.weight``:
 
-    pack-quantized        weight_packed int32 (N, ceil(K * bits / 32)): the dense stream of q + 2**(bits - 1);
+    pack-quantized        weight_packed int32 (N, ceil(K * bits / 32)): a dense stream of q + 2**(bits - 1);
                           weight_shape int64 (2,)
     int-quantized         weight int8 (N, K)
     float-quantized       weight float8_e4m3fn (N, K)
@@ -11,10 +11,10 @@ A module ``m`` holds, instead of or beside ``m.weight``:
     mxfp8-quantized       weight float8_e4m3fn (N, K), weight_scale uint8
 
     weight_scale          (1,) tensor, (N, 1) channel, (N, K / group) group, (ceil(N / rows), ceil(K / columns)) block
-    weight_zero_point     like weight_scale, int8; of pack-quantized int32, packed along dim 0
+    weight_zero_point     like weight_scale, int8; with pack-quantized int32, packed along dim 0
     weight_g_idx          int32 (K,): the group of each column; all -1 where it was never set
 
-Before version 0.18 widths that do not divide 32 were packed as whole codes to each word.
+Before version 0.18, codes whose width does not divide 32 were packed as whole codes to each word.
 Source: https://github.com/vllm-project/compressed-tensors, checked against 0.20.0.
 """
 

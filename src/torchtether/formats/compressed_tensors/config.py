@@ -1,4 +1,4 @@
-"""What ``quantization_config`` of compressed-tensors says about each module."""
+"""Parse the ``quantization_config`` of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 @dataclass(frozen=True)
 class Args:
-    """How weights are quantized; ``None`` is what nobody says."""
+    """Quantization arguments of weights; ``None`` where the config gives none."""
 
     kind: str | None = None
     bits: int | None = None
@@ -36,7 +36,7 @@ class Args:
     block: tuple[int, int] | None = None
     symmetric: bool | None = None
     is_reordered: bool = False
-    """Whether columns are in groups of their own (``actorder: group``), which ``weight_g_idx`` must then name."""
+    """Whether columns are reordered (``actorder: group``), so that ``weight_g_idx`` must give their groups."""
 
     def __str__(self) -> str:
         size = f" of {self.group_size or self.block}" if self.group_size or self.block else ""
@@ -45,7 +45,7 @@ class Args:
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    """One of the config groups; ``args`` is ``None`` where it leaves weights as they are, ``format`` "" if unsaid."""
+    """A config group; ``args`` is ``None`` if it does not quantize weights, ``format`` is "" if it names none."""
 
     name: str
     targets: tuple[str, ...]
@@ -54,14 +54,14 @@ class ConfigGroup:
 
 
 UNKNOWN = ConfigGroup("", (), "", Args())
-"""Where there is no config."""
+"""The group of every module if there is no config."""
 
 _IGNORED = ConfigGroup("ignore", (), "", None)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Targets: names of modules, patterns for them (``re:``), and classes; each with what it stands for."""
+    """Targets of config groups: names of modules, patterns for names (``re:``), and classes, each with its group."""
 
     exact: Mapping[str, ConfigGroup]
     patterns: tuple[tuple[NamePattern, ConfigGroup], ...]
@@ -69,19 +69,19 @@ class Names:
 
     @staticmethod
     def of(pairs: Iterable[tuple[str, ConfigGroup]]) -> Names:
-        """Index ``pairs``: a target given twice stands for the last; patterns are tried in the order of their text."""
+        """Index ``pairs`` of target and group. Of equal targets the last counts; patterns are tried in sorted order."""
         named, clock = dict(pairs), Clock()
         patterns = (
             (_pattern(target, clock), group)
             for target, group in sorted(named.items(), key=_text)
             if _is_pattern(target)
         )
-        # names do not tell classes; those of torch begin with a capital, those of modules do not
+        # a target that begins with a capital is taken for a class of torch; names do not tell which modules have it
         classes = dict.fromkeys(group for target, group in named.items() if target[:1].isupper())
         return Names(named, tuple(patterns), tuple(classes))
 
     def find(self, module: str) -> tuple[ConfigGroup, ...]:
-        """Return what stands for ``module``: by its name, or else by a pattern, or else whatever a class stands for."""
+        """Return the group that names ``module``, else that of the first matching pattern, else those of classes."""
         if module in self.exact:
             return (self.exact[module],)
         matching = next((group for pattern, group in self.patterns if pattern.match(module)), None)
@@ -90,14 +90,14 @@ class Names:
 
 @dataclass(frozen=True)
 class Config:
-    """``quantization_config``, checked. ``version`` is that of the package that wrote it, () if unsaid."""
+    """A checked ``quantization_config``. ``version`` is that of the package that wrote it, () if it is absent."""
 
     targets: Names
     ignored: Names
     version: tuple[int, ...]
 
     def is_ignored(self, module: str) -> bool:
-        """Return whether ``ignore`` names ``module``; a class in it is not asked, because names do not tell classes."""
+        """Return whether ``ignore`` has the name of ``module`` or a pattern for it; its classes are skipped."""
         names = self.ignored
         return module in names.exact or any(pattern.match(module) for pattern, _ in names.patterns)
 
@@ -105,7 +105,7 @@ class Config:
 def parse(settings: Mapping[str, Any]) -> Config:
     """Return ``settings`` as a Config.
 
-    Raises CheckpointError, naming ``config.json``, for what is known and not read, and for what means nothing.
+    Raises CheckpointError under the name ``config.json`` for settings that are not read, and for invalid ones.
 
     >>> config = parse({"config_groups": {"W4A16": ["Linear"]}, "format": "pack-quantized", "ignore": ["lm_head"]})
     >>> [str(group.args) for group in config.targets.find("layer.0")]
@@ -241,7 +241,7 @@ def _refuse(what: str, fix: str = "") -> NoReturn:
     raise CheckpointError(what, name="config.json", fix=fix)
 
 
-# -- schemes by name ----------------------------------------------------------------------------------------------
+# -- presets ------------------------------------------------------------------------------------------------------
 
 
 def _weights(kind: str, bits: int, strategy: str, size: int | None = None, **more: Any) -> Mapping[str, Any]:
@@ -272,4 +272,4 @@ def _presets() -> Iterable[tuple[str, Mapping[str, Any] | None]]:
 
 
 PRESETS = dict(_presets())
-"""What a group means that has only a name and targets: its ``weights``."""
+"""The ``weights`` of a group that has only a preset's name and targets."""

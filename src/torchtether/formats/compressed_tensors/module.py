@@ -1,4 +1,4 @@
-"""The tensors of one module, by role, each checked as it is asked for."""
+"""The stored tensors of one module, by role, with checks of dtype and shape."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..entry import Contents
 
 ROLES = ("weight", "packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
 SUFFIX = {role: "weight" if role == "weight" else f"weight_{role}" for role in ROLES}
-"""What each role is called, after the name of the module."""
+"""The last component of the key of each role."""
 
 
 class Fault(Exception):
-    """What is wrong with one module; caught by ``recognise``."""
+    """A module that cannot be read, and why; ``recognise`` catches it."""
 
 
 class Module:
-    """The tensors of one module, by role, and what the checkpoint says besides."""
+    """The keys of one module by role, with the contents of the checkpoint."""
 
     def __init__(self, name: str, keys: Mapping[str, str], contents: Contents, version: tuple[int, ...]) -> None:
         self.name, self.keys, self.contents, self.version = name, keys, contents, version
@@ -37,7 +37,7 @@ class Module:
         return self.contents.tensors[self.keys[role]]
 
     def checked(self, role: str, dtypes: tuple[torch.dtype, ...], shape: Shape, why: str) -> Stored:
-        """Return the header of a tensor, dimensions of 1 aside of ``shape``. Raise Fault if it is anything else."""
+        """Return the header of a tensor. Raise Fault if its dtype or shape is wrong; dimensions of 1 do not count."""
         stored = self.stored(role)
         if stored.dtype not in dtypes:
             raise Fault(f"its {SUFFIX[role]} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")

@@ -1,4 +1,4 @@
-"""From the tensors of compressed-tensors, and what its config says about them, to the parts of Weights."""
+"""Recognise the weights of compressed-tensors from their tensors and the config."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _DENSE_SINCE = (0, 18)
 
 
 class Reading(NamedTuple):
-    """One module, understood: the Weight that its tensors make.
+    """The Weight that the tensors of one module make.
 
-    ``roles`` says which stored tensor is which part; ``packed`` and ``packed_zero_point`` have to be unpacked first,
-    from one dense stream or, if not ``dense``, from words that hold whole codes.
+    ``roles`` maps each part to the role of a stored tensor. The roles ``packed`` and ``packed_zero_point`` have to be
+    unpacked: from one dense stream or, if not ``dense``, from words that hold whole codes.
     """
 
     shape: Shape
@@ -41,10 +41,10 @@ class Reading(NamedTuple):
 
 
 def recognise(contents: Contents) -> Found | None:
-    """Return every module with a packed weight, or with codes and a scale; half of either is a fault.
+    """Return every module with a packed weight, or with codes and a scale; an incomplete set of tensors is a fault.
 
-    The tensors of a module say how it is stored; bits, groups and blocks come from ``quantization_config``, and a
-    config that says otherwise than the tensors is a fault. Without a config, what the tensors leave open is one.
+    The tensors of a module determine how it is stored; bits, groups and blocks come from ``quantization_config``. A
+    config that contradicts the tensors is a fault. So is a weight without a config if its tensors are ambiguous.
     """
     settings = _settings(contents)
     if settings is None and (contents.method or "weight_packed" not in contents.leaves):
@@ -54,7 +54,7 @@ def recognise(contents: Contents) -> Found | None:
     for name, keys in _modules(contents, found).items():
         module = Module(name, keys, contents, config.version if config else ())
         try:
-            reading = _understood(module, config)
+            reading = _read_module(module, config)
         except Fault as fault:
             found.fault(module.weight_name, str(fault), keys)
             continue
@@ -70,7 +70,7 @@ def recognise(contents: Contents) -> Found | None:
 
 
 def _settings(contents: Contents) -> Mapping[str, Any] | None:
-    """Return ``quantization_config``; before version 0.6 it was ``compression_config``, or inside of that."""
+    """Return ``quantization_config``; before version 0.6 that was ``compression_config``, or a field of it."""
     if contents.method in METHODS:
         return contents.quantization
     old = contents.config.get("compression_config")
@@ -81,7 +81,7 @@ def _settings(contents: Contents) -> Mapping[str, Any] | None:
 
 
 def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
-    """Return the keys by module and role; what belongs to activations is spare."""
+    """Return the keys by module and role; keys of activation scales become spare keys of ``found``."""
     role_of = {suffix: role for role, suffix in SUFFIX.items()}
     modules: dict[str, dict[str, str]] = {}
     for key in contents.tensors:
@@ -93,8 +93,8 @@ def _modules(contents: Contents, found: Found) -> dict[str, dict[str, str]]:
     return modules
 
 
-def _understood(module: Module, config: Config | None) -> Reading | None:
-    """Return how to read ``module``; ``None`` if it is not quantized. Raise Fault."""
+def _read_module(module: Module, config: Config | None) -> Reading | None:
+    """Return how to read ``module``; ``None`` if it is not quantized. Raise Fault if it cannot be read."""
     if module.keys.keys() <= {"weight"}:
         if "weight" in module and module.stored("weight").dtype in _CODES:
             raise Fault(f"it is {module.stored('weight').dtype} and has no weight_scale")
@@ -156,7 +156,7 @@ def _reading(module: Module, group: ConfigGroup) -> Reading:
 
 
 def _agree(group: ConfigGroup, kind: str, widths: range | tuple[int, ...], formats: tuple[str, ...]) -> None:
-    """Raise Fault where the config contradicts how a module is stored."""
+    """Raise Fault if the config contradicts the way in which the module is stored."""
     args = group.args or Args()
     if args.kind not in (None, kind) or (args.bits is not None and args.bits not in widths):
         raise Fault(f"it is stored as {formats[0]}, and config.json says {args}")
@@ -201,9 +201,9 @@ def _packed(module: Module, args: Args) -> Reading:
 
 
 def _packing(module: Module, args: Args, shape: Shape, zeros: Shape | None, groups: int) -> tuple[int, bool]:
-    """Return how many bits codes and zero points have, and whether they are dense.
+    """Return the bits of codes and zero points, and whether they are dense streams, as the stored words imply.
 
-    They are those that fit the stored words.
+    Raise Fault if nothing fits, or if several widths or packings fit and the config does not decide.
     """
     words = module.stored("packed").shape[-1]
     fits: dict[tuple[int, bool], None] = {}
@@ -229,12 +229,12 @@ def _packing(module: Module, args: Args, shape: Shape, zeros: Shape | None, grou
 
 
 def _words(count: int, width: int, dense: bool) -> int:
-    """Return the int32 words of ``count`` codes: one stream, or as many whole codes to a word as fit."""
+    """Return the number of int32 words of ``count`` codes: a dense stream, or as many whole codes to a word as fit."""
     return -(-count * width // 32) if dense else -(-count // (32 // width))
 
 
 def _is_either(shape: Shape, width: int, with_zeros: bool) -> bool:
-    """Return whether both packings are the same bits: words hold whole codes anyway, or there is no second word."""
+    """Return whether both packings give the same bits: the width divides 32, or all codes fit into one word."""
     fit = 32 // width
     return 32 % width == 0 or (shape[-1] <= fit and (not with_zeros or shape[-2] <= fit))
 
@@ -250,7 +250,7 @@ def _stated_shape(module: Module, packed: Stored) -> Shape:
 
 
 def _check_order(module: Module, args: Args, shape: Shape, scale: Shape, block: tuple[int | None, int | None]) -> bool:
-    """Return whether ``weight_g_idx`` reorders columns. Raise Fault if it cannot be."""
+    """Return whether ``weight_g_idx`` reorders columns. Raise Fault if it is required and absent, or invalid."""
     if "g_idx" not in module:
         if args.is_reordered and scale[-1] > 1 and block[1] is not None:
             raise Fault("its weight_g_idx is absent, and the config says that columns are reordered (actorder: group)")
@@ -266,7 +266,7 @@ def _check_order(module: Module, args: Args, shape: Shape, scale: Shape, block: 
 
 
 def _check_zero_point(module: Module, args: Args) -> bool:
-    """Return whether no zero points are stored, whatever the config says. Raise Fault if it asks for absent ones."""
+    """Return whether no zero points are stored. Raise Fault if the config requires them and they are absent."""
     if "zero_point" not in module and args.symmetric is False:
         raise Fault("its weight_zero_point is absent, and config.json says that it is not symmetric")
     return "zero_point" not in module
@@ -295,7 +295,7 @@ def _microscaled_packed(module: Module, args: Args) -> Reading:
     *rows, length = module.stored("packed").shape
     size = _group_size(args, 32)
     groups = (module.stored("scale").shape or (1,))[-1]
-    fits = [  # groups are whole: only so do bytes and scales say how many columns there are
+    fits = [  # with whole groups, bytes and scales determine the number of columns
         (element, count)
         for width, element, count in ((4, "e2m1", length * 2), (6, "e2m3", length * 4 // 3))
         if args.bits in (None, width) and length == bits.packed_size(count, width) and count == groups * size
@@ -329,7 +329,7 @@ def _check_groups(module: Module, dtypes: tuple[torch.dtype, ...], shape: Shape,
 
 
 def _check_symmetric(module: Module, args: Args) -> None:
-    """Raise Fault for zero points other than 0, which old releases store beside floats."""
+    """Raise Fault for zero points other than 0; old releases store zeros for float codes."""
     if args.symmetric is False or ("zero_point" in module and bool(module.read("zero_point").float().any())):
         raise Fault("its codes are floats, which have no zero point, and it is not symmetric")
 
@@ -338,7 +338,7 @@ def _check_symmetric(module: Module, args: Args) -> None:
 
 
 def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int | None, int | None]]:
-    """Return the shape of float scales as we keep them, and the block that each stands for. Raise Fault."""
+    """Return the shape of the scales as a part of a Weight, and the block under one scale. Raise Fault if none fits."""
     stored = module.stored("scale")
     if len(shape) < 2:
         raise Fault(f"its codes have shape {shape}, which has no rows")
@@ -369,7 +369,7 @@ def _blocks(module: Module, args: Args, shape: Shape) -> tuple[Shape, tuple[int 
 
 
 def _strategy(scale: Shape, shape: Shape) -> str:
-    """Return what the shape of the scale alone says."""
+    """Return the strategy that the shape of the scale implies. Raise Fault if it implies none."""
     if math.prod(scale) == 1:
         return "tensor"
     if scale in (shape[:-1], (*shape[:-1], 1)):

@@ -1,4 +1,4 @@
-"""From stored tensors to parts: words are taken apart, zero points unpacked, and nothing is rounded."""
+"""Unpack stored tensors into parts: words of codes and zero points. Nothing is rounded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from ..rows import Along, all_along
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts.
-
-    Words become the stream of codes that they are, zero points one to a byte, the rest stays as it is.
-    """
+    """Return the parts: words become a stream of codes, zero points one to a byte, other tensors stay as they are."""
     assert entry.spec is not None
     scheme, layout = entry.spec.scheme, entry.spec.scheme.layout(entry.spec.base)
     parts: dict[str, Tensor] = {}
@@ -39,7 +36,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: every tensor has them as its rows, but several rows of zero points share a word."""
+    """Return where rows lie: every tensor has them as its rows; several rows of packed zero points share a word."""
     assert entry.spec is not None
     if "packed_zero_point" not in entry.keys or len(entry.shape) > 2:
         return all_along(entry, tensors)
@@ -51,10 +48,10 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
 
 
 def _stream(words: Tensor, width: int, count: int, dense: bool) -> Tensor:
-    """Return the bytes of ``count`` codes a row, without gaps, from int32 words."""
+    """Return the dense stream of bytes of ``count`` codes a row, from int32 words."""
     size = bits.packed_size(count, width)
     if dense:
-        # flat first, because a dimension of 1 may have any stride, and a view as bytes wants 1
+        # flat first: a dimension of size 1 may have any stride, and view(dtype) needs a last stride of 1
         stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
         return stream[..., :size].contiguous()
     rows = words.reshape(-1, words.shape[-1])

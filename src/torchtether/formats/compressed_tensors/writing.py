@@ -1,4 +1,4 @@
-"""From Weights to the tensors and the ``quantization_config`` of compressed-tensors."""
+"""Write Weights as the tensors and the ``quantization_config`` of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...weights.weight import Weight
 from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK
 
 VERSION = "0.20.0"
-"""The release whose layout is written, and against which it is tested."""
+"""The release of compressed-tensors whose layout is written and tested."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HEAD = r"re:(.*\.)?lm_head$"
@@ -28,14 +28,14 @@ _HEAD = r"re:(.*\.)?lm_head$"
 
 @dataclass(frozen=True)
 class Way:
-    """How a Weight is stored: the format, and ``weights`` of its config group."""
+    """Storage of a Weight: the format, and ``weights`` of its config group."""
 
     format: str
     weights: Mapping[str, Any]
 
 
 def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Return what ``pack`` will store for a Weight of this spec: dtype and shape by key."""
+    """Return dtype and shape, by key, of each tensor that ``pack`` stores for a Weight of this spec."""
     way, module = _way(name, spec), _module(name)
     rows, columns = spec.shape
     parts = {
@@ -66,8 +66,8 @@ def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
 def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     """Return the tensors to store for the Weight ``weight``, by key: the inverse of ``recognise`` and ``unpack``.
 
-    Raises SchemeError, besides what ``layout`` raises, where a zero point does not fit its bits, or where the global
-    scale of nvfp4, which multiplies, has no exact reciprocal.
+    Raises SchemeError as ``layout`` does, and if a zero point does not fit its bits or the global scale of nvfp4, which
+    multiplies in a Weight and divides here, has no exact reciprocal.
 
     >>> import torch, torchtether as tt
     >>> sorted(pack("m.weight", tt.Weight.encode(torch.eye(4), tt.int4(4))))
@@ -105,11 +105,11 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
 def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     """Return ``quantization_config`` for ``config.json``.
 
-    Weights that are all stored in one way are one group, and target ``Linear``; otherwise each group names its
-    modules. ``ignore`` names every other module with a ``weight``, because names do not tell which of them are linear,
-    and a head of the usual name, which may be tied and stored nowhere. Names in ``plain`` may be aliases.
+    If all weights are stored in one way, there is one group with the target ``Linear``; otherwise each group names its
+    modules. ``ignore`` names every other module with a ``weight``, because names do not tell which of them are linear.
+    It also has a pattern for ``lm_head``, which may be tied and have no tensor. Names in ``plain`` may be aliases.
 
-    ``dequantize`` has transformers decode weights while it loads them, where it cannot keep them (``_is_decoded``).
+    ``dequantize`` makes transformers decode weights that it cannot keep (``_is_decoded``) while it loads them.
     """
     groups: dict[str, tuple[Way, list[str]]] = {}
     for name, spec in sorted(specs.items()):
@@ -142,15 +142,15 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-    said: dict[str, Mapping[str, Any]] = {"config.json": {"quantization_config": config}}
+    announced: dict[str, Mapping[str, Any]] = {"config.json": {"quantization_config": config}}
     is_decoded = len(groups) == 1 and any(_is_decoded(_way(name, spec), spec) for name, spec in specs.items())
-    return _decoded(said) if is_decoded else said
+    return _decoded(announced) if is_decoded else announced
 
 
 def _is_decoded(way: Way, spec: WeightSpec) -> bool:
-    """Return whether transformers reads it only if it decodes it while it loads, which it does for one group.
+    """Return whether transformers can read the weight only by decoding it at load, which it does for one group.
 
-    Version 5.23 gives packed zero points another shape than compressed-tensors does, and decodes microscaled floats to
+    Version 5.23 expects another shape of packed zero points than compressed-tensors, and decodes microscaled floats to
     bfloat16 whatever the dtype of the model is.
     """
     if way.format == PACK:
@@ -158,27 +158,29 @@ def _is_decoded(way: Way, spec: WeightSpec) -> bool:
     return way.format in (NVFP4, MXFP4, MXFP6, MXFP8) and spec.dtype != torch.bfloat16
 
 
-def _decoded(said: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    config = {**said["config.json"]["quantization_config"], "dequantize": True}
+def _decoded(announced: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    config = {**announced["config.json"]["quantization_config"], "dequantize": True}
     return {"config.json": {"quantization_config": config}}
 
 
-def announce_embeddings(said: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return ``said`` so that transformers decodes weights while it loads: it builds no quantized embedding.
+def announce_embeddings(
+    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Return ``announced`` with ``dequantize``, because transformers builds no quantized embedding.
 
-    Raise SchemeError where weights are quantized in several ways: of those it decodes one.
+    Raise SchemeError if there are several config groups: transformers decodes at load only if there is one.
     """
-    if len(said["config.json"]["quantization_config"]["config_groups"]) > 1:
+    if len(announced["config.json"]["quantization_config"]["config_groups"]) > 1:
         _refuse(
             names[0],
             "is read with a quantized embedding by transformers only where all weights are quantized alike",
             f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
         )
-    return _decoded(said)
+    return _decoded(announced)
 
 
 def variant_of(scheme: Scheme) -> Scheme:
-    """Return ``scheme``, or the nvfp4 whose global scale divides for the one whose multiplies.
+    """Return ``scheme``, or for a scheme with a global scale that multiplies the same with one that divides.
 
     >>> import torchtether as tt
     >>> variant_of(tt.nvfp4()) == tt.nvfp4(global_divides=True)
@@ -189,7 +191,7 @@ def variant_of(scheme: Scheme) -> Scheme:
 
 
 def _is_single(module: str) -> bool:
-    """Return whether ``module`` stands outside of numbered layers: an embedding, say, which is no ``Linear``."""
+    """Return whether ``module`` lies outside numbered layers, such as an embedding, which is no ``Linear``."""
     return bool(module) and not any(part.isdecimal() for part in module.split("."))
 
 
@@ -197,7 +199,7 @@ def _is_single(module: str) -> bool:
 
 
 def _way(name: str, spec: WeightSpec) -> Way:
-    """Return how a Weight of this spec is stored; SchemeError if the format has no words for it."""
+    """Return how a Weight of this spec is stored. Raise SchemeError if the format cannot express it."""
     scheme = spec.scheme
     if len(spec.shape) != 2 or not spec.is_contiguous:
         _refuse(
@@ -219,7 +221,7 @@ def _way(name: str, spec: WeightSpec) -> Way:
 def _integers(name: str, scheme: Affine, shape: Shape) -> Way:
     if scheme.act_order:
         _refuse(name, "has no words for act_order since 0.19", "Save it in the native format, or dequantize it.")
-    if scheme.unit != 1:  # in the scale it would round once more, and that is another value
+    if scheme.unit != 1:  # multiplying it into the scale would round again and change values
         _refuse(name, f"has no words for a unit beside the scale, got {scheme.unit!r}", "Quantize with tt.int8().")
     strategy = _strategy(name, scheme.block, shape)
     by_rows = strategy["strategy"] in ("channel", "group")
@@ -249,7 +251,7 @@ def _floats(name: str, scheme: ScaledFloat, shape: Shape) -> Way:
 
 
 def _strategy(name: str, block: tuple[int | None, int | None], shape: Shape, *, always: bool = False) -> dict[str, Any]:
-    """Return ``strategy`` and its size; ``always`` a group, where microscaling asks for one."""
+    """Return ``strategy`` and its size; ``always`` means a group even if it covers the row, as in microscaling."""
     rows, columns = block
     if block == (None, None):
         return {"strategy": "tensor", "group_size": None}
@@ -286,7 +288,7 @@ def _refuse(name: str, what: str, fix: str) -> NoReturn:
 
 
 def _scale_dtype(way: Way, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of stored scales: powers of two are bytes in microscaling, and floats elsewhere."""
+    """Return the dtype of stored scales: e8m0 is stored as bytes in microscaling formats, else as float32."""
     if way.format in (MXFP4, MXFP6, MXFP8):
         return torch.uint8
     return dtype if way.format == NVFP4 or dtype in _FLOATS else torch.float32
@@ -301,24 +303,24 @@ def _words(count: int, width: int) -> int:
 
 
 def _as_words(stream: Tensor) -> Tensor:
-    """Return bytes by row as int32 words, the last of a row filled up with zeros."""
+    """Return rows of bytes as int32 words; the last word of a row is padded with zeros."""
     padded = F.pad(stream, (0, -stream.shape[-1] % 4))
-    # flat first, because a dimension of 1 may have any stride, and a view as words wants multiples of 4
+    # flat first: a dimension of size 1 may have any stride, and view(dtype) needs multiples of 4
     return padded.reshape(-1).view(torch.int32).view(*padded.shape[:-1], padded.shape[-1] // 4)
 
 
 def _unsigned(codes: Tensor) -> Tensor:
-    """Return codes as they are packed: a stream already has its offset, int8 does not."""
+    """Return codes with the offset of packed codes: int8 lacks it, a stream has it."""
     return codes.view(torch.uint8).bitwise_xor(0x80) if codes.dtype == torch.int8 else codes
 
 
 def _signed(codes: Tensor) -> Tensor:
-    """Return codes as int8: those of an unsigned scheme lie 128 higher, and so does their zero."""
+    """Return codes or zero points as int8: those of an unsigned scheme are 128 higher."""
     return codes if codes.dtype == torch.int8 else codes.bitwise_xor(0x80).view(torch.int8)
 
 
 def _zeros(name: str, zeros: Tensor, width: int, is_signed: bool) -> Tensor:
-    """Return zero points as they are packed, uint8; SchemeError if one does not fit into ``width`` bits."""
+    """Return zero points with the offset of packed codes, uint8. Raise SchemeError if one exceeds ``width`` bits."""
     wide = zeros.to(torch.int16) + ((1 << (width - 1)) if is_signed else 0)
     if bool(((wide < 0) | (wide >= 1 << width)).any()):
         outside = int(wide.min()) if bool((wide < 0).any()) else int(wide.max())
@@ -327,9 +329,9 @@ def _zeros(name: str, zeros: Tensor, width: int, is_signed: bool) -> Tensor:
 
 
 def _divisor(name: str, spec: WeightSpec, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the global scale as a number to divide by, under which no block scale changes a bit.
+    """Return a divisor that gives the same product with every block scale as the global scale.
 
-    Raise SchemeError without one.
+    Raise SchemeError if there is none.
     """
     scheme = spec.scheme
     assert isinstance(scheme, ScaledFloat)
@@ -340,7 +342,7 @@ def _divisor(name: str, spec: WeightSpec, parts: Mapping[str, Tensor]) -> Tensor
         return unit
     scales = torch.unique(parts["scale"].float())
     near = unit.reciprocal()
-    for end in (torch.inf, -torch.inf):  # the nearest one need not be the one that works
+    for end in (torch.inf, -torch.inf):  # the nearest float need not be exact, but a neighbour may be
         guess = near
         for _ in range(4):
             if torch.equal(scales / guess, scales * unit):
