@@ -119,7 +119,7 @@ def writable(name: str) -> Writable:
 
 
 def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``config`` without the quantization settings of its old format, and with ``written``, those of the new.
+    """Return ``config`` with the quantization settings ``written`` of a new format, without those of the old one.
 
     >>> with_quantization({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, {})
     {'model_type': 'llama'}

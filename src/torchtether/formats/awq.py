@@ -1,4 +1,4 @@
-"""AWQ: what AutoAWQ, AutoRound and GPTQModel write, with 4 bits.
+"""AWQ with 4 bits, as AutoAWQ, AutoRound and GPTQModel write it.
 
     gemm    m.qweight int32 (K, N / 8)    nibble i of a word is for output ``8 * word + (0, 2, 4, 6, 1, 3, 5, 7)[i]``
             m.qzeros  int32 (G, N / 8)    the same

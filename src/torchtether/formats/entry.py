@@ -301,7 +301,7 @@ class Evidence(NamedTuple):
     files     names of JSON files beside the tensors
     config    keys of ``config.json``
     metadata  keys of the metadata in the files
-    keys      text in the keys of tensors, each of which ends with a newline: ``".qweight\\n"``
+    keys      substrings of the keys of tensors, where each key ends with a newline: ``".qweight\\n"``
     dtypes    dtypes of stored tensors
     packings  whether tensors in GGUF blocks are evidence
     record    whether Weights in our own record are evidence

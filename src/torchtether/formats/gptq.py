@@ -1,4 +1,4 @@
-"""GPTQ: what GPTQModel, AutoGPTQ, GPTQ-for-LLaMa and AutoRound write.
+"""GPTQ, as GPTQModel, AutoGPTQ, GPTQ-for-LLaMa and AutoRound write it.
 
     m.qweight  int32 (ceil(K * bits / 32), N)   each column is the dense stream of codes of one output
     m.qzeros   int32 (G, ceil(N * bits / 32))   each row is the dense stream of zero points of one group

@@ -47,7 +47,7 @@ class Settings:
     rules: tuple[Override, ...] = ()
 
     def of(self, module: str) -> Options:
-        """Return the options of ``module``: fields that its override leaves ``None`` are those of all modules."""
+        """Return the options of ``module``; a field that its override leaves ``None`` is that of all modules."""
         rule = next((rule for rule in self.rules if rule.matches(module)), None)
         if rule is None:
             return self.options

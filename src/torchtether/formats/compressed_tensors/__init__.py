@@ -1,4 +1,4 @@
-"""compressed-tensors: what llm-compressor writes, and vLLM, SGLang and transformers read.
+"""compressed-tensors: the format that llm-compressor writes, and vLLM, SGLang and transformers read.
 
 A module ``m`` holds, instead of or beside ``m.weight``:
 
