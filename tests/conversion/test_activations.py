@@ -132,6 +132,108 @@ def test_a_row_that_is_not_finite_gives_nan(scheme, dtype, to):
     assert out[3].isfinite().all()
 
 
+# -- in blocks --------------------------------------------------------------------------------------------------------
+
+blocks = pytest.mark.parametrize("to", list(rounding.BLOCKS))
+SCHEMES = {"mxfp8": tt.mxfp8(), "mxfp4": tt.mxfp4(), "nvfp4": tt.ScaledFloat("e2m1", (1, 16), torch.float8_e4m3fn)}
+"""What rounds weights as inputs are rounded; of nvfp4 without the power of two that each row has."""
+
+
+def spread(*shape):
+    """Numbers of very different size, zeros, and a row of numbers so small that some are subnormal."""
+    x = gaussian(*shape) * gaussian(*shape, seed=3).mul(4).exp()
+    x[..., :20] = 0
+    x[1], x[2] = 0, x[2] * 2.0**-130
+    return x
+
+
+def rounded_in_blocks(x, to):
+    made = rounding.blocks_of(x.reshape(-1, x.shape[-1]), to)
+    scale = made.scale.double() if made.power is None else made.scale.double() * made.power.double()
+    values = (made.values.double() * scale.unsqueeze(-1)).flatten(1)
+    return values[:, : x.shape[-1]].reshape(x.shape)
+
+
+@blocks
+@pytest.mark.parametrize("columns", [256, 40])
+def test_blocks_are_rounded_as_weights_are(to, columns):
+    x = spread(9, columns)
+    made = rounding.blocks_of(x, to)
+    if made.power is not None:
+        assert torch.equal(made.power.log2(), made.power.log2().round())
+        assert (x.abs().amax(1, keepdim=True) <= 6 * 448 * made.power).all()
+        x = x / made.power
+    parts = SCHEMES[to].encode(torch.nn.functional.pad(x, (0, -columns % rounding.BLOCKS[to])))
+    wanted = SCHEMES[to].decode(parts, (9, made.values[0].numel()), torch.float32)
+    assert torch.equal((made.values * made.scale.unsqueeze(-1)).flatten(1), wanted)
+    assert torch.equal(made.scale, parts["scale"].float())
+    if to == "mxfp8":
+        assert torch.equal(made.values.flatten(1), parts["qdata"].float())
+    else:
+        assert torch.equal(rounding.e2m1_codes(made.values).flatten(1), parts["qdata"])
+
+
+@blocks
+@each_quantized
+def test_every_scheme_multiplies_inputs_rounded_in_blocks(row, to):
+    layer, x = layer_of(row.scheme, to, columns=64), gaussian(5, 64)
+    got, plain = layer(x), F.linear(x, layer.weight.dequantize(), layer.bias)
+    expected = F.linear(rounded_in_blocks(x, to), layer.weight.dequantize().double(), layer.bias.double())
+    assert error(got, expected) <= 1e-5
+    assert 0.005 < error(got, plain.double()) < {"mxfp8": 0.05, "mxfp4": 0.25, "nvfp4": 0.2}[to]
+
+
+@blocks
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.nvfp4(), tt.mxfp8()], ids=str)
+@pytest.mark.parametrize("shape", [(256,), (2, 3, 256), (0, 256), (40, 256)], ids=str)
+def test_blocks_of_every_dtype_and_shape(scheme, dtype, shape, to):
+    layer, x = layer_of(scheme, to, dtype=dtype), (gaussian(*shape) * 100).to(dtype)
+    got = layer(x)
+    assert (got.dtype, got.shape) == (dtype, (*shape[:-1], 48))
+    expected = F.linear(rounded_in_blocks(x, to), layer.weight.dequantize().double(), layer.bias.double())
+    assert (got.double() - expected).norm() <= EPS[dtype] * expected.norm()
+
+
+@blocks
+def test_rows_in_blocks_are_rounded_by_themselves(to):
+    layer, x = layer_of(tt.int8(), to, bias=False), spread(6, 256)
+    x[3] *= 1e30
+    whole = layer(x)
+    values = layer.weight.dequantize().double()
+    for got, meant, one in zip(whole, F.linear(rounded_in_blocks(x, to), values), x, strict=True):
+        for made in (got, layer(one)):
+            assert (made.double() - meant).norm() <= 2e-5 * meant.norm() + 2.0**-130
+    assert not whole[1].any()
+    x[4, 5], x[5, 250], x[0, 3] = torch.inf, torch.nan, -torch.inf
+    made = layer(x)
+    assert made[[0, 4, 5]].isnan().all()
+    assert torch.equal(made[1:4], whole[1:4])
+
+
+@blocks
+def test_blocks_in_compiled_code(to):
+    layer, x = layer_of(tt.int8(), to), gaussian(5, 256).requires_grad_()
+    torch._dynamo.reset()
+    made = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(made, layer(x))
+    made.sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.dequantize().sum(0).expand(5, -1))
+
+
+def test_stacks_are_rounded_for_where_they_are_named():
+    model = nn.ParameterDict({"experts": gaussian(3, 32, 64), "head": gaussian(8, 64)})
+    tt.quantize(model, {"*": "int8"}).requires_grad_(False)
+    tt.quantize_activations(model, "mxfp8")
+    assert (model["experts"].spec.activations, model["head"].spec.activations) == (None, "mxfp8")
+    tt.quantize_activations(model, "int8", only="experts")
+    rows, offs = gaussian(7, 64), torch.tensor([2, 2, 7], dtype=torch.int32)
+    made = F.grouped_mm(rows, model["experts"].transpose(1, 2), offs=offs)
+    values, x = model["experts"].dequantize().double(), rounded(rows, "int8").double()
+    assert error(made, torch.cat([x[:2] @ values[0].T, x[2:] @ values[2].T])) <= 2e-3
+    assert error(made, torch.cat([rows[:2].double() @ values[0].T, rows[2:].double() @ values[2].T])) > 3e-3
+
+
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +399,12 @@ def test_only_those_that_are_named():
 @pytest.mark.parametrize(
     ("to", "only", "kind", "words"),
     [
-        ("int4", None, tt.ArgumentError, "to: is 'int4', known are 'int8', 'float8' and None"),
+        (
+            "int4",
+            None,
+            tt.ArgumentError,
+            "to: is 'int4', known are 'int8', 'float8', 'mxfp8', 'mxfp4', 'nvfp4' and None",
+        ),
         (8, None, tt.ArgumentError, "to: is 8"),
         ("int8", "c*", tt.RuleError, "c\\*: only= matches no Weight, the nearest is"),
         ("int8", 3, tt.ArgumentError, "only: 3 is no glob"),

@@ -1,6 +1,7 @@
 """Unit plans: every tied group lies in one unit, faults come before any change, and bytes and peaks are torch's."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ import torchtether as tt
 from tests.distributed import models
 from tests.distributed.models import Biased, Block, Stack, lora
 from tests.distributed.spawn import imagine
+from tests.fake_cuda import fake_cuda
 from torchtether.distributed import plan_units
 from torchtether.distributed.memory import UnitParameter
 from torchtether.weights.ops.product import rows_at_once
@@ -308,8 +310,27 @@ def test_peaks_count_what_products_decode(scheme):
 def test_what_is_decoded_at_once_is_what_products_decode():
     for shape in ((1000, 64), (128256, 4096), (300, 2**17), (2**17, 300), (4096, 4096)):
         for dtype in (torch.float32, torch.bfloat16):
-            parts = tt.int8().empty(shape, dtype, "meta")
-            weight = tt.Weight(parts, tt.WeightSpec.of(shape, dtype, tt.int8()))
-            step = rows_at_once(weight) or shape[0]
-            parameter = UnitParameter(("w",), shape, dtype, tt.int8(), False)
-            assert parameter.decoded_bytes() == min(step, shape[0]) * shape[1] * dtype.itemsize
+            for device in ("cpu", "cuda"):
+                with fake_cuda():
+                    parts = tt.int8().empty(shape, dtype, device)
+                    weight = tt.Weight(parts, tt.WeightSpec.of(shape, dtype, tt.int8()))
+                step = rows_at_once(weight) or shape[0]
+                parameter = UnitParameter(("w",), shape, dtype, tt.int8(), False)
+                assert parameter.decoded_bytes(device=device) == min(step, shape[0]) * shape[1] * dtype.itemsize
+
+
+def test_peaks_are_those_of_the_device():
+    """The values of 4096 x 16384 are 128 MiB: a GPU decodes all of them at once, a CPU 8 MiB."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16384, 4096, bias=False, dtype=torch.bfloat16))
+    tt.quantize(model, "int8").requires_grad_(False)
+    plan = plan_units(model, nn.Linear, mesh=8)
+    assert plan.device == "cpu" or torch.accelerator.is_available()
+    here, there = (replace(plan, device=device).peaks().forward for device in ("cpu", "cuda"))
+    assert there - here == 2**27 - 2**23
+
+
+def test_a_plan_is_for_the_device_of_the_parameters():
+    with fake_cuda():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="cuda"))
+        assert plan_units(model, nn.Linear, mesh=8).device == "cuda"

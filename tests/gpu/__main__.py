@@ -1,6 +1,6 @@
 """Every test that needs a GPU, then the benchmarks; a table, and a JSON file:
 
-    python -m tests.gpu [--json FILE] [--only laws products encoders loads] [--rounds 5] [-k EXPRESSION] [--fake]
+    python -m tests.gpu [--json FILE] [--only laws products …] [--rounds 5] [-k EXPRESSION] [--fake]
 
 Ends with 0 only if every law holds; bars that are missed are shown. At most nine minutes on one GPU. ``--fake`` runs
 all that a machine without one can: the tests on the CPU, and small benchmarks whose figures mean nothing.
@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import torch
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("laws", "products", "encoders", "loads")
+PARTS = ("laws", "products", "experts", "encoders", "loads")
 NO_GPU = (
     "there is no GPU here: nothing ran. `pytest` runs what needs none (loads to a simulated device, shapes on fake "
     "CUDA tensors, Triton kernels by interpretation), "

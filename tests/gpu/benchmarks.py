@@ -25,6 +25,7 @@ SCHEMES = {
     "int4": tt.int4(),
     "nf4": tt.nf4(),
     "fp8": tt.fp8(),
+    "mxfp8": tt.mxfp8(),
     "mxfp4": tt.mxfp4(),
     "nvfp4": tt.nvfp4(),
 }
@@ -32,8 +33,11 @@ SIZES = {  # shapes (N, K) of products, bytes beyond the cache, elements to enco
     "full": (((4096, 4096), (28672, 8192)), 2**28, (8192, 16384), (64, 4096)),
     "small": (((64, 128),), 2**16, (64, 256), (4, 64)),
 }
+EXPERTS = {"full": (64, (1536, 4096)), "small": (4, (64, 128))}
 BARS = {("int8", 1): 0.6, ("int4", 1): 0.4, ("nf4", 1): 0.4, ("fp8, rounded inputs", 4096): 0.65}
 """The most of a dense product's time; of others 1.0 up to 16 rows, and 1.15 with 4096."""
+ROUNDED = {"int8": "int8", "fp8": "float8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+"""What inputs are rounded to beside weights of a scheme."""
 LOADERS = ("fastsafetensors", "instanttensor", "runai_model_streamer")
 PEERS = ("bitsandbytes", "torchao", "gemlite")
 
@@ -150,7 +154,7 @@ def products(device, size, rounds):
         contenders = {"dense": turning(copied(values), x, values.nbytes, limit)}
         bars = {}
         weights = {name: tt.Weight.encode(values, scheme) for name, scheme in SCHEMES.items()}
-        for name, kind in (("int8", "int8"), ("fp8", "float8")) if rows > 16 else ():
+        for name, kind in ROUNDED.items() if rows > 16 else ():
             weight = weights[f"{name}, rounded inputs"] = weights[name].clone()
             weight.set_activations(kind)
         for name, weight in weights.items():
@@ -165,6 +169,26 @@ def products(device, size, rounds):
         with torch.no_grad():
             found, failed = measure(contenders, device, rounds)
         yield from rows_of("products", f"{shape[0]}x{shape[1]}, {rows} rows", found, failed | broken, "dense", bars)
+
+
+def experts(device, size, rounds):
+    """Rows that go to some of many matrices each, as ``F.grouped_mm`` multiplies them."""
+    groups, shape = EXPERTS[size]
+    values = torch.randn(groups, *shape, device=device, dtype=BF16)
+    weights = {name: tt.Weight.encode(values, SCHEMES[name]) for name in ("int8", "int4", "fp8", "mxfp4")}
+    weights["fp8, rounded inputs"] = weights["fp8"].clone()
+    weights["fp8, rounded inputs"].set_activations("float8")
+    for rows in (8, 4096):
+        x = torch.randn(rows, shape[1], device=device, dtype=BF16)
+        offs = torch.linspace(0, rows, groups + 1, device=device)[1:].int()
+        contenders = {name: partial(_grouped, x, weight, offs) for name, weight in {"dense": values, **weights}.items()}
+        with torch.no_grad():
+            found, failed = measure(contenders, device, rounds)
+        yield from rows_of("experts", f"{groups} of {shape[0]}x{shape[1]}, {rows} rows", found, failed, "dense")
+
+
+def _grouped(x, weight, offs):
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=offs)
 
 
 def encoders(device, size, rounds):
@@ -243,7 +267,7 @@ def settle(device):
         torch.get_device_module(device).synchronize(device)
 
 
-GROUPS = {"products": products, "encoders": encoders, "loads": loads}
+GROUPS = {"products": products, "experts": experts, "encoders": encoders, "loads": loads}
 
 
 def line(row):

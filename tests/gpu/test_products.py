@@ -1,5 +1,7 @@
 """Products are within the bound of their dtype of float64's, in any shape and strides, compiled and under graphs."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,19 +82,45 @@ def test_backward_to_inputs(row, device):
         close(x.grad, grad, weight.dequantize().t(), dtype)
 
 
+ROUNDED = {"int8": 0.05, "float8": 0.05, "mxfp8": 0.05, "mxfp4": 0.25, "nvfp4": 0.2}
+"""By how much of the size of an output rounding the inputs may move it."""
+
+EXPERTS = {"int8": tt.int8(), "fp8": tt.fp8(), "nf4": tt.nf4(), "mxfp8": tt.mxfp8(), "sinq": tt.sinq()}
+
+
 @few
-def test_rounded_inputs(row, device):
-    """Rounding the inputs adds an error of its own: the output stays within a few percent of its size."""
-    model = nn.Linear(256, 128, bias=False, device=device, dtype=torch.bfloat16)
-    tt.quantize(model, row.scheme)
-    x = random(32, 256, dtype=torch.bfloat16, device=device)
-    expected = x.double() @ model.weight.dequantize().double().T
-    for activations in ("int8", "float8"):
-        try:
-            tt.quantize_activations(model, activations)
-        except tt.TetherError:
-            continue
-        assert (model(x).double() - expected).norm() <= 0.05 * expected.norm()
+@pytest.mark.parametrize("activations", ROUNDED)
+def test_rounded_inputs(row, activations, device):
+    """On every device the inputs are rounded alike, whichever op multiplies."""
+    model = nn.Linear(256, 128, device=device, dtype=torch.bfloat16)
+    tt.quantize(model, row.scheme).requires_grad_(False)
+    tt.quantize_activations(model, activations)
+    for rows in (1, 32, 130):
+        x = random(rows, 256, dtype=torch.bfloat16, device=device)
+        exact = F.linear(x.double(), model.weight.dequantize().double(), model.bias.double())
+        made = model(x).double()
+        assert (made - exact).norm() <= ROUNDED[activations] * exact.norm()
+        here = copy.deepcopy(model).cpu().float()(x.cpu().float()).double()
+        assert (made.cpu() - here).norm() <= 2.0**-7 * here.norm()
+        x[0, 5] = torch.nan
+        assert model(x)[0].isnan().all()
+
+
+@pytest.mark.parametrize("scheme", EXPERTS)
+@pytest.mark.parametrize("activations", [None, *ROUNDED])
+def test_experts(scheme, activations, device):
+    experts = tt.Weight.encode(random(4, 64, 128, dtype=torch.float32, device=device, seed=1), EXPERTS[scheme])
+    experts = experts.to(torch.bfloat16)
+    if scheme != "sinq":
+        experts.set_activations(activations)
+    here = experts.cpu().float()
+    for counts in ([0, 2, 0, 1], [5, 1, 4, 9]):
+        rows = random(sum(counts) + 1, 128, dtype=torch.bfloat16, device=device)
+        offs = torch.tensor(counts, device=device).cumsum(0).int()
+        made = F.grouped_mm(rows, experts.transpose(1, 2), offs=offs)
+        wanted = F.grouped_mm(rows.cpu().float(), here.transpose(1, 2), offs=offs.cpu())
+        assert not made[-1].any()
+        assert (made.cpu() - wanted).norm() <= 2.0**-6 * wanted.norm()
 
 
 def net(scheme, device, width=256):

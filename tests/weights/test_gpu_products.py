@@ -123,11 +123,12 @@ def test_tables_are_kept_on_other_devices():
 
 
 @few_schemes
-@pytest.mark.parametrize("to", [None, "int8", "float8"])
+@pytest.mark.parametrize("to", [None, "int8", "float8", "mxfp8", "nvfp4"])
 def test_compiled_without_a_break(row, to, monkeypatch):
     if row.scheme.transparent:
         pytest.skip("a plain tensor, as torch compiles it")
-    monkeypatch.setattr(fitting, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fitting, "capability", lambda device: (10, 0) if to in rounding.BLOCKS else (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     graphs = []
 
     def keep(graph, inputs):
@@ -145,7 +146,12 @@ def test_compiled_without_a_break(row, to, monkeypatch):
         made = run(empty(32, COLUMNS), on_cuda(row.scheme, activations=to), empty(ROWS))
         assert facts(made) == ((32, COLUMNS), torch.bfloat16, "cuda:0")
     assert len(graphs) == 1
-    if (row.id, to) in (("int8", "int8"), ("fp8", "float8")):  # the compiler sees the rounding, and torch's product
+    if (row.id, to) in (
+        ("int8", "int8"),
+        ("fp8", "float8"),
+        ("mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
+    ):  # the compiler sees the rounding, and torch's product
         assert any("_int_mm" in name or "_scaled_mm" in name for name in graphs[0])
 
 
@@ -161,6 +167,14 @@ ON_GPU = [
     (BLOCKS, "float8", "scaled_mm"),
     (STRIPS, "float8", "scaled_mm"),
 ]
+SMALL = [
+    (tt.mxfp8(), "mxfp8"),
+    (tt.mxfp4(), "mxfp4"),
+    (tt.nvfp4(), "nvfp4"),
+    (tt.nvfp4(global_divides=True), "nvfp4"),
+    (tt.ScaledFloat("e2m1", (1, 16), torch.float8_e4m3fn), "nvfp4"),
+]
+each_small = pytest.mark.parametrize(("scheme", "to"), SMALL, ids=str)
 
 
 @pytest.mark.parametrize(("scheme", "to", "engine"), ON_GPU, ids=str)
@@ -273,6 +287,138 @@ def test_floats_with_floats(scheme, shape, rows, monkeypatch):
     assert is_near(made, wanted, 2.0**-8)
 
 
+def test_scales_are_swizzled_as_documented():
+    """The scale of row r and column c lies in the tile of 128 x 4 it is in, at r % 32 * 16 + r // 32 * 4 + c % 4."""
+    for rows, groups in ((128, 4), (1, 1), (130, 3), (300, 9)):
+        scale = torch.randint(1, 255, (rows, groups), dtype=torch.uint8)
+        made, across = scaled_mm.swizzled(scale), -(-groups // 4)
+        assert made.shape == (-(-rows // 128) * 128 * across * 4,)
+        for r, c in ((r, c) for r in range(rows) for c in range(groups)):
+            tile, inner = r // 128 * across + c // 4, r % 128
+            assert made[tile * 512 + inner % 32 * 16 + inner // 32 * 4 + c % 4] == scale[r, c]
+        assert made.count_nonzero() == scale.numel()
+
+
+def in_order(scale, rows, groups):
+    """The scales (rows, groups), float64, which lie as tensor cores read them."""
+    r, c = torch.arange(rows).unsqueeze(1), torch.arange(groups)
+    at = (r // 128 * -(-groups // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    return scale.float()[at].double()
+
+
+def codes_of(given):
+    if given.dtype is torch.float8_e4m3fn:
+        return given.double()
+    both = given.view(torch.uint8)
+    table = torch.tensor(tt.mxfp4()._element.table, dtype=torch.float64)
+    return torch.stack([table[(both & 15).int()], table[(both >> 4).int()]], -1).flatten(1)
+
+
+def by_blocks_of_few(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, output_dtype=None):
+    """What ``F.scaled_mm`` says of mxfp8, mxfp4 and nvfp4, in float64; and what it checks on CUDA."""
+    assert recipe_a == recipe_b
+    assert swizzle_a == swizzle_b == [F.SwizzleType.SWIZZLE_32_4_4]
+    assert a.stride(1) == b.stride(0) == 1
+    left, right = codes_of(a), codes_of(b.t())
+    size = {F.ScalingType.BlockWise1x32: 32, F.ScalingType.BlockWise1x16: 16}[recipe_a[0]]
+    groups = left.shape[1] // size
+    for side, (scale, *whole) in ((left, scale_a), (right, scale_b)):
+        assert scale.dtype is (torch.float8_e8m0fnu if size == 32 else torch.float8_e4m3fn)
+        assert scale.shape == (-(-side.shape[0] // 128) * 128 * -(-groups // 4) * 4,)
+        side.mul_(in_order(scale, side.shape[0], groups).repeat_interleave(size, 1))
+        assert len(whole) == len(recipe_a) - 1
+        for one in whole:
+            assert (one.numel(), one.dtype) == (1, torch.float32)
+            side.mul_(one.double())
+    return (left @ right.T).to(output_dtype)
+
+
+@each_small
+@pytest.mark.parametrize("shape", [(256, 256), (48, 96), (144, 640)], ids=str)
+@pytest.mark.parametrize("rows", [1, 33, 130])
+def test_small_floats_with_small_floats(scheme, to, shape, rows, monkeypatch):
+    """Codes, scales and powers reach torch's op where it reads them; none of these runs on a CPU."""
+    monkeypatch.setattr(scaled_mm, "scaled_mm", by_blocks_of_few)
+    weight, bias = weight_of(scheme, shape), torch.randn(shape[0]).bfloat16()
+    x = (torch.randn(rows, shape[1]) * torch.randn(rows, 1).mul(8).exp()).bfloat16()
+    layout = layout_of(scheme, shape, to)
+    for added in (None, bias):
+        made = scaled_mm.by_small_blocks(layout, layout.pick_from(weight), rounding.blocks_of(x, to), added)
+        units, power = rounding.units_of(x, to)  # what the CPU multiplies
+        assert torch.equal((units.double() * power.double()).float(), rounding.rounded(x.float(), to))
+        wanted = (units.double() @ weight.dequantize().double().T) * power.double()
+        assert made.dtype is torch.bfloat16
+        assert is_near(made, wanted if added is None else wanted + bias.double(), 2.0**-8)
+    x[0, 3] = torch.nan
+    assert scaled_mm.by_small_blocks(layout, layout.pick_from(weight), rounding.blocks_of(x, to), None)[0].isnan().all()
+
+
+@each_small
+def test_small_floats_on_generations_that_have_them(scheme, to, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=ON")
+    columns = 128 if to == "mxfp4" else 256  # of more, torch 2.13 counts half of the scales when they are fake
+    with fake_cuda(), NoCopies():
+        weight, bias = on_cuda(scheme, (48, columns), activations=to), empty(48)
+        layout, wanted = weight.kernel_layout, ((2, 17, 48), torch.bfloat16, "cuda:0")
+        for able in ((8, 9), (9, 0), (10, 0), (12, 0)):
+            monkeypatch.setattr(fitting, "capability", lambda device, able=able: able)
+            x = empty(2, 17, columns)
+            made = scaled_mm.linear(layout, layout.pick_from(weight), x, bias)
+            assert (made is not None) is (able == (10, 0) or (able > (10, 0) and to != "mxfp4"))
+            assert made is None or facts(made) == wanted
+            assert facts(F.linear(x, weight, bias)) == wanted
+            assert facts(F.linear(x[:1, :1], weight)) == ((1, 1, 48), torch.bfloat16, "cuda:0")
+
+
+@pytest.mark.parametrize("to", ["int8", "float8", "nvfp4"])
+@pytest.mark.parametrize("able", [(8, 0), (9, 0)], ids=str)
+def test_experts_with_rounded_inputs(to, able, monkeypatch):
+    monkeypatch.setattr(fitting, "capability", lambda device: able)
+    offs_of = torch.int32
+    with fake_cuda(), NoCopies():
+        experts, offs = (
+            on_cuda(tt.fp8(), (4, ROWS, COLUMNS), activations=to),
+            torch.empty(4, dtype=offs_of, device="cuda"),
+        )
+        for rows in (3, 64):
+            made = F.grouped_mm(empty(rows, COLUMNS), experts.transpose(1, 2), offs=offs)
+            assert facts(made) == ((rows, ROWS), torch.bfloat16, "cuda:0")
+            assert facts(F.grouped_mm(made, experts, offs=offs)) == ((rows, COLUMNS), torch.bfloat16, "cuda:0")
+
+
+def by_group(a, b, scale_a, scale_b, offs, out_dtype):
+    """What ``torch._scaled_grouped_mm`` says of its arguments, in float64; rows behind the last group are anything."""
+    assert a.dtype is b.dtype is torch.float8_e4m3fn
+    assert (a.stride(1), b.stride(1)) == (1, 1)
+    assert scale_a.shape == a.shape[:1]
+    assert scale_b.shape == (b.shape[0], b.shape[2])
+    assert scale_b.stride(1) == 1
+    out, start = torch.full((a.shape[0], b.shape[2]), torch.nan, dtype=torch.float64), 0
+    for group, stop in enumerate(offs.tolist()):
+        out[start:stop] = a[start:stop].double() @ b[group].double() * scale_b[group].double()
+        start = max(start, stop)
+    return (out * scale_a.double().unsqueeze(1)).to(out_dtype)
+
+
+@pytest.mark.parametrize("to", ["int8", "float8", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("able", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("counts", [[0, 2, 0, 1], [5, 1, 4, 9]], ids=str)
+def test_experts_with_rounded_inputs_as_the_cpu_multiplies(to, able, counts, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", by_group)
+    monkeypatch.setattr(fitting, "capability", lambda device: able)
+    experts = weight_of(tt.fp8(), (4, ROWS, COLUMNS), torch.bfloat16)
+    experts.set_activations(to)
+    rows, offs = torch.randn(sum(counts) + 1, COLUMNS).bfloat16(), torch.tensor(counts).cumsum(0).int()
+    made = grouped.on_cuda(rows, experts, offs, True)
+    values, x = experts.dequantize().double(), rounding.rounded(rows.double(), to)
+    each = [values[g] for g, count in enumerate(counts) for _ in range(count)]
+    wanted = torch.stack([matrix @ one for one, matrix in zip(x, each, strict=False)])
+    assert is_near(made[:-1], wanted, 2.0**-7)
+    assert is_near(made[:-1], F.grouped_mm(rows, experts.transpose(1, 2), offs=offs)[:-1].double(), 2.0**-7)
+    assert not made[-1].any()
+
+
 # -- as they are -------------------------------------------------------------------------------------------------------
 
 
@@ -314,9 +460,6 @@ def test_experts_in_use_are_found_without_waiting(row, counts, limit, monkeypatc
     """What a GPU does, on the CPU: torch's op on the matrices that may be in use; rows behind the last group are 0."""
     monkeypatch.setattr(grouped, "ON_CUDA", limit)
     experts = weight_of(row.scheme, (4, 2 * ROWS, COLUMNS), torch.bfloat16)
-    if grouped.matrix_of(experts) is None:
-        assert row.id == "sinq"  # columns of each matrix have scales of their own
-        return
     offs, values = torch.tensor(counts).cumsum(0).int(), experts.dequantize().double()
     total = sum(counts)
     for is_transposed in (True, False):

@@ -1,4 +1,4 @@
-"""Quantizing activations: Weights whose products round their inputs to 8 bits."""
+"""Quantizing activations: Weights whose products round their inputs to 8 or 4 bits, too."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ from ..weights.spec import ACTIVATIONS
 from ..weights.weight import Weight
 from .selection import globs_of, unmatched
 
-Activations = Literal["int8", "float8"] | None
+Activations = Literal["int8", "float8", "mxfp8", "mxfp4", "nvfp4"] | None
 
 
 def quantize_activations(
     model: nn.Module, to: Activations = "int8", *, only: str | Sequence[str] | None = None
 ) -> nn.Module:
-    """Round the inputs of ``F.linear`` with the Weights of ``model`` to 8 bits, until this is called again.
+    """Round the inputs of ``F.linear`` with the Weights of ``model`` to 8 or 4 bits, until this is called again.
 
         "int8"      each row (token) in 255 steps: an error of at most 1/254 of its largest value
         "float8"    each row to float8_e4m3fn, scaled by its largest value to 448: an error of at most 1/16 of a value
+        "mxfp8"     32 columns of a row as ``mxfp8()`` rounds weights: float8_e4m3fn times a power of two
+        "mxfp4"     32 columns of a row as ``mxfp4()`` does: 4 bits times a power of two
+        "nvfp4"     16 columns of a row: 4 bits times a scale in e4m3, and a power of two for the row
         None        no rounding
 
     This is dynamic activation quantization, per token and symmetric.  For Gaussian inputs the error of a product is
-    0.7 to 1 % (int8) or 2 to 3 % (float8) of its norm; inputs with a few large values lose more, because their row
-    has one scale.  With AVX2 it makes products with 4-bit integers faster; on CUDA devices int8 and e4m3 Weights with a
-    scale per row go to torch's products of 8 bits with 8 bits, which no GPU has run yet; elsewhere it gains no time.
+    0.7 to 1 % (int8), 2 to 3 % (float8, mxfp8), 8 to 10 % (nvfp4) or 11 to 13 % (mxfp4) of its norm; inputs with a few
+    large values lose more if their row has one scale.  With AVX2 it makes products with 4-bit integers faster; on CUDA
+    devices Weights of the same kind (for "int8" and "float8": with a scale per row) go to torch's products of codes
+    with codes, which no GPU has run yet; elsewhere it gains no time.
 
-    ``only``: globs over the names of Weights; by default all Weights of two dimensions.  The setting is part of the
+    ``only``: globs over the names of Weights; by default all Weights of two dimensions.  Stacks of matrices, which
+    ``F.grouped_mm`` multiplies (experts), are included only if a glob matches their name.  The setting is part of the
     Weight, as its tie is: it stays through conversions, loads, quantizing again, copies and files of ``tt.save``, and
     ends with ``dequantize``.  Gradients pass as if nothing were rounded.  A row with a value that is not finite gives
     nan.  The products of convolutions, embeddings and ``x @ weight`` are not affected.
@@ -54,7 +59,8 @@ def quantize_activations(
     if to not in (None, *ACTIVATIONS):
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ArgumentError(f"is {to!r:.40}, known are {known} and None", name="to", fix="Give one of them.")
-    weights = {name: held for name, held in named_tensors(model).items() if _is_weight(held)}
+    dims = (2,) if only is None else (2, 3)
+    weights = {name: held for name, held in named_tensors(model).items() if _is_weight(held, dims)}
     if not weights:
         raise RuleError("the model has no Weight of two dimensions", fix="Quantize it first.")
     globs = ["*"] if only is None else globs_of(only)
@@ -71,6 +77,6 @@ def quantize_activations(
     return model
 
 
-def _is_weight(tensor: Tensor) -> bool:
+def _is_weight(tensor: Tensor, dims: tuple[int, ...]) -> bool:
     inner = local_or_itself(tensor)
-    return isinstance(inner, Weight) and inner.dim() == 2 and not inner.scheme.transparent
+    return isinstance(inner, Weight) and inner.dim() in dims and not inner.scheme.transparent

@@ -24,7 +24,7 @@ import torch
 from ..geometry.views import Shape
 from ..schemes import Plain, Scheme
 from ..torch_private.fsdp2 import frees_before_copy
-from ..weights.ops.product import SCRATCH
+from ..weights.ops.product import rows_of_piece
 from ..weights.ops.sharding import rows_per_rank
 
 
@@ -81,14 +81,16 @@ class UnitParameter:
         rows = rows_per_rank(self.count, ranks)
         return ranks * (self._size(rows, own or self.dtype) - self.shared_bytes())
 
-    def decoded_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes that a product decodes of a Weight at once: some rows of a matrix, all of other shapes."""
+    def decoded_bytes(self, dtype: torch.dtype | None = None, device: str = "cpu") -> int:
+        """Return the bytes that a product on a type of device decodes of a Weight at once.
+
+        A product decodes some rows of a matrix at a time, and tensors of other shapes whole.
+        """
         if self.scheme.transparent or not self.shape:
             return 0
-        row = math.prod(self.shape[1:]) * (dtype or self.dtype).itemsize
-        if len(self.shape) != 2 or self.shape[0] * row <= SCRATCH:
-            return self.shape[0] * row
-        return min(self.shape[0], max(SCRATCH // row // 256 * 256, 256)) * row
+        dtype = dtype or self.dtype
+        step = rows_of_piece(self.shape, dtype, device) if len(self.shape) == 2 else None
+        return min(self.shape[0], step or self.shape[0]) * math.prod(self.shape[1:]) * dtype.itemsize
 
     def grad_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one whole gradient; 0 if frozen."""
@@ -135,8 +137,9 @@ def cost(
     reduce_dtype: torch.dtype | None = None,
     *,
     stays: bool = False,
+    device: str = "cpu",
 ) -> Cost:
-    """Return the bytes that gathering and reducing ``parameters`` as one unit takes."""
+    """Return the bytes that gathering and reducing ``parameters`` as one unit takes on a type of device."""
     reduce_dtype = reduce_dtype or param_dtype
 
     def padded(one: UnitParameter, dtype: torch.dtype | None) -> int:
@@ -149,7 +152,7 @@ def cost(
         meeting=max((2 * one.grad_bytes(param_dtype) for one in parameters if one.uses > 1), default=0),
         scattered=sum(padded(one, reduce_dtype) * ranks for one in parameters),
         shards=sum(padded(one, None) for one in parameters),
-        decoded=max((one.decoded_bytes(param_dtype) for one in parameters), default=0),
+        decoded=max((one.decoded_bytes(param_dtype, device) for one in parameters), default=0),
         stays=stays,
     )
 

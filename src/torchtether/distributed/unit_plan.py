@@ -33,10 +33,17 @@ class Unit:
         """Return the paths of its modules as text; ``root`` for the root."""
         return "[" + ", ".join(self.modules) + "]" if len(self.modules) > 1 else self.modules[0] or "root"
 
-    def cost(self, ranks: int, param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None) -> Cost:
-        """Return the bytes that gathering and reducing the unit takes."""
+    def cost(
+        self,
+        ranks: int,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        device: str = "cpu",
+    ) -> Cost:
+        """Return the bytes that gathering and reducing the unit takes on a type of device."""
         stays = len(self.modules) > 1 or self.modules == ("",)
-        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays)
+        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays, device=device)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class UnitPlan:
     plan.units                    inner units first, the root last
     plan.faults, plan.warnings    lines of text; ``shard`` refuses a plan with faults
     plan.ranks, plan.replicas     how many ranks share the rows, and how many such groups there are
+    plan.device                   the type of device that the peaks are for: the mesh's, or the parameters'
     plan.held_bytes(rank)         bytes of parameters that a rank holds, without padding
     plan.peaks()                  the peak bytes beside the shards, in forward and in backward
     print(plan)
@@ -61,6 +69,7 @@ class UnitPlan:
     notes: tuple[str, ...]
     buffer_bytes: int
     is_traced: bool
+    device: str = "cpu"
     mesh: DeviceMesh | None = None
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _single: tuple[str, ...] = field(default=(), repr=False)
@@ -95,9 +104,10 @@ class UnitPlan:
     ) -> Peaks:
         """Return the peak bytes of gathered parameters, decoded values and whole gradients.
 
-        The dtypes are those of FSDP2's ``MixedPrecisionPolicy``.
+        The dtypes are those of FSDP2's ``MixedPrecisionPolicy``. On CUDA products decode larger pieces than elsewhere
+        (``plan.device``).
         """
-        costs = [unit.cost(self.ranks, param_dtype, reduce_dtype) for unit in self.units]
+        costs = [unit.cost(self.ranks, param_dtype, reduce_dtype, device=self.device) for unit in self.units]
         return peaks(costs, keeps=not reshard_after_forward)
 
     def fsdp1_policy(self) -> Callable[..., bool]:

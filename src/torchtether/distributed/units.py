@@ -114,6 +114,7 @@ def plan_units(
         notes=tuple(dict.fromkeys(grouping.notes)),
         buffer_bytes=sum(buffer.nbytes for buffer in buffers.values() if not is_lazy(buffer)),
         is_traced=uses is not None,
+        device=_device_type(mesh, tensors),
         mesh=mesh if isinstance(mesh, DeviceMesh) else None,
         _model=weakref.ref(model),
         _single=tuple(single),
@@ -132,6 +133,15 @@ def _sizes(mesh: Mesh) -> tuple[int, int]:
     if not 1 <= len(shape) <= 2 or not all(type(size) is int and size > 0 for size in shape):
         raise RuleError(f"mesh {mesh!r} is neither a number of ranks nor (replicas, ranks)")
     return shape[-1], shape[0] if len(shape) == 2 else 1
+
+
+def _device_type(mesh: Mesh, tensors: dict[str, Tensor]) -> str:
+    """Return the type of device on which the model will be sharded; of one on meta, that of this machine."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    types = {tensor.device.type for tensor in tensors.values()} - {"meta"}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return min(types, key=lambda kind: kind == "cpu", default=accelerator.type if accelerator is not None else "cpu")
 
 
 def _wanted(model: nn.Module, unit_types: UnitTypes) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 WHOLE = 1 << 27
 """The ``group`` of rows that are one group: the most columns that the kernels take, whose bits they count in 32."""
@@ -38,6 +38,14 @@ class CodeFormat:
     is_flat: bool = False
     table: tuple[int, ...] = ()
     dynamic: tuple[int, ...] = ()
+    hashed: int = field(init=False, repr=False, compare=False)
+    """Its hash, for which every launch asks; tables have up to 256 numbers."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hashed", hash(tuple(getattr(self, one.name) for one in fields(self) if one.compare)))
+
+    def __hash__(self) -> int:
+        return self.hashed
 
 
 def bits_of(values: Iterable[float]) -> tuple[int, ...]:

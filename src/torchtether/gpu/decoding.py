@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
@@ -21,26 +22,19 @@ FEW_ROWS = (32, 128)
 
 
 class Codes(NamedTuple):
-    """A weight as the kernels take it: its parts, ``None`` where there is none, and its sizes.
+    """A weight as the kernels take it.
 
-    ``row_bytes`` are those of a row of codes, ``groups`` those of columns in a row, ``height`` rows have one scale. Of
-    two more parts, ``extra`` and ``offset``, ``decoding_kernels.py`` says what they are.
+    ``arguments`` are those of the kernels: the parts, ``None`` where there is none (codes, scale, zero points and two
+    more, ``extra`` and ``offset``, of which ``decoding_kernels.py`` says what they are), then the sizes: columns, the
+    bytes of a row of codes, the groups of columns in a row, and how many rows have one scale.
     """
 
-    codes: Tensor
-    scale: Tensor | None
-    zero: Tensor | None
-    extra: Tensor | None
-    offset: Tensor | None
+    form: CodeFormat
+    arguments: tuple[Tensor | int | None, ...]
     columns: int
-    row_bytes: int
-    groups: int
-    height: int
 
 
-def decode(
-    form: CodeFormat, codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tensor | None = None
-) -> None:
+def decode(codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tensor | None = None) -> None:
     """Write the rows from ``start``, or those that ``index`` names, to ``out``.
 
         out (count, K) float32, bfloat16 or float16, contiguous    index (count,) int64 or int32, contiguous
@@ -58,16 +52,16 @@ def decode(
             start,
             out.shape[0],
             rows,
-            *codes,
-            form,
+            *codes.arguments,
+            codes.form,
             high,
             wide,
-            _groups_in(form, wide),
+            _groups_in(codes.form, wide),
             enable_fp_fusion=False,
         )
 
 
-def multiply(form: CodeFormat, codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ values.T + bias`` to ``out``.
 
         x (M, K) float32, bfloat16 or float16, M at most MOST_ROWS, columns contiguous
@@ -79,8 +73,7 @@ def multiply(form: CodeFormat, codes: Codes, x: Tensor, bias: Tensor | None, out
     if not out.numel():
         return
     is_one = count == 1
-    high, wide = ONE_ROW if is_one else FEW_ROWS
-    wide = max(16, min(wide, 1 << (codes.columns - 1).bit_length()))
+    high, wide, across = _tile(codes.form, codes.columns, is_one)
     with on(out):
         _kernels().multiply_rows[(-(-rows // high),)](
             out,
@@ -89,17 +82,26 @@ def multiply(form: CodeFormat, codes: Codes, x: Tensor, bias: Tensor | None, out
             count,
             x.stride(0),
             rows,
-            *codes,
-            form,
+            *codes.arguments,
+            codes.form,
             1 if is_one else MOST_ROWS,
             high,
             wide,
-            _groups_in(form, wide),
+            across,
             codes.columns % wide == 0,
             enable_fp_fusion=True,
         )
 
 
+@lru_cache(maxsize=4096)
+def _tile(form: CodeFormat, columns: int, is_one: bool) -> tuple[int, int, int]:
+    """Return the rows, the columns and the groups of columns of a tile of a product."""
+    high, wide = ONE_ROW if is_one else FEW_ROWS
+    wide = max(16, min(wide, 1 << (columns - 1).bit_length()))
+    return high, wide, _groups_in(form, wide)
+
+
+@cache
 def _kernels() -> ModuleType:
     return import_module(".decoding_kernels", __package__)  # which imports Triton
 

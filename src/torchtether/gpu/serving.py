@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..torch_private.observers import is_direct
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 DEVICES = {"cuda"}
 """Types of devices whose tensors the kernels take; tests add "cpu", where Triton interprets."""
 
@@ -25,12 +27,13 @@ def has_triton() -> bool:
 
 def serves(*tensors: Tensor) -> bool:
     """Return whether the kernels can read and write these tensors: plain memory of one GPU that nothing looks on."""
-    first = tensors[0]
-    if first.device.type not in DEVICES or not has_triton() or not is_direct():
+    device = tensors[0].device
+    if device.type not in DEVICES or not has_triton() or not is_direct():
         return False
-    if not all(tensor.device == first.device and type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
-        return False
-    return runs_on(first.device)
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.device != device:
+            return False
+    return runs_on(device)
 
 
 @cache

@@ -16,7 +16,7 @@ from ..geometry.views import Shape, View, contiguous_stride
 from ..schemes import Plain, Scheme, scheme_from_json
 from ..torch_private.observers import cached
 
-ACTIVATIONS = ("int8", "float8")
+ACTIVATIONS = ("int8", "float8", "mxfp8", "mxfp4", "nvfp4")
 """What a Weight can have the inputs of its products rounded to."""
 
 
@@ -97,7 +97,7 @@ class WeightSpec:
     """Hold everything that a Weight is, besides its parts.
 
     ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
-    ``activations`` is what inputs of ``F.linear`` are rounded to, ``"int8"`` or ``"float8"``, if they are.
+    ``activations`` is what inputs of ``F.linear`` are rounded to, one of ``ACTIVATIONS``, if they are.
     ``trained`` says of a tensor that is no Parameter, such as ``.data`` or a shard, that it comes of one that requires
     grad: in-place ops on it are updates. It makes no difference between two specs.
 

@@ -169,7 +169,7 @@ class Weight(Exporting):
         return found
 
     def set_activations(self, activations: str | None) -> None:
-        """Let ``F.linear`` round its inputs to ``activations``, ``"int8"`` or ``"float8"``; ``None``: not at all."""
+        """Let ``F.linear`` round its inputs to ``activations``, one of ``spec.ACTIVATIONS``; ``None``: not at all."""
         self._kernel_layout = None  # meanwhile no kernel is called from another thread
         self._spec = self._spec.replace(activations=activations)
         self._kernel_layout = _UNKNOWN

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
+from ...schemes import ColumnScaled
+from ...schemes.column_scaled import COLUMNS
 from ...torch_private.observers import is_observed
 from ...torch_private.tensors import is_fake
 from ..dispatch import rule
-from ..products import chunks
+from ..products import chunks, fitting, layout_of, rounding, scaled_mm
 from ..weight import Weight
 from .embedding import gather
 from .graph_ops import LIBRARY, spec_from, text_of, weight_from
@@ -67,7 +69,7 @@ def _plain(op: Any, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
 def _product(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
     """Return the product of each group with its matrix of ``base`` (G, N, K), or (G, K, N) if not ``is_transposed``."""
     if rows.is_cuda and torch_multiplies(rows, base, offs):
-        return without_waiting(rows, base, offs, is_transposed)
+        return on_cuda(rows, base, offs, is_transposed)
     if is_fake(offs):
         return rows.new_empty(rows.shape[0], base.shape[1 if is_transposed else 2])
     made = rows.new_zeros(rows.shape[0], base.shape[1 if is_transposed else 2])
@@ -110,17 +112,62 @@ _ALIGNED = 16
 def torch_multiplies(rows: Tensor, base: Weight, offs: Tensor) -> bool:
     """Return whether ``torch._grouped_mm`` takes them, whose dtype is bfloat16; elsewhere groups are looked at."""
     sides = base.spec.shape[1:]
-    is_typed = rows.dtype is torch.bfloat16 and offs.dtype is torch.int32 and base.spec.activations is None
+    is_typed = rows.dtype is torch.bfloat16 and offs.dtype is torch.int32
     return is_typed and rows.shape[0] > 0 and not any(side % _ALIGNED for side in sides) and matrix_of(base) is not None
 
 
 def matrix_of(base: Weight) -> Weight | None:
-    """Return (G, N, K) as a matrix of G * N rows, ``None`` where a block of its scheme lies across rows."""
+    """Return (G, N, K) as a matrix of G * N rows, ``None`` where a block of its scheme lies across rows.
+
+    Of scaled columns, which each matrix has its own of, it is what they scale, in float32.
+    """
     groups, count, columns = base.spec.shape
+    if isinstance(base.scheme, ColumnScaled):
+        parts = {name: part for name, part in base.parts.items() if name != COLUMNS}
+        base = Weight(parts, base.spec.replace(scheme=base.scheme.scheme, dtype=torch.float32))
     try:
         return view(aten.view.default, base, [groups * count, columns])  # type: ignore[no-any-return]
     except UnsupportedOpError:
         return None
+
+
+def on_cuda(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
+    """Return the product of each group with its matrix of ``base``, of rows that are rounded where it says so."""
+    kind = base.spec.activations
+    if kind is None or not is_transposed:
+        return without_waiting(rows, base, offs, is_transposed)
+    if multiplies_codes(base, fitting.capability(rows.device)):
+        return by_codes(rows, base, offs)
+    units, scale = rounding.units_of(rows, kind)
+    return zeros_behind((without_waiting(units, base, offs, is_transposed) * scale).to(rows.dtype), offs)
+
+
+def multiplies_codes(base: Weight, capability: tuple[int, int]) -> bool:
+    """Return whether ``torch._scaled_grouped_mm`` takes ``base``: float8 by row, on GPUs of capability 9.0.
+
+    Sides are multiples of 16, as ``torch_multiplies`` says.
+    """
+    groups, count, columns = base.spec.shape
+    layout = layout_of(base.scheme.decoder, (groups * count, columns), base.spec.activations)
+    is_by_row = layout is not None and layout.fields["height"] == 1 and scaled_mm.recipe_of(layout) == "rows"
+    return is_by_row and capability == (9, 0)
+
+
+def by_codes(rows: Tensor, base: Weight, offs: Tensor) -> Tensor:
+    """Return the product of the codes of ``rows`` with those of ``base`` (G, N, K), by torch's own op.
+
+    It reads the matrices of groups that have rows, as they lie.
+    """
+    codes, steps = rounding.codes_of(rows, "float8")
+    matrices, scale = base.parts["qdata"].transpose(1, 2), base.parts["scale"].view(base.shape[:2])
+    made = torch._scaled_grouped_mm(codes, matrices, steps.view(-1), scale, offs=offs, out_dtype=torch.bfloat16)
+    return zeros_behind(made, offs)
+
+
+def zeros_behind(made: Tensor, offs: Tensor) -> Tensor:
+    """Set the rows behind the last group to 0."""
+    behind = torch.arange(made.shape[0], device=made.device) >= offs[-1]
+    return made.masked_fill_(behind.unsqueeze(1), 0)
 
 
 def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
@@ -133,19 +180,20 @@ def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: boo
     matrix, used = matrix_of(base), min(rows.shape[0], groups)
     assert matrix is not None
     rows, (numbers, ends) = aligned(rows), in_use(offs, used)
-    step = max(ON_CUDA // (used * columns * rows.dtype.itemsize) // 128 * 128, 128)
+    scales = base.parts[COLUMNS][numbers].unsqueeze(1) if isinstance(base.scheme, ColumnScaled) else None
+    step = max(ON_CUDA // (used * columns * matrix.dtype.itemsize) // 128 * 128, 128)
     made = []
     for start in range(0, count, step):
         some = torch.arange(start, min(start + step, count), device=rows.device)
         values = gather(matrix, numbers.unsqueeze(1) * count + some)  # (used, some, columns)
+        values = values if scales is None else values.mul_(scales).to(rows.dtype)
         if is_transposed:
             made.append(torch._grouped_mm(rows, values.transpose(1, 2), offs=ends))
         else:
             more = torch._grouped_mm(rows[:, start : start + step], values, offs=ends)
             made = [more.float() if step < count else more] if start == 0 else [made[0].add_(more)]
     product = made[0] if len(made) == 1 else torch.cat(made, -1)
-    behind = torch.arange(rows.shape[0], device=rows.device) >= offs[-1]
-    return product.to(rows.dtype).masked_fill_(behind.unsqueeze(1), 0)
+    return zeros_behind(product.to(rows.dtype), offs)
 
 
 def aligned(rows: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedOpError
+from ...geometry.views import Shape
 from ...schemes import ColumnScaled
 from ...schemes.column_scaled import COLUMNS
 from ...torch_private.observers import is_observed, untraced
@@ -186,15 +187,25 @@ def rows_at_once(weight: Weight) -> int | None:
     """Return how many rows to decode at once; ``None``: all, if they are few or cannot be cut."""
     if weight.scheme.transparent or weight.dim() != 2 or not weight.spec.is_contiguous:
         return None
-    limit = ON_CUDA if weight.is_cuda else SCRATCH
-    if weight.is_cpu and weight.dtype.itemsize == 2:
-        limit = min(SCRATCH, CACHED)
-    if weight.numel() * weight.dtype.itemsize <= limit:
+    step = rows_of_piece(weight.spec.shape, weight.dtype, weight.device.type)
+    if step is None:
         return None
     columns = weight.shape[1]
-    step = max(limit // (columns * weight.dtype.itemsize) // 256 * 256, 256)
     spans = [part.span for part in weight.scheme.layout(weight.spec.base).values()]
     return None if any(span and step * columns % span for span in spans) else step
+
+
+def rows_of_piece(shape: Shape, dtype: torch.dtype, device: str) -> int | None:
+    """Return how many rows of a matrix of ``shape`` a type of device decodes at once, ``None`` for all.
+
+    >>> rows_of_piece((28672, 8192), torch.bfloat16, "cuda")
+    8192
+    """
+    limit = ON_CUDA if device == "cuda" else SCRATCH
+    if device == "cpu" and dtype.itemsize == 2:
+        limit = min(SCRATCH, CACHED)
+    row = shape[1] * dtype.itemsize
+    return None if shape[0] * row <= limit else max(limit // row // 256 * 256, 256)
 
 
 def decoder(weight: Weight) -> chunks.Decode:

@@ -8,7 +8,7 @@ multiplied by torch; in a compiled graph the compiler fuses the decoding. No GPU
 that the calls fit, and the CPU that their numbers are right, where torch has the op there, too.
 """
 
-from . import bitsandbytes_4bit, chunks, cpu, decoding, gpu, int8pack, int_mm, rounding, scaled_mm
+from . import bitsandbytes_4bit, chunks, cpu, decoding, fitting, gpu, int8pack, int_mm, rounding, scaled_mm
 from .layout import DTYPES, PREFIX, Layout, layout_of
 from .table import ANY, TABLE, choose, kernels_for
 
@@ -21,6 +21,7 @@ __all__ = [
     "bitsandbytes_4bit",
     "choose",
     "chunks",
+    "fitting",
     "int8pack",
     "int_mm",
     "kernels_for",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +39,18 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
         return None
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (rows,)):
         return None
-    form = form_of(layout) if not layout.fields["activations"] else None
-    if form is None or not serves(x, *parts, *(() if bias is None else (bias,))):
+    if layout.fields["activations"] or not serves(x, *parts, *(() if bias is None else (bias,))):
         return None
     codes = _codes(layout, parts)
     if codes is None:
         return None
-    inputs = x.resolve_neg().reshape(-1, columns)
+    inputs = x.resolve_neg() if x.is_neg() else x
+    inputs = inputs if x.dim() == 2 else inputs.reshape(-1, columns)
     inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
     out = inputs.new_empty(inputs.shape[0], rows)
     added = None if bias is None else bias.resolve_neg().contiguous()
-    decoding.multiply(form, codes, inputs, added, out)
-    return out.view(*x.shape[:-1], rows)
+    decoding.multiply(codes, inputs, added, out)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], rows)
 
 
 def decode(
@@ -67,8 +68,8 @@ def decode(
 
     Written into the beginning of ``out`` where that is given.
     """
-    stop, form = layout.rows if stop is None else stop, form_of(layout)
-    if form is None or dtype not in DTYPES or not 0 <= start <= stop <= layout.rows:
+    stop = layout.rows if stop is None else stop
+    if dtype not in DTYPES or not 0 <= start <= stop <= layout.rows:
         return None
     if not serves(*parts, *(() if out is None else (out,))) or (codes := _codes(layout, parts)) is None:
         return None
@@ -76,7 +77,7 @@ def decode(
     made = parts[0].new_empty(shape, dtype=dtype) if out is None else out[: stop - start]
     if made.shape != shape or made.dtype is not dtype or not made.is_contiguous():
         return None
-    decoding.decode(form, codes, made, rows=layout.rows, start=start)
+    decoding.decode(codes, made, rows=layout.rows, start=start)
     return made
 
 
@@ -87,25 +88,37 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
     An index that names no row gives a row of nan.
     """
-    form = form_of(layout)
-    if form is None or dtype not in DTYPES or index.dtype not in (torch.int64, torch.int32):
+    if dtype not in DTYPES or index.dtype not in (torch.int64, torch.int32):
         return None
     if not serves(index, *parts) or (codes := _codes(layout, parts)) is None:
         return None
     names = index.reshape(-1).contiguous()
     made = parts[0].new_empty((names.shape[0], layout.columns), dtype=dtype)
-    decoding.decode(form, codes, made, rows=layout.rows, index=names)
+    decoding.decode(codes, made, rows=layout.rows, index=names)
     return made.view(*index.shape, layout.columns)
 
 
+_FORMS: dict[CodeFormat, CodeFormat] = {}
+"""One of those that are equal, for Triton finds a kernel sooner by the very object that it was compiled for."""
+
+
+class _Known(NamedTuple):
+    """What calls need of a layout: what kernels are compiled for, sizes, which parts there are, of how many elements."""
+
+    form: CodeFormat
+    sizes: tuple[int, int, int, int]
+    is_there: tuple[bool, ...]
+    counts: tuple[int, ...]
+
+
 @lru_cache(maxsize=4096)
-def form_of(layout: Layout) -> CodeFormat | None:
-    """Return what the kernels are compiled for, ``None`` where columns are too many for 32 bits."""
+def _known(layout: Layout) -> _Known | None:
+    """Return what follows from a layout, ``None`` where columns are too many for 32 bits."""
     fields = layout.fields
     if layout.columns > WHOLE:
         return None
     source, scale = _SOURCES[fields["source"]], _SCALES.get(fields["scale"], "float")
-    return CodeFormat(
+    form = CodeFormat(
         bits=fields["bits"],
         source=source,
         scale=scale,
@@ -120,18 +133,23 @@ def form_of(layout: Layout) -> CodeFormat | None:
         table=bits_of(fields["levels"] or fields["table"]) if source == "table" else (),
         dynamic=bits_of(fields["dynamic"]),
     )
+    is_there = tuple(kind >= 0 for kind in fields["types"])
+    counts = tuple(count for count, there in zip(fields["counts"], is_there, strict=True) if there)
+    columns, row_bytes, groups, height = (fields[name] for name in ("columns", "row_bytes", "groups", "height"))
+    return _Known(_FORMS.setdefault(form, form), (columns, row_bytes, groups, height), is_there, counts)
 
 
 def _codes(layout: Layout, parts: Sequence[Tensor]) -> decoding.Codes | None:
     """Return the parts as the kernels take them, ``None`` if they are not where the layout says."""
-    fields, given = layout.fields, iter(parts)
-    slots = [next(given) if there >= 0 else None for there in fields["types"]]
-    for part, count in zip(slots, fields["counts"], strict=True):
-        if part is not None and (part.numel() != count or not part.is_contiguous() or not part.data_ptr()):
+    known = _known(layout)
+    if known is None:
+        return None
+    found = []
+    for part, count in zip(parts, known.counts, strict=True):
+        if part.numel() != count or not part.is_contiguous() or not part.data_ptr():
             return None
-    # Triton knows no e8m0, and old GPUs no float8: all are bytes
-    code, *others = (part.view(torch.uint8) if part is not None and part.dtype in _TINY else part for part in slots)
-    assert code is not None
-    scale, zero, extra, offset = others
-    columns, row_bytes, groups, height = (fields[name] for name in ("columns", "row_bytes", "groups", "height"))
-    return decoding.Codes(code, scale, zero, extra, offset, columns, row_bytes, groups, height)
+        # Triton knows no e8m0, and old GPUs no float8: all are bytes
+        found.append(part.view(torch.uint8) if part.dtype in _TINY else part)
+    given = iter(found)
+    slots = [next(given) if there else None for there in known.is_there]
+    return decoding.Codes(known.form, (*slots, *known.sizes), known.sizes[0])

@@ -38,7 +38,7 @@ _NUMBERS = {
 PREFIX = "_part_"
 """Parts are attributes of a Weight under their names with this in front, which keeps them clear of Tensor's own."""
 
-_SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
+SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _ZEROS = {torch.int8: 5, torch.uint8: 6}
 _NESTED = 7
 _CODES = {"INT8": 0, "UINT8": 1, "E4M3": 2, "E5M2": 3, "TABLE4": 4, "TABLE8": 7}
@@ -68,6 +68,8 @@ class Layout:
     kind: str
     parts: tuple[str, ...]
     fields: dict[str, Any]
+    activations: str | None = None
+    """What products round their inputs to; ``fields`` say whether the compiled room knows it."""
     native: Any = None
     choices: dict[Any, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     """What ``table.py`` has answered about it: by dtype on the CPU, by dtype and type of device elsewhere."""
@@ -124,6 +126,7 @@ def _found(scheme: Scheme, shape: Shape, activations: str | None) -> Layout | No
     if made is not None and activations is not None:
         is_known = activations == "int8" and made.fields["family"] != _FAMILY["ORDERED"]
         made.fields["activations"] = 1 if is_known else 2
+        made.activations = activations
     return made
 
 
@@ -132,7 +135,7 @@ def _affine(scheme: Affine, shape: Shape) -> Layout | None:
     above = 0 if is_signed else 1 << (scheme.bits - 1)  # stored codes over signed ones
     source = "INT8" if is_signed else "UINT8"
     fields: dict[str, Any] = {
-        "scale": _SCALES[scheme.scale_dtype],
+        "scale": SCALES[scheme.scale_dtype],
         "unit": scheme.unit,
         "offset": float(above),
     }
@@ -148,7 +151,7 @@ def _affine(scheme: Affine, shape: Shape) -> Layout | None:
 
 def _biased(scheme: Biased, shape: Shape) -> Layout | None:
     fields = {
-        "scale": _SCALES[scheme.scale_dtype],
+        "scale": SCALES[scheme.scale_dtype],
         "family": _FAMILY["BIASED_FIRST" if scheme.bias_first else "BIASED"],
         "arithmetic": DTYPES[scheme.arithmetic],
     }
@@ -168,7 +171,7 @@ def _super_blocks(scheme: SuperBlocks, shape: Shape) -> Layout | None:
 
 def _scaled_float(scheme: ScaledFloat, shape: Shape) -> Layout | None:
     fields = {
-        "scale": _SCALES[scheme.scale_dtype],
+        "scale": SCALES[scheme.scale_dtype],
         "global_scale": int(scheme.global_scale) + int(scheme.global_divides),
     }
     names, element = ("qdata", "scale", None, "global_scale"), ELEMENTS[scheme.element]

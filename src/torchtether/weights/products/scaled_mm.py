@@ -1,13 +1,19 @@
-"""torch's own product of float8 with float8 on GPUs, for inputs that are rounded to float8_e4m3fn by row.
+"""torch's own products of small floats with small floats on GPUs, for inputs that are rounded to the same kind.
 
-    weight's scales        recipe of the weight    of the inputs           compute capability
-    one for each row       RowWise                 RowWise                 8.9, and 9.0 on
-    one for all            RowWise, repeated       RowWise                 8.9, and 9.0 on
-    one for 128 of a row   BlockWise1x128          BlockWise1x128          9.0 alone, CUDA 12.9
-    one for 128 x 128      BlockWise128x128        BlockWise1x128          9.0 alone, CUDA 12.9
+    weight's scales        recipe of the weight          of the inputs           compute capability
+    one for each row       RowWise                       RowWise                 8.9, and 9.0 on
+    one for all            RowWise, repeated             RowWise                 8.9, and 9.0 on
+    one for 128 of a row   BlockWise1x128                BlockWise1x128          9.0 alone, CUDA 12.9
+    one for 128 x 128      BlockWise128x128              BlockWise1x128          9.0 alone, CUDA 12.9
+    mxfp8                  BlockWise1x32, swizzled       the same                10.0 on, CUDA 12.8
+    mxfp4                  BlockWise1x32, swizzled       the same                10.0 and 10.3, torch with MSLK
+    nvfp4                  BlockWise1x16, swizzled,      the same                10.0 on, CUDA 12.8
+                           and TensorWise
 
-The scale of a row of inputs is repeated where blocks are asked for, so that all compute with the same codes. Source:
-``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
+The scale of a row of inputs is repeated where blocks of 128 are asked for, so that all compute with the same codes.
+Scales of weights are laid out anew for each call, from a 128th to an eighth of the bytes of its codes: a copy that is
+kept would have to follow every write to the weight, also those that a CUDA graph, replayed, must see.
+Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
 """
 
 from __future__ import annotations
@@ -16,24 +22,48 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from ...schemes.tables import E2M1
 from . import fitting, rounding
-from .layout import DTYPES, Layout
+from .layout import DTYPES, SCALES, STREAM, Layout
 
 BLOCK = 128
+_SWIZZLED = SwizzleType.SWIZZLE_32_4_4
 
 
 def takes(layout: Layout) -> bool:
-    """Return whether codes are e4m3 under float32 scales of a known grid, and inputs are rounded to float8."""
+    """Return whether a recipe is for codes and scales as these, and for what inputs are rounded to."""
+    return recipe_of(layout) is not None
+
+
+def recipe_of(layout: Layout) -> str | None:
+    """Return which products take a layout: by "rows", by "strips" or "squares" of 128, or the name of its kind."""
+    fields, kind = layout.fields, layout.activations
+    if layout.rows % 16 or layout.columns % (32 if kind in rounding.BLOCKS else 16):
+        return None
+    is_e4m3 = layout.kind == "E4M3"
+    if kind == "float8" and is_e4m3 and fields["scale"] == DTYPES[torch.float32] and not fields["global_scale"]:
+        return _recipe_of_float8(layout)
+    is_row = fields["height"] == 1 and fields["group"] == rounding.BLOCKS.get(kind or "")
+    is_e2m1 = layout.kind in ("TABLE4", STREAM) and fields["table"] == E2M1 and not fields["is_flat"]
+    if not is_row or fields["scale"] != SCALES[_SCALE[kind or ""]]:
+        return None
+    return kind if (is_e4m3 if kind == "mxfp8" else is_e2m1) else None
+
+
+_SCALE = {"mxfp8": torch.float8_e8m0fnu, "mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
+
+
+def _recipe_of_float8(layout: Layout) -> str | None:
     fields = layout.fields
-    is_plain = layout.kind == "E4M3" and fields["scale"] == DTYPES[torch.float32] and not fields["global_scale"]
-    if not is_plain or fields["activations"] != 2 or layout.rows % 16 or layout.columns % 16:
-        return False
     if fields["groups"] == 1:
-        return fields["height"] in (1, layout.rows)
-    is_square = fields["height"] == BLOCK and layout.rows % BLOCK == 0
-    return fields["group"] == BLOCK and layout.columns % BLOCK == 0 and (fields["height"] == 1 or is_square)
+        return "rows" if fields["height"] in (1, layout.rows) else None
+    if fields["group"] != BLOCK or layout.columns % BLOCK:
+        return None
+    if fields["height"] == BLOCK and layout.rows % BLOCK == 0:
+        return "squares"
+    return "strips" if fields["height"] == 1 else None
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -41,15 +71,19 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
     x bfloat16    result bfloat16, rounded once more before the bias where scales are of blocks
     """
-    if x.dtype is not torch.bfloat16 or not takes(layout) or not x.is_cuda or not fitting.fits(layout, parts, x, bias):
+    recipe = recipe_of(layout)
+    if x.dtype is not torch.bfloat16 or recipe is None or not x.is_cuda or not fitting.fits(layout, parts, x, bias):
         return None
-    is_blocked = layout.fields["groups"] > 1
-    if not _is_able(fitting.capability(x.device), is_blocked):
+    if not _is_able(recipe, fitting.capability(x.device)):
         return None
-    codes, scale = parts[0].view(layout.rows, layout.columns), parts[1]
-    inputs, steps = rounding.codes_of(x.reshape(-1, layout.columns), "float8")
-    multiply = by_blocks if is_blocked else by_rows
-    return multiply(layout, codes, scale, inputs, steps, bias).view(*x.shape[:-1], layout.rows)
+    rows = x.reshape(-1, layout.columns)
+    if recipe in rounding.BLOCKS:
+        made = by_small_blocks(layout, parts, rounding.blocks_of(rows, recipe), bias)
+    else:
+        codes, scale = parts[0].view(layout.rows, layout.columns), parts[1]
+        multiply = by_rows if recipe == "rows" else by_blocks
+        made = multiply(layout, codes, scale, *rounding.codes_of(rows, "float8"), bias)
+    return made.view(*x.shape[:-1], layout.rows)
 
 
 def by_rows(layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,10 +99,7 @@ def by_rows(layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps:
 def by_blocks(
     layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Return the product where the weight has one scale for each 1 x 128, or 128 x 128, codes.
-
-    Scales lie as the op wants them, which takes a copy of them for each call: a 128th, or less, of the codes' bytes.
-    """
+    """Return the product where the weight has one scale for each 1 x 128, or 128 x 128, codes."""
     groups, is_square = layout.fields["groups"], layout.fields["height"] == BLOCK
     each = steps.expand(-1, groups).t().contiguous().t()  # (M, K / 128), columns first
     grid = scale.view(-1, groups)
@@ -79,10 +110,65 @@ def by_blocks(
     return made if bias is None else made + bias
 
 
-def _is_able(capability: tuple[int, int], is_blocked: bool) -> bool:
-    if not is_blocked:
+def by_small_blocks(layout: Layout, parts: Sequence[Tensor], inputs: rounding.Blocks, bias: Tensor | None) -> Tensor:
+    """Return the product where weights and inputs have scales of 16 or 32 columns: mxfp8, mxfp4, nvfp4.
+
+    result (M, N) bfloat16. The bias comes after: torch has none for mxfp4, and inputs may have powers of two.
+    """
+    codes, scale = parts[0].view(layout.rows, -1), parts[1].view(layout.rows, -1)
+    if layout.activations == "mxfp8":
+        left = inputs.values.to(torch.float8_e4m3fn).flatten(1)
+    else:
+        left = rounding.e2m1_codes(inputs.values).flatten(1).view(torch.float4_e2m1fn_x2)
+        codes = codes.view(torch.float4_e2m1fn_x2)
+    if inputs.power is None:
+        steps, recipe = (inputs.scale.view(torch.int32) >> 23).to(torch.uint8), [ScalingType.BlockWise1x32]
+        left_scales, right_scales = [_e8m0(steps)], [_e8m0(scale)]
+    else:
+        recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        one = inputs.power.new_ones(1)
+        left_scales = [swizzled(inputs.scale.to(torch.float8_e4m3fn)), one]
+        right_scales = [swizzled(scale), _global_scale(layout, parts, one)]
+    made = scaled_mm(
+        left, codes.t(), left_scales, recipe, right_scales, recipe, [_SWIZZLED], [_SWIZZLED],
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+    if inputs.power is not None:
+        made = (made * inputs.power).to(made.dtype)
+    return made if bias is None else made + bias
+
+
+def _e8m0(steps: Tensor) -> Tensor:
+    return swizzled(steps.view(torch.uint8)).view(torch.float8_e8m0fnu)
+
+
+def _global_scale(layout: Layout, parts: Sequence[Tensor], one: Tensor) -> Tensor:
+    """Return by what all scales of a weight are multiplied, (1,) float32."""
+    how = layout.fields["global_scale"]
+    return one if how == 0 else parts[2].view(1) if how == 1 else parts[2].view(1).reciprocal()
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Return the scales (R, G), of one byte each, in the order in which tensor cores read them.
+
+    Tiles of 128 x 4, filled up with zeros, lie one behind the other, those of a row of tiles first. In a tile the scale
+    of row r and column c is at ``r % 32 * 16 + r // 32 * 4 + c``. Source: cuBLAS, "1D Block Scaling Factors Layout".
+    """
+    rows, groups = scale.shape
+    filled = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
+    tiles = filled.view(-(-rows // 128), 4, 32, -(-groups // 4), 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
+
+
+def _is_able(recipe: str, capability: tuple[int, int]) -> bool:
+    if recipe == "rows":
         return capability >= (9, 0) or capability == (8, 9)
-    return capability[0] == 9 and _cuda_version() >= (12, 9)
+    if recipe in ("strips", "squares"):
+        return capability[0] == 9 and _cuda_version() >= (12, 9)
+    if recipe == "mxfp4":  # what torch 2.13 says of shapes to the compiler counts half of the scales
+        is_built = "USE_MSLK" in torch.__config__.show()
+        return capability[0] == 10 and is_built and not torch.compiler.is_compiling()
+    return capability >= (10, 0) and _cuda_version() >= (12, 8)
 
 
 def _cuda_version() -> tuple[int, ...]:

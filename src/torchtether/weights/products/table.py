@@ -186,12 +186,12 @@ TABLE = (
     ),
     KernelChoice(
         "scaled_mm",
-        ("E4M3",),
+        ("E4M3", "TABLE4", STREAM),
         (torch.bfloat16,),
         None,
         True,
         ANY,
-        "not measured",
+        "not measured: float8, mxfp8, mxfp4, nvfp4",
         device="cuda",
     ),
     KernelChoice(
