@@ -1,0 +1,239 @@
+// Products with codes whose levels are whole multiples of a power of two: levels are multiplied, and not values.
+//
+// stream.cpp includes this in its own namespace.
+//
+//     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
+// Codes of 4 bits lie as the rows of rows_avx2.h take them; others are unpacked to bytes, which stay in the cache. Inputs of
+// float32 are multiplied with level + before, or with (level + before) * scale + after, so that their sums lose nothing where
+// these are nearly 0.
+
+inline bool has_after(const Layout& L) { return L.family == BIASED || (L.family == SUPER_BLOCKS && L.types[2] >= 0); }
+
+// The numbers of a row: `low` is added to levels, all times `scale`, plus `after`; or, where inputs know their sums, `after`
+// stands for both.
+struct RowOfLevels {
+    const uint8_t* codes;
+    const float *scale, *low, *after;
+    bool has_low, has_after;  // where not, they are 0
+};
+
+bool has_levels(const Layout& L, int dtype) {
+    if (L.is_flat || !(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
+    if (L.arithmetic != FLOAT32 && L.arithmetic != dtype && dtype != BFLOAT16) return false;  // its roundings are not done
+    if (dtype == FLOAT32 && has_after(L)) return false;
+    return L.group >= L.columns || L.group % LANES == 0;
+}
+
+// Rows of inputs as float32, and their sums under each scale.
+struct FloatInputs {
+    static constexpr bool in_place = false, reads_within_rows = false, adds_low = true, adds_after = false;
+    int64_t padded, count, wide, each = 1;
+    Buffer floats, sums;
+
+    FloatInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
+        : padded(StreamRow::padded(L)), count(L.groups), wide(L.groups + 2 * LANES),
+          floats(as_floats(L, x, rows, stride, dtype)), sums(rows * wide) {
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t g = 0; g < count; g++) {
+                F total{};
+                for (int64_t k = g * L.group; k < (g + 1) * L.group && k < L.columns; k += LANES)
+                    total += load<F>(floats.data() + m * padded + k);
+                sums[m * wide + g] = sum(total);
+            }
+    }
+
+    template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float*, float* y) const {
+        constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
+        if (L.group < 32) row.has_low ? row_by<M, 1, true>(L, row.codes, row.scale, row.low, m, y)
+                                      : row_by<M, 1, false>(L, row.codes, row.scale, row.low, m, y);
+        else row.has_low ? row_by<M, A, true>(L, row.codes, row.scale, row.low, m, y)
+                         : row_by<M, A, false>(L, row.codes, row.scale, row.low, m, y);
+    }
+
+    template <int M, int A, bool Z> void row_by(const Layout& L, const uint8_t* codes, const float* scale, const float* before,
+                                                int64_t m, float* y) const {
+        const float* x = floats.data() + m * padded;
+        F total[M];
+        for (int i = 0; i < M; i++) total[i] = F{};
+        for (int64_t k = 0, end = L.group; k < L.columns; end += L.group, scale++) {
+            end = end < L.columns ? end : L.columns;
+            F part[M][A];
+            for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
+            const F low = Z ? all(*before++) : F{};
+            for (; k + A * LANES <= end; k += A * LANES)
+#pragma GCC unroll 4
+                for (int a = 0; a < A; a++) add<M, A, Z>(codes, x, k + a * LANES, a, low, part);
+            for (; k < end; k += LANES) add<M, A, Z>(codes, x, k, 0, low, part);
+            for (int i = 0; i < M; i++) {
+                for (int a = 1; a < A; a++) part[i][0] += part[i][a];
+                total[i] = fma(all(*scale), part[i][0], total[i]);
+            }
+        }
+        for (int i = 0; i < M; i++) y[i] = sum(total[i]) * L.unit;
+    }
+
+    template <int M, int A, bool Z> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F low,
+                                                    F (*part)[A]) const {
+        F level = values<INT8>(codes + k);
+        if (Z) level += low;
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
+    }
+};
+
+#if FAST_ROWS
+bool suits_spans(const Layout& L) {
+    return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32 || L.group == 16;
+}
+
+bool is_fixed(const Layout& L, int dtype) {
+    return (dtype != FLOAT32 || L.activations) && has_levels(L, dtype) && suits_spans(L);
+}
+
+// Whether values of the rows of rows_avx2.h are those of `decode`: products of levels and scales are exact where `after` is
+// added to them, and integers are added to levels.
+bool is_exact(const Layout& L, int dtype) {
+    Layout plain = L;
+    plain.family = SIMPLE;
+    if (dtype != FLOAT32 || L.activations || L.arithmetic != FLOAT32 || !has_levels(plain, dtype)) return false;
+    return suits_spans(L) && L.family != BIASED_FIRST && !(L.family == BIASED && L.scale == FLOAT32);
+}
+
+// Rows of inputs as the rows of rows_avx2.h take them, and as fixed point their sums, too.
+template <int C, int S, int T> struct SpanInputs {
+    static constexpr bool in_place = C == INT4, reads_within_rows = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
+    Spans in;
+    int64_t count, wide, each;
+    Buffer sums;
+
+    SpanInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
+        : in(Spans::of<C, S, T>(L, x, dtype, rows, stride)), count(in.spans * scales_of<S>), wide(in.stride + LANES),
+          each(S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1), sums(T == FLOATS ? 0 : rows * wide) {
+        constexpr int64_t some = S == G32 && C == INT4 ? LANES / 2 : LANES;  // lanes under one scale
+        for (int64_t m = 0; m < rows && T != FLOATS; m++)
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t span = i / scales_of<S>, own = i % scales_of<S>;
+                const float* p = (const float*)(in.at(m) + span * in.lines * 64 + bytes_of<T>) + own * some;
+                F v{};
+                memcpy(&v, p, some * 4);
+                sums[m * wide + i] = sum(v) * in.units_at(m)[i];
+            }
+    }
+
+    template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float* scratch, float* y) const {
+        if constexpr (T == WORDS) {
+            integer_row<C, S, M, false, T>(L, row.codes, row.scale, row.low, in, m, scratch, y);
+        } else {
+            Decoder<C> decoder(L);
+            const bool general = row.has_after || (row.has_low && !in_place);
+            if (general) float_row<C, S, M, true>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
+            else float_row<C, S, M, false>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
+        }
+    }
+};
+#else
+bool is_fixed(const Layout&, int) { return false; }
+#endif
+
+// Unsigned bytes, less 128, as signed ones.
+inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
+    int64_t k = 0;
+    for (; k + WIDTH <= count; k += WIDTH) {
+        const I v = load<I>(from + k) ^ (int32_t)0x80808080;
+        memcpy(to + k, &v, sizeof v);
+    }
+    for (; k < count; k++) to[k] = from[k] ^ 0x80;
+}
+
+template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                           int dtype, const void* bias, void* out) {
+    constexpr int64_t TILE = 16;
+    Layout L = given;  // of the levels
+    if (!Inputs::in_place) L.row_bytes = L.columns;
+    const Inputs in(L, x, rows, stride, dtype);
+    const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
+    const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
+    const bool is_there = Inputs::in_place || (L.source == INT8 && (Inputs::reads_within_rows || L.columns % LANES == 0));
+    const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
+    const bool is_shifted = !Inputs::adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
+    const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
+    const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
+    Layout all_rows = L;
+    all_rows.groups *= at_once;
+    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + 4 * in.wide + tile * (3 * in.wide + bytes / 4);
+    const auto make = [&] { return RowParts::buffer(all_rows, size); };
+    over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
+        RowParts parts(all_rows, buffer.data());
+        float *scratch = buffer.data() + RowParts::size(all_rows), *numbers = scratch + 4 * in.wide;
+        uint8_t* codes = (uint8_t*)(numbers + 3 * tile * in.wide);
+        RowOfLevels own[TILE];
+        const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
+        for (int64_t i = 0; i < count; i++) {
+            RowAt at(L, first + i);
+            at.groups *= count - i < at_once ? count - i : at_once;
+            if (i % at_once == 0) parts.fill(given, P, first + i, at);
+            const int64_t from = i % at_once * L.groups;
+            float *scale = numbers + 3 * i * in.wide, *low = scale + in.wide, *after = low + in.wide;
+            float *by = in.each == 1 ? scale : scratch, *less = by + in.wide, *add = less + in.wide;
+            for (int64_t g = 0; g < L.groups; g += LANES) {
+                const F s = load<F>(parts.scale + from + g), stepped = s * all(step);
+                const F lifted = load<F>(parts.before + from + g) + all(lift), its = load<F>(parts.after + from + g);
+                const F units = lifted * all(1 / step);  // exact: a power of two
+                const F moved = Inputs::adds_low ? its : lifted * s * all(L.unit) + its;
+                memcpy(by + g, &stepped, sizeof stepped), memcpy(less + g, &units, sizeof units), memcpy(add + g, &moved, sizeof moved);
+            }
+            if (in.each > 1) spread(by, in.each, in.count, scale), spread(less, in.each, in.count, low), spread(add, in.each, in.count, after);
+            else for (int64_t g = L.groups; g < in.count; g++) scale[g] = low[g] = after[g] = 0;
+            const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
+            uint8_t* to = codes + i * bytes;
+            if (flips) copy_flipped(lie, L.columns, to), lie = to;
+            else if (!is_there) lie = StreamRow::unpack(given, P, first + i, at, levels_of(L), to);
+            own[i] = {lie, scale, low, after, is_lifted, has_after(L)};
+        }
+        float y[4][TILE], found[4];
+        for (int64_t m = 0, some; m < rows; m += some) {
+            some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+            for (int64_t i = 0; i < count; i++) {
+                if (some == 4) in.template row<4>(L, own[i], m, scratch, found);
+                else if (some == 2) in.template row<2>(L, own[i], m, scratch, found);
+                else in.template row<1>(L, own[i], m, scratch, found);
+                for (int64_t j = 0; j < some; j++) {
+                    F total{};
+                    for (int64_t k = 0; is_shifted && k < in.count; k += LANES)
+                        total = fma(load<F>(own[i].after + k), load<F>(in.sums.data() + (m + j) * in.wide + k), total);
+                    y[j][i] = is_shifted ? found[j] + sum(total) : found[j];
+                }
+            }
+            for (int64_t j = 0; j < some; j++) put_some(dtype, y[j], count, bias, first, out, (m + j) * L.rows + first);
+        }
+    });
+}
+
+#if FAST_ROWS
+template <int C, int T> void spans_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                          int dtype, const void* bias, void* out) {
+    if constexpr (C == INT8)
+        if (L.group == 16 && L.columns > 16) return levels_linear<SpanInputs<C, G16, T>>(L, P, x, rows, stride, dtype, bias, out);
+    if (L.group >= L.columns) levels_linear<SpanInputs<C, WHOLE, T>>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group % SPAN == 0) levels_linear<SpanInputs<C, WIDE, T>>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group == 64) levels_linear<SpanInputs<C, G64, T>>(L, P, x, rows, stride, dtype, bias, out);
+    else levels_linear<SpanInputs<C, G32, T>>(L, P, x, rows, stride, dtype, bias, out);
+}
+
+template <int T> void spans_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
+                                   const void* bias, void* out) {
+    const bool is_nibbles = L.bits == 4 && L.source == UINT8 && (L.group != 16 || L.columns <= 16);
+    if (is_nibbles) spans_linear<INT4, T>(L, P, x, rows, stride, dtype, bias, out);
+    else spans_linear<INT8, T>(L, P, x, rows, stride, dtype, bias, out);
+}
+#endif
+
+void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
+                   void* out) {
+#if FAST_ROWS
+    if (is_fixed(L, dtype)) return spans_linear<WORDS>(L, P, x, rows, stride, dtype, bias, out);
+    if (is_exact(L, dtype)) return spans_linear<FLOATS>(L, P, x, rows, stride, dtype, bias, out);
+#endif
+    if (has_levels(L, dtype)) levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
+    else decoded_linear(L, P, x, rows, stride, dtype, bias, out);
+}
