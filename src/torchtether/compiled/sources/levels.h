@@ -20,20 +20,22 @@ struct RowOfLevels {
 bool has_levels(const Layout& L, int dtype) {
     if (L.is_flat || !(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
     if (L.arithmetic != FLOAT32 && L.arithmetic != dtype && dtype != BFLOAT16) return false;  // its roundings are not done
-    if (dtype == FLOAT32 && has_after(L)) return false;
+    const bool is_exact = L.bits < 8 && !(L.family == BIASED && L.scale == FLOAT32);  // level times scale
+    if (dtype == FLOAT32 && has_after(L) && !is_exact) return false;
     return L.group >= L.columns || L.group % LANES == 0;
 }
 
-// Rows of inputs as float32, and their sums under each scale.
+// Rows of inputs as float32, and where these have 16 bits their sums under each scale.
 struct FloatInputs {
-    static constexpr bool in_place = false, reads_within_rows = false, adds_low = true, adds_after = false;
+    static constexpr bool in_place = false, reads_within_rows = false, adds_low = true;
+    const bool adds_after;
     int64_t padded, count, wide, each = 1;
     Buffer floats, sums;
 
     FloatInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
-        : padded(StreamRow::padded(L)), count(L.groups), wide(L.groups + 2 * LANES),
-          floats(as_floats(L, x, rows, stride, dtype)), sums(rows * wide) {
-        for (int64_t m = 0; m < rows; m++)
+        : adds_after(dtype == FLOAT32), padded(StreamRow::padded(L)), count(L.groups), wide(L.groups + 2 * LANES),
+          floats(as_floats(L, x, rows, stride, dtype)), sums(adds_after ? 0 : rows * wide) {
+        for (int64_t m = 0; m < rows && !adds_after; m++)
             for (int64_t g = 0; g < count; g++) {
                 F total{};
                 for (int64_t k = g * L.group; k < (g + 1) * L.group && k < L.columns; k += LANES)
@@ -42,40 +44,44 @@ struct FloatInputs {
             }
     }
 
+    enum Numbers { SCALE, LOW, AFTER };  // what there is besides
+
     template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float*, float* y) const {
         constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
-        if (L.group < 32) row.has_low ? row_by<M, 1, true>(L, row.codes, row.scale, row.low, m, y)
-                                      : row_by<M, 1, false>(L, row.codes, row.scale, row.low, m, y);
-        else row.has_low ? row_by<M, A, true>(L, row.codes, row.scale, row.low, m, y)
-                         : row_by<M, A, false>(L, row.codes, row.scale, row.low, m, y);
+        if (row.has_after && adds_after) row_by<M, A, AFTER>(L, row, m, y);
+        else if (L.group < 64) row.has_low ? row_by<M, 1, LOW>(L, row, m, y) : row_by<M, 1, SCALE>(L, row, m, y);
+        else row.has_low ? row_by<M, A, LOW>(L, row, m, y) : row_by<M, A, SCALE>(L, row, m, y);
     }
 
-    template <int M, int A, bool Z> void row_by(const Layout& L, const uint8_t* codes, const float* scale, const float* before,
-                                                int64_t m, float* y) const {
+    template <int M, int A, int N> void row_by(const Layout& L, const RowOfLevels& row, int64_t m, float* y) const {
         const float* x = floats.data() + m * padded;
-        F total[M];
+        F total[M], part[M][A];
         for (int i = 0; i < M; i++) total[i] = F{};
-        for (int64_t k = 0, end = L.group; k < L.columns; end += L.group, scale++) {
-            end = end < L.columns ? end : L.columns;
-            F part[M][A];
-            for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
-            const F low = Z ? all(*before++) : F{};
+        for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
+        for (int64_t k = 0, g = 0; k < L.columns; g++) {
+            const int64_t next = (g + 1) * L.group, end = next < L.columns ? next : L.columns;
+            const F low = all(N == LOW ? row.low[g] : 0), by = all(row.scale[g]), after = all(N == AFTER ? row.after[g] : 0);
             for (; k + A * LANES <= end; k += A * LANES)
 #pragma GCC unroll 4
-                for (int a = 0; a < A; a++) add<M, A, Z>(codes, x, k + a * LANES, a, low, part);
-            for (; k < end; k += LANES) add<M, A, Z>(codes, x, k, 0, low, part);
-            for (int i = 0; i < M; i++) {
-                for (int a = 1; a < A; a++) part[i][0] += part[i][a];
-                total[i] = fma(all(*scale), part[i][0], total[i]);
+                for (int a = 0; a < A; a++) add<M, A, N>(row.codes, x, k + a * LANES, a, low, by, after, part);
+            for (; k < end; k += LANES) add<M, A, N>(row.codes, x, k, 0, low, by, after, part);
+            for (int i = 0; i < M && N != AFTER; i++) {
+                for (int a = 1; a < A; a++) part[i][0] += part[i][a], part[i][a] = F{};
+                total[i] = fma(by, part[i][0], total[i]);
+                part[i][0] = F{};
             }
         }
-        for (int i = 0; i < M; i++) y[i] = sum(total[i]) * L.unit;
+        for (int i = 0; i < M; i++) {
+            for (int a = 0; a < A && N == AFTER; a++) total[i] += part[i][a];
+            y[i] = sum(total[i]) * L.unit;
+        }
     }
 
-    template <int M, int A, bool Z> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F low,
-                                                    F (*part)[A]) const {
+    template <int M, int A, int N> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F low, F by, F after,
+                                                   F (*part)[A]) const {
         F level = values<INT8>(codes + k);
-        if (Z) level += low;
+        if (N == LOW) level += low;
+        if (N == AFTER) level = fma(level, by, after);
 #pragma GCC unroll 4
         for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
     }
@@ -90,26 +96,22 @@ bool is_fixed(const Layout& L, int dtype) {
     return (dtype != FLOAT32 || L.activations) && has_levels(L, dtype) && suits_spans(L);
 }
 
-// Whether values of the rows of rows_avx2.h are those of `decode`: products of levels and scales are exact where `after` is
-// added to them, and integers are added to levels.
-bool is_exact(const Layout& L, int dtype) {
-    Layout plain = L;
-    plain.family = SIMPLE;
-    if (dtype != FLOAT32 || L.activations || L.arithmetic != FLOAT32 || !has_levels(plain, dtype)) return false;
-    return suits_spans(L) && L.family != BIASED_FIRST && !(L.family == BIASED && L.scale == FLOAT32);
+// Whether the rows of rows_avx2.h take codes as they lie.
+bool is_nibbled(const Layout& L) {
+    return L.bits == 4 && L.source == UINT8 && suits_spans(L) && (L.group != 16 || L.columns <= 16);
 }
 
 // Rows of inputs as the rows of rows_avx2.h take them, and as fixed point their sums, too.
 template <int C, int S, int T> struct SpanInputs {
     static constexpr bool in_place = C == INT4, reads_within_rows = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
+    static constexpr int64_t some = S == G32 && C == INT4 ? LANES / 2 : LANES;  // lanes under one scale
     Spans in;
     int64_t count, wide, each;
     Buffer sums;
 
     SpanInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
         : in(Spans::of<C, S, T>(L, x, dtype, rows, stride)), count(in.spans * scales_of<S>), wide(in.stride + LANES),
-          each(S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1), sums(T == FLOATS ? 0 : rows * wide) {
-        constexpr int64_t some = S == G32 && C == INT4 ? LANES / 2 : LANES;  // lanes under one scale
+          each(S == WHOLE ? (T == FLOATS ? 1 : count) : S == WIDE ? L.group / SPAN : 1), sums(T == FLOATS ? 0 : rows * wide) {
         for (int64_t m = 0; m < rows && T != FLOATS; m++)
             for (int64_t i = 0; i < count; i++) {
                 const int64_t span = i / scales_of<S>, own = i % scales_of<S>;
@@ -125,8 +127,7 @@ template <int C, int S, int T> struct SpanInputs {
             integer_row<C, S, M, false, T>(L, row.codes, row.scale, row.low, in, m, scratch, y);
         } else {
             Decoder<C> decoder(L);
-            const bool general = row.has_after || (row.has_low && !in_place);
-            if (general) float_row<C, S, M, true>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
+            if (row.has_after) float_row<C, S, M, true>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
             else float_row<C, S, M, false>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
         }
     }
@@ -155,7 +156,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
     const bool is_there = Inputs::in_place || (L.source == INT8 && (Inputs::reads_within_rows || L.columns % LANES == 0));
     const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
-    const bool is_shifted = !Inputs::adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
+    const bool is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
     const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
     const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
     Layout all_rows = L;
@@ -183,7 +184,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 memcpy(by + g, &stepped, sizeof stepped), memcpy(less + g, &units, sizeof units), memcpy(add + g, &moved, sizeof moved);
             }
             if (in.each > 1) spread(by, in.each, in.count, scale), spread(less, in.each, in.count, low), spread(add, in.each, in.count, after);
-            else for (int64_t g = L.groups; g < in.count; g++) scale[g] = low[g] = after[g] = 0;
+            else for (int64_t g = L.groups; g < in.count; g++) scale[g] = low[g] = after[g] = 0;  // of columns that are not there
             const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
             uint8_t* to = codes + i * bytes;
             if (flips) copy_flipped(lie, L.columns, to), lie = to;
@@ -219,21 +220,16 @@ template <int C, int T> void spans_linear(const Layout& L, const Parts& P, const
     else if (L.group == 64) levels_linear<SpanInputs<C, G64, T>>(L, P, x, rows, stride, dtype, bias, out);
     else levels_linear<SpanInputs<C, G32, T>>(L, P, x, rows, stride, dtype, bias, out);
 }
-
-template <int T> void spans_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype,
-                                   const void* bias, void* out) {
-    const bool is_nibbles = L.bits == 4 && L.source == UINT8 && (L.group != 16 || L.columns <= 16);
-    if (is_nibbles) spans_linear<INT4, T>(L, P, x, rows, stride, dtype, bias, out);
-    else spans_linear<INT8, T>(L, P, x, rows, stride, dtype, bias, out);
-}
 #endif
 
 void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
                    void* out) {
+    if (!has_levels(L, dtype)) return decoded_linear(L, P, x, rows, stride, dtype, bias, out);
 #if FAST_ROWS
-    if (is_fixed(L, dtype)) return spans_linear<WORDS>(L, P, x, rows, stride, dtype, bias, out);
-    if (is_exact(L, dtype)) return spans_linear<FLOATS>(L, P, x, rows, stride, dtype, bias, out);
+    if (is_fixed(L, dtype) && is_nibbled(L)) return spans_linear<INT4, WORDS>(L, P, x, rows, stride, dtype, bias, out);
+    if (is_fixed(L, dtype)) return spans_linear<INT8, WORDS>(L, P, x, rows, stride, dtype, bias, out);
+    if (dtype == FLOAT32 && L.family != BIASED_FIRST && is_nibbled(L))  // integers are added to levels
+        return spans_linear<INT4, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
 #endif
-    if (has_levels(L, dtype)) levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
-    else decoded_linear(L, P, x, rows, stride, dtype, bias, out);
+    levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
 }

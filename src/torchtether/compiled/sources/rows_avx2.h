@@ -8,7 +8,7 @@
 //     8-bit integers: 16-bit inputs, 16 products at once; sums of 32 bits.
 //     tables: float32. Bytes 0 to 3 of the values are looked up apart, 32 codes at once, and then interleaved.
 //     float8: float32, by way of float16. A code that is no number makes its row nan at the end.
-//     integers and inputs of float32: float32. A code of 4 bits becomes the end of 2**23, which is subtracted then.
+//     4-bit integers and inputs of float32: float32. A code becomes the end of 2**23, which is subtracted then.
 
 constexpr int64_t SPAN = 128;
 enum Scales { WHOLE, WIDE, G64, G32, G16 };  // columns under one scale: all, a multiple of SPAN, 64, 32, 16
@@ -37,8 +37,8 @@ inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); 
 //         where inputs are rounded to 8 bits, the bytes of the even ones, then of the odd ones
 //     INT8, UINT8: int16
 //     both followed by their sums as float32, lane by lane as products are summed, for each *piece*: columns under one scale
-//     E4M3, E5M2, and FLOATS for codes of 8 bits: float32
-//     TABLE4, and FLOATS for INT4: float32; lane 4 * half + i of vector 4 * odd + v holds column 2 * (16 * half + 4 * v + i) + odd of its 64
+//     E4M3, E5M2: float32
+//     TABLE4, and INT4 as FLOATS: float32; lane 4 * half + i of vector 4 * odd + v holds column 2 * (16 * half + 4 * v + i) + odd of its 64
 struct Spans {
     int64_t spans, lines;      // lines of a span
     Array<Line> data;
@@ -258,24 +258,22 @@ template <int C> struct Decoder {
     }
 };
 
-// As that, in float32, added to A sums. Integers as they are meant: `low` is added to them; then, where G, they are multiplied
-// with `by`, and `after` is added.
+// As that, in float32, added to A sums. `low` is added to integers; then, where G, they are multiplied with `by`, and `after` is
+// added.
 template <int C, int M, int A, int N, bool G> inline void float_dot(Decoder<C>& decoder, const uint8_t* codes, F low, F by,
                                                                     F after, const uint8_t* const* x, int64_t first,
                                                                     F (*out)[A]) {
-    constexpr int64_t step = is_nibbled(C) ? 64 : C == INT8 ? 8 : 32;
-#pragma GCC unroll 16
+    constexpr int64_t step = is_nibbled(C) ? 64 : 32;
+#pragma GCC unroll 4
     for (int64_t k = first; k < first + N; k += step) {
         __m256 w[step / 8];
-        if constexpr (C == INT8) w[0] = (__m256)values<INT8>(codes + k);
-        else decoder(codes + (is_nibbled(C) ? k / 2 : k), w);
+        decoder(codes + (is_nibbled(C) ? k / 2 : k), w);
 #pragma GCC unroll 8
         for (int64_t v = 0; v < step / 8; v++) {
             F value = (F)w[v];
-            if (C == INT4 || G) value += low;
+            if (C == INT4) value += low;
             if (G) value = fma(value, by, after);
-            const int64_t a = (k / 8 + v) % A;
-            for (int m = 0; m < M; m++) out[m][a] = fma(value, load<F>(x[m] + 4 * (k + 8 * v)), out[m][a]);
+            for (int m = 0; m < M; m++) out[m][v % A] = fma(value, load<F>(x[m] + 4 * (k + 8 * v)), out[m][v % A]);
         }
     }
 }
@@ -286,6 +284,19 @@ template <int M, int A> inline void gather_sums(F (*sums)[A], F* out) {
         for (int a = 1; a < A; a++) out[m] += sums[m][a];
     }
 }
+
+// The last `count` bytes of a row, and zeros. memcpy of so few takes longer than what they are for.
+template <int64_t BYTES> struct alignas(32) Rest {
+    uint8_t bytes[BYTES];
+
+    void fill(const uint8_t* from, int64_t count) {
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < BYTES; k += 32) put_line(bytes + k, _mm256_setzero_si256());
+        int64_t k = 0;
+        for (; k + 16 <= count; k += 16) _mm_store_si128((__m128i*)(bytes + k), load<__m128i>(from + k));
+        for (; k < count; k++) bytes[k] = from[k];
+    }
+};
 
 // -- rows of integers -------------------------------------------------------------------------------------------------
 
@@ -407,9 +418,9 @@ template <int C, int S, int M, bool Z, int T> void integer_row(const Layout& L, 
         for (int m = 0; m < M; m++) x[m] += in.lines * 64;
     }
     if (whole < in.spans) {
-        alignas(32) uint8_t rest[bytes] = {};
-        memcpy(rest, codes, L.row_bytes - whole * bytes);
-        integer_span<C, S, M, Z, T>(rest, x, buffer, in.stride, zero, total);
+        Rest<bytes> rest;
+        rest.fill(codes, L.row_bytes - whole * bytes);
+        integer_span<C, S, M, Z, T>(rest.bytes, x, buffer, in.stride, zero, total);
     }
     for (int m = 0; m < M; m++) y[m] = sum(total[m]) * L.unit;
 }
@@ -417,11 +428,11 @@ template <int C, int S, int M, bool Z, int T> void integer_row(const Layout& L, 
 // -- rows of floats ---------------------------------------------------------------------------------------------------
 
 // y[m] = the row of codes, of which `scale` has those of its spans, times row `from + m` of the inputs. `low` is added to
-// integers of 4 bits; where G, which is for integers, to all, and `after` to their products with the scale.
+// integers; and, where G, `after` to their products with the scale.
 template <int C, int S, int M, bool G> void float_row(const Layout& L, const uint8_t* codes, const float* scale,
                                                       const float* low, const float* after, Decoder<C>& decoder,
                                                       const Spans& in, int64_t from, float* y) {
-    constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, piece = piece_of<C, S>;
+    constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, piece = S == WHOLE ? 64 : piece_of<C, S>;
     constexpr bool is_scaled = S != WHOLE && !G;  // piece by piece
     constexpr int64_t few = !is_scaled ? 4 : piece / 32, A = M > 2 || few < 2 ? 1 : M == 2 || few == 2 ? 2 : 4;
     const uint8_t* x[M];
@@ -431,24 +442,20 @@ template <int C, int S, int M, bool G> void float_row(const Layout& L, const uin
         for (int a = 0; a < A; a++) sums[m][a] = F{};
     }
     decoder.largest = _mm256_setzero_si256();
+    const int64_t whole = L.row_bytes / bytes;
+    Rest<bytes> rest;
+    if (whole < in.spans) rest.fill(codes + whole * bytes, L.row_bytes - whole * bytes);
     for (int64_t b = 0; b < in.spans; b++) {
-        const uint8_t* at = codes + b * bytes;
-        uint8_t rest[bytes];
-        _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T1);
-        if (bytes > 64) _mm_prefetch((const char*)at + AHEAD + 64, _MM_HINT_T1);
-        if (L.row_bytes - b * bytes < bytes) {
-            memset(rest, 0, bytes);
-            memcpy(rest, at, L.row_bytes - b * bytes);
-            at = rest;
-        }
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < SPAN / piece; i++) {
-            const int64_t g = b * scales_of<S>;
+        const uint8_t* at = b < whole ? codes + b * bytes : rest.bytes;
+        _mm_prefetch((const char*)codes + b * bytes + AHEAD, _MM_HINT_T1);
+        if (bytes > 64) _mm_prefetch((const char*)codes + b * bytes + AHEAD + 64, _MM_HINT_T1);
+        const int64_t left = L.columns - b * SPAN, end = left < SPAN ? left : SPAN, g = S == WHOLE ? 0 : b * scales_of<S>;
+        for (int64_t k = 0, i = 0; k < end; k += piece, i += S != WHOLE) {
             F lift{}, by{}, add{};
             if (is_scaled || G) by = of_piece<C, S>(scale + g, i);
-            if (C == INT4 || G) lift = of_piece<C, S>(low + g, i) - all(C == INT4 ? LIFT : 0);
+            if (C == INT4) lift = of_piece<C, S>(low + g, i) - all(LIFT);
             if (G) add = of_piece<C, S>(after + g, i);
-            float_dot<C, M, A, piece, G>(decoder, at, lift, by, add, x, i * piece, sums);
+            float_dot<C, M, A, piece, G>(decoder, at, lift, by, add, x, k, sums);
             if (!is_scaled) continue;
             gather_sums<M, A>(sums, part);
             for (int m = 0; m < M; m++) {
