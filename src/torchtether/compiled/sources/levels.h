@@ -153,10 +153,11 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     if (!Inputs::in_place) L.row_bytes = L.columns;
     const Inputs in(L, x, rows, stride, dtype);
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
-    const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
+    const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1, per_step = 1 / step;  // exact: a power of two
     const bool is_there = Inputs::in_place || (L.source == INT8 && (Inputs::reads_within_rows || L.columns % LANES == 0));
     const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
     const bool is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
+    const bool adds = is_shifted || (in.adds_after && has_after(L));  // else 0 stays there
     const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
     const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
     Layout all_rows = L;
@@ -178,13 +179,21 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
             float *by = in.each == 1 ? scale : scratch, *less = by + in.wide, *add = less + in.wide;
             for (int64_t g = 0; g < L.groups; g += LANES) {
                 const F s = load<F>(parts.scale + from + g), stepped = s * all(step);
-                const F lifted = load<F>(parts.before + from + g) + all(lift), its = load<F>(parts.after + from + g);
-                const F units = lifted * all(1 / step);  // exact: a power of two
-                const F moved = Inputs::adds_low ? its : lifted * s * all(L.unit) + its;
-                memcpy(by + g, &stepped, sizeof stepped), memcpy(less + g, &units, sizeof units), memcpy(add + g, &moved, sizeof moved);
+                memcpy(by + g, &stepped, sizeof stepped);
+                F moved = load<F>(parts.after + from + g);
+                if (is_lifted) {
+                    const F lifted = load<F>(parts.before + from + g) + all(lift), units = lifted * all(per_step);
+                    if (Inputs::adds_low) memcpy(less + g, &units, sizeof units);
+                    else moved += lifted * s * all(L.unit);
+                }
+                if (adds) memcpy(add + g, &moved, sizeof moved);
             }
-            if (in.each > 1) spread(by, in.each, in.count, scale), spread(less, in.each, in.count, low), spread(add, in.each, in.count, after);
-            else for (int64_t g = L.groups; g < in.count; g++) scale[g] = low[g] = after[g] = 0;  // of columns that are not there
+            if (in.each > 1) {
+                spread(by, in.each, in.count, scale);
+                if (is_lifted && Inputs::adds_low) spread(less, in.each, in.count, low);
+                if (adds) spread(add, in.each, in.count, after);
+            } else
+                for (int64_t g = L.groups; g < in.count; g++) scale[g] = low[g] = after[g] = 0;  // of columns that are not there
             const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
             uint8_t* to = codes + i * bytes;
             if (flips) copy_flipped(lie, L.columns, to), lie = to;

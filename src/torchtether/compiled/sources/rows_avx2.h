@@ -197,6 +197,12 @@ struct Spans {
     }
 };
 
+// In a register: else the compiler reads codes from memory twice, and reading is what takes the time.
+inline __m256i kept(__m256i v) {
+    __asm__("" : "+x"(v));
+    return v;
+}
+
 constexpr float LIFT = 0x1p23f;
 
 // What decoding needs besides the codes, and what it finds.
@@ -220,7 +226,7 @@ template <int C> struct Decoder {
 
     // 4-bit: 64 columns, as 8 vectors; else 32, as 4. float8 in units of 2**8. Integers of 4 bits are LIFT too much.
     inline void operator()(const uint8_t* codes, __m256* out) {
-        const __m256i c = line(codes);
+        const __m256i c = kept(line(codes));
         if constexpr (C == INT4) {
             const __m256i mask = _mm256_set1_epi8(15), zero = _mm256_setzero_si256(), top = _mm256_set1_epi16(0x4b00);
             const __m256i some[2] = {_mm256_and_si256(c, mask), _mm256_and_si256(_mm256_srli_epi16(c, 4), mask)};
@@ -300,17 +306,10 @@ template <int64_t BYTES> struct alignas(32) Rest {
 
 // -- rows of integers -------------------------------------------------------------------------------------------------
 
-// In a register: else the compiler reads codes from memory twice, and reading is what takes the time.
-inline __m256i kept(__m256i v) {
-    __asm__("" : "+x"(v));
-    return v;
-}
-
 // What piece i of a span is multiplied with, of values of which there is one for each group.
 template <int C, int S> inline F of_piece(const float* p, int64_t i) {
     if (S == G32 && is_nibbled(C)) {
-        const __m256 two = (__m256)_mm256_broadcast_sd((const double*)(p + 2 * i));
-        return (F)_mm256_permutevar8x32_ps(two, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+        return (F)_mm256_set_m128(_mm_broadcast_ss(p + 2 * i + 1), _mm_broadcast_ss(p + 2 * i));
     }
     return all(p[i]);
 }
