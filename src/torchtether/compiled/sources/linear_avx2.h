@@ -5,29 +5,21 @@
 #if FAST_ROWS
 #include "rows_avx2.h"
 
-template <int C, int S, int M, bool E> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
+template <int C, int S, int M, int T> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
                                              const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
                                              float* scratch, float* y) {
-    if constexpr (!is_integer(C)) float_row<C, S, M>(L, codes, scale, decoder, in, m, scratch, y);
-    else if (E || L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true, E>(L, codes, scale, zero, in, m, scratch, y);
-    else integer_row<C, S, M, E, E>(L, codes, scale, zero, in, m, scratch, y);  // with E, zero points always
+    constexpr bool always = T == BYTES;  // there are zero points
+    if constexpr (T == FLOATS) float_row<C, S, M, false>(L, codes, scale, zero, zero, decoder, in, m, y);
+    else if (always || L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true, T>(L, codes, scale, zero, in, m, scratch, y);
+    else integer_row<C, S, M, always, T>(L, codes, scale, zero, in, m, scratch, y);
 }
 
-// out[at + i] = y[i] + bias[n + i]
-template <int D> void put_some(const float* y, int64_t count, const void* bias, int64_t n, void* out, int64_t at) {
-    for (int64_t i = 0; i < count; i += LANES) {
-        const int64_t some = count - i < LANES ? count - i : LANES;
-        const F v = load<F>(y + i);
-        put<D>(bias ? v + get<D>(bias, n + i, some) : v, out, at + i, some);
-    }
-}
-
-// E: inputs are rounded to 8 bits, and 4-bit codes are multiplied with one byte of each instead of two.
-template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
-                                         int dtype, const void* bias, void* out) {
+// BYTES: 4-bit codes are multiplied with one byte of each input instead of two.
+template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                        int dtype, const void* bias, void* out) {
     constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
-    const Spans in = Spans::of<C, S, E>(L, x, dtype, rows, stride);
-    const int64_t count = in.spans * scales_of<S>, each = is_integer(C) ? in.stride : buffer_size(L);
+    const Spans in = Spans::of<C, S, T>(L, x, dtype, rows, stride);
+    const int64_t count = in.spans * scales_of<S>, each = in.stride;
     const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
     const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
     in_threads(L.rows, tile, is_much, [&](Shares& shares) {
@@ -37,27 +29,19 @@ template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P
         alignas(64) float y[4][TILE];
         for (int64_t start, stop; shares.take(&start, &stop);) for (int64_t first = start; first < stop; first += tile) {
             const int64_t end = first + tile < stop ? first + tile : stop;
-            if constexpr (is_integer(C))
-                scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(), zeros.data());
-            else
-                for (int64_t n = first; n < end; n++) row_scales(L, P, n, &scales[(n - first) * each], z.data());
+            scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(), zeros.data());
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
                 for (int64_t n = first; n < end; n++) {
                     const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
                     const float *scale = &scales[(n - first) * each], *zero = &zeros[(n - first) * each];
                     float sums[4];
-                    if (some == 4) fast_row<C, S, 4, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
-                    else if (some == 2) fast_row<C, S, 2, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
-                    else fast_row<C, S, 1, E>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    if (some == 4) fast_row<C, S, 4, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else if (some == 2) fast_row<C, S, 2, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
+                    else fast_row<C, S, 1, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
                     for (int64_t i = 0; i < some; i++) y[i][n - first] = sums[i];
                 }
-                for (int64_t i = 0; i < some; i++) {
-                    const int64_t at = (m + i) * L.rows + first;
-                    if (dtype == FLOAT32) put_some<FLOAT32>(y[i], end - first, bias, first, out, at);
-                    else if (dtype == BFLOAT16) put_some<BFLOAT16>(y[i], end - first, bias, first, out, at);
-                    else put_some<FLOAT16>(y[i], end - first, bias, first, out, at);
-                }
+                for (int64_t i = 0; i < some; i++) put_some(dtype, y[i], end - first, bias, first, out, (m + i) * L.rows + first);
             }
         }
     });
@@ -66,9 +50,9 @@ template <int C, int S, bool E> void fast_linear(const Layout& L, const Parts& P
 template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                          int dtype, const void* bias, void* out) {
     if constexpr (C == INT4) {
-        if (L.activations) return fast_linear<C, S, true>(L, P, x, rows, stride, dtype, bias, out);
+        if (L.activations) return fast_linear<C, S, BYTES>(L, P, x, rows, stride, dtype, bias, out);
     }
-    fast_linear<C, S, false>(L, P, x, rows, stride, dtype, bias, out);
+    fast_linear<C, S, is_integer(C) ? WORDS : FLOATS>(L, P, x, rows, stride, dtype, bias, out);
 }
 
 // Inputs of float32 are not fixed point unless that is asked for.

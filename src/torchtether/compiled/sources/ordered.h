@@ -96,8 +96,7 @@ template <int C> void ordered_linear_of(const Layout& L, const Parts& P, const O
             if (some == 4) tile_dots<C, 4>(L, order, tile, scale, before, from, y);
             else if (some == 2) tile_dots<C, 2>(L, order, tile, scale, before, from, y);
             else tile_dots<C, 1>(L, order, tile, scale, before, from, y);
-            for (int64_t j = 0; j < some; j++)
-                for (int64_t i = 0; i < count; i++) put_sums(y + TILE * j + i, 1, L, dtype, bias, first + i, out, m + j);
+            for (int64_t j = 0; j < some; j++) put_some(dtype, y + TILE * j, count, bias, first, out, (m + j) * L.rows + first);
         }
     });
 }

@@ -32,7 +32,10 @@ template <bool SIGN> void nested_scales(const void* wide, const uint8_t* narrow,
         for (; g < end; g += LANES) {
             uint8_t rest[LANES] = {};
             const uint8_t* p = narrow + g;
-            if (g + LANES > count) p = (const uint8_t*)memcpy(rest, p, count - g);
+            if (g + LANES > count) {
+                for (int64_t j = 0; g + j < count; j++) rest[j] = p[j];
+                p = rest;
+            }
             const F v = by * __builtin_convertvector(SIGN ? signed_bytes(p) : bytes(p), F);
             memcpy(to + g, &v, sizeof v);
         }

@@ -8,9 +8,11 @@
 //     8-bit integers: 16-bit inputs, 16 products at once; sums of 32 bits.
 //     tables: float32. Bytes 0 to 3 of the values are looked up apart, 32 codes at once, and then interleaved.
 //     float8: float32, by way of float16. A code that is no number makes its row nan at the end.
+//     4-bit integers and inputs of float32: float32. A code becomes the end of 2**23, which is subtracted then.
 
 constexpr int64_t SPAN = 128;
 enum Scales { WHOLE, WIDE, G64, G32, G16 };  // columns under one scale: all, a multiple of SPAN, 64, 32, 16
+enum Taken { WORDS, BYTES, FLOATS };         // inputs, as fixed point, as what they are rounded to, or as they are
 
 constexpr bool is_integer(int codes) { return codes == INT8 || codes == UINT8 || codes == INT4; }
 constexpr bool is_nibbled(int codes) { return codes == INT4 || codes == TABLE4; }
@@ -23,7 +25,7 @@ constexpr int64_t piece_of = S == WHOLE || S == WIDE ? SPAN : S == G16 ? 16 : S 
 template <int S> constexpr int64_t scales_of = S == G64 ? 2 : S == G32 ? 4 : S == G16 ? 8 : 1;
 
 // How many bytes the inputs of a span of integers have.
-template <bool E> constexpr int64_t bytes_of = E ? SPAN : 2 * SPAN;
+template <int T> constexpr int64_t bytes_of = T == BYTES ? SPAN : 2 * SPAN;
 
 struct alignas(64) Line { uint8_t bytes[64]; };
 
@@ -36,7 +38,7 @@ inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); 
 //     INT8, UINT8: int16
 //     both followed by their sums as float32, lane by lane as products are summed, for each *piece*: columns under one scale
 //     E4M3, E5M2: float32
-//     TABLE4: float32; lane 4 * half + i of vector 4 * odd + v holds column 2 * (16 * half + 4 * v + i) + odd of its 64
+//     TABLE4, and INT4 as FLOATS: float32; lane 4 * half + i of vector 4 * odd + v holds column 2 * (16 * half + 4 * v + i) + odd of its 64
 struct Spans {
     int64_t spans, lines;      // lines of a span
     Array<Line> data;
@@ -47,7 +49,7 @@ struct Spans {
     const uint8_t* at(int64_t m) const { return data[m * spans * lines].bytes; }
     const float* units_at(int64_t m) const { return units.data() + m * stride; }
 
-    template <int C, int S, int D, bool E> void fill(const Layout& L, const void* x, int64_t rows, int64_t row_stride) {
+    template <int C, int S, int D, int T> void fill(const Layout& L, const void* x, int64_t rows, int64_t row_stride) {
         for (int64_t m = 0; m < rows; m++) {
             if (L.activations) steps[m] = step_of<D>(x, m * row_stride, L.columns);
             for (int64_t b = 0; b < spans; b++) {
@@ -61,16 +63,16 @@ struct Spans {
                 }
                 if (L.activations) round_to(natural, steps[m]);
                 uint8_t* to = data[(m * spans + b) * lines].bytes;
-                if constexpr (is_integer(C)) {
+                if constexpr (T != FLOATS) {
                     alignas(64) int16_t words[SPAN];
                     const float unit = L.activations ? steps[m] : unit_of(largest);
                     to_words(natural, L.activations ? 1 : 1 / unit, words);
                     for (int64_t i = 0; i < scales_of<S>; i++) units[m * stride + b * scales_of<S> + i] = unit;
-                    put_sums<C, S>(words, to + bytes_of<E>);
-                    if (E) place_small(words, to);
+                    put_sums<C, S>(words, to + bytes_of<T>);
+                    if (T == BYTES) place_small(words, to);
                     else if (C == INT4) place_bytes(words, to);
                     else memcpy(to, words, sizeof words);
-                } else if (C == TABLE4) place_floats(natural, (float*)to);
+                } else if (is_nibbled(C)) place_floats(natural, (float*)to);
                 else memcpy(to, natural, sizeof natural);
             }
         }
@@ -180,20 +182,28 @@ struct Spans {
                         for (int64_t i = 0; i < 4; i++) *to++ = natural[2 * (16 * half + 4 * v + i) + odd];
     }
 
-    template <int C, int S, bool E> static Spans of(const Layout& L, const void* x, int dtype, int64_t rows, int64_t stride) {
+    template <int C, int S, int T> static Spans of(const Layout& L, const void* x, int dtype, int64_t rows, int64_t stride) {
         Spans made;
         made.spans = (L.columns + SPAN - 1) / SPAN;
-        made.lines = is_integer(C) ? (bytes_of<E> + SPAN / piece_of<C, S> * WIDTH + 63) / 64 : 4 * SPAN / 64;
+        made.lines = T != FLOATS ? (bytes_of<T> + SPAN / piece_of<C, S> * WIDTH + 63) / 64 : 4 * SPAN / 64;
         made.data.resize(rows * made.spans * made.lines);
         made.stride = (made.spans * scales_of<S> + LANES - 1) / LANES * LANES;
-        if (is_integer(C)) made.units.resize(rows * made.stride);
+        if (T != FLOATS) made.units.resize(rows * made.stride);
         if (L.activations) made.steps.resize(rows);
-        if (dtype == FLOAT32) made.fill<C, S, FLOAT32, E>(L, x, rows, stride);
-        else if (dtype == BFLOAT16) made.fill<C, S, BFLOAT16, E>(L, x, rows, stride);
-        else made.fill<C, S, FLOAT16, E>(L, x, rows, stride);
+        if (dtype == FLOAT32) made.fill<C, S, FLOAT32, T>(L, x, rows, stride);
+        else if (dtype == BFLOAT16) made.fill<C, S, BFLOAT16, T>(L, x, rows, stride);
+        else made.fill<C, S, FLOAT16, T>(L, x, rows, stride);
         return made;
     }
 };
+
+// In a register: else the compiler reads codes from memory twice, and reading is what takes the time.
+inline __m256i kept(__m256i v) {
+    __asm__("" : "+x"(v));
+    return v;
+}
+
+constexpr float LIFT = 0x1p23f;
 
 // What decoding needs besides the codes, and what it finds.
 template <int C> struct Decoder {
@@ -214,10 +224,18 @@ template <int C> struct Decoder {
         return C == E4M3 && !_mm256_testz_si256(is_nan, is_nan);
     }
 
-    // 4-bit: 64 columns, as 8 vectors; else 32, as 4. float8 in units of 2**8.
+    // 4-bit: 64 columns, as 8 vectors; else 32, as 4. float8 in units of 2**8. Integers of 4 bits are LIFT too much.
     inline void operator()(const uint8_t* codes, __m256* out) {
-        const __m256i c = line(codes);
-        if constexpr (C == TABLE4) {
+        const __m256i c = kept(line(codes));
+        if constexpr (C == INT4) {
+            const __m256i mask = _mm256_set1_epi8(15), zero = _mm256_setzero_si256(), top = _mm256_set1_epi16(0x4b00);
+            const __m256i some[2] = {_mm256_and_si256(c, mask), _mm256_and_si256(_mm256_srli_epi16(c, 4), mask)};
+            for (int odd = 0; odd < 2; odd++) {
+                const __m256i l = _mm256_unpacklo_epi8(some[odd], zero), h = _mm256_unpackhi_epi8(some[odd], zero);
+                out[4 * odd] = (__m256)_mm256_unpacklo_epi16(l, top), out[4 * odd + 1] = (__m256)_mm256_unpackhi_epi16(l, top);
+                out[4 * odd + 2] = (__m256)_mm256_unpacklo_epi16(h, top), out[4 * odd + 3] = (__m256)_mm256_unpackhi_epi16(h, top);
+            }
+        } else if constexpr (C == TABLE4) {
             const __m256i mask = _mm256_set1_epi8(15);
             const __m256i some[2] = {_mm256_and_si256(c, mask), _mm256_and_si256(_mm256_srli_epi16(c, 4), mask)};
             for (int odd = 0; odd < 2; odd++) {
@@ -246,17 +264,23 @@ template <int C> struct Decoder {
     }
 };
 
-// As that, in float32, added to A sums.
-template <int C, int M, int A, int N> inline void float_dot(Decoder<C>& decoder, const uint8_t* codes,
-                                                            const uint8_t* const* x, int64_t first, F (*out)[A]) {
+// As that, in float32, added to A sums. `low` is added to integers; then, where G, they are multiplied with `by`, and `after` is
+// added.
+template <int C, int M, int A, int N, bool G> inline void float_dot(Decoder<C>& decoder, const uint8_t* codes, F low, F by,
+                                                                    F after, const uint8_t* const* x, int64_t first,
+                                                                    F (*out)[A]) {
     constexpr int64_t step = is_nibbled(C) ? 64 : 32;
 #pragma GCC unroll 4
     for (int64_t k = first; k < first + N; k += step) {
         __m256 w[step / 8];
         decoder(codes + (is_nibbled(C) ? k / 2 : k), w);
 #pragma GCC unroll 8
-        for (int64_t v = 0; v < step / 8; v++)
-            for (int m = 0; m < M; m++) out[m][v % A] = fma((F)w[v], load<F>(x[m] + 4 * (k + 8 * v)), out[m][v % A]);
+        for (int64_t v = 0; v < step / 8; v++) {
+            F value = (F)w[v];
+            if (C == INT4) value += low;
+            if (G) value = fma(value, by, after);
+            for (int m = 0; m < M; m++) out[m][v % A] = fma(value, load<F>(x[m] + 4 * (k + 8 * v)), out[m][v % A]);
+        }
     }
 }
 
@@ -267,19 +291,25 @@ template <int M, int A> inline void gather_sums(F (*sums)[A], F* out) {
     }
 }
 
-// -- rows of integers -------------------------------------------------------------------------------------------------
+// The last `count` bytes of a row, and zeros. memcpy of so few takes longer than what they are for.
+template <int64_t BYTES> struct alignas(32) Rest {
+    uint8_t bytes[BYTES];
 
-// In a register: else the compiler reads codes from memory twice, and reading is what takes the time.
-inline __m256i kept(__m256i v) {
-    __asm__("" : "+x"(v));
-    return v;
-}
+    void fill(const uint8_t* from, int64_t count) {
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < BYTES; k += 32) put_line(bytes + k, _mm256_setzero_si256());
+        int64_t k = 0;
+        for (; k + 16 <= count; k += 16) _mm_store_si128((__m128i*)(bytes + k), load<__m128i>(from + k));
+        for (; k < count; k++) bytes[k] = from[k];
+    }
+};
+
+// -- rows of integers -------------------------------------------------------------------------------------------------
 
 // What piece i of a span is multiplied with, of values of which there is one for each group.
 template <int C, int S> inline F of_piece(const float* p, int64_t i) {
     if (S == G32 && is_nibbled(C)) {
-        const __m256 two = (__m256)_mm256_broadcast_sd((const double*)(p + 2 * i));
-        return (F)_mm256_permutevar8x32_ps(two, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+        return (F)_mm256_set_m128(_mm_broadcast_ss(p + 2 * i + 1), _mm_broadcast_ss(p + 2 * i));
     }
     return all(p[i]);
 }
@@ -287,7 +317,7 @@ template <int C, int S> inline F of_piece(const float* p, int64_t i) {
 // Adds a span of codes times M rows of inputs, lane by lane. The sums of a piece are exact, also as float32, where codes
 // have 4 bits: below 16 * 15 * 2**15 < 2**24, with `zero` added to every code; then `scale` multiplies them, of which those
 // of row m are `stride` times m further.
-template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inline)) void integer_span(
+template <int C, int S, int M, bool Z, int T> inline __attribute__((always_inline)) void integer_span(
     const uint8_t* codes, const uint8_t* const* x, const float* scale, int64_t stride, const float* zero, F* total) {
     constexpr int64_t piece = piece_of<C, S>, pieces = SPAN / piece;
     F apart[M];  // many pieces are a chain of additions, which is not to wait for that of the last span
@@ -302,7 +332,7 @@ template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inli
                 const __m256i c = kept(line(codes + k / 2));
                 const __m256i even = _mm256_and_si256(c, mask), odd = _mm256_and_si256(_mm256_srli_epi16(c, 4), mask);
                 for (int m = 0; m < M; m++) {
-                    if constexpr (E) {
+                    if constexpr (T == BYTES) {
                         const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(even, line(x[m] + k)),
                                                               _mm256_maddubs_epi16(odd, line(x[m] + k + 32)));
                         sums[m] = k == i * piece ? both : _mm256_add_epi16(sums[m], both);
@@ -318,7 +348,7 @@ template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inli
                 }
             }
             for (int m = 0; m < M; m++) {
-                if constexpr (E) sums[m] = _mm256_madd_epi16(sums[m], _mm256_set1_epi16(1));
+                if constexpr (T == BYTES) sums[m] = _mm256_madd_epi16(sums[m], _mm256_set1_epi16(1));
                 else sums[m] = _mm256_add_epi32(_mm256_madd_epi16(sums[m], _mm256_set1_epi16(256)),
                                                 _mm256_madd_epi16(low[m], _mm256_set1_epi16(1)));
             }
@@ -334,7 +364,7 @@ template <int C, int S, int M, bool Z, bool E> inline __attribute__((always_inli
         }
         for (int m = 0; m < M; m++) {
             F part = (F)_mm256_cvtepi32_ps(sums[m]);
-            if (Z) part = fma(of_piece<C, S>(zero, i), load<F>(x[m] + bytes_of<E> + i * WIDTH), part);
+            if (Z) part = fma(of_piece<C, S>(zero, i), load<F>(x[m] + bytes_of<T> + i * WIDTH), part);
             apart[m] = fma(of_piece<C, S>(scale + m * stride, i), part, apart[m]);
         }
     }
@@ -364,7 +394,7 @@ template <int S> void scales_of_rows(const Layout& L, const Parts& P, int64_t n,
 
 // y[m] = a row of codes times row `from + m` of the inputs. `scale` and `zero` are those of its spans; `buffer` is for M rows
 // of scales.
-template <int C, int S, int M, bool Z, bool E> void integer_row(const Layout& L, const uint8_t* codes, const float* scale,
+template <int C, int S, int M, bool Z, int T> void integer_row(const Layout& L, const uint8_t* codes, const float* scale,
                                                         const float* zero, const Spans& in, int64_t from, float* buffer,
                                                         float* y) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
@@ -382,62 +412,62 @@ template <int C, int S, int M, bool Z, bool E> void integer_row(const Layout& L,
     for (int64_t b = 0; b < whole; b++) {
         _mm_prefetch((const char*)codes + AHEAD, _MM_HINT_T1);
         if (bytes > 64) _mm_prefetch((const char*)codes + AHEAD + 64, _MM_HINT_T1);
-        integer_span<C, S, M, Z, E>(codes, x, buffer, in.stride, zero, total);
+        integer_span<C, S, M, Z, T>(codes, x, buffer, in.stride, zero, total);
         codes += bytes, buffer += scales_of<S>, zero += scales_of<S>;
         for (int m = 0; m < M; m++) x[m] += in.lines * 64;
     }
     if (whole < in.spans) {
-        alignas(32) uint8_t rest[bytes] = {};
-        memcpy(rest, codes, L.row_bytes - whole * bytes);
-        integer_span<C, S, M, Z, E>(rest, x, buffer, in.stride, zero, total);
+        Rest<bytes> rest;
+        rest.fill(codes, L.row_bytes - whole * bytes);
+        integer_span<C, S, M, Z, T>(rest.bytes, x, buffer, in.stride, zero, total);
     }
     for (int m = 0; m < M; m++) y[m] = sum(total[m]) * L.unit;
 }
 
 // -- rows of floats ---------------------------------------------------------------------------------------------------
 
-// y[m] = the row of codes, of which `s` are the scales, times row `from + m` of the inputs. `buffer` is for those of spans.
-template <int C, int S, int M> void float_row(const Layout& L, const uint8_t* codes, const float* s, Decoder<C>& decoder,
-                                              const Spans& in, int64_t from, float* buffer, float* y) {
-    constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, A = M == 1 ? 4 : M == 2 ? 2 : 1;
-    constexpr int64_t piece = piece_of<C, S>;
-    constexpr bool narrow = S == G64 || S == G32;
+// y[m] = the row of codes, of which `scale` has those of its spans, times row `from + m` of the inputs. `low` is added to
+// integers; and, where G, `after` to their products with the scale.
+template <int C, int S, int M, bool G> void float_row(const Layout& L, const uint8_t* codes, const float* scale,
+                                                      const float* low, const float* after, Decoder<C>& decoder,
+                                                      const Spans& in, int64_t from, float* y) {
+    constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, piece = S == WHOLE ? 64 : piece_of<C, S>;
+    constexpr bool is_scaled = S != WHOLE && !G;  // piece by piece
+    constexpr int64_t few = !is_scaled ? 4 : piece / 32, A = M > 2 || few < 2 ? 1 : M == 2 || few == 2 ? 2 : 4;
     const uint8_t* x[M];
     F total[M], part[M], sums[M][A];
     for (int m = 0; m < M; m++) {
         x[m] = in.at(from + m), total[m] = F{};
         for (int a = 0; a < A; a++) sums[m][a] = F{};
     }
-    if (S == WIDE) spread(s, L.group / SPAN, in.spans, buffer);
     decoder.largest = _mm256_setzero_si256();
+    const int64_t whole = L.row_bytes / bytes;
+    Rest<bytes> rest;
+    if (whole < in.spans) rest.fill(codes + whole * bytes, L.row_bytes - whole * bytes);
     for (int64_t b = 0; b < in.spans; b++) {
-        const uint8_t* at = codes + b * bytes;
-        uint8_t rest[bytes];
-        _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T1);
-        if (bytes > 64) _mm_prefetch((const char*)at + AHEAD + 64, _MM_HINT_T1);
-        if (L.row_bytes - b * bytes < bytes) {
-            memset(rest, 0, bytes);
-            memcpy(rest, at, L.row_bytes - b * bytes);
-            at = rest;
-        }
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < SPAN / piece; i++) {
-            float_dot<C, M, A, piece>(decoder, at, x, i * piece, sums);
-            if (S == WHOLE) continue;
+        const uint8_t* at = b < whole ? codes + b * bytes : rest.bytes;
+        _mm_prefetch((const char*)codes + b * bytes + AHEAD, _MM_HINT_T1);
+        if (bytes > 64) _mm_prefetch((const char*)codes + b * bytes + AHEAD + 64, _MM_HINT_T1);
+        const int64_t left = L.columns - b * SPAN, end = left < SPAN ? left : SPAN, g = S == WHOLE ? 0 : b * scales_of<S>;
+        for (int64_t k = 0, i = 0; k < end; k += piece, i += S != WHOLE) {
+            F lift{}, by{}, add{};
+            if (is_scaled || G) by = of_piece<C, S>(scale + g, i);
+            if (C == INT4) lift = of_piece<C, S>(low + g, i) - all(LIFT);
+            if (G) add = of_piece<C, S>(after + g, i);
+            float_dot<C, M, A, piece, G>(decoder, at, lift, by, add, x, k, sums);
+            if (!is_scaled) continue;
             gather_sums<M, A>(sums, part);
-            const F by = narrow ? of_piece<C, S>(s, i) : all(buffer[b]);
             for (int m = 0; m < M; m++) {
                 total[m] = fma(by, part[m], total[m]);
                 for (int a = 0; a < A; a++) sums[m][a] = F{};
             }
         }
-        s += narrow ? scales_of<S> : 0;
         for (int m = 0; m < M; m++) x[m] += in.lines * 64;
     }
-    if (S == WHOLE) gather_sums<M, A>(sums, total);
+    if (!is_scaled) gather_sums<M, A>(sums, total);
     for (int m = 0; m < M; m++) {
         y[m] = sum(total[m]);
-        if (S == WHOLE) y[m] *= s[0];
+        if (S == WHOLE && !G) y[m] *= scale[0];
         if (C == E4M3) y[m] *= 256.0f;
         if (L.activations) y[m] *= in.steps[from + m];
         y[m] = decoder.found_nan() ? NAN : y[m] * L.unit;

@@ -7,6 +7,7 @@ namespace {
 #include "unpack.h"
 #include "row_parts.h"
 #include "stream.h"
+#include "levels.h"
 #include "ordered.h"
 
 void decode_as(const Layout& L, const Parts& P, const Rows& rows, int dtype, void* out) {

@@ -2,11 +2,8 @@
 //
 // stream.cpp includes this in its own namespace.
 //
-// A row of codes is unpacked to bytes, which stay in the cache. Where levels are whole multiples of a power of two, the bytes
-// are multiplied, by the rows of rows_avx2.h where inputs are taken as fixed point:
-//     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
-// Inputs of float32 are multiplied with level + before, so that their sums lose nothing where the two are nearly the same.
-// In all other cases a row is decoded to float32, and so are inputs. Columns that name their groups: ordered.h.
+// A row of codes is unpacked to bytes, which stay in the cache, and decoded to float32; and so are inputs. What is multiplied
+// without decoding: levels.h. Columns that name their groups: ordered.h.
 
 inline const uint8_t* levels_of(const Layout& L) { return L.is_whole ? L.whole : nullptr; }
 
@@ -126,18 +123,6 @@ template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows&
     });
 }
 
-template <int D> void put_one(float y, const void* bias, int64_t n, void* out, int64_t at) {
-    if (bias) y += get<D>(bias, n, 1)[0];
-    put<D>(all(y), out, at, 1);
-}
-
-void put_sums(const float* y, int64_t count, const Layout& L, int dtype, const void* bias, int64_t n, void* out, int64_t m) {
-    for (int64_t i = 0; i < count; i++)
-        if (dtype == FLOAT32) put_one<FLOAT32>(y[i], bias, n, out, (m + i) * L.rows + n);
-        else if (dtype == BFLOAT16) put_one<BFLOAT16>(y[i], bias, n, out, (m + i) * L.rows + n);
-        else put_one<FLOAT16>(y[i], bias, n, out, (m + i) * L.rows + n);
-}
-
 // -- by way of float32 ----------------------------------------------------------------------------------------------------
 
 template <int D> void to_floats(const void* x, int64_t rows, int64_t stride, int64_t columns, int64_t padded, float* to) {
@@ -184,206 +169,14 @@ void decoded_linear(const Layout& L, const Parts& P, const void* x, int64_t rows
     over(L.rows, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t n) {
         StreamRow row(L, buffer.data());
         row.decode(L, P, n, L.bits > 4 ? levels_of(L) : nullptr);
-        float y[4];
+        float y[3 + LANES];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
             const float* from = floats.data() + m * padded;
             if (some == 4) float_dots<4>(row.values, from, padded, y);
             else if (some == 2) float_dots<2>(row.values, from, padded, y);
             else float_dots<1>(row.values, from, padded, y);
-            put_sums(y, some, L, dtype, bias, n, out, m);
+            for (int64_t i = 0; i < some; i++) put_some(dtype, y + i, 1, bias, n, out, (m + i) * L.rows + n);
         }
     });
-}
-
-// -- by way of levels -----------------------------------------------------------------------------------------------------
-
-bool has_levels(const Layout& L, int dtype) {
-    if (L.is_flat || !(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
-    if (L.arithmetic != FLOAT32 && L.arithmetic != dtype && dtype != BFLOAT16) return false;  // its roundings are not done
-    const bool has_after = L.family == BIASED || (L.family == SUPER_BLOCKS && L.types[2] >= 0);
-    if (dtype == FLOAT32 && has_after) return false;  // where a value is nearly 0, its two sums would lose it
-    return L.group >= L.columns || L.group % LANES == 0;
-}
-
-// Rows of inputs as float32, and their sums under each scale.
-struct FloatInputs {
-    static constexpr bool reads_within_rows = false, adds_before = true;
-    int64_t padded, count, wide, each = 1;
-    Buffer floats, sums;
-
-    FloatInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
-        : padded(StreamRow::padded(L)), count(L.groups), wide(L.groups + 2 * LANES),
-          floats(as_floats(L, x, rows, stride, dtype)), sums(rows * wide) {
-        for (int64_t m = 0; m < rows; m++)
-            for (int64_t g = 0; g < count; g++) {
-                F total{};
-                for (int64_t k = g * L.group; k < (g + 1) * L.group && k < L.columns; k += LANES)
-                    total += load<F>(floats.data() + m * padded + k);
-                sums[m * wide + g] = sum(total);
-            }
-    }
-
-    // `before`, if it is there, is added to the levels of each group: exactly, where a sum of its own would cancel.
-    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, const float* before, int64_t m,
-                              float*, float* y) const {
-        constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
-        if (L.group < 32) before ? row_by<M, 1, true>(L, codes, scale, before, m, y)
-                                 : row_by<M, 1, false>(L, codes, scale, before, m, y);
-        else before ? row_by<M, A, true>(L, codes, scale, before, m, y) : row_by<M, A, false>(L, codes, scale, before, m, y);
-    }
-
-    template <int M, int A, bool Z> void row_by(const Layout& L, const uint8_t* codes, const float* scale, const float* before,
-                                                int64_t m, float* y) const {
-        const float* x = floats.data() + m * padded;
-        F total[M];
-        for (int i = 0; i < M; i++) total[i] = F{};
-        for (int64_t k = 0, end = L.group; k < L.columns; end += L.group, scale++) {
-            end = end < L.columns ? end : L.columns;
-            F part[M][A];
-            for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
-            const F low = Z ? all(*before++) : F{};
-            for (; k + A * LANES <= end; k += A * LANES)
-#pragma GCC unroll 4
-                for (int a = 0; a < A; a++) add<M, A, Z>(codes, x, k + a * LANES, a, low, part);
-            for (; k < end; k += LANES) add<M, A, Z>(codes, x, k, 0, low, part);
-            for (int i = 0; i < M; i++) {
-                for (int a = 1; a < A; a++) part[i][0] += part[i][a];
-                total[i] = fma(all(*scale), part[i][0], total[i]);
-            }
-        }
-        for (int i = 0; i < M; i++) y[i] = sum(total[i]) * L.unit;
-    }
-
-    template <int M, int A, bool Z> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F low,
-                                                    F (*part)[A]) const {
-        F level = values<INT8>(codes + k);
-        if (Z) level += low;
-#pragma GCC unroll 4
-        for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
-    }
-};
-
-#if FAST_ROWS
-bool is_fixed(const Layout& L, int dtype) {
-    if ((dtype == FLOAT32 && !L.activations) || !has_levels(L, dtype)) return false;
-    return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32 || L.group == 16;
-}
-
-// The same as fixed point, for the rows of rows_avx2.h.
-template <int S> struct FixedInputs {
-    static constexpr bool reads_within_rows = true, adds_before = false;
-    Spans in;
-    int64_t count, wide, each;
-    Buffer sums;
-
-    FixedInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
-        : in(Spans::of<INT8, S, false>(L, x, dtype, rows, stride)), count(in.spans * scales_of<S>), wide(in.stride + LANES),
-          each(S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1), sums(rows * wide) {
-        for (int64_t m = 0; m < rows; m++)
-            for (int64_t i = 0; i < count; i++) {
-                const int64_t span = i / scales_of<S>, piece = i % scales_of<S>;
-                const F v = load<F>(in.at(m) + span * in.lines * 64 + bytes_of<false> + piece * WIDTH);
-                sums[m * wide + i] = sum(v) * in.units_at(m)[i];
-            }
-    }
-
-    template <int M> void row(const Layout& L, const uint8_t* codes, const float* scale, const float*, int64_t m,
-                              float* scratch, float* y) const {
-        integer_row<INT8, S, M, false, false>(L, codes, scale, scale, in, m, scratch, y);
-    }
-};
-#else
-bool is_fixed(const Layout&, int) { return false; }
-#endif
-
-// Unsigned bytes, less 128, as signed ones.
-inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
-    int64_t k = 0;
-    for (; k + WIDTH <= count; k += WIDTH) {
-        const I v = load<I>(from + k) ^ (int32_t)0x80808080;
-        memcpy(to + k, &v, sizeof v);
-    }
-    for (; k < count; k++) to[k] = from[k] ^ 0x80;
-}
-
-template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
-                                           int dtype, const void* bias, void* out) {
-    Layout L = given;  // of the levels, a byte each
-    L.row_bytes = L.columns;
-    const Inputs in(L, x, rows, stride, dtype);
-    const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
-    const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1;
-    const bool is_there = L.source == INT8 && (Inputs::reads_within_rows || L.columns % LANES == 0);  // as signed bytes
-    const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
-    const bool is_shifted = L.family != SIMPLE || (is_lifted && !Inputs::adds_before);
-    const int64_t tile = rows > 4 || L.rows >= 256 ? 16 : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
-    const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
-    Layout all_rows = L;
-    all_rows.groups *= at_once;
-    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + 4 * in.wide + tile * (3 * in.wide + bytes / 4);
-    const auto make = [&] { return RowParts::buffer(all_rows, size); };
-    over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
-        RowParts parts(all_rows, buffer.data());
-        float *scratch = buffer.data() + RowParts::size(all_rows), *scales = scratch + 4 * in.wide, *shifts = scales + tile * in.wide;
-        float* lows = shifts + tile * in.wide;
-        uint8_t* codes = (uint8_t*)(lows + tile * in.wide);
-        const uint8_t* own[16];
-        const int64_t first = t * tile, end = first + tile < L.rows ? first + tile : L.rows;
-        for (int64_t n = first, i = 0; n < end; n++, i++) {
-            RowAt at(L, n);
-            at.groups *= end - n < at_once ? end - n : at_once;
-            if (i % at_once == 0) parts.fill(given, P, n, at);
-            const int64_t from = i % at_once * L.groups;
-            float *scale = scales + i * in.wide, *shift = shifts + i * in.wide, *low = lows + i * in.wide;
-            float *by = in.each == 1 ? scale : scratch, *add = in.each == 1 ? shift : scratch + in.wide;
-            for (int64_t g = 0; g < L.groups; g += LANES) {
-                const F s = load<F>(parts.scale + from + g), stepped = s * all(step);
-                const F lifted = load<F>(parts.before + from + g) + all(lift), after = load<F>(parts.after + from + g);
-                const F moved = Inputs::adds_before ? after : lifted * s * all(L.unit) + after;
-                memcpy(by + g, &stepped, sizeof stepped), memcpy(add + g, &moved, sizeof moved);
-                const F units = lifted * all(1 / step);  // exact: a power of two
-                if (Inputs::adds_before) memcpy(low + g, &units, sizeof units);
-            }
-            if (in.each > 1) spread(by, in.each, in.count, scale), spread(add, in.each, in.count, shift);
-            const uint8_t* eights = (const uint8_t*)P.codes + n * L.columns;  // where codes have 8 bits
-            if (is_there) own[i] = eights;
-            else if (flips) own[i] = codes + i * bytes, copy_flipped(eights, L.columns, codes + i * bytes);
-            else own[i] = StreamRow::unpack(given, P, n, at, levels_of(L), codes + i * bytes);
-        }
-        float y[4];
-        for (int64_t m = 0, some; m < rows; m += some) {
-            some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-            for (int64_t n = first, i = 0; n < end; n++, i++) {
-                const float *scale = scales + i * in.wide, *shift = shifts + i * in.wide;
-                const float* low = Inputs::adds_before && is_lifted ? lows + i * in.wide : nullptr;
-                if (some == 4) in.template row<4>(L, own[i], scale, low, m, scratch, y);
-                else if (some == 2) in.template row<2>(L, own[i], scale, low, m, scratch, y);
-                else in.template row<1>(L, own[i], scale, low, m, scratch, y);
-                for (int64_t j = 0; is_shifted && j < some; j++) {
-                    F total{};
-                    for (int64_t k = 0; k < in.count; k += LANES)
-                        total = fma(load<F>(shift + k), load<F>(in.sums.data() + (m + j) * in.wide + k), total);
-                    y[j] += sum(total);
-                }
-                put_sums(y, some, L, dtype, bias, n, out, m);
-            }
-        }
-    });
-}
-
-void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
-                   void* out) {
-#if FAST_ROWS
-    if (is_fixed(L, dtype)) {
-        if (L.group >= L.columns) levels_linear<FixedInputs<WHOLE>>(L, P, x, rows, stride, dtype, bias, out);
-        else if (L.group % SPAN == 0) levels_linear<FixedInputs<WIDE>>(L, P, x, rows, stride, dtype, bias, out);
-        else if (L.group == 64) levels_linear<FixedInputs<G64>>(L, P, x, rows, stride, dtype, bias, out);
-        else if (L.group == 32) levels_linear<FixedInputs<G32>>(L, P, x, rows, stride, dtype, bias, out);
-        else levels_linear<FixedInputs<G16>>(L, P, x, rows, stride, dtype, bias, out);
-        return;
-    }
-#endif
-    if (has_levels(L, dtype)) levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
-    else decoded_linear(L, P, x, rows, stride, dtype, bias, out);
 }

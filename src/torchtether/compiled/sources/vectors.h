@@ -224,3 +224,18 @@ template <int D> inline F get(const void* p, int64_t at, int64_t count = LANES) 
     memcpy(&h, (const uint16_t*)p + at, count * 2);
     return D == FLOAT16 ? from_half(h) : (F)(widen(h) << 16);
 }
+
+// out[at + i] = y[i] + bias[n + i], if there is one. Reads whole vectors of y.
+template <int D> void put_some(const float* y, int64_t count, const void* bias, int64_t n, void* out, int64_t at) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t some = count - i < LANES ? count - i : LANES;
+        const F v = load<F>(y + i);
+        put<D>(bias ? v + get<D>(bias, n + i, some) : v, out, at + i, some);
+    }
+}
+
+inline void put_some(int dtype, const float* y, int64_t count, const void* bias, int64_t n, void* out, int64_t at) {
+    if (dtype == FLOAT32) put_some<FLOAT32>(y, count, bias, n, out, at);
+    else if (dtype == BFLOAT16) put_some<BFLOAT16>(y, count, bias, n, out, at);
+    else put_some<FLOAT16>(y, count, bias, n, out, at);
+}

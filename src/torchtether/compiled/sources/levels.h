@@ -1,0 +1,244 @@
+// Products with codes whose levels are whole multiples of a power of two: levels are multiplied, and not values.
+//
+// stream.cpp includes this in its own namespace.
+//
+//     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
+// Codes of 4 bits lie as the rows of rows_avx2.h take them; others are unpacked to bytes, which stay in the cache. Inputs of
+// float32 are multiplied with level + before, or with (level + before) * scale + after, so that their sums lose nothing where
+// these are nearly 0.
+
+inline bool has_after(const Layout& L) { return L.family == BIASED || (L.family == SUPER_BLOCKS && L.types[2] >= 0); }
+
+// The numbers of a row: `low` is added to levels, all times `scale`, plus `after`; or, where inputs know their sums, `after`
+// stands for both.
+struct RowOfLevels {
+    const uint8_t* codes;
+    const float *scale, *low, *after;
+    bool has_low, has_after;  // where not, they are 0
+};
+
+bool has_levels(const Layout& L, int dtype) {
+    if (L.is_flat || !(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
+    if (L.arithmetic != FLOAT32 && L.arithmetic != dtype && dtype != BFLOAT16) return false;  // its roundings are not done
+    const bool is_exact = L.bits < 8 && !(L.family == BIASED && L.scale == FLOAT32);  // level times scale
+    if (dtype == FLOAT32 && has_after(L) && !is_exact) return false;
+    return L.group >= L.columns || L.group % LANES == 0;
+}
+
+// Rows of inputs as float32, and where these have 16 bits their sums under each scale.
+struct FloatInputs {
+    static constexpr bool in_place = false, reads_within_rows = false, adds_low = true;
+    const bool adds_after;
+    int64_t padded, count, wide, each = 1;
+    Buffer floats, sums;
+
+    FloatInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
+        : adds_after(dtype == FLOAT32), padded(StreamRow::padded(L)), count(L.groups), wide(L.groups + 2 * LANES),
+          floats(as_floats(L, x, rows, stride, dtype)), sums(adds_after ? 0 : rows * wide) {
+        for (int64_t m = 0; m < rows && !adds_after; m++)
+            for (int64_t g = 0; g < count; g++) {
+                F total{};
+                for (int64_t k = g * L.group; k < (g + 1) * L.group && k < L.columns; k += LANES)
+                    total += load<F>(floats.data() + m * padded + k);
+                sums[m * wide + g] = sum(total);
+            }
+    }
+
+    enum Numbers { SCALE, LOW, AFTER };  // what there is besides
+
+    template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float*, float* y) const {
+        constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
+        if (row.has_after && adds_after) row_by<M, A, AFTER>(L, row, m, y);
+        else if (L.group < 64) row.has_low ? row_by<M, 1, LOW>(L, row, m, y) : row_by<M, 1, SCALE>(L, row, m, y);
+        else row.has_low ? row_by<M, A, LOW>(L, row, m, y) : row_by<M, A, SCALE>(L, row, m, y);
+    }
+
+    template <int M, int A, int N> void row_by(const Layout& L, const RowOfLevels& row, int64_t m, float* y) const {
+        const float* x = floats.data() + m * padded;
+        F total[M], part[M][A];
+        for (int i = 0; i < M; i++) total[i] = F{};
+        for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
+        for (int64_t k = 0, g = 0; k < L.columns; g++) {
+            const int64_t next = (g + 1) * L.group, end = next < L.columns ? next : L.columns;
+            const F low = all(N == LOW ? row.low[g] : 0), by = all(row.scale[g]), after = all(N == AFTER ? row.after[g] : 0);
+            for (; k + A * LANES <= end; k += A * LANES)
+#pragma GCC unroll 4
+                for (int a = 0; a < A; a++) add<M, A, N>(row.codes, x, k + a * LANES, a, low, by, after, part);
+            for (; k < end; k += LANES) add<M, A, N>(row.codes, x, k, 0, low, by, after, part);
+            for (int i = 0; i < M && N != AFTER; i++) {
+                for (int a = 1; a < A; a++) part[i][0] += part[i][a], part[i][a] = F{};
+                total[i] = fma(by, part[i][0], total[i]);
+                part[i][0] = F{};
+            }
+        }
+        for (int i = 0; i < M; i++) {
+            for (int a = 0; a < A && N == AFTER; a++) total[i] += part[i][a];
+            y[i] = sum(total[i]) * L.unit;
+        }
+    }
+
+    template <int M, int A, int N> inline void add(const uint8_t* codes, const float* x, int64_t k, int a, F low, F by, F after,
+                                                   F (*part)[A]) const {
+        F level = values<INT8>(codes + k);
+        if (N == LOW) level += low;
+        if (N == AFTER) level = fma(level, by, after);
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++) part[i][a] = fma(level, load<F>(x + i * padded + k), part[i][a]);
+    }
+};
+
+#if FAST_ROWS
+bool suits_spans(const Layout& L) {
+    return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32 || L.group == 16;
+}
+
+bool is_fixed(const Layout& L, int dtype) {
+    return (dtype != FLOAT32 || L.activations) && has_levels(L, dtype) && suits_spans(L);
+}
+
+// Whether the rows of rows_avx2.h take codes as they lie.
+bool is_nibbled(const Layout& L) {
+    return L.bits == 4 && L.source == UINT8 && suits_spans(L) && (L.group != 16 || L.columns <= 16);
+}
+
+// Rows of inputs as the rows of rows_avx2.h take them, and as fixed point their sums, too.
+template <int C, int S, int T> struct SpanInputs {
+    static constexpr bool in_place = C == INT4, reads_within_rows = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
+    static constexpr int64_t some = S == G32 && C == INT4 ? LANES / 2 : LANES;  // lanes under one scale
+    Spans in;
+    int64_t count, wide, each;
+    Buffer sums;
+
+    SpanInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
+        : in(Spans::of<C, S, T>(L, x, dtype, rows, stride)), count(in.spans * scales_of<S>), wide(in.stride + LANES),
+          each(S == WHOLE ? (T == FLOATS ? 1 : count) : S == WIDE ? L.group / SPAN : 1), sums(T == FLOATS ? 0 : rows * wide) {
+        for (int64_t m = 0; m < rows && T != FLOATS; m++)
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t span = i / scales_of<S>, own = i % scales_of<S>;
+                const float* p = (const float*)(in.at(m) + span * in.lines * 64 + bytes_of<T>) + own * some;
+                F v{};
+                memcpy(&v, p, some * 4);
+                sums[m * wide + i] = sum(v) * in.units_at(m)[i];
+            }
+    }
+
+    template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float* scratch, float* y) const {
+        if constexpr (T == WORDS) {
+            integer_row<C, S, M, false, T>(L, row.codes, row.scale, row.low, in, m, scratch, y);
+        } else {
+            Decoder<C> decoder(L);
+            if (row.has_after) float_row<C, S, M, true>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
+            else float_row<C, S, M, false>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
+        }
+    }
+};
+#else
+bool is_fixed(const Layout&, int) { return false; }
+#endif
+
+// Unsigned bytes, less 128, as signed ones.
+inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
+    int64_t k = 0;
+    for (; k + WIDTH <= count; k += WIDTH) {
+        const I v = load<I>(from + k) ^ (int32_t)0x80808080;
+        memcpy(to + k, &v, sizeof v);
+    }
+    for (; k < count; k++) to[k] = from[k] ^ 0x80;
+}
+
+template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                           int dtype, const void* bias, void* out) {
+    constexpr int64_t TILE = 16;
+    Layout L = given;  // of the levels
+    if (!Inputs::in_place) L.row_bytes = L.columns;
+    const Inputs in(L, x, rows, stride, dtype);
+    const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
+    const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1, per_step = 1 / step;  // exact: a power of two
+    const bool is_there = Inputs::in_place || (L.source == INT8 && (Inputs::reads_within_rows || L.columns % LANES == 0));
+    const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
+    const bool is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
+    const bool adds = is_shifted || (in.adds_after && has_after(L));  // else 0 stays there
+    const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
+    const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
+    Layout all_rows = L;
+    all_rows.groups *= at_once;
+    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + 4 * in.wide + tile * (3 * in.wide + bytes / 4);
+    const auto make = [&] { return RowParts::buffer(all_rows, size); };
+    over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
+        RowParts parts(all_rows, buffer.data());
+        float *scratch = buffer.data() + RowParts::size(all_rows), *numbers = scratch + 4 * in.wide;
+        uint8_t* codes = (uint8_t*)(numbers + 3 * tile * in.wide);
+        RowOfLevels own[TILE];
+        const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
+        for (int64_t i = 0; i < count; i++) {
+            RowAt at(L, first + i);
+            at.groups *= count - i < at_once ? count - i : at_once;
+            if (i % at_once == 0) parts.fill(given, P, first + i, at);
+            const int64_t from = i % at_once * L.groups;
+            float *scale = numbers + 3 * i * in.wide, *low = scale + in.wide, *after = low + in.wide;
+            float *by = in.each == 1 ? scale : scratch, *less = by + in.wide, *add = less + in.wide;
+            for (int64_t g = 0; g < L.groups; g += LANES) {
+                const F s = load<F>(parts.scale + from + g), stepped = s * all(step);
+                memcpy(by + g, &stepped, sizeof stepped);
+                F moved = load<F>(parts.after + from + g);
+                if (is_lifted) {
+                    const F lifted = load<F>(parts.before + from + g) + all(lift), units = lifted * all(per_step);
+                    if (Inputs::adds_low) memcpy(less + g, &units, sizeof units);
+                    else moved += lifted * s * all(L.unit);
+                }
+                if (adds) memcpy(add + g, &moved, sizeof moved);
+            }
+            if (in.each > 1) {
+                spread(by, in.each, in.count, scale);
+                if (is_lifted && Inputs::adds_low) spread(less, in.each, in.count, low);
+                if (adds) spread(add, in.each, in.count, after);
+            } else
+                for (int64_t g = L.groups; g < in.count; g++) scale[g] = low[g] = after[g] = 0;  // of columns that are not there
+            const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
+            uint8_t* to = codes + i * bytes;
+            if (flips) copy_flipped(lie, L.columns, to), lie = to;
+            else if (!is_there) lie = StreamRow::unpack(given, P, first + i, at, levels_of(L), to);
+            own[i] = {lie, scale, low, after, is_lifted, has_after(L)};
+        }
+        float y[4][TILE], found[4];
+        for (int64_t m = 0, some; m < rows; m += some) {
+            some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+            for (int64_t i = 0; i < count; i++) {
+                if (some == 4) in.template row<4>(L, own[i], m, scratch, found);
+                else if (some == 2) in.template row<2>(L, own[i], m, scratch, found);
+                else in.template row<1>(L, own[i], m, scratch, found);
+                for (int64_t j = 0; j < some; j++) {
+                    F total{};
+                    for (int64_t k = 0; is_shifted && k < in.count; k += LANES)
+                        total = fma(load<F>(own[i].after + k), load<F>(in.sums.data() + (m + j) * in.wide + k), total);
+                    y[j][i] = is_shifted ? found[j] + sum(total) : found[j];
+                }
+            }
+            for (int64_t j = 0; j < some; j++) put_some(dtype, y[j], count, bias, first, out, (m + j) * L.rows + first);
+        }
+    });
+}
+
+#if FAST_ROWS
+template <int C, int T> void spans_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
+                                          int dtype, const void* bias, void* out) {
+    if constexpr (C == INT8)
+        if (L.group == 16 && L.columns > 16) return levels_linear<SpanInputs<C, G16, T>>(L, P, x, rows, stride, dtype, bias, out);
+    if (L.group >= L.columns) levels_linear<SpanInputs<C, WHOLE, T>>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group % SPAN == 0) levels_linear<SpanInputs<C, WIDE, T>>(L, P, x, rows, stride, dtype, bias, out);
+    else if (L.group == 64) levels_linear<SpanInputs<C, G64, T>>(L, P, x, rows, stride, dtype, bias, out);
+    else levels_linear<SpanInputs<C, G32, T>>(L, P, x, rows, stride, dtype, bias, out);
+}
+#endif
+
+void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
+                   void* out) {
+    if (!has_levels(L, dtype)) return decoded_linear(L, P, x, rows, stride, dtype, bias, out);
+#if FAST_ROWS
+    if (is_fixed(L, dtype) && is_nibbled(L)) return spans_linear<INT4, WORDS>(L, P, x, rows, stride, dtype, bias, out);
+    if (is_fixed(L, dtype)) return spans_linear<INT8, WORDS>(L, P, x, rows, stride, dtype, bias, out);
+    if (dtype == FLOAT32 && L.family != BIASED_FIRST && is_nibbled(L))  // integers are added to levels
+        return spans_linear<INT4, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
+#endif
+    levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
+}
