@@ -7,6 +7,7 @@ goes on with torch ops. The products of Weights are called from ``weights/produc
 """
 
 from .loops import (
+    DTYPES,
     can_read,
     decode_affine,
     decode_table,
@@ -15,17 +16,16 @@ from .loops import (
     encode_float8,
     encode_nearest,
     extremes,
-    fit_affine,
     fit_biased,
-    fit_table,
     is_at_hand,
     magnitudes,
 )
-from .recipe import AFFINE, FLOAT8, NEAREST, Recipe, encode_file, encode_rows, recipe
+from .recipe import AFFINE, FLOAT8, NEAREST, Recipe, encode_file, encode_rows, fit_scales, recipe
 from .room import level, native, state
 
 __all__ = [
     "AFFINE",
+    "DTYPES",
     "FLOAT8",
     "NEAREST",
     "Recipe",
@@ -39,9 +39,8 @@ __all__ = [
     "encode_nearest",
     "encode_rows",
     "extremes",
-    "fit_affine",
     "fit_biased",
-    "fit_table",
+    "fit_scales",
     "is_at_hand",
     "level",
     "magnitudes",

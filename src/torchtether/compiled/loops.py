@@ -91,59 +91,6 @@ def encode_affine(
     return True
 
 
-def fit_affine(
-    x: Tensor,
-    width: int,
-    ends: tuple[Tensor | None, Tensor],
-    ratios: tuple[float, ...],
-    *,
-    span: float,
-    unit: float,
-    scale_dtype: torch.dtype,
-    smallest: float,
-    divides: bool,
-    limits: tuple[int, int],
-) -> Tensor | None:
-    """Return which of the ``ratios`` of its extremes loses least in each run of ``x`` (R, K): (R, groups) uint8.
-
-    ``ends`` are the extremes, (R, groups) float32, the lower ones ``None`` where there is no zero point; ``limits`` are
-    those of the integers. The scale is the range over ``span``, at least ``smallest``, and a step ``unit`` of it. The
-    error is the sum of squares, rounded to float32; the first of equals is taken.
-    """
-    library, (low, high) = library_for(x, ends[1]), ends
-    if library is None or not can_read(x) or len(ratios) > _CANDIDATES:
-        return None
-    low, high = None if low is None else low.contiguous(), high.contiguous()
-    parts, best = torch.tensor(ratios), torch.empty(high.shape, dtype=torch.uint8)
-    library.fit_affine(
-        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, None if low is None else low.data_ptr(), high.data_ptr()),
-        *(parts.data_ptr(), len(parts), span, unit, smallest, DTYPES[scale_dtype], divides, *limits, best.data_ptr()),
-    )
-    return best
-
-
-def fit_table(
-    x: Tensor, width: int, high: Tensor, ratios: tuple[float, ...], values: Tensor, thresholds: tuple[float, ...]
-) -> Tensor | None:
-    """Return which of the ``ratios`` of its largest magnitude, ``high`` (R, groups), loses least in each run of ``x``.
-
-    As ``fit_affine`` does, with the ascending ``values`` of a codebook and the ``thresholds`` between them.
-    """
-    library = library_for(x, high, values)
-    if library is None or not can_read(x) or len(ratios) > _CANDIDATES or len(values) > 16:
-        return None
-    high, parts, edges = high.contiguous(), torch.tensor(ratios), torch.tensor(thresholds)
-    best = torch.empty(high.shape, dtype=torch.uint8)
-    library.fit_table(
-        *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, high.data_ptr(), parts.data_ptr(), len(parts)),
-        *(values.data_ptr(), edges.data_ptr(), len(values), best.data_ptr()),
-    )
-    return best
-
-
-_CANDIDATES = 32  # CANDIDATES of search.h
-
-
 def encode_biased(
     x: Tensor, width: int, scale: Tensor, bias: Tensor, *, bias_first: bool, top: int, reach: int
 ) -> Tensor | None:

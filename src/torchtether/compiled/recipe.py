@@ -45,7 +45,7 @@ def recipe(
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
-    NEAREST ``thresholds`` and ``order``, as ``encode_nearest`` has them.
+    NEAREST ``thresholds`` and ``order``, as ``encode_nearest`` has them; and those of ``Search.fields``.
     """
     module = native()
     if dtype not in DTYPES or columns < 1 or bits not in (4, 8):
@@ -62,12 +62,43 @@ def recipe(
         "unit": 1.0,
         "is_symmetric": len(parts) == 2,
         "bits": bits,
-        "edges": (*thresholds, *[float("inf")] * (15 - len(thresholds))),
+        "edges": _edges(thresholds),
         "order": order,
         "is_ordered": tuple(order) == tuple(range(len(order))),
+        **_NO_SEARCH,
     }
     made = None if module is None else module.Recipe(**(fields | more))
     return Recipe(made, fields | more, parts, columns * dtype.itemsize)
+
+
+def _edges(thresholds: tuple[float, ...]) -> tuple[float, ...]:
+    return (*thresholds, *[float("inf")] * (15 - len(thresholds)))
+
+
+_SEARCHED = ("bits", "lowest", "highest", "unit", "is_searched", "kept", "smallest", "levels", "larger")
+_NO_SEARCH = {"is_searched": 0, "kept": 0, "smallest": 0.0, "levels": (), "larger": ()}
+
+
+def fit_scales(
+    x: Tensor, width: int, peaks: Tensor, scale: Tensor, zero: Tensor | None, fields: Mapping[str, Any]
+) -> Tensor | None:
+    """Return the scales that a search finds for the runs of ``x`` (R, K), (R, groups) float32 as ``peaks``, their largest
+    magnitudes, ``scale``, those of their ranges, and ``zero``, their zero points. ``fields`` are all of a ``Search``.
+    """
+    library = library_for(x, peaks, scale)
+    if library is None or not can_read(x) or len(fields["levels"]) > 16:
+        return None
+    given = {name: 0 for name in ("columns", "stride", "is_symmetric", "offset", "zero_offset", "mantissa", "bias")}
+    given |= {"span": 0.0, "order": (), "is_ordered": 1, "dtype": DTYPES[x.dtype], "width": width}
+    given |= {"kind": NEAREST if fields["thresholds"] else AFFINE, "edges": _edges(fields["thresholds"])}
+    made = library.Recipe(**given, **{name: fields[name] for name in _SEARCHED})
+    found, peaks = scale.to(torch.float32, copy=True).contiguous(), peaks.contiguous()
+    zero = None if zero is None else zero.contiguous()
+    library.fit_scales(
+        *(made, x.data_ptr(), 0, *x.shape, peaks.data_ptr(), None if zero is None else zero.data_ptr()),
+        found.data_ptr(),
+    )
+    return found
 
 
 def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:

@@ -168,10 +168,15 @@ class Grid(NamedTuple):
         return stats.reshape(self.scale_shape)
 
     def reduce_rows(
-        self, some: Callable[[int, int], Tensor], op: Reduction, device: torch.device, g_idx: Tensor | None = None
+        self,
+        some: Callable[[int, int], Tensor],
+        op: Reduction,
+        device: torch.device,
+        g_idx: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Reduce as ``reduce`` does, or by ``torch.sum``, the rows (R, K) that ``some(start, stop)`` returns."""
-        return self._reduce_all(some, (op,), device, g_idx)[0]
+        return self._reduce_all(some, (op,), device, g_idx, dtype=dtype)[0]
 
     def _reduce_all(
         self,
@@ -180,9 +185,10 @@ class Grid(NamedTuple):
         device: torch.device,
         g_idx: Tensor | None = None,
         back: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
         """Return ``reduce_rows`` with each of ``ops``; ``back`` makes numbers of the reduced rows."""
-        outs = [torch.zeros(self.scale_shape, dtype=torch.float32, device=device) for _ in ops]
+        outs = [torch.zeros(self.scale_shape, dtype=dtype, device=device) for _ in ops]
         if 0 in self.shape:
             return outs
         tables = [out.view(self.scale_rows, self.groups) for out in outs]
@@ -193,7 +199,7 @@ class Grid(NamedTuple):
                 stats = self._fold_columns(x, op, g_idx)
                 stats = stats if back is None else back(stats)
                 if self.height is None:
-                    stats = op(stats, 0, keepdim=True).float()
+                    stats = op(stats, 0, keepdim=True).to(dtype)
                     table.copy_(op(torch.stack((table, stats)), 0) if start else stats)
                     continue
                 if self.height > 1:

@@ -33,7 +33,7 @@ from .nearest import count_above, half_gaps, nearest_code, nearest_codes
 from .nested import ARITHMETIC, nest, nesting_error, unnest
 from .scales import TINY, reciprocal
 from .scheme import Part, Parts
-from .search import FITS, RATIOS, SMALLEST
+from .search import FITS, SMALLEST, Search, find_scales
 from .table_updates import TableUpdates
 
 
@@ -53,7 +53,8 @@ class Codebook(TableUpdates):
     A code of another writer that is beyond a shorter table decodes to 0: looking for one would cost loads a pass.
     Double quantization follows bitsandbytes: the offset is the mean absmax.  Where some absmax is more than 16 times
     the mean, that would drown the small blocks, so the offset is 0 and only their own ``nested_absmax`` limits them.
-    ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors, as ``Affine`` does.
+    ``fit="mse"`` gives each block an absmax, at most its own, under which the sum of its squared errors is less, as
+    ``Affine`` does.
 
     Error: ``absmax`` times half the gap around the value; nested, the error of absmax besides; at the ends of the table
     what was clipped.
@@ -110,7 +111,7 @@ class Codebook(TableUpdates):
         return parts
 
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
-        if self.nested or self.fit != "range" or self.bits != 4 or 0 in shape:
+        if self.nested or self.bits != 4 or 0 in shape:
             return None
         columns, (thresholds, order) = shape[-1], self._nearest
         if self.flat:  # blocks follow each other, whatever the shape: those that are whole as rows of their own
@@ -125,6 +126,8 @@ class Codebook(TableUpdates):
             bits=4,
             thresholds=thresholds,
             order=order,
+            unit=_UNIT,
+            **(self._search.fields if self.fit != "range" else {}),
         )
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
@@ -232,7 +235,7 @@ class Codebook(TableUpdates):
         check_finite(amax, values)
         amax = torch.where(amax > 0, amax.clamp_min(TINY), 0.0)  # so that 1 / absmax is a number
         if like is None and self.fit != "range":
-            amax = self._least_squares(grid, values, amax)
+            amax = self._searched(grid, values, amax)
         if like is not None:
             for name in parts.keys() - {"qdata"}:
                 parts[name].copy_(like[name])
@@ -316,41 +319,21 @@ class Codebook(TableUpdates):
             return grid.reduce(values, torch.amax, magnitude=True)
         return flat_magnitudes(values, self.block_size)
 
-    def _least_squares(self, grid: Grid, values: Tensor, amax: Tensor) -> Tensor:
-        """Return, for each block, the part of ``amax`` under which its values lose least."""
-        if 0 in values.shape:
-            return amax
+    @property
+    def _search(self) -> Search:
         thresholds, order = self._nearest
-        if compiled.can_read(values):
-            is_whole = self.flat and values.numel() % self.block_size == 0  # blocks as rows of their own
-            rows_of = -1 if is_whole else 1 if self.flat else grid.rows
-            x = values.view(rows_of, self.block_size) if is_whole else values.view(rows_of, -1)
-            ascending = torch.tensor([self.table[code] for code in order])
-            found = compiled.fit_table(x, self.block_size, amax.view(len(x), -1), RATIOS, ascending, thresholds)
-            if found is not None:
-                return amax * torch.tensor(RATIOS)[found.int()].view(amax.shape)
-        best = amax.clone()
-        entries = best.view(-1) if self.flat else best.view(grid.rows, -1)
-        for start, stop in flat_ranges(values.numel(), self.block_size) if self.flat else grid.chunks():
-            at = slice(start // self.block_size, -(-stop // self.block_size)) if self.flat else slice(start, stop)
-            x = (flat(values, start, stop) if self.flat else rows(values, start, stop)).float()
-            least, whole = torch.full_like(entries[at], torch.inf), entries[at].clone()
-            for ratio in RATIOS:
-                error = self._squares(x, whole * ratio)
-                better = error < least
-                least = torch.where(better, error, least)
-                entries[at] = torch.where(better, whole * ratio, entries[at])
-        return best
+        return Search(4, 0, 0, _UNIT, torch.float32, tuple(self.table[code] for code in order), thresholds)
 
-    def _squares(self, x: Tensor, absmax: Tensor) -> Tensor:
-        """Return the sum of squared errors of each block of ``x`` along its last dimension, under ``absmax``."""
-        wide = absmax.repeat_interleave(self.block_size, -1)[..., : x.shape[-1]]
-        thresholds, order = self._nearest
-        ascending = torch.tensor([self.table[code] for code in order], device=x.device)
-        nearest = count_above((x * reciprocal(wide)).contiguous(), thresholds)
-        decoded = ascending.index_select(0, nearest.view(-1).int()).view(x.shape)
-        squares = (x - decoded * wide).double().square_()  # the order of a sum then hardly matters
-        return fold(squares, self.block_size, x.dim() - 1, torch.sum).float()
+    def _searched(self, grid: Grid, values: Tensor, amax: Tensor) -> Tensor:
+        """Return, for each block, what is found between half of its ``amax`` and all of it."""
+        if not self.flat:
+            return find_scales(self._search, grid, values, amax, amax, None)
+        found = torch.empty_like(amax)
+        for start, stop in flat_ranges(values.numel(), self.block_size):
+            at = slice(start // self.block_size, -(-stop // self.block_size))
+            piece = grid_over((stop - start,), self._block)
+            found[at] = find_scales(self._search, piece, flat(values, start, stop), amax[at], amax[at], None)
+        return found
 
     def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         if self.bits != 4:
@@ -388,4 +371,5 @@ class Codebook(TableUpdates):
                 stream[at + packed.shape[0] :].zero_()
 
 
+_UNIT = 2.0**-13  # what a search for scales counts the values of the table in
 _KEEP = 2.0**-10  # how far, relative to absmax, the largest value of a block may move before absmax follows

@@ -29,6 +29,8 @@ def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
 def encode_rows(recipe: compiled.Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:
     if recipe is None or not gpu.can_read(values):
         return compiled.encode_rows(recipe, values, parts)
+    if recipe.fields["is_searched"]:
+        return False
     return gpu.encode_rows(recipe.fields, values, tuple(parts[name] for name in recipe.parts))
 
 

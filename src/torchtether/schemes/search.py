@@ -1,27 +1,172 @@
-"""Scales that lose less than those of the plain range: each block tries some, and keeps the one with the least error.
+"""Scales that lose less than those of the plain range.  The error is the sum of squares of a block.
 
-Clipping the few largest values of a block makes the steps of all others finer.  The error is the sum of squares.
+Clipping the few largest values of a block makes the steps of all others finer.  Four scales give codes: that of the range,
+and smaller ones.  For the codes of each the scale that suits them best is known: with numbers ``x`` that codes decode to
+``level * scale`` it is sum(x * level) / sum(level**2), and takes sum(x * level)**2 / sum(level**2) off the sum of squares.
+The best of the four is kept, if that is less than what the plain scale loses, by more than rounding could pretend.
+
+All is counted in integers, so that sums have one result in any order: ``x`` in parts of the largest of its block, 2**15 - 1
+of them.  Products with an integer factor give the codes under the smaller scales.  Where these are not the nearest, encoding
+loses less than is counted; only the codes under the plain scale have to be right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import compiled
 from .blocks import Grid, rows
+from .nearest import count_above
+from .scales import divide, smallest_scale
 
 FITS = ("range", "mse")
-"""How scales are found: from the extremes of a block, or by the least squared error among ``RATIOS`` of them."""
+"""How scales are found: from the extremes of a block, or by its squared error."""
+
+SMALLEST = 0.5
+"""What part of its range a block keeps at least."""
 
 RATIOS = tuple(1 - 0.02 * i for i in range(26))
-"""What part of its range a block may keep; 1 comes first, and wins where others are no better."""
-
-SMALLEST = RATIOS[-1]
+"""What part of its range a block of ``least_squares`` may keep; 1 comes first, and wins where others are no better."""
 
 Fitted = dict[str, Tensor]
+
+
+class Search(NamedTuple):
+    """What codes stand for: integers, or, where there are ``levels``, the values of a codebook."""
+
+    bits: int
+    lowest: int
+    highest: int
+    unit: float
+    """A step is scale * unit."""
+    scale_dtype: torch.dtype
+    levels: tuple[float, ...] = ()
+    """Ascending; the thresholds lie between them."""
+    thresholds: tuple[float, ...] = ()
+
+    @property
+    def larger(self) -> tuple[float, ...]:
+        """Return the reciprocals of the parts of its range with which a block is tried."""
+        return tuple(1 / (1 - i * (0.08 if 3 <= self.bits <= 6 else 0.14)) for i in range(4))
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Return the fields of ``compiled.Recipe`` that say that scales are searched for."""
+        return {
+            "is_searched": 1,
+            "kept": compiled.DTYPES[self.scale_dtype],
+            "smallest": smallest_scale(self.scale_dtype),
+            "levels": (*self.levels, *self.levels[-1:] * (16 - len(self.levels))),
+            "larger": self.larger,
+        }
+
+
+def find_scales(
+    search: Search,
+    grid: Grid,
+    values: Tensor,
+    peak: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    g_idx: Tensor | None = None,
+) -> Tensor:
+    """Return, for each block, the ``scale`` of its range or a better one, in its dtype.
+
+    ``peak``, float32, are the largest magnitudes, and ``zero`` the zero points, as float32.
+    """
+    if grid.height == 1 and g_idx is None and compiled.can_read(values):
+        flat, x = (grid.rows, grid.groups), values.view(grid.rows, grid.columns)
+        given = (peak.reshape(flat), scale.reshape(flat), None if zero is None else zero.reshape(flat))
+        found = compiled.fit_scales(x, grid.run, *given, {**search._asdict(), **search.fields})
+        if found is not None:
+            return found.view(scale.shape).to(scale.dtype)
+
+    step = scale.float() * search.unit
+    is_worth = (peak >= 2.0**-100) & (step > 0)
+    parts = torch.where(is_worth, peak.new_full((), _PARTS) / peak, 0.0)
+    sums = _Sums(search, grid, values, parts, step, torch.zeros_like(step) if zero is None else zero, g_idx)
+    squares, own = sums.squares(), step.double() * parts.double()
+    pairs = [sums.of(i) for i in range(len(search.larger))]
+    most, product, norm = torch.zeros_like(own), torch.zeros_like(own), torch.ones_like(own)
+    for some in pairs:
+        gain = some[0].square() / torch.where(some[1] > 0, some[1], 1.0)
+        is_more = gain > most
+        most, product, norm = (torch.where(is_more, a, b) for a, b in zip((gain, *some), (most, product, norm), strict=True))
+    found = divide((product / (norm * parts.double())).float(), search.unit)
+    found = torch.maximum(found, scale.float() * SMALLEST)
+    if search.levels:
+        found = torch.minimum(found, scale)
+    found = found.clamp_min(smallest_scale(search.scale_dtype)).to(search.scale_dtype).float()
+    by = (found * search.unit).double() * parts.double()
+    before = squares - own * (2 * pairs[0][0] - own * pairs[0][1])
+    after = squares - by * (2 * product - by * norm)
+    sure = sums.counts() * (160.0 if search.levels else 1.6)
+    is_better = before - after > sure + 2 * (sure * after.clamp_min(0)).sqrt()
+    return torch.where(is_better & is_worth, found, scale.float()).to(scale.dtype)
+
+
+class _Sums:
+    """The sums over blocks that ``find_scales`` compares, exact, as float64."""
+
+    def __init__(
+        self, search: Search, grid: Grid, values: Tensor, parts: Tensor, step: Tensor, zero: Tensor, g_idx: Tensor | None
+    ) -> None:
+        self._search, self._grid, self._values, self._g_idx = search, grid, values, g_idx
+        self._shift = 14 - search.bits
+        power = 2.0**16 if search.levels else 2.0 ** (15 + self._shift)
+        base = step.new_full((), power) / (step * parts)
+        more = torch.tensor(search.larger, dtype=torch.float32, device=step.device)
+        self._factors = [(base * one).clamp_max(_PARTS).round_() for one in more]
+        self._parts, self._inverse, self._zero = parts, 1.0 / step, zero
+
+    def squares(self) -> Tensor:
+        return self._sum(lambda start, stop: self._in_parts(start, stop)[0].square())
+
+    def counts(self) -> Tensor:
+        one = torch.ones((), dtype=torch.int64, device=self._values.device)
+        return self._sum(lambda start, stop: one.expand(stop - start, self._grid.columns))
+
+    def of(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return sum(x * level) and sum(level**2) under the scale number ``i``."""
+
+        def products(start: int, stop: int) -> Tensor:
+            x, level = self._levels(i, start, stop)
+            return x * level
+
+        return self._sum(products), self._sum(lambda start, stop: self._levels(i, start, stop)[1].square())
+
+    def _sum(self, some: Callable[[int, int], Tensor]) -> Tensor:
+        device = self._values.device
+        return self._grid.reduce_rows(some, torch.sum, device, self._g_idx, torch.int64).double()
+
+    def _in_parts(self, start: int, stop: int, *others: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows in parts, int64 (R, K), and with them as they are ``others`` to broadcast."""
+        picked = (self._grid.pick(one, start, stop) for one in (self._parts, *others))
+        x, parts, *rest = self._grid.align(rows(self._values, start, stop).float(), *picked, g_idx=self._g_idx)
+        return (x * parts).round_().long().reshape(stop - start, self._grid.columns), x, *rest
+
+    def _levels(self, i: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        search, shape = self._search, (stop - start, self._grid.columns)
+        parts, x, inverse, zero, factor = self._in_parts(start, stop, self._inverse, self._zero, self._factors[i])
+        if i == 0 and not search.levels:
+            level = (x * inverse).add_(zero).round_().clamp_(search.lowest, search.highest).sub_(zero)
+            return parts, level.reshape(shape).long()
+        y = (parts.view(x.shape) * factor.long() + 2**14) >> 15
+        if search.levels:
+            levels, edges = ([round(one * size) for one in some] for some, size in zip(search[5:], _SIZES, strict=True))
+            places = count_above(y.float().contiguous(), edges).view(-1).int()
+            return parts, torch.tensor(levels, device=y.device).index_select(0, places).view(shape)
+        below = zero.long() - search.lowest
+        y = (y + (below << self._shift) + (1 << self._shift >> 1)) >> self._shift
+        return parts, (y.clamp_(0, search.highest - search.lowest) - below).reshape(shape)
+
+
+_PARTS = 2.0**15 - 1
+_SIZES = 2**13, 2**14  # 1 as a value of a codebook, and as a threshold
 
 
 def least_squares(

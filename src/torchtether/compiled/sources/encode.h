@@ -23,6 +23,10 @@ INLINE const void *behind(const void *x, int dtype, count n) {
 #include "encode_avx2.h"
 #endif
 
+#define RUNS 64    /* at most that many at once: their scales are computed together */
+
+#include "search.h"
+
 #define SOME 32
 #define LONG 1024 /* a run for which looking at every step between codes is worth it; with a float8 there are few */
 
@@ -164,7 +168,6 @@ INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict 
 ENCODERS(float32, float, FLOAT32)
 ENCODERS(bfloat16, uint16_t, BFLOAT16)
 
-#define RUNS 64    /* at most that many at once: their scales are computed together */
 #define BAND 4096  /* numbers that are encoded at once: they stay in the first-level cache; even */
 
 /* From extremes to what goes to `scale` and `zero`, what numbers are divided by (or, to the nearest, multiplied with) and
@@ -243,6 +246,12 @@ static int encode(const recipe *r, const void *x, count rows, float *scale, uint
                 }
             }
             if (!fit(r, runs, low, high, scale, zero, by, shift)) return 0;
+            if (r->is_searched) {
+                for (count i = 0; i < runs; i++) high[i] = high[i] > -low[i] ? high[i] : -low[i];
+                search_runs(r, x, n, high, shift, scale);
+                for (count i = 0; i < runs; i++)
+                    by[i] = r->kind == NEAREST ? 1.0f / (scale[i] < TINY ? 1.0f : scale[i]) : scale[i] * r->unit;
+            }
             for (count at = 0; at < n; at += BAND) { /* one, unless a run is longer */
                 uint8_t *to = r->bits == 8 ? codes + start + at : codes + (start + at) / 2;
                 encode_band(r, behind(x, r->dtype, at), least(BAND, n - at), runs > 1 ? width : BAND, by, shift, to);

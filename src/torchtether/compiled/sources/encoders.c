@@ -10,6 +10,7 @@
 #define _XOPEN_SOURCE 700 /* pread */
 #define _FILE_OFFSET_BITS 64
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
@@ -280,8 +281,6 @@ static void all_encode_nearest(const void *x, int dtype, count rows, count colum
 }
 
 #include "encode.h"
-
-#include "search.h"
 #include "biased.h"
 
 /* ---- codes to numbers ------------------------------------------------------------------------------------------ */
@@ -347,8 +346,7 @@ const encoders NAME(LEVEL) = {
     .encode_affine = all_encode_affine,
     .encode_float8 = all_encode_float8,
     .encode_nearest = all_encode_nearest,
-    .fit_affine = fit_affine,
-    .fit_table = fit_table,
+    .fit_scales = fit_scales,
     .encode_biased = encode_biased,
     .fit_biased = fit_biased,
     .encode = encode,

@@ -21,6 +21,11 @@ typedef struct {
     float edges[15];        /* ascending thresholds between the codes, infinite where there are fewer */
     uint8_t order[16];      /* what each number of thresholds is called */
     int32_t is_ordered;
+    int32_t is_searched;      /* whether scales are searched for; what follows says how */
+    int32_t kept;             /* the dtype of scales */
+    float smallest;           /* of them */
+    float levels[16];         /* the ascending values of a codebook, the last repeated */
+    float larger[4];          /* the reciprocals of the parts of its range that a run is tried with; the first is 1 */
 } recipe;
 
 typedef struct {
@@ -35,11 +40,8 @@ typedef struct {
                            count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
                            const uint8_t *order, uint8_t *out, count out_stride);
     /* those below do the rows from `begin` to `rows` */
-    void (*fit_affine)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *low, const float *high,
-                       const float *ratios, int candidates, float span, float unit, float smallest, int kept, int divides,
-                       int lowest, int highest, uint8_t *best);
-    void (*fit_table)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *high, const float *ratios,
-                      int candidates, const float *values, const float *edges, int size, uint8_t *best);
+    void (*fit_scales)(const recipe *r, const void *x, count begin, count rows, count columns, const float *peaks, const float *zero,
+                       float *scale);
     void (*encode_biased)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *scale,
                           const float *bias, count scale_stride, int bias_first, int top, int reach, int arithmetic,
                           uint8_t *out);

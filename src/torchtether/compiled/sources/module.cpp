@@ -93,7 +93,8 @@ const Described RECIPE[] = {
     DESCRIBED(recipe, stride), DESCRIBED(recipe, span), DESCRIBED(recipe, unit), DESCRIBED(recipe, lowest),
     DESCRIBED(recipe, highest), DESCRIBED(recipe, is_symmetric), DESCRIBED(recipe, offset), DESCRIBED(recipe, zero_offset),
     DESCRIBED(recipe, bits), DESCRIBED(recipe, mantissa), DESCRIBED(recipe, bias), DESCRIBED(recipe, edges),
-    DESCRIBED(recipe, order), DESCRIBED(recipe, is_ordered),
+    DESCRIBED(recipe, order), DESCRIBED(recipe, is_ordered), DESCRIBED(recipe, is_searched), DESCRIBED(recipe, kept),
+    DESCRIBED(recipe, smallest), DESCRIBED(recipe, levels), DESCRIBED(recipe, larger),
 };
 
 struct LayoutObject {
@@ -210,6 +211,32 @@ template <auto member> PyObject* shared_loop(PyObject*, PyObject* const* given, 
     return check_shared(level->loops->*member, given, count);
 }
 
+// encode(recipe, x, rows, scale, zero, codes); by several threads where scales are searched for.
+PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    const recipe* r = nullptr;
+    const char* x = nullptr;
+    int64_t rows = 0;
+    float* scale = nullptr;
+    uint8_t *zero = nullptr, *codes = nullptr;
+    if (count != 6) return refuse("encode(recipe, x, rows, scale, zero, codes)");
+    from(given[0], &r), from(given[1], &x), from(given[2], &rows), from(given[3], &scale), from(given[4], &zero), from(given[5], &codes);
+    if (PyErr_Occurred()) return nullptr;
+    return or_memory_error([&] {
+        std::atomic<bool> is_done{true};
+        const int64_t groups = (r->columns + r->width - 1) / r->width, row = r->columns * (r->dtype ? 2 : 4);
+        aside(true, [&] {
+            const int64_t step = r->columns < 16384 ? 16384 / r->columns : 1;
+            in_threads(rows, step, r->is_searched && rows * r->columns > 65536, [&](Shares& shares) {
+                for (int64_t i, end; shares.take(&i, &end);) {
+                    uint8_t* zeros = zero ? zero + i * groups : nullptr;
+                    if (!level->loops->encode(r, x + i * row, end - i, scale + i * groups, zeros, codes + i * r->stride)) is_done = false;
+                }
+            });
+        });
+        return PyLong_FromLong(is_done);
+    });
+}
+
 #include "checksum.h"
 
 // -- the module -------------------------------------------------------------------------------------------------------------
@@ -265,11 +292,10 @@ PyMethodDef METHODS[] = {
     LOOP(encode_affine),
     LOOP(encode_float8),
     LOOP(encode_nearest),
-    SHARED(fit_affine),
-    SHARED(fit_table),
+    SHARED(fit_scales),
     SHARED(encode_biased),
     SHARED(fit_biased),
-    LOOP(encode),
+    METHOD("encode", encode_rows),
     LOOP(encode_file),
     LOOP(decode_affine),
     LOOP(decode_table),
