@@ -17,7 +17,7 @@ from ..schemes import Plain, Scheme, scheme_from_json
 from ..torch_private.observers import cached
 
 ACTIVATIONS = ("int8", "float8")
-"""The types to which a Weight can have the inputs of its products rounded."""
+"""What a Weight can have the inputs of its products rounded to."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Tie:
 class WeightSpec:
     """Describe a Weight: everything but its parts.
 
-    ``shape`` and ``stride`` are those of the outer tensor; ``dtype`` is the compute dtype, to which it decodes.
-    ``activations`` is the type to which inputs of ``F.linear`` are rounded, ``"int8"`` or ``"float8"``, or ``None``.
-    ``trained`` marks a tensor that is no Parameter, such as ``.data`` or a shard, but is derived from one that requires
+    ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
+    ``activations`` is what inputs of ``F.linear`` are rounded to, ``"int8"`` or ``"float8"``, if they are.
+    ``trained`` says of a tensor that is no Parameter, such as ``.data`` or a shard, that it comes of one that requires
     grad: in-place ops on it are updates. Comparisons of specs ignore it.
 
     >>> import torch, torchtether as tt

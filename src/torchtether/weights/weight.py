@@ -170,8 +170,8 @@ class Weight(Exporting):
         return found
 
     def set_activations(self, activations: str | None) -> None:
-        """Let ``F.linear`` round its inputs to ``activations``: ``"int8"``, ``"float8"``, or ``None`` for neither."""
-        self._kernel_layout = None  # no other thread may call a kernel with the old layout and the new spec
+        """Let ``F.linear`` round its inputs to ``activations``, ``"int8"`` or ``"float8"``; ``None``: not at all."""
+        self._kernel_layout = None  # meanwhile no kernel is called from another thread
         self._spec = self._spec.replace(activations=activations)
         self._kernel_layout = _UNKNOWN
 

@@ -110,14 +110,14 @@ _ALIGNED = 16
 
 
 def torch_multiplies(rows: Tensor, base: Weight, offs: Tensor) -> bool:
-    """Return whether ``torch._grouped_mm`` takes these arguments: bfloat16 rows, int32 ``offs``, aligned sides."""
+    """Return whether ``torch._grouped_mm`` takes them, whose dtype is bfloat16; elsewhere groups are looked at."""
     sides = base.spec.shape[1:]
     is_typed = rows.dtype is torch.bfloat16 and offs.dtype is torch.int32 and base.spec.activations is None
     return is_typed and rows.shape[0] > 0 and not any(side % _ALIGNED for side in sides) and matrix_of(base) is not None
 
 
 def matrix_of(base: Weight) -> Weight | None:
-    """Return ``base`` (G, N, K) as a matrix of G * N rows, ``None`` where a block of its scheme lies across rows."""
+    """Return (G, N, K) as a matrix of G * N rows, ``None`` where a block of its scheme lies across rows."""
     groups, count, columns = base.spec.shape
     try:
         return view(aten.view.default, base, [groups * count, columns])  # type: ignore[no-any-return]
@@ -126,10 +126,10 @@ def matrix_of(base: Weight) -> Weight | None:
 
 
 def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
-    """Return the product of each group with its matrix of ``base``, without waiting for the GPU to read ``offs``.
+    """Return the product of each group with its matrix of ``base``; the GPU is not asked which groups have rows.
 
-    At most as many groups have rows as there are rows. So many matrices are decoded, those in use first, some rows of
-    each at a time, and torch multiplies. Sizes depend on the arguments' sizes alone, as CUDA graphs need.
+    No more groups have rows than there are rows: the matrices of so many, those in use first, are decoded, in pieces
+    of rows of each, and torch multiplies. Sizes follow from those of the arguments alone, as CUDA graphs need.
     """
     groups, count, columns = base.spec.shape
     matrix, used = matrix_of(base), min(rows.shape[0], groups)
