@@ -8,18 +8,18 @@ typedef int64_t count;
 
 enum { AFFINE, FLOAT8, NEAREST };
 
-/* How the rows of one tensor are encoded: Recipe of recipe.py, field by field. */
+/* The settings with which the rows of one tensor are encoded; recipe.py fills it field by field. */
 typedef struct {
     int32_t kind, dtype;
-    count columns, width; /* of a row; of a run, the last of a row may be shorter */
+    count columns, width; /* of a row; of a run, except the last of a row, which may be shorter */
     count stride;         /* bytes of codes per row */
-    float span;           /* what the extreme of a run is divided by to give the scale; 0: it is the scale */
+    float span;           /* the scale is the extent of a run over span; NEAREST does not use it */
     float unit;           /* a step is scale * unit */
     float lowest, highest;
     int32_t is_symmetric, offset, zero_offset, bits;
     int32_t mantissa, bias; /* of a float8 */
     float edges[15];        /* ascending thresholds between the codes, infinite where there are fewer */
-    uint8_t order[16];      /* what each number of thresholds is called */
+    uint8_t order[16];      /* the code for each number of thresholds below */
     int32_t is_ordered;
 } recipe;
 
@@ -34,7 +34,7 @@ typedef struct {
     void (*encode_nearest)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                            count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
                            const uint8_t *order, uint8_t *out, count out_stride);
-    /* those below do the rows from `begin` to `rows` */
+    /* the next four process the rows from `begin` to `rows` */
     void (*fit_affine)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *low, const float *high,
                        const float *ratios, int candidates, float span, float unit, float smallest, int kept, int divides,
                        int lowest, int highest, uint8_t *best);
