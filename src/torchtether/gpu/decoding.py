@@ -1,4 +1,4 @@
-"""Calls of the kernels that decode: whole rows, rows that are named, and products of few rows of inputs."""
+"""Calls of the decoding kernels: ranges of rows, indexed rows, and products of few rows of inputs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .code_format import CodeFormat
 from .serving import on
 
 MOST_ROWS = 16
-"""Rows of inputs that one product takes."""
+"""The most rows of inputs that one product takes."""
 
 DECODED = (16, 256)
 ONE_ROW = (4, 1024)
 FEW_ROWS = (32, 128)
-"""Rows and columns of codes that a program takes at once: to decode them, and in products. Not measured."""
+"""Rows and columns of codes that a program processes at once, to decode them and in products. Not measured."""
 
 
 class Codes(NamedTuple):
-    """A weight as the kernels take it: its parts, ``None`` where there is none, and its sizes.
+    """The arguments for one weight: its parts, ``None`` for absent ones, and its sizes.
 
-    ``row_bytes`` are those of a row of codes, ``groups`` those of columns in a row, ``height`` rows have one scale. Of
-    two more parts, ``extra`` and ``offset``, ``decoding_kernels.py`` says what they are.
+    A row of codes has ``row_bytes`` bytes and ``groups`` groups of columns; ``height`` rows share a scale. The meaning
+    of ``extra`` and ``offset`` depends on the scale and the family: see ``CodeFormat``.
     """
 
     codes: Tensor
@@ -41,11 +41,11 @@ class Codes(NamedTuple):
 def decode(
     form: CodeFormat, codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tensor | None = None
 ) -> None:
-    """Write the rows from ``start``, or those that ``index`` names, to ``out``.
+    """Write the rows from ``start`` on, or those in ``index``, to ``out``.
 
         out (count, K) float32, bfloat16 or float16, contiguous    index (count,) int64 or int32, contiguous
 
-    An index that names none of the ``rows`` gives a row of nan: to raise, one would have to wait for the GPU.
+    An index outside of ``rows`` gives a row of NaN: an error would have to wait for the GPU.
     """
     if not out.numel():
         return
@@ -73,7 +73,7 @@ def multiply(form: CodeFormat, codes: Codes, x: Tensor, bias: Tensor | None, out
         x (M, K) float32, bfloat16 or float16, M at most MOST_ROWS, columns contiguous
         bias (N,) of the same dtype, contiguous    out (M, N) of it, contiguous
 
-    Sums are float32, in an order that sizes alone decide.
+    Sums are float32, in an order that depends on sizes alone.
     """
     count, rows = out.shape
     if not out.numel():
@@ -105,7 +105,7 @@ def _kernels() -> ModuleType:
 
 
 def _groups_in(form: CodeFormat, columns: int) -> int:
-    """Return how many groups a tile of so many columns has: all as wide, or one for each column."""
+    """Return the number of groups in a tile of ``columns``, if all are equally wide; else ``columns``."""
     if form.is_flat or form.family == "ordered":
         return columns
     if form.group % columns == 0:
