@@ -104,11 +104,11 @@ def fit_affine(
     divides: bool,
     limits: tuple[int, int],
 ) -> Tensor | None:
-    """Return, for each run of ``x`` (R, K), the index of the best of the ``ratios`` of its range: (R, groups) uint8.
+    """Return which of the ``ratios`` of its extremes loses least in each run of ``x`` (R, K): (R, groups) uint8.
 
-    ``ends`` are the extremes, (R, groups) float32, the lower ones ``None`` without zero points; ``limits`` are those of
-    the integers. The scale is the range over ``span``, at least ``smallest``, and a step is ``unit`` times the scale.
-    The best ratio has the least sum of squared errors, rounded to float32; the first of equals wins.
+    ``ends`` are the extremes, (R, groups) float32, the lower ones ``None`` where there is no zero point; ``limits`` are
+    those of the integers. The scale is the range over ``span``, at least ``smallest``, and a step ``unit`` of it. The
+    error is the sum of squares, rounded to float32; the first of equals is taken.
     """
     library, (low, high) = library_for(x, ends[1]), ends
     if library is None or not can_read(x) or len(ratios) > _CANDIDATES:
@@ -125,9 +125,9 @@ def fit_affine(
 def fit_table(
     x: Tensor, width: int, high: Tensor, ratios: tuple[float, ...], values: Tensor, thresholds: tuple[float, ...]
 ) -> Tensor | None:
-    """Return, for each run of ``x``, the index of the best of the ``ratios`` of its magnitude ``high`` (R, groups).
+    """Return which of the ``ratios`` of its largest magnitude, ``high`` (R, groups), loses least in each run of ``x``.
 
-    It is ``fit_affine`` for a codebook of ascending ``values`` with the ``thresholds`` between them.
+    As ``fit_affine`` does, with the ascending ``values`` of a codebook and the ``thresholds`` between them.
     """
     library = library_for(x, high, values)
     if library is None or not can_read(x) or len(ratios) > _CANDIDATES or len(values) > 16:

@@ -43,9 +43,9 @@ def recipe(
 ) -> Recipe | None:
     """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if no loop fits.
 
-    ``more`` are fields of ``recipe`` in ``encoders.h``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``,
-    ``offset`` and, with zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and
-    ``bias``.  NEAREST takes ``thresholds`` and ``order``, as ``encode_nearest`` does.
+    ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
+    there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
+    NEAREST ``thresholds`` and ``order``, as ``encode_nearest`` has them.
     """
     module = native()
     if dtype not in DTYPES or columns < 1 or bits not in (4, 8):

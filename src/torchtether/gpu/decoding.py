@@ -21,10 +21,10 @@ FEW_ROWS = (32, 128)
 
 
 class Codes(NamedTuple):
-    """The arguments for one weight: its parts, ``None`` for absent ones, and its sizes.
+    """A weight as the kernels take it: its parts, ``None`` where there is none, and its sizes.
 
-    A row of codes has ``row_bytes`` bytes and ``groups`` groups of columns; ``height`` rows share a scale. The meaning
-    of ``extra`` and ``offset`` depends on the scale and the family: see ``CodeFormat``.
+    ``row_bytes`` are those of a row of codes, ``groups`` those of columns in a row, ``height`` rows have one scale. Of
+    two more parts, ``extra`` and ``offset``, ``decoding_kernels.py`` says what they are.
     """
 
     codes: Tensor
@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 def decode(
     form: CodeFormat, codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tensor | None = None
 ) -> None:
-    """Write the rows from ``start`` on, or those in ``index``, to ``out``.
+    """Write the rows from ``start``, or those that ``index`` names, to ``out``.
 
         out (count, K) float32, bfloat16 or float16, contiguous    index (count,) int64 or int32, contiguous
 

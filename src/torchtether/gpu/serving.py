@@ -24,7 +24,7 @@ def has_triton() -> bool:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return whether the kernels can read and write these tensors: plain, on one GPU, under no mode or tracer."""
+    """Return whether the kernels can read and write these tensors: plain memory of one GPU that nothing looks on."""
     first = tensors[0]
     if first.device.type not in DEVICES or not has_triton() or not is_direct():
         return False

@@ -42,7 +42,7 @@ class Affine(Blocked):
     a step differ.  Scales are rounded to ``scale_dtype`` before they divide.  ``unit`` is a constant that multiplies
     last, ``w ≈ ((q - zero_point) * scale) * unit``: bitsandbytes stores row maxima, and 1/127 is its unit.
     ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors, which takes 4 to 13
-    times as long.  It concerns encoding only, so comparisons of schemes ignore it.
+    times as long.  It says how to encode and not what is held, so it makes no difference between two schemes.
 
     Error: half a step, ``scale / 2``, plus the rounding of the scale over the range; at its ends also the clipped part.
 

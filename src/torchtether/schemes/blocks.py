@@ -181,7 +181,7 @@ class Grid(NamedTuple):
         g_idx: Tensor | None = None,
         back: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return ``reduce_rows`` with each of ``ops``; ``back`` converts the reduced rows to floats."""
+        """Return ``reduce_rows`` with each of ``ops``; ``back`` makes numbers of the reduced rows."""
         outs = [torch.zeros(self.scale_shape, dtype=torch.float32, device=device) for _ in ops]
         if 0 in self.shape:
             return outs

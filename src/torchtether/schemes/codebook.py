@@ -52,7 +52,7 @@ class Codebook(TableUpdates):
     ``table`` holds 2 to 256 values within [-1, 1], in any order; numbers are rounded to the nearest, halfway ones down.
     A code of another writer that is beyond a shorter table decodes to 0: a check would cost loads one more pass.
     Double quantization follows bitsandbytes: the offset is the mean absmax.  Where some absmax is more than 16 times
-    the mean, this offset would make small blocks inexact, so it is 0 and only their ``nested_absmax`` limits them.
+    the mean, that would drown the small blocks, so the offset is 0 and only their own ``nested_absmax`` limits them.
     ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors, as ``Affine`` does.
 
     Error: ``absmax`` times half the gap around the value, plus the error of a nested absmax; at the ends of the table
@@ -318,12 +318,12 @@ class Codebook(TableUpdates):
         return flat_magnitudes(values, self.block_size)
 
     def _least_squares(self, grid: Grid, values: Tensor, amax: Tensor) -> Tensor:
-        """Return, for each block, the fraction of ``amax`` with the least squared error, among ``RATIOS``."""
+        """Return, for each block, the part of ``amax`` under which its values lose least."""
         if 0 in values.shape:
             return amax
         thresholds, order = self._nearest
         if compiled.can_read(values):
-            is_whole = self.flat and values.numel() % self.block_size == 0  # each block is a row for the loop
+            is_whole = self.flat and values.numel() % self.block_size == 0  # blocks as rows of their own
             rows_of = -1 if is_whole else 1 if self.flat else grid.rows
             x = values.view(rows_of, self.block_size) if is_whole else values.view(rows_of, -1)
             ascending = torch.tensor([self.table[code] for code in order])
@@ -350,7 +350,7 @@ class Codebook(TableUpdates):
         ascending = torch.tensor([self.table[code] for code in order], device=x.device)
         nearest = count_above((x * reciprocal(wide)).contiguous(), thresholds)
         decoded = ascending.index_select(0, nearest.view(-1).int()).view(x.shape)
-        squares = (x - decoded * wide).double().square_()  # in float64 the order of a sum hardly matters
+        squares = (x - decoded * wide).double().square_()  # the order of a sum then hardly matters
         return fold(squares, self.block_size, x.dim() - 1, torch.sum).float()
 
     def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
@@ -389,4 +389,4 @@ class Codebook(TableUpdates):
                 stream[at + packed.shape[0] :].zero_()
 
 
-_KEEP = 2.0**-10  # the change of a block's largest value, relative to absmax, up to which absmax stays
+_KEEP = 2.0**-10  # how far, relative to absmax, the largest value of a block may move before absmax follows

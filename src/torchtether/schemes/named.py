@@ -148,7 +148,8 @@ def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
 def nvfp4(*, global_divides: bool = False) -> ScaledFloat:
     """Return NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor.
 
-    ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.
+    ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.  Raises ArgumentError unless it is a
+    bool.
 
     >>> nvfp4().nbytes((64, 64), torch.bfloat16)
     2308

@@ -1,4 +1,4 @@
-"""The search for scales with a smaller error than those of the full range: each block keeps the best of some.
+"""Scales that lose less than those of the plain range: each block tries some, and keeps the one with the least error.
 
 Clipping the few largest values of a block makes the steps of all others finer.  The error is the sum of squares.
 """
@@ -17,7 +17,7 @@ FITS = ("range", "mse")
 """How scales are found: from the extremes of a block, or by the least squared error among ``RATIOS`` of them."""
 
 RATIOS = tuple(1 - 0.02 * i for i in range(26))
-"""The fractions of its range that a block may keep; 1 comes first, and wins ties."""
+"""What part of its range a block may keep; 1 comes first, and wins where others are no better."""
 
 SMALLEST = RATIOS[-1]
 

@@ -163,7 +163,7 @@ INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict 
 ENCODERS(float32, float, FLOAT32)
 ENCODERS(bfloat16, uint16_t, BFLOAT16)
 
-#define RUNS 64    /* the most runs whose scales are computed together */
+#define RUNS 64    /* at most that many at once: their scales are computed together */
 #define BAND 4096  /* numbers that are encoded at once: they stay in the first-level cache; even */
 
 /* Computes from extremes the entries of `scale` and `zero`, the divisors `by` (for NEAREST factors) and `shift`; returns

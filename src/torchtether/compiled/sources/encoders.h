@@ -34,7 +34,7 @@ typedef struct {
     void (*encode_nearest)(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                            count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
                            const uint8_t *order, uint8_t *out, count out_stride);
-    /* the next four process the rows from `begin` to `rows` */
+    /* those below do the rows from `begin` to `rows` */
     void (*fit_affine)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *low, const float *high,
                        const float *ratios, int candidates, float span, float unit, float smallest, int kept, int divides,
                        int lowest, int highest, uint8_t *best);
