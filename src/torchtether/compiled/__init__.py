@@ -1,9 +1,9 @@
-"""All that is compiled: an extension module that is built when the package is installed, and the calls of its loops.
+"""The compiled extension module, which is built when the package is installed, and the calls of its loops.
 
 ``sources/`` holds the C and C++, ``setup_build.py`` the command that builds it, and ``room.py`` binds it to torch. The
-loops compute what ``schemes`` computes with torch ops, with the same bits; each function says whether it did the work.
-Where it did not (no module, another device or dtype, a tracer that must see the ops) nothing is written, and the caller
-goes on with torch ops. The products of Weights are called from ``weights/products``.
+loops compute the same as the torch ops in ``schemes``, with the same bits; each function returns whether it did so.
+If not (no module, another device or dtype, a tracer that must see the ops), nothing is written, and the caller goes on
+with torch ops. ``weights/products`` calls the products of Weights.
 """
 
 from .loops import (

@@ -1,7 +1,7 @@
-"""The compiled loops, called on tensors.
+"""Calls of the compiled loops on tensors.
 
-``x`` (R, K) is contiguous, of a float dtype that ``can_read`` knows; ``scale`` and ``zero``, float32, (R or 1, groups)
-have one entry per ``width`` columns; ``codes`` (R, bytes) may be the first columns of a wider table.
+``x`` (R, K) is contiguous, of a float dtype that ``can_read`` accepts; ``scale`` and ``zero``, float32, (R or 1,
+groups) have one entry per ``width`` columns; ``codes`` (R, bytes) may be the first columns of a wider table.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ..torch_private.observers import is_direct
 from .room import native
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the loops call them."""
+"""The numbers of the dtypes in the loops."""
 
 
 def can_read(values: Tensor) -> bool:
-    """Return whether the loops are at hand and can walk ``values`` where they lie."""
+    """Return whether the loops are available and can read the memory of ``values``."""
     if library_for(values) is None or values.dtype not in DTYPES or not values.is_contiguous():
         return False
     return values.numel() > 0 and values.data_ptr() % values.itemsize == 0
 
 
 def is_at_hand(*tensors: Tensor) -> bool:
-    """Return whether the loops are at hand, and ops would run at once on these tensors, which lie on the CPU."""
+    """Return whether the loops are available for these tensors: on the CPU, under no tracer, without a graph."""
     return library_for(*tensors) is not None
 
 
 def library_for(*tensors: Tensor) -> ModuleType | None:
-    """Return the loops, if they are at hand and may walk these tensors."""
+    """Return the module of the loops if they are available and may read these tensors, else ``None``."""
     if not is_direct():
         return None
     library = native()
@@ -43,7 +43,7 @@ def library_for(*tensors: Tensor) -> ModuleType | None:
 
 
 def magnitudes(x: Tensor, width: int) -> Tensor | None:
-    """Return the largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN where there is one."""
+    """Return the largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN if a run holds one."""
     library = library_for(x)
     if library is None or not can_read(x):
         return None
@@ -56,7 +56,7 @@ def magnitudes(x: Tensor, width: int) -> Tensor | None:
 def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
     """Return the smallest and the largest value of each run of ``width`` columns, (R, groups) float32.
 
-    NaN in one of them.
+    One of them is NaN if the run holds one.
     """
     library = library_for(x)
     if library is None or not can_read(x):
@@ -79,7 +79,7 @@ def encode_affine(
     offset: int,
     bits: int,
 ) -> bool:
-    """Write round(x / scale + zero), within ``limits``, and ``offset`` above that, to ``codes``; 4 or 8 bits."""
+    """Write round(x / scale + zero), clipped to ``limits``, plus ``offset``, to ``codes`` of 4 or 8 bits."""
     library = library_for(x, scale, codes)
     if library is None or bits not in (4, 8) or not can_read(x) or codes.stride(-1) != 1:
         return False
@@ -96,7 +96,7 @@ def encode_biased(
 ) -> Tensor | None:
     """Return the codes up to ``top`` that decode nearest to ``x`` in the dtype of ``scale`` and ``bias``, (R, K) uint8.
 
-    ``reach`` is how far from the rounded position they are looked for.
+    Codes up to ``reach`` away from the rounded position are tried.
     """
     library = library_for(x, scale)
     if library is None or not can_read(x):
@@ -113,7 +113,7 @@ def encode_biased(
 def fit_biased(
     x: Tensor, width: int, scale: Tensor, bias: Tensor, *, bias_first: bool, top: int, weights: tuple[float, ...]
 ) -> Tensor | None:
-    """Return ``bias`` (R, groups) as ``half_quadratic`` moves it, a round for each of ``weights``."""
+    """Return ``bias`` (R, groups) as moved by ``half_quadratic``, in one round for each of ``weights``."""
     library = library_for(x, scale)
     if library is None or not can_read(x):
         return None
@@ -126,7 +126,7 @@ def fit_biased(
 
 
 def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
-    """Write x / scale (or times), within ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
+    """Write x / scale (or times), clipped to ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
     library = library_for(x, scale, codes)
     if library is None or codes.dtype not in _FLOAT8 or not can_read(x) or not codes.is_contiguous():
         return False
@@ -151,9 +151,9 @@ def encode_nearest(
     thresholds: tuple[float, ...],
     order: tuple[int, ...] | None = None,
 ) -> bool:
-    """Write to ``codes``, two to a byte, between which ascending ``thresholds`` x / scale (or times) lies.
+    """Write to ``codes``, two to a byte, the number of ascending ``thresholds`` below x / scale (or times).
 
-    With ``order`` they are those of a table; without, they count for magnitudes, and 8 is added for the sign.
+    With ``order`` the code is ``order[number]``; without, the number is that of the magnitude, plus 8 for the sign.
     """
     library = library_for(x, scale, codes)
     if library is None or not can_read(x) or codes.stride(-1) != 1 or len(thresholds) > (7 if order is None else 15):
@@ -212,12 +212,12 @@ def _can_write(out: Tensor) -> bool:
 
 
 def _one_per_run(scale: Tensor) -> tuple[Tensor, int]:
-    """Return float32 of (R or 1, groups), contiguous, and the distance between rows."""
+    """Return ``scale`` (R or 1, groups) as contiguous float32, and the distance between its rows."""
     scale = scale.float().contiguous()
     return scale, scale.shape[1] if scale.shape[0] > 1 else 0
 
 
 def note_written(out: Tensor) -> None:
-    """Tell autograd of a write, as any in-place op does."""
+    """Record a write for autograd, as any in-place op does."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)

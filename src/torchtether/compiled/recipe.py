@@ -1,6 +1,6 @@
-"""Whole rows of numbers to codes, scales and zero points, in one compiled call: from memory, or straight from a file.
+"""Encoding whole rows to codes, scales and zero points in one compiled call, from memory or straight from a file.
 
-``Recipe`` is what ``encode.h`` calls so: how one scheme encodes the rows of one tensor, in the words of the loops.
+``Recipe`` mirrors ``recipe`` of ``encoders.h``: the settings with which a loop encodes the rows of one tensor.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .room import native
 
 
 class Recipe(NamedTuple):
-    """How the rows of a tensor are encoded; ``parts`` are the names of the codes, the scales and the zero points."""
+    """The settings of a loop; ``parts`` are the names of the codes, the scales and the zero points."""
 
-    native: Any  # ``recipe`` of encoders.h; None where the loops are not there
+    native: Any  # ``recipe`` of encoders.h; None without the compiled module
     fields: Mapping[str, Any]
-    """What it is made of, for encoders of other devices."""
+    """The same settings by name, for encoders of other devices."""
     parts: tuple[str, ...]
     row: int
-    """Bytes of one row, as it is read."""
+    """Bytes of one row of values."""
 
 
 AFFINE, FLOAT8, NEAREST = range(3)
@@ -41,7 +41,7 @@ def recipe(
     order: tuple[int, ...] = tuple(range(16)),
     **more: float,
 ) -> Recipe | None:
-    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if there is no such.
+    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if no loop fits.
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
@@ -102,9 +102,9 @@ def fit_scales(
 
 
 def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:
-    """Return whether ``parts`` hold the codes and scales of ``values``; if not, they hold anything.
+    """Write the codes and scales of ``values`` to ``parts``; return whether that was done, else they are undefined.
 
-    They do not where the loops are not at hand, or a number is not finite.
+    It fails where no loop can run, or a number is not finite.
     """
     if recipe is None or recipe.native is None or not can_read(values):
         return False
@@ -122,9 +122,9 @@ def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tenso
 def encode_file(
     recipe: Recipe | None, descriptor: int, at: int, rows: int, space: Tensor, parts: Mapping[str, Tensor]
 ) -> bool:
-    """Encode ``rows`` that the file holds from byte ``at`` on, read through ``space`` piece by piece.
+    """Encode ``rows`` of a file from byte ``at`` on, read through the buffer ``space`` piece by piece.
 
-    It is also not done where the file cannot be read.
+    Returns as ``encode_rows`` does; it fails also where the file cannot be read.
     """
     if recipe is None or recipe.native is None:
         return False

@@ -1,4 +1,4 @@
-"""The extension module, imported and bound to the torch of this process at its first use; or why it is not there."""
+"""The extension module, imported and bound to the torch of this process at its first use, or why it is unavailable."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOCK = renewed_after_fork(threading.Lock())
 _SOURCES = Path(__file__).parent / "sources"
 _LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 _module: ModuleType | None = None
-_state = ""  # empty until it is asked for
+_state = ""  # empty until the first use
 _level = ""
 
 
 def native() -> ModuleType | None:
-    """Return the bound module; ``None`` where torch computes everything, and then ``state`` says why."""
+    """Return the bound module; ``None`` if it is unavailable, and then ``state`` says why."""
     if not _state:
         with _LOCK:
             if not _state:
@@ -34,18 +34,18 @@ def native() -> ModuleType | None:
 
 
 def state() -> str:
-    """Return what computes: ``compiled (avx2)``, say, or why nothing compiled does.
+    """Return the state of the module: ``compiled (avx2)``, say, or why it is unavailable.
 
-    ``TORCHTETHER_COMPILE=0`` in the environment of the process keeps everything compiled away.
+    ``TORCHTETHER_COMPILE=0`` in the environment of the process disables it.
     """
     native()
     return _state
 
 
 def level() -> str:
-    """Return the processors for which the kernels are that compute; "" where none do.
+    """Return the instruction set of the kernels in use; "" without the module.
 
-    ``avx512_bf16`` (with VNNI, too), ``avx2`` or ``portable``
+    It is ``avx512_bf16`` (which includes VNNI), ``avx2`` or ``portable``.
     """
     native()
     return _level
@@ -57,29 +57,29 @@ def _find() -> None:
         _state = "off by TORCHTETHER_COMPILE"
         return
     try:
-        module, said = _load()
+        module, outcome = _load()
     except ModuleNotFoundError:
         _state = "torchtether was installed without a compiler"
         return
     except (ImportError, KeyError, TypeError) as error:
-        module, said = None, str(error)
+        module, outcome = None, str(error)
     if module is None:
-        _state = f"the compiled module does not fit: {said}"
+        _state = f"the compiled module does not fit: {outcome}"
         warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
     else:
-        _module, _state, _level = module, f"compiled ({said})", said
+        _module, _state, _level = module, f"compiled ({outcome})", outcome
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """Return the module, bound, and its level; or ``None`` and why it is not taken."""
+    """Return the bound module and its level, or ``None`` and why it cannot be used."""
     module, here = import_module("torchtether.compiled._native"), digest_of(_SOURCES)
-    if here and getattr(module, "SOURCES", "") != here:  # as where an editable installation goes on with newer files
+    if here and getattr(module, "SOURCES", "") != here:  # an editable installation with newer files
         return None, "it was built from other sources than lie here. Install torchtether again"
     return module, _bind(module)
 
 
 def _bind(module: ModuleType) -> str:
-    """Return the level after the module has learnt how to ask torch about tensors."""
+    """Give the module the functions of torch that it calls; return its level. Raise ImportError if they do not fit."""
     given = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
     modes, level, casts, traces = WATCHED
     objects = {
@@ -96,10 +96,10 @@ def _bind(module: ModuleType) -> str:
         "forward_ad": torch.autograd.forward_ad,
         "any_requires_grad": any_requires_grad,
     }
-    vectors = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY says less
+    vectors = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may limit it
     error: ImportError | None = None
     beside = os.path.join(os.path.dirname(torch.__file__), "lib", "")
-    for library in (*_LIBRARIES, *(beside + name for name in _LIBRARIES)):  # a name is enough where it is loaded
+    for library in (*_LIBRARIES, *(beside + name for name in _LIBRARIES)):  # for a loaded library its name is enough
         try:
             found: str = module.bind(library, objects, impl_id(given), given.data_ptr(), vectors)
             return found

@@ -1,8 +1,8 @@
 """The command of setuptools that builds the extension module from ``sources/``: once, when the package is installed.
 
 ``pyproject.toml`` names it; nothing else imports it. Kernels are compiled once for each level and kind of codes, and
-the module asks the processor which level it takes. Where something fails, one line of the log says what, and the
-package is installed without the module: torch computes then.
+the module picks the level of the processor. If something fails, one line of the log says what, and the package is
+installed without the module: torch computes then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Task = tuple[str, str, list[tuple[str, str]], list[str]]  # its folder, the sou
 
 
 class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
-    """Build ``torchtether.compiled._native``, or say in one line why it is not built."""
+    """Build ``torchtether.compiled._native``, or print one line that says why it is not built."""
 
     def build_extension(self, ext: Any) -> None:
         begun, target = time.monotonic(), Path(self.get_ext_fullpath(ext.name))
@@ -36,7 +36,7 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self._compile_and_link(target, levels)
-        except Exception as error:  # whatever a compiler, a linker or a platform raises
+        except Exception as error:  # compilers, linkers and platforms raise errors of many types
             target.unlink(missing_ok=True)
             self._inplace(ext).unlink(missing_ok=True)  # of an earlier build, from other sources
             first = (str(error) or type(error).__name__).splitlines()[0]

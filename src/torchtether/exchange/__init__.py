@@ -1,1 +1,1 @@
-"""Tensors change under the objects that others hold: optimizers, hooks, caches, user code."""
+"""Replacing the contents of tensor objects that optimizers, hooks, caches and user code refer to."""

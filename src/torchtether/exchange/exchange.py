@@ -1,7 +1,7 @@
-"""The exchange: what a parameter or buffer *is* changes, and the object stays.
+"""The exchange: a parameter or buffer gets other contents, and stays the same object.
 
-Everything in this house that changes what a Parameter is goes through ``Exchange``: it finds every refusal first, keeps
-hooks, grads, attributes and class, lets optimizer state follow, and can take all of it back.
+Every such change in this package goes through ``Exchange``: it checks everything first, keeps hooks, grads, attributes
+and class, converts optimizer state, and can take all of it back.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from .replacement import can_refill, is_simple, replace
 Atomic = Literal["checked", "full"]
 
 LOCK = renewed_after_fork(threading.RLock())
-"""Converters take turns. Reading threads do not take it: they can see a Weight that is half exchanged."""
+"""The lock of all converters. Threads that read do not take it: they can see a Weight that is half exchanged."""
 
 
 class Exchange:
-    """Inside the ``with`` block, ``put`` gives parameters and buffers new contents; at its end optimizer state follows.
+    """Give parameters and buffers new contents by ``put`` inside a ``with`` block; optimizer state follows at its end.
 
         with Exchange(model, optimizer=optimizer, verb="convert") as exchange:
-            exchange.check(tensors)                 every refusal, before the first change
+            exchange.check(tensors)                 raises before the first change
             for held in tensors:
                 exchange.put(held, made_from(held))
 
-    ``atomic="checked"`` frees old contents at once; an error inside the block (out of memory, say) leaves what was
-    exchanged so far, consistent with its optimizer state, and says so.  ``atomic="full"`` keeps old contents until the
-    end; an error leaves everything bit for bit as it was.
+    ``atomic="checked"`` frees old contents at once; after an error inside the block (out of memory, say) the tensors
+    exchanged so far stay exchanged, consistent with their optimizer state, and the error says so.  ``atomic="full"``
+    keeps old contents until the end; an error leaves everything bit for bit as it was.
 
-    Signals (Ctrl-C) wait inside, and raise where ``safe_point`` is called, inside ``during``, or when all is done: so
-    in either mode what is put between two safe points is put whole.
+    Signals (Ctrl-C) are deferred inside.  They raise where ``safe_point`` is called, inside ``during``, or at the end:
+    in either mode the changes between two safe points are complete.
 
     Raises:
         ConversionError: on entry, in ``inference_mode``, ``parametrize.cached()``, DDP, FSDP1, or a forwarded FSDP2.
-        OptimizerError: on entry, the optimizer is that of another model.
+        OptimizerError: on entry, the optimizer belongs to another model.
     """
 
     def __init__(
@@ -99,28 +99,29 @@ class Exchange:
         return self
 
     def safe_point(self) -> None:
-        """Raise here what a signal that has waited raises: all that was put is consistent in itself."""
+        """Deliver a deferred signal here, where every tensor that was put is consistent."""
         if self._signals.waiting:
             self._signals.deliver()
 
     def during(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Call ``function``, which may take long and changes nothing of the model; signals do not wait meanwhile."""
+        """Call ``function``, which may take long and must not change the model; signals are delivered meanwhile."""
         return self._signals.during(function, *args, **kwargs)
 
     def on_rollback(self, undo: Callable[[], None]) -> None:
-        """Have ``undo`` called if everything is taken back: for what changes beside the contents of tensors."""
+        """Call ``undo`` at a rollback: for changes other than those of tensor contents."""
         if self._journal is not None:
             self._journal.append(undo)
 
     def check(self, held: Iterable[Tensor], *, stay_weights: bool = False) -> None:
         """Check that every tensor of ``held`` can be exchanged now; nothing is changed.
 
-        Weak references of Python do not matter: the object stays.  With ``stay_weights``, Weights among them are to
-        have the contents of other Weights, on ``meta`` only if they are there: then those of C++ do not matter either.
+        Weak references of Python are allowed: the object stays.  ``stay_weights`` means that every Weight in ``held``
+        will get the contents of another Weight, on ``meta`` only if it is there: then weak references of C++ are
+        allowed, too.
 
-        Raises ConversionError naming all that cannot, with their aliases, who holds them, and what to do.
+        Raises ConversionError that names all tensors that cannot, their aliases, their holders, and what to do.
         """
         tensors = list({id(tensor): tensor for tensor in held}.values())
         swapped = [t for t in tensors if not (stay_weights and isinstance(t, Weight) and can_refill(t))]
@@ -128,10 +129,10 @@ class Exchange:
         self._checked.update(map(id, tensors))
 
     def put_each(self, held: Iterable[Tensor], made: Iterable[Tensor], *, is_own: bool = False) -> None:
-        """Put each of ``made`` into its one of ``held``: as ``put`` does, in a fraction of the time.
+        """Put each tensor of ``made`` into the corresponding one of ``held``, in a fraction of the time of ``put``.
 
-        ``made`` may make them as they are asked for; that runs without grad mode. Each is a safe point, once it is put.
-        With ``is_own`` nobody else has what is made, it may become anything, and no safe point comes between.
+        ``made`` may be a generator; it runs without grad mode. There is a safe point after each tensor. With ``is_own``
+        the caller gives the tensors of ``made`` away, they may be changed, and there are no safe points.
         """
         checked, is_streamed = self._checked, self._journal is None
         waiting = () if is_own else self._signals.waiting
@@ -143,11 +144,11 @@ class Exchange:
                 if is_streamed and key in checked:
                     if is_own:
                         is_put = tensor.size() == new.size() and is_simple(tensor, new) and base_of(new) is None
-                        if is_put:  # with a base it would stay a view
+                        if is_put:  # one with a base would stay a view: put detaches it
                             self._swap(tensor, new.requires_grad_(tensor.requires_grad))
                     else:
                         change = (tensor, tensor.dtype, tensor.device)
-                        noted = self._changes.setdefault(key, change)  # first: an interrupt may come at any time
+                        noted = self._changes.setdefault(key, change)  # first: an interrupt may follow
                         is_put = reset(tensor, new)
                         if not is_put and noted is change:
                             del self._changes[key]
@@ -157,12 +158,12 @@ class Exchange:
                     self._signals.deliver()
 
     def put(self, held: Tensor, new: Tensor, *, is_own: bool = False) -> None:
-        """Give the object ``held`` the contents of ``new``: values, dtype, device, layout, and being a Weight.
+        """Give the object ``held`` the contents of ``new``: values, dtype, device, layout, and whether it is a Weight.
 
-        It keeps ``requires_grad``, hooks of both kinds, attributes, and if it is a Parameter its class; its grad is the
-        same object in the new dtype and on the new device.  A Weight keeps its tie record, and what it rounds
-        activations to, if ``new`` has none.  ``new`` is left to the caller, and shares its memory with ``held`` from
-        now on; with ``is_own`` nobody else has it, and it may become anything.
+        ``held`` keeps ``requires_grad``, hooks of both kinds, attributes, and as a Parameter its class; its grad stays
+        the same object, in the new dtype and on the new device.  A Weight keeps its tie record and ``activations`` if
+        ``new`` has none.  ``new`` stays the caller's, and shares its memory with ``held`` from now on; with ``is_own``
+        the caller gives it away, and it may be changed.
         """
         is_ready = id(held) in self._checked and new is not held and held.shape == new.shape
         if self._journal is None and is_ready and is_simple(held, new):
@@ -177,10 +178,10 @@ class Exchange:
         is_own: bool = False,
         replaced: Collection[str] | None = None,
     ) -> None:
-        """Put each of several tensors, such as those that share memory, as ``put`` does: after an error none of them.
+        """Put several tensors, such as those that share memory, as ``put`` does: all of them, or after an error none.
 
-        With ``replaced``, which names what the classes keep on their tensors, class, shape and these attributes go.
-        All that needs memory, the grads too, is made before the first of them changes.
+        All memory, also that of grads, is allocated before the first tensor changes. ``replaced`` names the attributes
+        that the classes keep on their tensors: then class, shape and these attributes are replaced, too.
         """
         made = []
         for held, new in pairs:
@@ -202,15 +203,15 @@ class Exchange:
         try:
             for held, replacement in made:
                 if self._journal is not None:
-                    self._journal.append(replacement.undo)  # before the first step, so that any can be taken back
+                    self._journal.append(replacement.undo)  # before the first step, so that each can be undone
                 begun.append(replacement)
                 if id(held) not in self._changes:
                     noted.append(id(held))
-                    self._changes[id(held)] = (held, held.dtype, held.device)  # first: state follows at any interrupt
+                    self._changes[id(held)] = (held, held.dtype, held.device)  # first: an interrupt may follow
                 replacement.apply()
         except BaseException:
             for replacement in reversed(begun):
-                replacement.undo()  # in either mode nothing is left half exchanged
+                replacement.undo()  # in either mode no tensor stays half exchanged
             for key in noted:
                 self._changes.pop(key, None)
             raise
@@ -241,7 +242,7 @@ class Exchange:
                 self._give_up(error)
         finally:
             self._journal = None  # frees what was held for a rollback
-            if torch.is_grad_enabled() is not self._grad_mode:  # what was left in the middle of torch's own no_grad
+            if torch.is_grad_enabled() is not self._grad_mode:  # an interrupt may have split torch's own no_grad
                 torch.set_grad_enabled(self._grad_mode)
             LOCK.release()
             self._signals.end()
@@ -279,7 +280,7 @@ class Exchange:
             ) from error
 
     def name(self, held: Tensor) -> str:
-        """Return the names under which the model has ``held``, in words; they take a walk, so only errors ask."""
+        """Return the names of ``held`` in the model, formatted for errors; this walks the whole model."""
         return format_names(names_of(self._model).get(id(held), ()))
 
 

@@ -1,7 +1,7 @@
-"""Who holds a tensor, so that it cannot be exchanged: said in words that help to let go of it.
+"""The search for references that forbid an exchange, described so that the user can release them.
 
-For that the whole process is searched for graphs and views, which takes some tenths of a second.  ``refusals`` has a
-look first that is quick, and asks here only where it finds something.
+It walks all graphs and views of the process, which takes some tenths of a second.  ``refusals`` checks reference counts
+first, which is fast, and calls this module only for tensors with references too many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..torch_private.tensors import as_plain, base_of, has_gradient_edge, use_co
 
 @dataclass
 class Survey:
-    """One walk over every graph and view that Python can see."""
+    """The result of one walk over every graph and view that Python can see."""
 
     wanted: set[int]
     together: set[int]
@@ -52,8 +52,8 @@ class Survey:
                 elif kind is torch.autograd.graph.GradientEdge:
                     roots.append((thing.node, thing))
             except Exception:
-                continue  # a stranger's half-made object says nothing about ours
-        seen: dict[tuple[int, bool], Any] = {}  # keeps the nodes, so that no id is used twice
+                continue  # a half-initialized object of other code
+        seen: dict[tuple[int, bool], Any] = {}  # keeps the nodes alive, so that no id is reused
         for node, root in roots:
             self._walk(node, root, seen)
 
@@ -108,7 +108,7 @@ def _replica_of(tensor: Tensor) -> str:
 
 
 def weak_holder(refs: Sequence[Any]) -> str:
-    """Return the variable that keeps a weak reference, or the class of the container that it lies in; else its kind."""
+    """Describe the first weak reference by its variable, else by its container's class, else by its own class."""
     name = _name_of(refs[0])
     if name.startswith(("variable", "global")):
         return f"a weak reference ({name})"
@@ -136,7 +136,7 @@ def _describe(thing: Any, detail: bool) -> str:
 
 
 def _name_of(thing: Any) -> str:
-    """Return where user code keeps ``thing``: a variable in a frame, or an attribute; empty if neither is found."""
+    """Describe the variable or attribute in which user code keeps ``thing``; return "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("torchtether."):
@@ -147,17 +147,17 @@ def _name_of(thing: Any) -> str:
     for owner in gc.get_referrers(thing):
         if type(owner) is dict:
             key = next((key for key, value in owner.items() if value is thing), None)
-            of = next((one for one in gc.get_referrers(owner) if getattr(one, "__dict__", None) is owner), None)
-            if of is not None:
-                return f"attribute {key!r} of {type(of).__name__}"
+            holder = next((one for one in gc.get_referrers(owner) if getattr(one, "__dict__", None) is owner), None)
+            if holder is not None:
+                return f"attribute {key!r} of {type(holder).__name__}"
     return ""
 
 
 def _variables(frame: FrameType, thing: Any) -> list[str]:
-    """Return the names of ``thing`` in ``frame``, which is left without a copy of its variables.
+    """Return the names of ``thing`` in ``frame``, and leave no copy of its variables behind.
 
-    Before Python 3.13 ``f_locals`` is a copy that the frame keeps, so that ``del loss`` would no longer free anything.
-    It cannot be emptied under a debugger, which writes it back.
+    Before Python 3.13 ``f_locals`` is a copy that the frame keeps: ``del loss`` would no longer free the loss.  Under a
+    debugger the copy cannot be cleared, because the debugger writes it back.
     """
     if sys.version_info >= (3, 13) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return _keys(frame.f_locals, thing)

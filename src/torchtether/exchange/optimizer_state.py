@@ -1,4 +1,4 @@
-"""Optimizers and the model under them: whether they belong together, and how state follows a changed parameter."""
+"""Optimizers: whether they belong to a model, and how their state follows a converted parameter."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..errors import ArgumentError, OptimizerError
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 Journal = list[Callable[[], None]]
-"""How to undo what was done, oldest first."""
+"""Functions that undo the steps taken, oldest first."""
 
 _SHOWN = 5
 
 _NUMBERS = {"step", "mu_product", "mu", "eta"}
-"""What torch's optimizers count per parameter: of rank 0, and not of the parameter's dtype even if that has rank 0."""
+"""Counters of torch's optimizers: tensors of rank 0 that do not take the parameter's dtype, even at rank 0."""
 
 
 def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """Return the optimizers meant by one, several or none."""
+    """Return one, several or no optimizers as a tuple."""
     if optimizer is None:
         return ()
     if hasattr(optimizer, "param_groups") and not isinstance(optimizer, type):
@@ -42,7 +42,7 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     return found
 
 
-# -- do they belong together -------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
@@ -66,9 +66,9 @@ def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
 
 
 def check_belongs(model: nn.Module, optimizer: Optimizers) -> None:
-    """Refuse an optimizer of another model, or of this one before its parameters were replaced.
+    """Raise OptimizerError for an optimizer of another model, or of this one before its parameters were replaced.
 
-    More lenient than ``check_optimizer``: one that trains a part of the model, or a loss beside it, can follow.
+    Less strict than ``check_optimizer``: an optimizer may train only a part of the model, or parameters of a loss, too.
     """
     optimizers = optimizers_of(optimizer)
     if not optimizers:
@@ -118,7 +118,7 @@ def _error(missing: list[str], foreign: list[str]) -> OptimizerError:
 
 
 class Converted(NamedTuple):
-    """A parameter, and what it was before."""
+    """A parameter with its dtype and device before the conversion."""
 
     held: Tensor
     dtype: torch.dtype
@@ -126,19 +126,18 @@ class Converted(NamedTuple):
 
 
 Before = tuple[Tensor, torch.dtype, torch.device]
-"""What a ``Converted`` is made of: a tuple is noted in a tenth of the time, and most conversions have no optimizer."""
+"""The fields of a ``Converted``: a plain tuple costs a tenth of the time, and most conversions have no optimizer."""
 
 
 def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | None = None) -> None:
     """Move state tensors to their parameter's device, and to its dtype where they had its old one.
 
-    A state tensor changes dtype if it had the parameter's old one, float or complex, and is no step counter or the
-    like: so moments follow, and float32 state beside a bfloat16 parameter does not, nor scales beside moments of 8
-    bits.  Step counters stay on the CPU,
-    unless the optimizer is fused or capturable.  State on ``meta`` has no values; it is dropped, and the next step
-    makes it again.
+    A state tensor changes dtype if it had the parameter's old one, float or complex, and is no counter such as
+    ``step``: moments follow; float32 state of a bfloat16 parameter does not, nor do scales of 8-bit moments.  Counters
+    stay on the CPU unless the optimizer is fused or capturable.  State on ``meta`` has no values; it is deleted, and
+    the next step creates it again.
 
-    Every entry of ``journal`` restores one state tensor.
+    ``journal`` gets a function per state tensor that restores it.
     """
     optimizers = optimizers_of(optimizer)
     changes = [Converted(*before) for before in changed] if optimizers else []
@@ -165,15 +164,15 @@ def _follow_one(
         del optimizer.state[change.held]
         return
     if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in state.values()):
-        change = change._replace(dtype=change.held.dtype)  # bitsandbytes: the floats are tables and scales of codes
+        change = change._replace(dtype=change.held.dtype)  # bitsandbytes: floats are tables and scales of 8-bit codes
     for key, old in list(state.items()):
-        is_number = key in _NUMBERS or change.held.dim() > 0  # which means something for rank 0 only
+        is_number = key in _NUMBERS or change.held.dim() > 0  # used for state of rank 0 only
         new = _followed(old, change, steps_move, is_number)
         if new is not old:
             if journal is not None:
                 journal.append(lambda key=key, old=old: state.__setitem__(key, old))  # type: ignore[misc]
             state[key] = new
-            del old, new  # one state tensor above stock, not two
+            del old, new  # at most one state tensor exists twice
 
 
 def _followed(value: Any, change: Converted, steps_move: bool, is_number: bool) -> Any:
@@ -184,7 +183,7 @@ def _followed(value: Any, change: Converted, steps_move: bool, is_number: bool) 
         if both and not is_number and dtype == change.dtype:
             dtype = change.held.dtype
             if value.is_complex() and not dtype.is_complex:
-                value = value.real  # as of the parameter itself, which torch has said
+                value = value.real  # as for the parameter itself, where torch has warned
         if device == change.device and (not is_number or steps_move or device.type != "cpu"):
             device = change.held.device
         return value if (dtype, device) == (value.dtype, value.device) else value.detach().to(device, dtype)

@@ -1,4 +1,4 @@
-"""What stands in the way of an exchange: found before the first change, named, with what to do."""
+"""The checks before an exchange: they find what forbids it before the first change, and say what to do."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .holders import Survey, weak_holder
 _SHOWN = 3
 
 _DESCRIBED = 8
-"""Holders are searched by name for this many tensors; each search looks through the whole process."""
+"""The number of tensors whose holders are searched by name; each search walks the whole process."""
 
 
 def check_place(modules: Iterable[nn.Module], verb: str) -> None:
-    """Check that nothing around the tensors forbids an exchange: no inference mode, no distributed wrapper."""
+    """Raise ConversionError if the surroundings forbid an exchange: inference mode, or a distributed wrapper."""
     if torch.is_inference_mode_enabled():
         raise ConversionError(
             f"cannot {verb} inside torch.inference_mode: the parameters could not be trained afterwards",
@@ -72,10 +72,10 @@ def check_held(
     by_torch: Sequence[Tensor] = (),
     refs: AbstractSet[int] = frozenset(),
 ) -> None:
-    """Check that each of ``tensors`` can be exchanged now.
+    """Raise ConversionError unless each of ``tensors`` can be exchanged now.
 
-    ``swapped`` and ``by_torch`` are those of them of which ``find_holders`` says more; ``refs`` are ids of weak
-    references that may stay.
+    ``swapped`` and ``by_torch`` are subsets, as ``find_holders`` takes them; ``refs`` are ids of weak references that
+    may stay.
     """
     faults: dict[int, _Fault] = {}
     for tensor in tensors:
@@ -111,13 +111,14 @@ def find_holders(
     by_torch: Sequence[Tensor] = (),
     allowed: AbstractSet[int] = frozenset(),
 ) -> dict[int, str]:
-    """Find what holds each tensor that cannot be exchanged now, by ``id``.
+    """Return, by ``id``, a description of the holder of each tensor that cannot be exchanged now.
 
-    Those of ``swapped`` change their implementation, which weak references in C++ forbid; those of ``by_torch`` are
-    exchanged by ``torch.utils.swap_tensors``, which refuses weak references in Python too, but for the ids ``allowed``.
+    Tensors of ``swapped`` get another implementation, which weak references in C++ forbid. Tensors of ``by_torch`` are
+    exchanged by ``torch.utils.swap_tensors``, which also refuses weak references of Python, except those whose ids are
+    in ``allowed``.
 
-    A graph that backward has run through and freed does not count, although a ``loss`` variable keeps it alive; nor do
-    views that are among ``tensors`` themselves.
+    A graph that backward has freed does not count, although a ``loss`` variable keeps it alive; nor do views that are
+    among ``tensors`` themselves.
     """
     found: dict[int, str] = {}
     for tensor in find_cpp_weakly_held(swapped):
@@ -149,12 +150,12 @@ class _Fault(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Return the fault without the details in brackets, which differ from tensor to tensor."""
+        """Return the fault without the details in parentheses, which differ between tensors."""
         return f"{self.how} {self.what.partition(' (')[0]}"
 
 
 def _describe_group(count: str, group: Sequence[tuple[str, _Fault]]) -> str:
-    """Return how many tensors one cause keeps, the cause as the first of them has it, and which they are."""
+    """Describe the tensors that one cause stops: their number, the fault of the first, and some names."""
     names = [name for name, _ in group]
     more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
     _, fault = group[0]

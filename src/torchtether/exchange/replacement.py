@@ -1,4 +1,4 @@
-"""One tensor object and its next contents: made first, then exchanged in steps that can be undone."""
+"""One exchange: the new contents of a tensor object are made first, then set in steps that can be undone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..weights.contents import can_put, contents_of, put_contents
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 
-_CLASS = "_tether_class"  # under this attribute a Weight remembers the Parameter subclass that it stands in for
+_CLASS = "_tether_class"  # the attribute in which a Weight keeps the Parameter subclass that it replaces
 
 
 def is_simple(held: Tensor, new: Tensor) -> bool:
-    """Return whether a plain tensor or Parameter gets plain contents, and no grad or hook has to follow."""
+    """Return whether a plain tensor or Parameter gets plain contents, and has no grad or hook to keep."""
     if type(held) not in STOCK or type(new) is not Tensor or new.requires_grad or not held.is_leaf:
         return False
     if has_hooks(held):
@@ -30,7 +30,7 @@ def is_simple(held: Tensor, new: Tensor) -> bool:
 
 
 class Replacement:
-    """One tensor and its next contents: everything that needs memory is made first, then steps that can be undone."""
+    """One tensor object and its new contents; all memory is allocated first, and every step can be undone."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class Replacement:
         is_own: bool = False,
         replaced: Collection[str] | None = None,
     ) -> None:
-        """Make everything that needs memory. ``new_grad`` is the new grad, if its dtype and device alone do not tell.
+        """Allocate all memory. ``new_grad`` is the new grad, by default the old one in the dtype and device of ``new``.
 
-        With ``is_own`` nobody else has ``new``, and it may become anything. With ``replaced``, which names what the
-        class of ``held`` keeps on it, the class and these attributes are not kept.
+        With ``is_own`` the caller gives ``new`` away, and it may be changed. ``replaced`` names the attributes that the
+        class of ``held`` keeps on it: then neither the class nor these attributes are kept.
         """
         self.held, self.grad = held, held.grad if held.is_leaf else None
         if held.requires_grad and not (new.is_floating_point() or new.is_complex()):
@@ -57,7 +57,7 @@ class Replacement:
                 self.new_grad = new_grad.detach().requires_grad_(self.grad.requires_grad)
         if self.grad is not None:
             try:
-                self.shell.grad = self.grad if self.new_grad is None else self.new_grad  # comes along with the contents
+                self.shell.grad = self.grad if self.new_grad is None else self.new_grad  # swapped with the contents
             except RuntimeError as error:
                 raise ConversionError(
                     f"has a grad of {self.grad.layout}, which cannot follow to {new.layout} ({error})",
@@ -78,10 +78,7 @@ class Replacement:
                 self.new_dict.pop(_CLASS, None)
 
     def apply(self) -> None:
-        """Exchange the implementation first, because only it can refuse.
-
-        Then come class and attributes, hooks, and the grad.
-        """
+        """Swap the implementation first, because only this step can fail; then set class, attributes, hooks, grad."""
         swap_impl(self.held, self.shell)
         if self.new_dict is not None:
             self.held.__class__ = type(self.shell)
@@ -92,7 +89,7 @@ class Replacement:
             swap_impl(self.grad, self.new_grad)
 
     def undo(self) -> None:
-        """Restore everything as it was before ``apply``, no matter how far it came."""
+        """Restore the state before ``apply``, however many of its steps have run."""
         kind, attributes, impl, grad_impl = self.old
         if self.grad is not None and self.new_grad is not None and impl_id(self.grad) != grad_impl:
             swap_impl(self.grad, self.new_grad)
@@ -106,13 +103,13 @@ class Replacement:
 
 
 class Refill:
-    """One Weight and its next contents, which are put inside: its implementation, class and hooks stay.
+    """One Weight and its new contents, which are set inside the object: its implementation, class and hooks stay.
 
-    Nothing that holds it can refuse that, not even a weak reference in C++.
+    No reference to the Weight can forbid that, not even a weak reference in C++.
     """
 
     def __init__(self, held: Weight, new: Weight, new_grad: Tensor | None = None) -> None:
-        """Make everything that needs memory, as ``Replacement`` does."""
+        """Allocate all memory, as ``Replacement`` does."""
         self.held, self.grad = held, held.grad if held.is_leaf else None
         with torch.no_grad():
             self.new = contents_of(new, _spec_for(held, new))
@@ -121,14 +118,14 @@ class Refill:
         self.old_grad = self.grad is not None and impl_id(self.grad)
 
     def apply(self) -> None:
-        """Put the contents, then the grad, which stays the object that it is."""
+        """Set the contents, then those of the grad, which stays the same object."""
         put_contents(self.held, self.new)
         if self.grad is not None and self.new_grad is not None and self.new_grad is not self.grad:
             self.held.grad = self.new_grad
             swap_impl(self.grad, self.new_grad)
 
     def undo(self) -> None:
-        """Restore everything as it was before ``apply``, no matter how far it came."""
+        """Restore the state before ``apply``, however many of its steps have run."""
         if self.grad is not None and self.new_grad is not None and impl_id(self.grad) != self.old_grad:
             swap_impl(self.grad, self.new_grad)
         put_contents(self.held, self.old)
@@ -138,9 +135,9 @@ class Refill:
 
 
 def can_refill(held: Weight) -> bool:
-    """Return whether other contents on any device but ``meta`` can be put inside ``held``, if it is not there itself.
+    """Return whether ``held`` can get contents by ``Refill``; both must be on ``meta`` or neither.
 
-    A view would stay a view of what it was cut from.
+    A view cannot: it would stay a view of its old base.
     """
     return base_of(held) is None and not held.is_inference()
 
@@ -153,7 +150,7 @@ def replace(
     is_own: bool = False,
     replaced: Collection[str] | None = None,
 ) -> Replacement | Refill:
-    """Return what gives ``held`` the contents of ``new``, inside if that is possible; nothing has changed yet."""
+    """Return the step that gives ``held`` the contents of ``new``, a Refill if possible; nothing has changed yet."""
     if isinstance(held, Weight) and can_refill(held) and can_put(held, new) and not new.is_inference():
         assert isinstance(new, Weight)
         return Refill(held, new, new_grad)
@@ -194,7 +191,7 @@ def _shell(held: Tensor, new: Tensor, is_own: bool) -> Tensor:
 
 
 def grad_shell(grad: Tensor, new: Tensor) -> Tensor | None:
-    """Return the grad as it must be beside ``new``; ``None`` where it is so already."""
+    """Return ``grad`` in the dtype and on the device of ``new``; ``None`` if it has both already."""
     if grad.dtype == new.dtype and grad.device == new.device:
         return None
     made: Tensor
@@ -206,9 +203,9 @@ def grad_shell(grad: Tensor, new: Tensor) -> Tensor | None:
 
 
 def user_attributes(held: Tensor, new: Tensor | None) -> dict[str, Any]:
-    """Return what was set on ``held`` from outside, without what its class keeps there itself.
+    """Return the attributes that users have set on ``held``, without those that its class keeps there.
 
-    Of a class of others only ``new`` tells which those are; while there is none, they are among the answer.
+    The attributes of a wrapper class of another library are known from ``new`` only: without it they are included.
     """
     if isinstance(held, Weight):
         return held._attributes()
@@ -225,7 +222,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def _slots(tensor: Tensor) -> dict[str, Any]:
-    """Return the fields that a class keeps beside ``__dict__``, as DTensor does."""
+    """Return the fields that a class keeps in slots, as DTensor does."""
     names = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
     return {name: getattr(tensor, name) for name in names if hasattr(tensor, name)}
 

@@ -1,4 +1,4 @@
-"""The scope in which *stock* torch calls keep a model's parameters attached."""
+"""The scope in which torch's own conversions and loads keep a model's parameters attached."""
 
 from __future__ import annotations
 
@@ -36,32 +36,31 @@ _LOAD = "load_state_dict"
 
 
 def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> AbstractContextManager[None]:
-    """Keep attached what stock ``.to()``, ``.bfloat16()``, ``.to_empty()`` and ``load_state_dict`` change inside.
+    """Keep parameters attached while torch's own ``.to()``, ``.to_empty()`` or ``load_state_dict`` changes them.
 
-    Parameters and buffers are the objects that they were, with ties (object, view, buffer), grads, hooks of both kinds,
-    attributes and classes; state of ``optimizer`` (one or several) follows.  What holds a parameter is found before the
-    call changes anything.  A state dict may lack the aliases of tied tensors, and its ``_metadata`` stays clean; if it
-    contradicts itself on them, nothing is loaded.  Ctrl-C during such a call waits for the end of a module or tensor;
-    what was done until then is attached.
+    Parameters and buffers stay the same objects, with ties (object, view, buffer), grads, hooks of both kinds,
+    attributes and classes; state of ``optimizer`` (one or several) follows.  References that forbid an exchange are
+    found before a call changes anything.  A state dict may lack the aliases of tied tensors, and its ``_metadata``
+    stays clean; if it contradicts itself on them, nothing is loaded.  Ctrl-C during such a call waits until a module or
+    tensor is done; all that was changed until then is attached.
 
-    What it cannot promise, because torch does the walking: to take back a call that fails in the middle (a key that is
-    missing or of another shape is found when others have been loaded), to refuse what stock calls do silently (drop
-    imaginary parts, round into whole numbers, leave ``meta`` as it is without ``assign=True``), and to run a function
-    of your own (``model._apply(f)``) once per tied tensor.  ``assign=True`` shares memory with the state dict, as
-    always.  Use ``tt.convert`` and ``tt.load`` where you can.
+    Three things are impossible, because torch walks the modules itself: to take back a call that fails in the middle (a
+    key that is missing or of another shape is found when others have been loaded), to refuse losses that torch accepts
+    silently (it drops imaginary parts, rounds to integers, leaves ``meta`` as it is without ``assign=True``), and to
+    call a function of your own (``model._apply(f)``) only once per tied tensor.  ``assign=True`` shares memory with the
+    state dict, as always.  Use ``tt.convert`` and ``tt.load`` where you can.
 
     The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
-    and puts it back; it takes the lock of all converters, so a second thread waits.  Other threads that call stock
-    conversions meanwhile get torch's own swapping, without this care: ``_apply`` and ``load_state_dict`` of
-    ``nn.Module``, which the scope replaces until its end, are torch's own for them.
+    and restores it.  It takes the lock of all converters, so a second thread waits.  It replaces ``_apply`` and
+    ``load_state_dict`` of ``nn.Module``, but only for its own thread: other threads get torch's own swapping.
 
     Args:
         model: checked on entry. Needed for state dicts that lack aliases; the rest works for any model in the scope.
 
     Raises:
         ConversionError: in ``inference_mode``, or for DDP, FSDP1, a forwarded FSDP2; and from the calls inside.
-        TieError: from a load inside, whose state dict gives tied names different values; nothing has changed.
-        OptimizerError: the optimizer is that of another model.
+        TieError: from a load inside, if its state dict gives tied names different values; nothing has changed.
+        OptimizerError: the optimizer belongs to another model.
 
     >>> import torch, torchtether as tt
     >>> model = torch.nn.Linear(2, 2)
@@ -75,7 +74,7 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
 
 
 class _Swapping(ContextDecorator):
-    """The scope from outside. No signal comes between its steps: see ``_waits``."""
+    """The context manager of a scope. No signal interrupts its steps: see ``_defers_signals``."""
 
     def __init__(self, model: nn.Module | None, optimizer: Optimizers) -> None:
         self._model, self._optimizer = model, optimizer
@@ -89,7 +88,7 @@ class _Swapping(ContextDecorator):
         if self._model is not None:
             check_module(self._model)
         optimizers = optimizers_of(self._optimizer)
-        self._signals = Deferred(_waits)
+        self._signals = Deferred(_defers_signals)
         with ExitStack() as stack:
             stack.callback(self._signals.end)
             self._signals.begin()
@@ -100,7 +99,7 @@ class _Swapping(ContextDecorator):
             self._stack = stack.pop_all()
 
     def _open(self, stack: ExitStack, optimizers: tuple[Optimizer, ...]) -> None:
-        """Switch everything on; ``stack`` switches it off."""
+        """Switch the scope on; ``stack`` switches it off."""
         scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers), self._signals)
         stack.callback(scope.end_call)
         if self._model is not None:
@@ -112,42 +111,41 @@ class _Swapping(ContextDecorator):
         before = torch.__future__.get_swap_module_params_on_conversion()
         scope.process.callback(torch.__future__.set_swap_module_params_on_conversion, before)
         torch.__future__.set_swap_module_params_on_conversion(True)
-        scope.process.enter_context(_watching(scope))
+        scope.process.enter_context(_redirecting(scope))
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
 
 class _Scope(TorchFunctionMode):
-    """Sees every tensor function of a stock call that torch carries out itself.
+    """The function mode that sees every tensor function of a stock call that torch carries out itself.
 
-    That a call begins, and of which module, is what the replaced ``_apply`` and ``load_state_dict`` tell (see
-    ``_watching``). One look at frames is left: a module whose class has an ``_apply`` of its own converts its children
-    one by one, and what they share with each other is kept only by one call around all of them, which nothing but the
-    stack knows. So the outermost ``_apply`` is looked for where a conversion begins, once.
+    The replaced ``_apply`` and ``load_state_dict`` report that a call begins, and for which module (see
+    ``_redirecting``). Frames are inspected only once, where a conversion begins, for the outermost ``_apply``: a class
+    with its own ``_apply`` converts its children one by one, and memory that they share must be handled as one call.
     """
 
     def __init__(self, optimizers: tuple[Optimizer, ...], signals: Deferred) -> None:
         super().__init__()
         self._signals = signals
         self.process = ExitStack()
-        """Switches off what is switched on for the whole process."""
+        """Restores the settings that hold for the whole process."""
         self.thread = get_ident()
         self.optimizers = optimizers
-        """Those of the scopes around it too, because only the innermost scope sees all that changes."""
+        """Includes those of the outer scopes, because only the innermost scope sees every change."""
         self._call: StockCall | None = None
         self.frame: FrameType | None = None
-        """The ``_apply`` whose conversion is under way; it may have ended since."""
+        """The frame of the ``_apply`` whose conversion is under way; it may have returned already."""
         self._load: _Load | None = None
-        """The load that is under way; its call begins with the first tensor that is loaded."""
+        """The load that is under way; its StockCall begins with the first tensor that is loaded."""
         self._modes: list[Any] | None = None
-        """The function modes to come back to, while a conversion runs without those of the scopes."""
+        """The function modes to restore after a conversion, which runs without the scopes' modes."""
 
     @never_compiled
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is GRAD_SWITCH or torch.compiler.is_compiling():  # the compiler follows this, and nothing is converted
+        if func is GRAD_SWITCH or torch.compiler.is_compiling():  # the compiler traces this, and converts nothing
             return func(*args, **(kwargs or {}))
         if self.frame is not None and not _is_running(self.frame):
             self.end_call()
@@ -171,10 +169,10 @@ class _Scope(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_safe(self, func: Callable[..., Any]) -> bool:
-        """Return whether no exchange, or of several over one memory, is under way when ``func`` is called."""
+        """Return whether ``func`` is called outside of any exchange, also of several tensors over one memory."""
         if func is Tensor.module_load:
             return self._call is None or not self._call.is_splitting()
-        return not _waits(sys._getframe())
+        return not _defers_signals(sys._getframe())
 
     def _begin(self, call: StockCall, frame: FrameType | None = None) -> None:
         self._call = call
@@ -182,7 +180,7 @@ class _Scope(TorchFunctionMode):
         call.begin()
 
     def apply(self, module: nn.Module, function: Any, recurse: bool, stock: Method, is_torchs: bool) -> nn.Module:
-        """Convert as ``nn.Module._apply`` does, without a look at every tensor function; return ``module``."""
+        """Convert as ``nn.Module._apply`` does, without this mode where possible; return ``module``."""
         if self._modes is None:
             try:
                 with self._stock_call(_outermost(sys._getframe(1)), module, function, not is_torchs):
@@ -210,7 +208,7 @@ class _Scope(TorchFunctionMode):
     def _stock_call(
         self, frame: FrameType, module: nn.Module, function: Callable[[Tensor], Tensor], swaps: bool
     ) -> Iterator[None]:
-        """Convert inside as a stock call, while no function mode of ours looks on; that alone would double its time."""
+        """Run the body as a stock call without the scopes' function modes, which alone would double its time."""
         self._modes = function_modes()
         try:
             set_function_modes([mode for mode in self._modes if mode not in _scopes])
@@ -221,11 +219,11 @@ class _Scope(TorchFunctionMode):
                 self._begin(StockCall(root, self.optimizers, loads=False, swaps=swaps, metadata=None), frame)
             yield
             if _module_of(frame) is module:
-                self.end_call()  # else something around it goes on, and the next function outside ends it
+                self.end_call()  # else an outer _apply goes on, and the first tensor function after it ends the call
         except BaseException as error:
             try:
                 if self._call is not None:
-                    with suppress(Exception):  # the function may fail again; then end_call says what is apart
+                    with suppress(Exception):  # the function may fail again; then end_call names the split tensors
                         self._call.complete(function)
                 self.end_call()
             except TetherError as late:
@@ -251,39 +249,39 @@ class _Scope(TorchFunctionMode):
             self.end_call()
             self._signals.deliver()
             if error:
-                raise error  # torch has caught it, and would repeat it for every name
+                raise error  # torch has caught it, and would report it once per name
 
     def end_call(self) -> None:
-        """Attach again what the last stock call changed."""
+        """End the stock call that is under way, and attach again the tensors that it changed."""
         call, self._call, self.frame = self._call, None, None
         if call is not None:
             call.end()
 
 
 class _Load(NamedTuple):
-    """A stock load: of which module, from which tensors, and the metadata of its state dict."""
+    """A stock load: the module, the given tensors, and the metadata of the state dict."""
 
     root: nn.Module
     given: dict[str, Any]
     metadata: Any
 
     def note(self, module: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
-        """Keep the tensors of ``state_dict``, as the hooks before this one have made it."""
+        """Record the tensors of ``state_dict`` as the earlier pre-hooks left it."""
         self.given.update(state_dict)
 
 
 _scopes: list[_Scope] = []
-"""Those that are open, the innermost last. All are of one thread, which has the lock."""
+"""The open scopes, the innermost last. All belong to the thread that holds the lock."""
 
 
 @contextmanager
-def _watching(scope: _Scope) -> Iterator[None]:
-    """Have ``_apply`` and ``load_state_dict`` of ``nn.Module`` go through ``scope`` in this thread, inside the block.
+def _redirecting(scope: _Scope) -> Iterator[None]:
+    """Redirect ``_apply`` and ``load_state_dict`` of ``nn.Module`` to ``scope`` inside the block, in this thread only.
 
-    In all others they are what they were. A mode could do all of it; but modes cost several times more than the
-    conversion, and have to look for the module in the frames of every tensor function.
+    A function mode could do it alone, but modes cost several times more than the conversion, and would have to search
+    the frames for the module at every tensor function.
     """
-    if _scopes:  # those of the first one ask the innermost
+    if _scopes:  # the methods of the first scope call the innermost
         _scopes.append(scope)
         try:
             yield
@@ -315,46 +313,43 @@ def _watching(scope: _Scope) -> Iterator[None]:
         _scopes.pop()
 
 
-_WHOLE = {
+_UNINTERRUPTED = {
     function.__code__
     for function in (_Swapping.__enter__, _Swapping.__exit__, _Scope.apply, _Scope.load, _Scope.end_call)
 }
-"""What no signal interrupts, wherever it is."""
+"""Code that no signal interrupts, nor anything that it calls."""
 
 
-def _waits(frame: FrameType | None) -> bool:
-    """Return whether a signal that arrives in ``frame`` waits.
-
-    It waits while the scope begins or ends, and during a stock call.
-    """
+def _defers_signals(frame: FrameType | None) -> bool:
+    """Return whether a signal that arrives in ``frame`` must wait: the scope begins or ends, or a stock call runs."""
     call = _scopes[-1].frame if _scopes else None
     while frame is not None:
-        if frame.f_code in _WHOLE or frame is call:
+        if frame.f_code in _UNINTERRUPTED or frame is call:
             return True
         frame = frame.f_back
     return False
 
 
-def _leave_others() -> None:
-    """Close, in a forked process, which has one thread, the scopes of the others."""
+def _close_foreign_scopes() -> None:
+    """Close the scopes of other threads, which a forked process does not have."""
     for scope in reversed(_scopes):
         if scope.thread != get_ident():
             scope.process.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_others)
+    os.register_at_fork(after_in_child=_close_foreign_scopes)
 
 
 def _outermost(frame: FrameType) -> FrameType:
-    """Return the first of the ``_apply`` of modules that have called each other down to ``frame``."""
+    """Return the outermost frame of the chain of modules' ``_apply`` calls that ends in ``frame``."""
     while (back := frame.f_back) is not None and back.f_code.co_name == "_apply" and _module_of(back) is not None:
         frame = back
     return frame
 
 
 def _is_running(frame: FrameType) -> bool:
-    """Return whether ``frame`` is among the callers of who asks."""
+    """Return whether ``frame`` is among the frames that called the caller."""
     caller: FrameType | None = sys._getframe(2)
     while caller is not None and caller is not frame:
         caller = caller.f_back
@@ -362,14 +357,14 @@ def _is_running(frame: FrameType) -> bool:
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """Return the module whose method ``frame`` runs: its first argument, whatever that is called."""
+    """Return the module whose method ``frame`` runs: its first argument, whatever its name."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return first if isinstance(first, nn.Module) else None
 
 
 def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Add the names of tied tensors that the state dict lacks, as the owner's tensor or a view of it."""
+    """Add the tied names that the state dict lacks, each with its owner's tensor or a view of it."""
     known = set(module.state_dict(keep_vars=True))
     tensors = named_tensors(module)
     for component in find_components(module):

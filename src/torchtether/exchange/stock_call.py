@@ -1,4 +1,4 @@
-"""One stock conversion or load inside ``swapping()``: what torch drops is put back as soon as it is dropped."""
+"""One stock conversion or load inside ``swapping()``, which restores at once what torch drops from a tensor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .refusals import check_held, check_place, format_names, names_of
 from .replacement import grad_shell, is_wrapper, replace, user_attributes
 
 _OPEN = 8
-"""Tensors that are watched at a time; torch asks for one, exchanges it or not, and asks for the next."""
+"""Tensors that are watched at a time; torch reads one tensor, exchanges it or not, and reads the next."""
 
 
 @dataclass
 class _Touched:
-    """A tensor that the call has asked for, as it was just before."""
+    """The state of a tensor just before the call read it."""
 
     held: Tensor
     kind: type[Tensor]
@@ -37,11 +37,11 @@ class _Touched:
     impl: int
     grad: Tensor | None
     foreign: bool
-    """A wrapper of another class, which keeps fields of its own among its attributes."""
+    """Whether it is a wrapper of another class, which keeps fields of its own among its attributes."""
 
 
 class StockCall:
-    """From the first tensor that a stock call asks for, to its end."""
+    """One stock call, from the first tensor that it reads to its end."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StockCall:
         metadata: Mapping[str, dict[str, Any]] | None,
         given: Mapping[str, Any] | None = None,
     ) -> None:
-        """Look at ``root``. ``metadata`` and ``given`` are those of the state dict that the call loads, if it does.
+        """Collect the tensors of ``root``. For a load, ``metadata`` and ``given`` are those of its state dict.
 
         ``swaps``: torch exchanges every tensor itself.
         """
@@ -80,7 +80,7 @@ class StockCall:
         self.error: TetherError | None = None
 
     def begin(self) -> None:
-        """Refuse everything that is to be refused, before the first change. Raise ConversionError, TieError."""
+        """Check all preconditions before the first change. Raises ConversionError or TieError."""
         verb = "load" if self._loads else "convert"
         try:
             check_place(self._modules, verb)
@@ -95,25 +95,22 @@ class StockCall:
             raise
         for tensor in held:
             if base_of(tensor) is not None and not is_lazy(tensor) and id(base_of(tensor)) in self._tensors:
-                swap_impl(tensor, tensor.detach())  # torch refuses a tensor with views, also those that follow it
+                swap_impl(tensor, tensor.detach())  # torch refuses a tensor that has views, also tied ones
 
     def _left_to_torch(self) -> list[Tensor]:
-        """Return the parameters of modules that ``convert`` leaves to torch."""
+        """Return the parameters of the modules that ``convert`` leaves to torch."""
         families = ([p for p in parameters_of(module).values() if p is not None] for module in self._modules)
         return [p for family in families if not all(map(_is_ours, family)) for p in family if not is_lazy(p)]
 
     def _check_agreement(self) -> None:
-        """Check that the state dict gives all names of one memory the same values; ``load`` looks again.
-
-        Raises TieError.
-        """
+        """Raise TieError unless the state dict gives all names of one memory the same values; ``load`` checks again."""
         if not self._state_dict:
             return
         names, found = names_of(self._root), {}
         for key, own in names.items():
             held = self._tensors.get(key)
-            every = [self._state_dict.get(name) for name in own]
-            fit = [one for one in every if isinstance(one, Tensor) and held is not None and one.shape == held.shape]
+            tensors = [self._state_dict.get(name) for name in own]
+            fit = [one for one in tensors if isinstance(one, Tensor) and held is not None and one.shape == held.shape]
             if fit:
                 found[key] = fit[0]
             if not all(same_values(fit[0], other) for other in fit[1:]):
@@ -135,9 +132,9 @@ class StockCall:
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
         """Convert the parameters and buffers of ``module`` itself by ``function``, as ``_apply`` does.
 
-        Parameters are exchanged as they come, once each; buffers have new objects, as torch gives them, until the end.
-        False, and nothing is done, if torch should convert a parameter itself: one of another class, or one that was
-        not there when the call began.
+        Each parameter is exchanged once; buffers become new objects, as in torch, until the end of the call.
+        Return False and do nothing if torch must convert a parameter itself: one of another class, or one that is new
+        since the call began.
         """
         parameters = [parameter for parameter in parameters_of(module).values() if parameter is not None]
         for parameter in parameters:
@@ -156,7 +153,7 @@ class StockCall:
         return True
 
     def _convert(self, held: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
-        self._changes.setdefault(id(held), (held, held.dtype, held.device))  # first: an interrupt may come
+        self._changes.setdefault(id(held), (held, held.dtype, held.device))  # first: an interrupt may follow
         new, grad = function(held), held.grad
         if grad is None:
             if not reset(held, new) and new is not held:
@@ -169,7 +166,7 @@ class StockCall:
         self._converted.add(id(held))
 
     def complete(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Convert the rest of every memory of which a part has been converted; for a call that stops in the middle."""
+        """Convert the rest of each shared memory that is partly converted, after a call that failed in the middle."""
         with torch.no_grad():
             for component in self._components:
                 members = {id(member.tensor): member.tensor for member in component.members}
@@ -188,11 +185,11 @@ class StockCall:
         replace(held, new, new_grad).apply()
 
     def touch(self, tensor: Any) -> None:
-        """Remember ``tensor`` as it is now, if it is one of the model's: the call may exchange it next."""
+        """Record the state of ``tensor`` if it belongs to the model: the call may exchange it next."""
         key = id(tensor)
         if key in self._tensors and key not in self._open and not is_lazy(tensor):
             while len(self._open) >= _OPEN:
-                del self._open[next(iter(self._open))]  # it was asked for, and left as it is
+                del self._open[next(iter(self._open))]  # it was read, and not exchanged
             grad = tensor.grad if tensor.is_leaf else None
             attributes = user_attributes(tensor, None)
             foreign = is_wrapper(tensor) and not isinstance(tensor, Weight)
@@ -200,7 +197,7 @@ class StockCall:
             self._changes.setdefault(key, (tensor, tensor.dtype, tensor.device))
 
     def settle(self) -> None:
-        """Give what torch has exchanged since it was touched its class, attributes, hooks and grad again."""
+        """Restore class, attributes, hooks and grad of every touched tensor that torch has exchanged."""
         for key, touched in list(self._open.items()):
             held = touched.held
             if impl_id(held) == touched.impl:
@@ -220,12 +217,12 @@ class StockCall:
                 held.grad = touched.grad
 
     def named(self, error: TetherError, tensor: Any = None) -> TetherError:
-        """Return ``error`` about ``tensor`` by its names in the model, if it has some."""
+        """Return ``error`` with the names of ``tensor`` in the model, if it has some."""
         names = names_of(self._root).get(id(tensor)) if id(tensor) in self._tensors else None
         return error.named(format_names(names)) if names else error
 
     def as_plain(self, made: Any) -> Any:
-        """Return ``made``, or a plain tensor over it if a conversion had nothing to do and gave a Parameter subclass.
+        """Return ``made``, or a plain tensor over it if a conversion changed nothing and returned a Parameter subclass.
 
         Torch cannot make a Parameter from such an object.
         """
@@ -234,7 +231,7 @@ class StockCall:
         return made
 
     def load(self, held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
-        """Load as ``Tensor.module_load`` does, and refuse to give one tensor two contents under two names."""
+        """Load as ``Tensor.module_load`` does; raise TieError if two names give one tensor different values."""
         if self.error is not None:
             raise self.error  # torch goes on with the next name after an error
         before = self._given.get(id(held))
@@ -247,12 +244,12 @@ class StockCall:
         return made
 
     def is_splitting(self) -> bool:
-        """Return whether a load has given some of the tensors over one memory their contents, and others not yet."""
+        """Return whether a load has set some, but not yet all, of the tensors that share one memory."""
         every = ({id(member.tensor) for member in component.members} for component in self._components)
         return any(not members.isdisjoint(self._given) and not members <= self._given.keys() for members in every)
 
     def _check_overlaps(self, held: Tensor) -> None:
-        """Raise TieError if what was copied into ``held`` changed what another name was given over the same memory."""
+        """Raise TieError if the copy into ``held`` changed values that another name of the memory was given."""
         for component in self._components:
             if any(member.tensor is held for member in component.members):
                 for member in component.members:
@@ -266,12 +263,12 @@ class StockCall:
             raise _overlap(names)
 
     def end(self) -> None:
-        """Restore buffers as objects, shared memory and caches; let state follow."""
+        """Restore the buffer objects, shared memory and caches; convert optimizer state."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
         for local in (self._metadata or {}).values():
-            local.pop("assign_to_params_buffers", None)  # or the next load from this state dict assigns, unasked
+            local.pop("assign_to_params_buffers", None)  # else the next load from this state dict would assign
         faults: list[TieError] = []
         try:
             if self.error is None:
@@ -296,14 +293,14 @@ class StockCall:
             made = buffers_of(module).get(key)
             if made is held or made is None or made.shape != held.shape:
                 continue  # not converted, or replaced on purpose
-            if id(held) not in done and not isinstance(held, nn.Parameter):  # a parameter was exchanged as one
+            if id(held) not in done and not isinstance(held, nn.Parameter):  # a parameter has been exchanged already
                 self._changes.setdefault(id(held), (held, held.dtype, held.device))
                 replace(held, made).apply()
                 done.add(id(held))
             buffers_of(module)[key] = held
 
     def _rejoin(self, component: Component) -> None:
-        """Put the members of ``component`` over one memory again, if the call has split them."""
+        """Put the members of ``component`` into one memory again, if the call has split them."""
         members = component.members
         if _is_joined(component):
             return
@@ -339,7 +336,7 @@ class StockCall:
 
 
 def _is_ours(tensor: Tensor) -> bool:
-    """Return whether ``convert`` exchanges a tensor like this, and not torch."""
+    """Return whether ``convert`` exchanges tensors of this class, rather than torch."""
     return type(tensor) in STOCK or isinstance(tensor, Weight)
 
 
@@ -360,12 +357,12 @@ def _overlap(names: tuple[str, ...]) -> TieError:
 
 
 def same_values(one: Tensor, two: Tensor) -> bool:
-    """Return whether both hold the same values, NaN equal to NaN; what lies on ``meta`` is not compared."""
+    """Return whether both hold the same values, NaN equal to NaN; tensors on ``meta`` count as equal."""
     if one is two or one.is_meta or two.is_meta:
         return True
     if one.shape != two.shape:
         return False
-    if type(one) is type(two) and is_wrapper(one) and not isinstance(one, Weight):  # of others: few know ==
+    if type(one) is type(two) and is_wrapper(one) and not isinstance(one, Weight):  # few other classes define ==
         names, others = one.__tensor_flatten__()[0], two.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return names == others and all(same_values(getattr(one, name), getattr(two, name)) for name in names)
     one, two = plain_values(one).detach(), plain_values(two).detach()
@@ -373,7 +370,7 @@ def same_values(one: Tensor, two: Tensor) -> bool:
 
 
 def _is_joined(component: Component) -> bool:
-    """Return whether the members lie to each other as they did."""
+    """Return whether the members still lie at their offsets in one memory."""
     if component.nbytes == 0:
         first = {(block.space, block.start) for block in blocks_of(component.members[0].tensor)}
         return all({(b.space, b.start) for b in blocks_of(m.tensor)} & first for m in component.members)

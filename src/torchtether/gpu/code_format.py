@@ -1,4 +1,4 @@
-"""What the kernels know of a weight when they are compiled; sizes and addresses come with each call."""
+"""The facts about a weight with which the kernels are compiled; sizes and addresses come with each call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 WHOLE = 1 << 27
-"""The ``group`` of rows that are one group: the most columns that the kernels take, whose bits they count in 32."""
+"""The ``group`` of rows that are one group: the most columns that the kernels take, which count bits in int32."""
 
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """How codes become numbers: ``value = ((level + before) * scale) * unit + after``, each step rounded to float32.
+    """The decoding of codes: ``value = ((level + before) * scale) * unit + after``, each step rounded to float32.
 
-    bits      of a code: 1 to 8, in a dense stream that begins anew with each row, or not (``is_flat``)
+    bits      of a code: 1 to 8, in a dense stream per row, or one over all rows (``is_flat``)
     level     of a code: itself (``source`` "unsigned", "signed"), a float ("e4m3", "e5m2"), or ``table[code]``
     before    ``-(zero point + offset)``, or a bias
     scale     "float" of any dtype, "e8m0", "e4m3", or "nested": ``dynamic[code] * extra[group // nested] + offset``
@@ -49,7 +49,7 @@ class CodeFormat:
 
 
 def bits_of(values: Iterable[float]) -> tuple[int, ...]:
-    """Return the bits of ``values`` as float32, in int32. Of floats, Python and some Tritons take -0.0 for 0.0.
+    """Return the bits of ``values`` as float32, in int32, because Python and some Tritons take -0.0 for 0.0.
 
     >>> bits_of([1.0, -0.0])
     (1065353216, -2147483648)

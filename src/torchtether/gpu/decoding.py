@@ -1,4 +1,4 @@
-"""Calls of the kernels that decode: whole rows, rows that are named, and products of few rows of inputs."""
+"""Calls of the decoding kernels: ranges of rows, indexed rows, and products of few rows of inputs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .code_format import CodeFormat
 from .serving import on
 
 MOST_ROWS = 16
-"""Rows of inputs that one product takes."""
+"""The most rows of inputs that one product takes."""
 
 DECODED = (16, 256)
 ONE_ROW = (4, 1024)
 FEW_ROWS = (32, 128)
-"""Rows and columns of codes that a program takes at once: to decode them, and in products. Not measured."""
+"""Rows and columns of codes that a program processes at once, to decode them and in products. Not measured."""
 
 
 class Codes(NamedTuple):
@@ -39,7 +39,7 @@ def decode(codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tenso
 
         out (count, K) float32, bfloat16 or float16, contiguous    index (count,) int64 or int32, contiguous
 
-    An index that names none of the ``rows`` gives a row of nan: to raise, one would have to wait for the GPU.
+    An index outside of ``rows`` gives a row of NaN: an error would have to wait for the GPU.
     """
     if not out.numel():
         return
@@ -67,7 +67,7 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         x (M, K) float32, bfloat16 or float16, M at most MOST_ROWS, columns contiguous
         bias (N,) of the same dtype, contiguous    out (M, N) of it, contiguous
 
-    Sums are float32, in an order that sizes alone decide.
+    Sums are float32, in an order that depends on sizes alone.
     """
     count, rows = out.shape
     if not out.numel():
@@ -107,7 +107,7 @@ def _kernels() -> ModuleType:
 
 
 def _groups_in(form: CodeFormat, columns: int) -> int:
-    """Return how many groups a tile of so many columns has: all as wide, or one for each column."""
+    """Return the number of groups in a tile of ``columns``, if all are equally wide; else ``columns``."""
     if form.is_flat or form.family == "ordered":
         return columns
     if form.group % columns == 0:

@@ -1,10 +1,10 @@
-"""Triton kernels that decode tiles of a weight: one family, which ``CodeFormat`` turns into the code of each scheme.
+"""Triton kernels that decode tiles of a weight; ``CodeFormat`` specializes them for each scheme.
 
 A product of few rows decodes tiles to registers and never writes them. Decoding takes the steps of ``schemes`` in their
-order, in float32, so it must be launched with ``enable_fp_fusion=False``: a contracted multiply and add rounds once
-where they round twice.
+order, in float32, so it must be launched with ``enable_fp_fusion=False``: a fused multiply and add rounds once where
+``schemes`` rounds twice.
 """
-# Triton reads annotations of arguments as what they are compiled for.
+# Triton would take annotations of arguments as types to compile for.
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _table(VALUES: tl.constexpr, SIZE: tl.constexpr):
-    """Return the numbers whose bits are ``VALUES``, (SIZE,), which is a power of two; missing ones are 0."""
+    """Return the numbers whose bits are ``VALUES``: (SIZE,), a power of two; missing ones are 0."""
     place = tl.arange(0, SIZE)
     made = tl.zeros((SIZE,), tl.int32)
     for i in tl.static_range(len(VALUES)):
@@ -32,7 +32,7 @@ def _look_up(table, codes):
 
 @triton.jit
 def _from_e4m3(codes):
-    """Return the numbers of bytes; by way of float16, which has room for all of them, and which every GPU reads."""
+    """Return the numbers of e4m3 bytes; by way of float16, which holds all of them, and which every GPU reads."""
     byte = codes.to(tl.uint16)
     half = ((byte & 0x80) << 8 | (byte & 0x7F) << 7).to(tl.float16, bitcast=True)
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -57,7 +57,7 @@ def _codes(codes, n, is_row, k, columns, row_bytes, FORMAT: tl.constexpr, K: tl.
         at = k // EACH + tl.arange(0, K // EACH)
         mask = is_row[:, None] & (at < row_bytes)[None, :]
         made = tl.load(codes + n[:, None] * row_bytes + at[None, :], mask, other=0)
-        if BITS <= 4:  # halves of bytes, then halves of these: each goes before its neighbour
+        if BITS <= 4:  # halves of bytes, then halves of these, the lower one first
             made = tl.interleave(made & 15, made >> 4)
         if BITS <= 2:
             made = tl.interleave(made & 3, made >> 2)
@@ -84,7 +84,7 @@ def _levels(codes, FORMAT: tl.constexpr):
         made = _look_up(_table(FORMAT.table, 1 << FORMAT.bits), codes)
     elif FORMAT.source == "e4m3":
         made = _from_e4m3(codes)
-    elif FORMAT.source == "e5m2":  # the first byte of a float16
+    elif FORMAT.source == "e5m2":  # the upper byte of a float16
         made = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         made = codes.to(tl.float32)
@@ -93,7 +93,7 @@ def _levels(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def _scales(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
-    """Return the scales numbered ``at``, float32."""
+    """Return the scales at the indices ``at``, float32."""
     made = tl.load(scale + at, mask, other=0)
     if FORMAT.scale == "e8m0":
         bits = tl.where(made == 0, 0x400000, made.to(tl.int32) << 23)
@@ -108,13 +108,13 @@ def _scales(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
     if FORMAT.global_scale == "multiplies":
         made = made * tl.load(extra)
     if FORMAT.global_scale == "divides":
-        made = tl.div_rn(made, tl.load(extra))  # a plain division is rounded twice
+        made = tl.div_rn(made, tl.load(extra))  # a plain division is not rounded correctly
     return made
 
 
 @triton.jit
 def _spread(values, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr):
-    """Repeat each of the columns of ``values`` (N, S) for the ``K`` columns of a tile; one is left to broadcast."""
+    """Return the columns of ``values`` (N, S) repeated to the ``K`` columns of a tile; a single one can broadcast."""
     if S > 1 and S < K:
         values = tl.reshape(tl.broadcast_to(values[:, :, None], (N, S, K // S)), (N, K))
     return values
@@ -127,7 +127,7 @@ def _values(
 ):  # fmt: skip
     """Return the values of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K) float32.
 
-    ``S`` is how many groups of columns there are in a tile: 1, some, each as wide, or K where they lie unevenly.
+    ``S`` is the number of groups of columns in a tile: 1, several of equal width, or K if their widths differ.
     """
     x = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
     column = k + tl.arange(0, S) * (K // S)
@@ -177,7 +177,7 @@ def decode_rows(
     codes, scale, zero, extra, offset, columns, row_bytes, groups, height,
     FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Write ``count`` rows to ``out``: those from ``start``, or those that ``index`` names, nan where it names none."""
+    """Write ``count`` rows to ``out``: those from ``start`` on, or those in ``index``, NaN for one out of range."""
     tile = tl.program_id(0)
     across = tl.cdiv(columns, K)
     i = (tile // across).to(tl.int64) * N + tl.arange(0, N)
@@ -205,7 +205,7 @@ def multiply_rows(
     codes, scale, zero, extra, offset, columns, row_bytes, groups, height,
     FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Write ``x @ values.T + bias``; where ``M``, the most rows, is not 1, values are rounded to the dtype of ``x``."""
+    """Write ``x @ values.T + bias``; if ``M``, the most rows, is not 1, values are rounded to the dtype of ``x``."""
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row = n < rows
     m = tl.arange(0, M).to(tl.int64)
@@ -216,7 +216,7 @@ def multiply_rows(
         )  # fmt: skip
         column = k + tl.arange(0, K)
         is_column = column < columns
-        if not IS_EVEN:  # a scale that is not finite would make nan of nothing
+        if not IS_EVEN:  # a scale that is not finite would give NaN beyond the last column
             w = tl.where(is_column[None, :], w, 0.0)
         if M == 1:
             sums += w * tl.load(x + column, is_column, other=0).to(tl.float32)[None, :]

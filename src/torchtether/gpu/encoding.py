@@ -1,9 +1,9 @@
 """Encoding on a GPU, by Triton kernels: extremes of runs, codes under given scales, and both with scales in one pass.
 
-They take what the loops of ``compiled`` take, and give the same bits.  ``x`` (R, K) is contiguous, of a dtype that
-``can_read`` knows; ``scale`` and ``zero``, float32, (R or 1, groups) have one entry per ``width`` columns; ``codes``
-(R, bytes) may be the first columns of a wider table.  Nothing waits for the GPU but ``encode_rows``, once, for whether
-all numbers were finite.  No GPU has run them: Triton's interpreter has, and they compile for sm_80 and sm_90.
+They take the arguments of the loops of ``compiled``, and give the same bits.  ``x`` (R, K) is contiguous, of a dtype
+that ``can_read`` accepts; ``scale`` and ``zero``, float32, (R or 1, groups) have one entry per ``width`` columns;
+``codes`` (R, bytes) may be the first columns of a wider table.  Only ``encode_rows`` waits for the GPU, once, to learn
+whether all numbers were finite.  No GPU has run them: Triton's interpreter has, and they compile for sm_80 and sm_90.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _BLOCK = 4096
 """Numbers that a program encodes at once."""
 
 _WIDE = 8192
-"""Columns of a run that a program holds in registers; of longer ones it reads the numbers twice."""
+"""The most columns of a run that a program holds in registers; it reads the numbers of longer ones twice."""
 
 _LONGEST = 1 << 17
-"""Columns of a run that one program goes through; longer ones, of which there may be one, are left to torch ops."""
+"""The most columns of a run that one program processes; longer runs, perhaps only one, are left to torch ops."""
 
 
 def can_read(values: Tensor) -> bool:
-    """Return whether the kernels can walk ``values`` where they lie."""
+    """Return whether the kernels can read the memory of ``values``."""
     if not serves(values) or values.dtype not in FLOATS or not values.is_contiguous():
         return False
     return values.numel() > 0 and not (torch.is_grad_enabled() and values.requires_grad)
 
 
 def magnitudes(x: Tensor, width: int) -> Tensor | None:
-    """Return the largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN where there is one."""
+    """Return the largest magnitude of each run of ``width`` columns, (R, groups) float32; NaN if a run holds one."""
     found = _extremes(x, width, signed=False)
     return None if found is None else found[1]
 
@@ -46,7 +46,7 @@ def magnitudes(x: Tensor, width: int) -> Tensor | None:
 def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
     """Return the smallest and the largest value of each run of ``width`` columns, (R, groups) float32.
 
-    NaN in one of them.
+    One of them is NaN if the run holds one.
     """
     return _extremes(x, width, signed=True)
 
@@ -67,10 +67,10 @@ def _extremes(x: Tensor, width: int, *, signed: bool) -> tuple[Tensor, Tensor] |
 
 
 def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, ...]) -> bool:
-    """Write scales and codes of all ``values`` in one pass; return whether ``parts`` hold them, or else anything.
+    """Write scales and codes of all ``values`` in one pass; return whether that was done, else ``parts`` are undefined.
 
     ``fields`` are those of the compiled loops' recipe; ``parts`` the codes, the scales and the zero points, contiguous.
-    They do not hold them where a number is not finite, or too large. That is looked at, which waits for the GPU.
+    It fails where a number is not finite, or too large; that check waits for the GPU.
     """
     columns, width = fields["columns"], fields["width"]
     if not can_read(values) or not _suits(width, columns, fields["bits"]) or width > _LONGEST:
@@ -103,7 +103,7 @@ def encode_affine(
     offset: int,
     bits: int,
 ) -> bool:
-    """Write round(x / scale + zero), within ``limits``, and ``offset`` above that, to ``codes``; 4 or 8 bits."""
+    """Write round(x / scale + zero), clipped to ``limits``, plus ``offset``, to ``codes`` of 4 or 8 bits."""
     if not _can_encode(x, width, scale, codes, bits):
         return False
     return _encode(
@@ -114,7 +114,7 @@ def encode_affine(
 
 
 def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
-    """Write x / scale (or times), within ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
+    """Write x / scale (or times), clipped to ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
     if codes.dtype not in _FLOAT8 or not _can_encode(x, width, scale, codes, 8):
         return False
     mantissa, bias = _FLOAT8[codes.dtype]
@@ -138,9 +138,9 @@ def encode_nearest(
     thresholds: tuple[float, ...],
     order: tuple[int, ...] | None = None,
 ) -> bool:
-    """Write to ``codes``, two to a byte, between which ascending ``thresholds`` x / scale (or times) lies.
+    """Write to ``codes``, two to a byte, the number of ascending ``thresholds`` below x / scale (or times).
 
-    With ``order`` they are those of a table; without, they count for magnitudes, and 8 is added for the sign.
+    With ``order`` the code is ``order[number]``; without, the number is that of the magnitude, plus 8 for the sign.
     """
     size = 7 if order is None else 15
     if len(thresholds) > size or not _can_encode(x, width, scale, codes, 4):
@@ -160,12 +160,12 @@ def _can_encode(x: Tensor, width: int, scale: Tensor, codes: Tensor, bits: int) 
 
 
 def _suits(width: int, columns: int, bits: int) -> bool:
-    """Return whether each run begins with a byte."""
+    """Return whether each run begins at a byte."""
     return bits == 8 or (bits == 4 and (width % 2 == 0 or width >= columns))
 
 
 def _tile(width: int, most: int) -> tuple[int, int]:
-    """Return the columns of a run that a program takes, a power of two, and the runs."""
+    """Return the number of columns (a power of two) and the number of runs that a program takes."""
     block = max(2, min(1 << (width - 1).bit_length(), most if width <= most else _BLOCK))
     return block, max(1, _BLOCK // block)
 
@@ -193,7 +193,7 @@ def _encode(
     edges: tuple[float, ...] = (),
     order: tuple[int, ...] = (),
 ) -> bool:
-    """Encode under the given scales, or, where ``bad`` is given, under scales that are found and written too."""
+    """Encode under the given scales, or, if ``bad`` is given, under scales that the kernel computes and writes, too."""
     (rows, columns), fits = x.shape, bad is not None
     width, groups = min(width, columns), -(-columns // width)
     is_shared = not fits and scale.shape[0] == 1
@@ -225,7 +225,7 @@ def _bytes(codes: Tensor) -> Tensor:
 def _launch(name: str, programs: int, *args: Any, **constants: Any) -> None:
     """Start ``programs`` of a kernel on the device of the first argument.
 
-    Products and sums must not become one step (``enable_fp_fusion``), which rounds once where torch ops round twice.
+    Products and sums must not be fused (``enable_fp_fusion``): that rounds once where torch ops round twice.
     """
     kernel = getattr(import_module(".encoding_kernels", __package__), name)
     warps = 8 if constants["BLOCK"] * constants["RUNS"] > _BLOCK else 4
@@ -234,6 +234,6 @@ def _launch(name: str, programs: int, *args: Any, **constants: Any) -> None:
 
 
 def _note_written(out: Tensor) -> None:
-    """Tell autograd of a write, as any in-place op does."""
+    """Record a write for autograd, as any in-place op does."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)

@@ -1,11 +1,11 @@
 """The Triton kernels that encode; ``encoding`` calls them. Imported when a tensor on a GPU is first encoded.
 
-A *run* is what shares a scale: ``width`` columns of a row, the last one of a row perhaps shorter. A program takes
-``RUNS`` runs of up to ``BLOCK`` columns, or a piece of ``BLOCK`` columns of a longer one.  With FLAT, runs follow each
-other without gaps, in the numbers and in the codes, and no row has to be found; with FULL they also fill their blocks.
+A *run* is the ``width`` columns of a row that share a scale; the last run of a row may be shorter. A program takes
+``RUNS`` runs of up to ``BLOCK`` columns, or a piece of ``BLOCK`` columns of a longer one.  With FLAT, runs are
+contiguous, in the numbers and in the codes, so that rows do not matter; with FULL they also fill their blocks.
 
 Bits are those of torch ops: divisions are IEEE's (``div_rn``; ``/`` is approximate), products and sums stay two steps
-(the calls say ``enable_fp_fusion=False``), and numbers are rounded by adding a constant, half to even.
+(the calls pass ``enable_fp_fusion=False``), and numbers are rounded by adding a constant, half to even.
 """
 
 # mypy: ignore-errors
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 TINY = tl.constexpr(2.0**-126)
-LIMIT = tl.constexpr(2.0**127)  # beyond it a number that is rounded up may leave float32
+LIMIT = tl.constexpr(2.0**127)  # beyond it a number that is rounded up may overflow float32
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: in a sum with it the last bit is 1
 AFFINE, FLOAT8, NEAREST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -33,14 +33,14 @@ def _float(bits):
 
 @triton.jit
 def _ordered(x):
-    """Return integers in the order of the floats; NaN is beyond infinity. It maps back what it has made, too."""
+    """Return integers in the order of the floats, NaN beyond infinity. The same function maps them back."""
     bits = _bits(x)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _begins(run, width, columns, groups, FLAT: tl.constexpr):
-    """Return where runs begin, among the numbers, and how many columns they have."""
+    """Return the indices of the numbers at which runs begin, and their lengths."""
     if FLAT:
         return run * width, width + 0 * run
     else:
@@ -59,7 +59,7 @@ def _read(x_ptr, begin, column, count, valid, FULL: tl.constexpr):
 
 @triton.jit
 def _ends(x, inside, SIGNED: tl.constexpr):
-    """Return the ends of each row of ``x``, as ordered integers: 0 and the largest magnitude without SIGNED."""
+    """Return the extremes of each row of ``x`` as ordered integers: 0 and the largest magnitude if not SIGNED."""
     if SIGNED:
         ordered = _ordered(x)
         low = tl.min(tl.where(inside, ordered, 0x7FFFFFFF), 1)
@@ -91,7 +91,7 @@ def find_extremes(
     SIGNED: tl.constexpr, FLAT: tl.constexpr, FULL: tl.constexpr, LOOPS: tl.constexpr,
     RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the extremes of each run, or (not SIGNED) its largest magnitude; NaN where it holds one."""
+    """Write the extremes of each run, or (not SIGNED) its largest magnitude; NaN if it holds one."""
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     valid = run < total
     begin, count = _begins(run, width, columns, groups, FLAT)
@@ -109,7 +109,7 @@ def _clamped(x, lowest, highest):
 
 @triton.jit
 def _fit(low, high, span, unit, lowest, highest, KIND: tl.constexpr, SIGNED: tl.constexpr):
-    """Return the scales to store, what divides (NEAREST: multiplies) numbers, what is added, and what cannot be."""
+    """Return scales, divisors (NEAREST: factors) and zero points of runs, and which runs cannot be encoded."""
     if KIND == NEAREST:
         scale = tl.where(high > 0, tl.maximum(high, TINY), 0.0)
         return scale, tl.div_rn(1.0, tl.where(scale < TINY, 1.0, scale)), tl.zeros_like(scale), ~(high < LIMIT)
@@ -127,7 +127,7 @@ def _fit(low, high, span, unit, lowest, highest, KIND: tl.constexpr, SIGNED: tl.
 
 @triton.jit
 def _above(y, E: tl.constexpr):
-    """Return how many of 15 ascending thresholds lie below ``y``, by halving."""
+    """Return the number of 15 ascending thresholds below ``y``, by binary search."""
     a = y > E[7]
     b = y > tl.where(a, E[11], E[3])
     c = y > tl.where(a, tl.where(b, E[13], E[9]), tl.where(b, E[5], E[1]))
@@ -150,7 +150,7 @@ def _codes(
     KIND: tl.constexpr, DIVIDES: tl.constexpr, SHIFTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     EDGES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes of ``x``, integers of which the lowest byte counts."""
+    """Return the codes of ``x``, in the lowest bytes of integers."""
     y = tl.div_rn(x, by) if DIVIDES else x * by
     if SHIFTS:
         y = y + shift
@@ -179,11 +179,11 @@ def _store(
     codes_ptr, codes, begin, column, count, valid,
     BITS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Store codes from the byte ``begin`` of each run on, ``column`` being the first of them."""
+    """Store codes of each run, which begins at the byte ``begin``, from its ``column`` on."""
     at = column + tl.arange(0, BLOCK)
     inside = at[None, :] >= 0 if FULL else at[None, :] < count[:, None]
     if BITS == 4:
-        codes = tl.where(inside, codes & 15, 0)  # beside a last code that is alone there are zeros
+        codes = tl.where(inside, codes & 15, 0)  # the byte of an odd last code is filled up with zeros
         low, high = tl.split(tl.reshape(codes, [RUNS, BLOCK // 2, 2]))
         codes = low | (high << 4)
         at = column // 2 + tl.arange(0, BLOCK // 2)
@@ -199,10 +199,11 @@ def encode(
     SHIFTS: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     EDGES: tl.constexpr, ORDER: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of each run, under the given scales (SHARED: of one row for all), or (FITS) under its own.
+    """Write the codes of each run, under given scales (SHARED: one row of them for all rows), or (FITS) under its own.
 
-    With FITS scales and zero points are written too, and 1 to ``bad`` where a number is not finite or too large.
-    Without, scales and zero points are float32, and a long run is cut into ``pieces``; with LOOPS a program takes one.
+    With FITS, scales and zero points are written, too, and 1 to ``bad`` if a number is not finite or too large.
+    Without it, scales and zero points are float32, and a long run is cut into ``pieces``. With LOOPS one program
+    processes a whole long run.
     """
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     first = 0

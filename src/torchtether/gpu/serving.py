@@ -1,4 +1,4 @@
-"""Which tensors the kernels take."""
+"""The test of whether the kernels can take given tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..torch_private.observers import is_direct
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 DEVICES = {"cuda"}
-"""Types of devices whose tensors the kernels take; tests add "cpu", where Triton interprets."""
+"""Types of devices whose tensors the kernels take; tests add "cpu" for Triton's interpreter."""
 
 
 @cache
@@ -38,9 +38,9 @@ def serves(*tensors: Tensor) -> bool:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Return whether kernels run on ``device``, as the smallest one has then; warn where Triton cannot build it.
+    """Return whether kernels run on ``device``: run the smallest one; warn if Triton cannot build it.
 
-    It needs a GPU of compute capability 8.0, a driver that it knows and, in some versions, a C compiler.
+    Triton needs a GPU of compute capability 8.0, a driver that it knows and, in some versions, a C compiler.
     """
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return False
@@ -52,7 +52,7 @@ def runs_on(device: torch.device) -> bool:
             write_one[(1,)](out)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of many types: of the compiler, the linker, the driver
+    except Exception as error:  # the compiler, the linker and the driver raise many types
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         fix = "Install a C compiler, or a driver that this Triton knows; until then torch ops do the work."
         warnings.warn(f"gpu: Triton cannot build kernels for {device}: {reason}. {fix}", stacklevel=2)

@@ -1,5 +1,5 @@
-"""The smallest kernel, which is run first, to see whether Triton can build and start any."""
-# Triton reads annotations of arguments as what they are compiled for.
+"""The smallest kernel, which is run first, to test whether Triton can build and start kernels."""
+# Triton would take annotations of arguments as types to compile for.
 # mypy: ignore-errors
 
 from __future__ import annotations

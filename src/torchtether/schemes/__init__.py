@@ -1,4 +1,4 @@
-"""Schemes: how values become plain tensors (*parts*) and back."""
+"""Schemes, which encode values as plain tensors (*parts*) and decode them."""
 
 from .affine import Affine
 from .biased import Biased

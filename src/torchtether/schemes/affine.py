@@ -1,4 +1,4 @@
-"""Integers with a scale, and perhaps a zero point: int8, int4 and their relatives of 1 to 8 bits."""
+"""Integers of 1 to 8 bits with a scale, and perhaps a zero point, such as int8 and int4."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Affine(Blocked):
     ``fit="mse"`` gives each block a scale under which the sum of its squared errors is less, if it finds one.  It says
     how to encode and not what is held, so it makes no difference between two schemes.
 
-    Error: half a step, ``scale / 2``, plus what rounding the scale took off the range; at its ends what was clipped.
+    Error: half a step, ``scale / 2``, plus the rounding of the scale over the range; at its ends also the clipped part.
 
-    Encoding decoded values keeps the codes with ``like=`` the parts and with ``reencode``.  Afresh it keeps them with
-    ``narrow_range`` (the largest value is a code), and nearly always without ``symmetric``; the symmetric full range
-    moves its scale.
+    Encoding decoded values keeps the codes with ``like=`` the parts and with ``reencode``.  Without them it keeps them
+    with ``narrow_range`` (the largest value is a code), and nearly always without ``symmetric``; the symmetric full
+    range moves its scale.
 
     >>> parts = Affine(bits=4, block=(1, 2)).encode(torch.tensor([1.0, -7.5, 0.0, 0.0]))
     >>> parts["qdata"].tolist(), parts["scale"].tolist()
@@ -100,7 +100,7 @@ class Affine(Blocked):
 
     @property
     def _offset(self) -> int:
-        """Return how far stored codes lie above the signed ones; zero points share it only if unsigned."""
+        """Return the difference of stored and signed codes; zero points have it only if unsigned."""
         return 0 if self.signed and self.bits == 8 else 1 << (self.bits - 1)
 
     @property
@@ -126,7 +126,7 @@ class Affine(Blocked):
         """Return the parts of ``values``.
 
         Args:
-            like: parts whose scales, zero points and column groups are used again; values beyond their range clip.
+            like: parts whose scales, zero points and column groups are reused; values beyond their range clip.
             g_idx: (K,) ints, the group of each column, with ``act_order``; default: groups of neighbours.
         """
         values = source(values)
@@ -157,10 +157,10 @@ class Affine(Blocked):
         )
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode as ``encode`` does, with the held scale and zero point in blocks that they suit or give back exactly.
+        """Return the parts as ``encode`` does, with the held scale and zero point where they fit or are exact.
 
-        They suit where the values fit and use their range. Exactly is for parts that others wrote: their scales may be
-        negative, or larger than the values ask for.
+        They fit if the values lie within their range and use it. The test for exact values is for parts of other
+        writers, whose scales may be negative, or larger than the values need.
         """
         values = source(values)
         if values.is_meta or values.numel() == 0:
@@ -185,7 +185,7 @@ class Affine(Blocked):
         return self.encode(values, like={**held, **chosen})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Return half a step, the range that a rounded scale lost, and 2**-14 of a step for float32 arithmetic."""
+        """Return half a step, the rounding of the scale over the range, and 2**-14 of a step for float32 arithmetic."""
         grid = grid_over(shape, self.block)
         g_idx = parts.get("g_idx")
         reach = self._steps / 2 if self.symmetric else self._steps
@@ -201,7 +201,7 @@ class Affine(Blocked):
             return bound
         return bound * ~find_zeros(grid, self.decode(parts, shape, torch.float32), stored, g_idx)
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None, g_idx: Tensor | None = None) -> None:
         if g_idx is not None and not self.act_order:
@@ -239,12 +239,12 @@ class Affine(Blocked):
         return (x if self.unit == 1 else x.mul_(self.unit)).reshape(stop - start, grid.columns)
 
     def _zero_points(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """Return the zero points of the rows among the signed codes, float32."""
+        """Return the zero points of the rows as signed codes, float32."""
         return grid.pick(parts["zero_point"], start, stop).float() - self._zero_offset
 
     @property
     def _span(self) -> float:
-        """Return the extent of a block over its scale."""
+        """Return the quotient of the extent of a block and its scale."""
         return (self._steps / 2 if self.symmetric else self._steps) * self.unit
 
     def _step(self, scale: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ class Affine(Blocked):
         return Search(self.bits, self._lowest, self._highest, self.unit, self.scale_dtype)
 
     def _fitted(self, low: Tensor, high: Tensor) -> dict[str, Tensor]:
-        """Return the scale, and the zero point, for blocks that reach from ``low`` to ``high``."""
+        """Return the scale, and the zero point, for blocks with values from ``low`` to ``high``."""
         if self.symmetric:
             return {"scale": store_scale(divide(high, self._span), high, self.scale_dtype)}
         scale = store_scale(divide(high - low, self._span), high - low, self.scale_dtype)
@@ -376,9 +376,9 @@ class Affine(Blocked):
         if self.bits == 8:
             out.copy_(x)
         else:
-            pack_into(x.to(torch.int8).view(torch.uint8), self.bits, out)  # numbers to uint8 take six times as long
+            pack_into(x.to(torch.int8).view(torch.uint8), self.bits, out)  # floats to uint8 take six times as long
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """Return ``scale``, and 1 where it is 0, as other writers store it above zeros."""
+    """Return ``scale``, and 1 where it is 0, as other writers store it for zeros."""
     return torch.where(scale == 0, 1.0, scale)

@@ -1,4 +1,4 @@
-"""Integers with a scale and a float bias: what MLX, HQQ, optimum-quanto and GGUF's Q4_1 and Q5_1 store."""
+"""Integers with a scale and a float bias, as MLX, HQQ, optimum-quanto and GGUF's Q4_1 and Q5_1 store them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Biased(Blocked):
         scale (*lead, ceil(K / columns)) scale_dtype  1 row per ``block[0]`` rows; 1 where None; may be negative
         bias, like scale
 
-    With ``bias_first`` it is ``w ≈ (q + bias) * scale``.  Either way both steps are taken in ``arithmetic``, each
-    rounded to it: that is how MLX (``bias``), optimum-quanto (``-shift``) and, with ``bias_first``, HQQ (``-zero``)
-    decode, in the dtype of their scales; GGUF decodes float16 scales in float32.
+    With ``bias_first`` it is ``w ≈ (q + bias) * scale``.  Either way both operations run in ``arithmetic``, each
+    rounded to it.  MLX (``bias``), optimum-quanto (``-shift``) and, with ``bias_first``, HQQ (``-zero``) decode so in
+    the dtype of their scales; GGUF decodes float16 scales in float32.
 
-    The bias is the lowest value of its block and the scale the 2**bits - 1st part of the range, at least half a unit
-    in the last place of its largest magnitude.  The codes are those that decode nearest to the values, roundings of
-    ``arithmetic`` included.  ``fit="mse"`` keeps the part of the range under which the squared errors are least;
-    ``fit="hqq"`` keeps the scale and moves the bias, by a step at most, to where half-quadratic quantization finds most
-    errors small.
+    The bias is the lowest value of its block; the scale is the range over 2**bits - 1, but at least half a unit in the
+    last place of the largest magnitude.  The codes are those that decode nearest to the values, roundings of
+    ``arithmetic`` included.  ``fit="mse"`` clips the range of each block where that lowers the sum of squared errors;
+    ``fit="hqq"`` keeps the scale and moves the bias, by a step at most, by half-quadratic quantization, which makes
+    most errors small.
 
-    Error: half a step, what rounding scale and bias took off the range, and the two roundings of ``arithmetic``.
+    Error: half a step, the rounding of scale and bias over the range, and the two roundings of ``arithmetic``.
 
-    Encoding decoded values keeps the values with ``like=`` the parts and with ``reencode``; the codes too, but for
-    those that ``arithmetic`` made equal.  Afresh, a rounded bias may move every code of its block.
+    Encoding decoded values keeps the values with ``like=`` the parts and with ``reencode``; the codes too, except those
+    that decode to the same value in ``arithmetic``.  Without them a rounded bias may move every code of its block.
 
     >>> parts = Biased(bits=4, block=(1, 2)).encode(torch.tensor([1.0, 8.5, -3.0, -3.0]))
     >>> parts["qdata"].tolist(), parts["scale"].tolist()[0], parts["bias"].tolist()
@@ -84,21 +84,21 @@ class Biased(Blocked):
         return {"qdata": code_part(shape, self.bits), "scale": scale, "bias": scale}
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode as ``encode`` does, with the held scale and bias in blocks that they give back exactly or suit."""
+        """Return the parts as ``encode`` does, with the held scale and bias in blocks that they fit or give exactly."""
         grid = grid_over(tuple(values.shape), self.block)
         fitted = self._fit(grid, values)
         again = self.encode(values, like=held)
         ends = [grid.reduce(values, op) for op in (torch.amin, torch.amax)]
         first, last = (self._position(end, held["scale"].float(), held["bias"].float()) for end in ends)
         low, high = torch.minimum(first, last), torch.maximum(first, last)
-        suits = (low >= -0.5) & (high <= self._steps + 0.5) & (high - low >= self._steps - 0.51)
-        keep = suits | find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
+        fits = (low >= -0.5) & (high <= self._steps + 0.5) & (high - low >= self._steps - 0.51)
+        keep = fits | find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
         if is_true(keep.all(), unseen=False):
             return again
         return self.encode(values, like={name: torch.where(keep, held[name], part) for name, part in fitted.items()})
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Return half a step, the range that roundings of scale and bias lost, and the two roundings of a value."""
+        """Return half a step, the rounding of scale and bias over the range, and the two roundings of a value."""
         grid = grid_over(shape, self.block)
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
@@ -110,13 +110,13 @@ class Biased(Blocked):
             rounded_off(step.abs(), self.scale_dtype) * self._steps + rounded_off(bias.abs(), self.scale_dtype) * unit
         )
         rounded = rounded_off(between, self.arithmetic) * unit + rounded_off(decoded, self.arithmetic)
-        if self.fit != "range":  # the ends may lie anywhere within what the search may cut off
+        if self.fit != "range":  # values at the end codes may have been clipped by the search
             codes = unpack(parts["qdata"].reshape(grid.rows, -1), self.bits, grid.columns).view(shape)
             lost = lost + ((codes == 0) | (codes == self._steps)) * step.abs() * (self._steps * (1 / SMALLEST - 1))
-        still = (decoded == 0) & (step == 1) & (bias == 0)  # a block of zeros
-        return (step.abs() * (0.5 + 2.0**-14) + lost + rounded) * ~still  # MLX writes negative scales too
+        is_zero = (decoded == 0) & (step == 1) & (bias == 0)  # a block of zeros
+        return (step.abs() * (0.5 + 2.0**-14) + lost + rounded) * ~is_zero  # MLX writes negative scales too
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
         grid = grid_over(tuple(values.shape), self.block)
@@ -135,12 +135,12 @@ class Biased(Blocked):
         return self._value(x, scale, bias).reshape(stop - start, grid.columns)
 
     def _value(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """Return the values of the codes ``x``; all three are in ``arithmetic``, and so is each step."""
+        """Return the values of the codes ``x``; all arguments and operations are in ``arithmetic``."""
         return (x + bias) * scale if self.bias_first else x * scale + bias
 
     def _position(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """Return where ``x`` lies among the codes, not rounded, float32."""
-        scale = torch.where(scale == 0, 1.0, scale)  # a foreign block of one value
+        """Return the unrounded codes of ``x``, float32."""
+        scale = torch.where(scale == 0, 1.0, scale)  # other writers may store 0 for a block of one value
         return x / scale - bias if self.bias_first else (x - bias) / scale
 
     def _fit(self, grid: Grid, values: Tensor) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ class Biased(Blocked):
         finest = extent * (torch.finfo(self.arithmetic).eps / 2)
         scale = store_scale(torch.maximum(divide(high - low, self._steps), finest), extent, self.scale_dtype)
         bias = low / scale.float() if self.bias_first else low
-        return {"scale": scale, "bias": (bias + 0.0).to(self.scale_dtype)}  # of 0 and -0, either may be the lowest
+        return {"scale": scale, "bias": (bias + 0.0).to(self.scale_dtype)}  # + 0.0: the lowest value may be -0
 
     def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
         scale, bias = (parts[name].to(self.arithmetic) for name in ("scale", "bias"))
@@ -192,7 +192,7 @@ class Biased(Blocked):
 
     def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
         extent = torch.maximum(high - low, torch.maximum(high.abs(), low.abs()))
-        # what rounding the bias, and two steps of arithmetic, may take off either end
+        # either end may lose this much to the rounding of the bias and of two operations
         slack = extent * (torch.finfo(self.scale_dtype).eps + 2 * torch.finfo(self.arithmetic).eps)
         scale = cover_scale(divide(high - low + 2 * slack, self._steps), extent, self.scale_dtype)
         bias = (low - slack) / scale.float() if self.bias_first else low - slack
@@ -221,7 +221,7 @@ class Biased(Blocked):
 
     @property
     def _reach(self) -> int:
-        """Return how far from the rounded position the nearest code may be: how many codes a rounding can merge."""
+        """Return how far from the rounded position the nearest code may be: the codes that a rounding can merge."""
         return 1 + int(self._steps * torch.finfo(self.arithmetic).eps)
 
     def _nearest(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

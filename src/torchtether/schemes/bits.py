@@ -18,7 +18,7 @@ from torch import Tensor
 from ..torch_private.observers import is_direct
 from ..torch_private.tensors import is_fake
 
-# Spreading a byte by viewing a wider integer as bytes is 14 times faster than stacking, where bytes lie low first.
+# Where the low byte comes first, viewing a wider integer as bytes is 14 times faster than stacking bytes.
 _VIEWABLE = sys.byteorder == "little"
 
 
@@ -49,7 +49,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         pairs = codes.reshape(-1).view(torch.int16)  # low | high << 8
         packed = (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
     elif _VIEWABLE:
-        words = codes.reshape(-1).view(torch.int64)  # eight codes, of which neighbours are joined three times
+        words = codes.reshape(-1).view(torch.int64)  # eight codes; neighbours are joined in three steps
         for lane in (8, 16, 32):
             held = bits * lane // 8
             low = sum(((1 << held) - 1) << at for at in range(0, 64, 2 * lane))
@@ -68,7 +68,7 @@ def pack_into(codes: Tensor, bits: int, out: Tensor) -> None:
     """Write the stream of each row of ``codes`` (R, K) to the rows of ``out`` (R, bytes), and zeros after it."""
     packed = pack(codes, bits)
     out[:, : packed.shape[1]].copy_(packed)
-    out[:, packed.shape[1] :].zero_()  # a tensor of one dimension may end in a run of 8 codes
+    out[:, packed.shape[1] :].zero_()  # a stream is padded to a run of 8 codes
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -114,8 +114,8 @@ def _spread(packed: Tensor, bits: int) -> Tensor:
 def table_of(values: Sequence[float], device: torch.device) -> Tensor:
     """Return ``values`` as a float32 tensor, (len(values),).
 
-    Of single numbers where torch exports: its decompositions lose constants that are made inside a subclass.  Tables on
-    other devices are kept: a copy to them waits for the device, and cannot be part of a CUDA graph.
+    During export it is joined from scalars: decompositions lose constant tensors that are made inside a subclass.
+    Tables on other devices are cached: a copy to them waits for the device, and cannot be part of a CUDA graph.
 
     >>> table_of((0.5, 1.0), torch.device("cpu"))
     tensor([0.5000, 1.0000])
@@ -136,7 +136,7 @@ def _kept_table(values: tuple[float, ...], device: torch.device) -> Tensor:
 def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:
     """Return ``table[unpack(packed, bits, count)]``, by one gather per byte where bytes hold whole codes.
 
-    A code beyond a shorter table is 0, with any number of bits.
+    Codes beyond the end of a shorter table give 0.
 
         packed (*lead, bytes) uint8    table (at most 2**bits,)    values (*lead, count), the dtype of table
 
@@ -160,13 +160,13 @@ def lookup(packed: Tensor, table: Tensor, bits: int, count: int) -> Tensor:
 
 
 _AS_ONE = {4: torch.float32, 8: torch.float64, 16: torch.complex128}
-"""What as many bytes are, when they are only to be moved."""
+"""The dtypes as which a gather moves so many bytes."""
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same shape, dtype and bits: ``torch.equal``, also for float8 and NaN.
 
-    Fake tensors have no numbers; of them it is True.
+    For fake tensors, which have no values, it is True.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False

@@ -1,4 +1,4 @@
-"""The base of the schemes with blocks: what they share when they encode, decode, take rows and are viewed."""
+"""The base class of the schemes with blocks: encoding, decoding, updates, rows and views."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .unchanged import find_unchanged
 
 
 class Blocked(Scheme):
-    """The base of the schemes whose codes, ``qdata``, lie in blocks of rows and columns with a scale each.
+    """The base class of schemes whose codes, ``qdata``, lie in blocks of rows and columns with a scale each.
 
-    A family writes ``_encode``, ``_rows`` and ``_store_codes``.  Where compiled loops know it, it also writes
+    A subclass writes ``_encode``, ``_rows`` and ``_store_codes``.  If compiled loops support it, it also writes
     ``_try_quantize`` and ``_try_decode``: they do the work and return True, or write nothing and return False.
     """
 
@@ -33,10 +33,10 @@ class Blocked(Scheme):
         """Return the rows and columns under one scale."""
         return self.block
 
-    # -- what a family writes ---------------------------------------------------------------------------------------
+    # -- for subclasses to write ------------------------------------------------------------------------------------
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
-        """Write the encoding of ``values`` into ``parts``, under the scales of ``like`` if there is one."""
+        """Write the encoding of ``values`` into ``parts``, under the scales of ``like`` if it is given."""
         raise NotImplementedError(f"{type(self).__name__}._encode")
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
@@ -48,19 +48,19 @@ class Blocked(Scheme):
         raise NotImplementedError(f"{type(self).__name__}._store_codes")
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Return the parts of ``values``, which are not empty, under what still suits of ``held``, as ``reencode``."""
+        """Return the parts of ``values``, which are not empty, under the scales of ``held`` that still fit."""
         raise NotImplementedError(f"{type(self).__name__}._reencode")
 
     def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest value of each block's codes, ``grid.scale_shape``, in any order."""
+        """Return the values of each block's first and last code, ``grid.scale_shape``, in either order."""
         raise NotImplementedError(f"{type(self).__name__}._ends")
 
     def _cover(self, grid: Grid, low: Tensor, high: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Return the numbers under which no value of blocks from ``low`` to ``high`` clips."""
+        """Return the scales, and the like, under which no value of blocks from ``low`` to ``high`` clips."""
         raise NotImplementedError(f"{type(self).__name__}._cover")
 
     def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the two neighbours of each of the float32 rows ``x``, from ``start`` to ``stop``, as decoded."""
+        """Return the two decoded neighbours of each element of the float32 rows ``x``, from ``start`` to ``stop``."""
         raise NotImplementedError(f"{type(self).__name__}._between")
 
     @property
@@ -69,11 +69,11 @@ class Blocked(Scheme):
         return True
 
     def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
-        """Write the codes of ``values`` by a compiled loop; return whether one knows this scheme."""
+        """Write the codes of ``values`` by a compiled loop; return whether there is one."""
         return False
 
     def _try_decode(self, grid: Grid, parts: Parts, start: int, stop: int, out: Tensor) -> bool:
-        """Write the decoded rows to ``out`` by a compiled loop; return whether one knows this scheme."""
+        """Write the decoded rows to ``out`` by a compiled loop; return whether there is one."""
         return False
 
     # -- the interface ----------------------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ class Blocked(Scheme):
         grid = grid_over(tuple(values.shape), self._block)
         return self._round(grid, values, self._renew(grid, values, held, shrink))
 
-    # -- how it is done ---------------------------------------------------------------------------------------------
+    # -- implementation ---------------------------------------------------------------------------------------------
 
     def _renew(self, grid: Grid, values: Tensor, held: Parts, shrink: bool) -> Parts:
-        """Return ``held`` with numbers that reach ``values``: other ones where they must, or where little is used."""
+        """Return ``held`` with scales that reach ``values``; with ``shrink``, also none that they hardly use."""
         g_idx = held.get("g_idx")
         low, high = grid.extremes(values, g_idx)
         check_finite(torch.maximum(high, -low), values)
@@ -153,11 +153,11 @@ class Blocked(Scheme):
         return {**held, **_either(keep, held, self._cover(grid, low, high, held))}
 
     def _is_used(self, low: Tensor, high: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        """Return which blocks, from ``low`` to ``high``, use their range from ``first`` to ``last``."""
+        """Return which blocks, with values from ``low`` to ``high``, use enough of the range ``first`` to ``last``."""
         return (high >= USED * last) | (low <= USED * first)
 
     def _round(self, grid: Grid, values: Tensor, like: Parts) -> dict[str, Tensor]:
-        """Return the parts of ``values`` under the numbers of ``like``, each rounded to either neighbour by chance."""
+        """Return the parts of ``values`` under the scales of ``like``, rounded stochastically."""
         rounded = torch.empty((grid.rows, grid.columns), dtype=torch.float32, device=values.device)
         for start, stop in grid.chunks(PIECE):
             x = rows(values, start, stop).float()
@@ -186,9 +186,9 @@ def _either(keep: Tensor, held: Parts, other: Parts) -> dict[str, Tensor]:
 def _take_rows(
     layout: dict[str, Part], parts: Parts, shape: Shape, block: Block, index: Tensor
 ) -> tuple[dict[str, Tensor], Block]:
-    """Return the parts of the dim-0 slices that ``index`` names, and the block under which they are an encoding.
+    """Return the parts of the dim-0 slices ``index``, and the block size with which they decode.
 
-    Rows that were neighbours in a block of several rows are not any more: each takes a copy of its scale along.
+    Rows of a block of several rows are no longer neighbours, so each gets a copy of the scale.
     """
     tall = block[0] is not None and block[0] > 1 and len(shape) == 2
     taken = {}
@@ -204,7 +204,7 @@ def _take_rows(
 def _is_reshapable(scheme: Scheme, block: Block, old: Shape, new: Shape) -> bool:
     """Return whether blocks and padding lie over ``new`` as over ``old`` (same last dimension and element count).
 
-    Those of several rows do where matrices are stacked, or parted, between two of them.
+    Blocks of several rows do, if the reshape joins or splits matrices only between two blocks.
     """
     height = block[0] or 0
     has_tiles = height > 1 and old[-2:] != new[-2:]

@@ -1,8 +1,8 @@
-"""Where blocks lie over a tensor, and how to walk a large tensor in small pieces.
+"""The layout of blocks over a tensor, and the walk over a large tensor in small pieces.
 
 A tensor of ``shape`` is seen as M rows (every dimension but the last) of K columns.  A block is ``height`` rows by
 ``width`` columns, ``None`` meaning all of them; blocks at the edges may be smaller, and a height above 1 never crosses
-the last two dimensions.  Everything that is one value per block (scales, zero points) has ``Grid.scale_shape``.
+the last two dimensions.  Tensors with one value per block (scales, zero points) have ``Grid.scale_shape``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Grid(NamedTuple):
 
     @property
     def scale_shape(self) -> Shape:
-        """Return the shape of one entry per block: leading dimensions stay, or are 1 where a block has them all."""
+        """Return the shape of one entry per block: leading dimensions stay, or are 1 if a block covers all of them."""
         if self.height is None:
             return (*(1 for _ in self.shape[:-1]), self.groups)
         if self.height == 1:
@@ -71,7 +71,7 @@ class Grid(NamedTuple):
         return Part(self.scale_shape, dtype, span)
 
     def chunks(self, elements: int = CHUNK) -> list[tuple[int, int]]:
-        """Return ranges of rows, about ``elements`` each, that cut no block (but those as high as the tensor)."""
+        """Return ranges of rows, about ``elements`` each, that cut no block (except those as high as the tensor)."""
         size = max(1, elements // max(1, self.columns))
         if torch.compiler.is_compiling() or self.rows <= size:
             return [(0, self.rows)]  # straight-line code for the compiler, which fuses anyway
@@ -108,7 +108,7 @@ class Grid(NamedTuple):
         return (x, *(scale.index_select(1, column) for scale in scales))
 
     def expand(self, part: Tensor, g_idx: Tensor | None = None) -> Tensor:
-        """Repeat a scale-shaped float ``part`` over its blocks; return a tensor of ``shape``."""
+        """Return a scale-shaped float ``part`` repeated over its blocks: a tensor of ``shape``."""
         zeros = part.new_zeros(self.rows, self.columns)
         if zeros.numel() == 0:
             return zeros.view(self.shape)
@@ -224,10 +224,10 @@ _SHORT = 32  # columns; torch reduces shorter runs of integers slowly
 
 
 class Magnitudes:
-    """The bits of numbers of 16 bits without their sign: integers in the same order, infinity and then NaN last.
+    """The bits of 16-bit floats without their sign: integers in the same order, infinity and then NaN last.
 
-    Torch reduces integers five times faster than such numbers. Each piece takes the memory of the one before it, whose
-    pages are touched for the first time only once.
+    Torch reduces integers five times faster than such floats. Each piece reuses the memory of the one before it, whose
+    pages are then mapped already.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ def grid_over(shape: Shape, block: Block) -> Grid:
 def code_part(shape: Shape, bits: int) -> Part:
     """Return the layout of codes that are packed along the last dimension, each row to whole bytes.
 
-    A tensor of one dimension is one stream, so that it can be cut where a byte begins with a new code.
+    A tensor of one dimension is one stream, so that it can be cut where a code begins with a byte.
     """
     if len(shape) > 1:
         return Part((*shape[:-1], -(-shape[-1] * bits // 8)), torch.uint8, math.prod(shape[1:]))
@@ -270,13 +270,13 @@ def stream_part(count: int, bits: int) -> Part:
     return Part((-(-count * bits // 8),), torch.uint8, 8 // bits)
 
 
-def check_block(block: object, who: str) -> None:
+def check_block(block: object, name: str) -> None:
     """Raise SchemeError unless ``block`` is a pair of positive ints or None."""
     pair = block if isinstance(block, tuple) and len(block) == 2 else (0,)
     if not all(size is None or (type(size) is int and size > 0) for size in pair):
         raise SchemeError(
             f"block must be (rows, columns) with positive ints or None, got {block!r}",
-            name=who,
+            name=name,
             fix="(1, None) is one scale per row, (1, 128) one per 128 columns, (None, None) one per tensor.",
         )
 
@@ -356,9 +356,9 @@ def flat_magnitudes(values: Tensor, block_size: int) -> Tensor:
 
 
 def floats(grid: Grid, values: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield the rows of ``values`` in float32, a chunk at a time, with where the chunk starts and stops.
+    """Yield the rows of ``values`` in float32, a chunk at a time, with the start and stop of the chunk.
 
-    It may be written to; the next chunk takes its memory, whose pages are touched for the first time only once.
+    The caller may write to a chunk; the next one reuses its memory, whose pages are then mapped already.
     """
     memory: Tensor | None = None
     for start, stop in grid.chunks():
@@ -372,7 +372,7 @@ def floats(grid: Grid, values: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def source(values: Tensor) -> Tensor:
-    """Return ``values`` without its graph. Raise SchemeError unless it is floating point."""
+    """Return ``values`` detached. Raise SchemeError unless they are floating point."""
     if not values.dtype.is_floating_point:
         raise SchemeError(f"only floating point values can be encoded, got {dtype_name(values.dtype)}")
     return values.detach()
@@ -381,7 +381,7 @@ def source(values: Tensor) -> Tensor:
 def check_finite(stats: Tensor, values: Tensor) -> None:
     """Raise SchemeError, unless ``stats`` (extremes of ``values``) are finite and below 2**127.
 
-    Beyond that a value that is rounded up may leave float32.
+    Beyond that, a value that is rounded up may overflow float32.
     """
     if is_true((stats.abs() < 2.0**127).all(), unseen=True):
         return

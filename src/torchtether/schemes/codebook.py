@@ -49,15 +49,15 @@ class Codebook(TableUpdates):
     With ``flat=False`` blocks end with their row: qdata (*lead, ceil(K * bits / 8)), absmax (*lead, blocks of K); not
     nested.  A table whose bits (3, 5, 6, 7) do not divide 8 keeps its flat stream as (ceil(n / 8), bits).
 
-    ``table`` holds 2 to 256 values within [-1, 1], in any order; a number goes to the nearest, halfway ones down.
-    A code of another writer that is beyond a shorter table decodes to 0: looking for one would cost loads a pass.
+    ``table`` holds 2 to 256 values within [-1, 1], in any order; numbers are rounded to the nearest, halfway ones down.
+    A code of another writer that is beyond a shorter table decodes to 0: a check would cost loads one more pass.
     Double quantization follows bitsandbytes: the offset is the mean absmax.  Where some absmax is more than 16 times
     the mean, that would drown the small blocks, so the offset is 0 and only their own ``nested_absmax`` limits them.
     ``fit="mse"`` gives each block an absmax, at most its own, under which the sum of its squared errors is less, as
     ``Affine`` does.
 
-    Error: ``absmax`` times half the gap around the value; nested, the error of absmax besides; at the ends of the table
-    what was clipped.
+    Error: ``absmax`` times half the gap around the value, plus the error of a nested absmax; at the ends of the table
+    also the part that was clipped.
 
     Encoding decoded values keeps the codes where the table holds -1 and 1 (the largest value is kept exactly); the
     codes of a nested absmax may move.
@@ -68,7 +68,7 @@ class Codebook(TableUpdates):
     """
 
     kind: ClassVar[str] = "codebook"
-    _nearest: ClassVar[tuple[tuple[float, ...], tuple[int, ...]]]  # of the instance: thresholds, and codes between them
+    _nearest: ClassVar[tuple[tuple[float, ...], tuple[int, ...]]]  # per instance: thresholds, codes between them
 
     table: tuple[float, ...]
     block_size: int = 64
@@ -92,7 +92,7 @@ class Codebook(TableUpdates):
             raise SchemeError(f"fit must be one of {', '.join(FITS)}, got {self.fit!r}", name="Codebook")
         if self.nested and not self.flat:
             raise SchemeError("nested needs flat blocks", name="Codebook", fix="Use flat=True.")
-        object.__setattr__(self, "_nearest", nearest_codes(self.table))  # once, and outside of compiled graphs
+        object.__setattr__(self, "_nearest", nearest_codes(self.table))  # not in compiled graphs
 
     # -- the interface ------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Codebook(TableUpdates):
         if self.nested or self.bits != 4 or 0 in shape:
             return None
         columns, (thresholds, order) = shape[-1], self._nearest
-        if self.flat:  # blocks follow each other, whatever the shape: those that are whole as rows of their own
+        if self.flat:  # blocks ignore the ends of rows: if all are whole, each of them is a row for the loop
             count = math.prod(shape)
             columns = self.block_size if count % self.block_size == 0 and self.block_size % 2 == 0 else count
         return compiled.recipe(
@@ -131,18 +131,19 @@ class Codebook(TableUpdates):
         )
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode as ``encode`` does, with the held absmax in blocks whose largest value it still reaches."""
+        """Return the parts as ``encode`` does, with the held absmax in blocks whose largest value still matches it."""
         grid = self._grid(tuple(values.shape))
         amax, absmax = self._amax(grid, values), held["absmax"]
         if self.flat:
             absmax = self._absmax(held, self._blocks(0, values.numel(), values.device))
-        ends = [end for end in (max(self.table), -min(self.table)) if end > 0]  # what the largest value decodes to
+        # the largest value decodes to absmax times one of these
+        ends = [end for end in (max(self.table), -min(self.table)) if end > 0]
         keep = (amax >= absmax * (min(ends) * (1 - _KEEP))) & (amax <= absmax * (1 + _KEEP))
-        if self.nested and 0.0 in self.table:  # a nested absmax is not 0 above zeros, and suits them as any does
+        if self.nested and 0.0 in self.table:  # a nested absmax of a block of zeros is not 0, and fits as any would
             keep |= amax == 0
         if is_true(keep.all(), unseen=False):
             return self.encode(values, like=held)
-        if self.nested:  # an absmax of 8 bits can be so far off that no value of its block decodes to it
+        if self.nested:  # an 8-bit absmax may be so inexact that no value of its block decodes to it
             again = self.encode(values, like=held)
             if is_true((self.decode(again, tuple(values.shape), values.dtype) == values).all(), unseen=False):
                 return again
@@ -177,7 +178,7 @@ class Codebook(TableUpdates):
         first, last = start * grid.columns, stop * grid.columns
         if first % self._unit == 0 and out.is_contiguous() and self._try_decode_flat(parts, first, out.view(1, -1)):
             return
-        begin = first // self._unit * self._unit  # a block and a byte begin there; the last ones may be cut
+        begin = first // self._unit * self._unit  # a block and a byte begin here; the last ones may be incomplete
         out.copy_(self._stretch(parts, begin, last)[first - begin :].view(stop - start, grid.columns))
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -190,9 +191,9 @@ class Codebook(TableUpdates):
         size = each * self.bits // 8
         taken = parts["qdata"].reshape(-1)[: shape[0] * size].view(shape[0], size).index_select(0, index)
         per_slice = each // self.block_size
-        which = index.to(torch.int64).unsqueeze(-1) * per_slice + torch.arange(per_slice, device=index.device)
+        blocks = index.to(torch.int64).unsqueeze(-1) * per_slice + torch.arange(per_slice, device=index.device)
         single = replace(self, nested=False)
-        absmax = self._absmax(parts, which.view(-1))
+        absmax = self._absmax(parts, blocks.view(-1))
         return single.decode({"qdata": taken, "absmax": absmax}, (index.shape[0], *shape[1:]), dtype)
 
     def can_view(self, old: Shape, new: Shape) -> bool:
@@ -201,7 +202,7 @@ class Codebook(TableUpdates):
         return super().can_view(old, new)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Return half the gap around each value times absmax, and the value times the error of a nested absmax."""
+        """Return half the gap around each value times absmax, plus the value times the error of a nested absmax."""
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
         device = parts["qdata"].device
@@ -221,7 +222,7 @@ class Codebook(TableUpdates):
         value, gap = (lookup(stream, each, self.bits, grid.columns).reshape(shape) for each in (values, gaps))
         return (gap + (value + gap) * ARITHMETIC) * grid.expand(parts["absmax"])
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     @property
     def _block(self) -> Block:
@@ -233,7 +234,7 @@ class Codebook(TableUpdates):
         grid = self._grid(tuple(values.shape))
         amax = self._amax(grid, values)
         check_finite(amax, values)
-        amax = torch.where(amax > 0, amax.clamp_min(TINY), 0.0)  # so that 1 / absmax is a number
+        amax = torch.where(amax > 0, amax.clamp_min(TINY), 0.0)  # so that 1 / absmax is finite
         if like is None and self.fit != "range":
             amax = self._searched(grid, values, amax)
         if like is not None:
@@ -257,18 +258,18 @@ class Codebook(TableUpdates):
 
     @property
     def _unit(self) -> int:
-        """Return how many elements, from the start, end with a block and with a byte."""
+        """Return a number of elements at whose multiples both a block and a byte begin."""
         return self.block_size * 8
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """Return the decoded rows, (stop - start, K) float32, where blocks end with their row."""
+        """Return the decoded rows, (stop - start, K) float32, if blocks end with their row."""
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         x = lookup(codes, self._table(codes.device), self.bits, grid.columns)
         x, absmax = grid.align(x, grid.pick(parts["absmax"], start, stop))
         return x.mul_(absmax).reshape(stop - start, grid.columns)
 
     def _stretch(self, parts: Parts, start: int, stop: int) -> Tensor:
-        """Return the flat elements ``start`` to ``stop``, float32; a block and a byte begin at ``start``."""
+        """Return the decoded flat elements ``start`` to ``stop``, float32; a block and a byte begin at ``start``."""
         stream = parts["qdata"].reshape(-1)
         x = lookup(stream[start * self.bits // 8 :], self._table(stream.device), self.bits, stop - start)
         return self._scaled(x, self._absmax(parts, self._blocks(start, stop, x.device)))
@@ -278,7 +279,7 @@ class Codebook(TableUpdates):
         return self._try_look_up(codes, grid.run, absmax, out)
 
     def _try_decode_flat(self, parts: Parts, start: int, out: Tensor) -> bool:
-        """Write what ``_stretch`` returns to ``out`` (1, count) by a compiled loop; return whether there is one."""
+        """Write the elements of ``_stretch`` to ``out`` (1, count) by a compiled loop; return False without a loop."""
         codes = parts["qdata"].reshape(1, -1)[:, start * self.bits // 8 :]
         index = self._blocks(start, start + out.shape[1], codes.device)
         return self._try_look_up(codes, self.block_size, self._absmax(parts, index).view(1, -1), out)
@@ -293,7 +294,7 @@ class Codebook(TableUpdates):
         return table_of(self.table, device)
 
     def _blocks(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the numbers of the blocks over the elements from ``start``, which begins one, to ``stop``."""
+        """Return the indices of the blocks over the elements ``start`` to ``stop``; a block begins at ``start``."""
         return torch.arange(start // self.block_size, -(-stop // self.block_size), device=device)
 
     def _scaled(self, x: Tensor, absmax: Tensor) -> Tensor:
@@ -303,13 +304,13 @@ class Codebook(TableUpdates):
         return x.mul_(absmax.repeat_interleave(self.block_size)[: x.shape[0]])
 
     def _absmax(self, parts: Parts, index: Tensor) -> Tensor:
-        """Return the absmax, float32, of the flat blocks that ``index`` names."""
+        """Return the absmax, float32, of the flat blocks ``index``."""
         if self.nested:
             return unnest(parts, self.nested_block_size, index)
         return parts["absmax"].index_select(0, index)
 
     def _absmax_error(self, parts: Parts, index: Tensor) -> Tensor:
-        """Return how far the absmax of the blocks that ``index`` names may be from that of the values."""
+        """Return the largest error of the absmax of the flat blocks ``index``."""
         if self.nested:
             return nesting_error(parts, self.nested_block_size, index)
         return ARITHMETIC * parts["absmax"].index_select(0, index)

@@ -1,4 +1,4 @@
-"""The base of quantized kinds that others write: codes of some bits, and some numbers per block."""
+"""The base class for schemes that users write: codes of some bits, and some numbers per block."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class BlockScheme(Blocked):
     (rows, columns; ``None``: all of them), and write four methods of float32 tensors, whose results are checked:
 
         fit(x)                    the numbers of blocks with the values ``x`` (..., elements): {"scale": (...)}
-        to_codes(x, scale)        where the values lie among the codes; it is rounded, and clipped to what there is
-        to_values(codes, scale)   what the codes decode to
-        error(codes, scale)       the largest error of what decodes from them
+        to_codes(x, scale)        the unrounded codes of the values; they are rounded and clipped afterwards
+        to_values(codes, scale)   the values of the codes
+        error(codes, scale)       the largest error of the decoded values
 
-    An optimizer's update of it is rounded stochastically; that is without a drift where ``fit`` clips nothing.
+    Updates of optimizers are rounded stochastically, without a drift if ``fit`` clips nothing.
 
-    The last three take values or codes, and then ``numbers``, in that order; all broadcast against each other.  The
-    rest is done here: packing, blocks that columns do not fill, dtypes, what is not finite, ``meta``, compiled graphs,
-    rows and shards.  A number called ``scale`` is at least the smallest normal float32, and 1 for a block of zeros, so
-    that one may divide by it.
+    The last three take values or codes, and then ``numbers``, in that order; all broadcast against each other.  This
+    class does the rest: packing, incomplete blocks, dtypes, values that are not finite, ``meta``, compiled graphs, rows
+    and shards.  A number called ``scale`` is at least the smallest normal float32, and 1 for a block of zeros, so that
+    the methods may divide by it.
 
-    ``tt.testing.check_scheme`` says whether they agree with each other.
+    ``tt.testing.check_scheme`` checks that the four methods agree with each other.
 
     >>> @dataclass(frozen=True)
     ... class ThreeBits(BlockScheme):
@@ -63,27 +63,27 @@ class BlockScheme(Blocked):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("scale",)
-    """What ``fit`` gives for each block."""
+    """The names of the numbers that ``fit`` returns for each block."""
 
     bits: int = 8
     block: Block = (1, None)
 
     def __post_init__(self) -> None:
-        who = type(self).__name__
+        name = type(self).__name__
         if type(self.bits) is not int or not 1 <= self.bits <= 8:
-            raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name=who)
-        check_block(self.block, who)
+            raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name=name)
+        check_block(self.block, name)
         if not isinstance(self.numbers, tuple) or not self.numbers or "qdata" in self.numbers:
-            raise SchemeError(f"numbers must be a tuple of names other than qdata, got {self.numbers!r}", name=who)
+            raise SchemeError(f"numbers must be a tuple of names other than qdata, got {self.numbers!r}", name=name)
 
-    # -- what a kind says ---------------------------------------------------------------------------------------
+    # -- for subclasses to write --------------------------------------------------------------------------------
 
     def fit(self, x: Tensor) -> dict[str, Tensor]:
         """Return the ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
         raise NotImplementedError(self._unwritten("fit"))
 
     def to_codes(self, x: Tensor, *numbers: Tensor) -> Tensor:
-        """Return where the values ``x`` lie among the codes, not rounded; half a code beyond the ends is clipped."""
+        """Return the unrounded codes of the values ``x``; codes beyond the ends are clipped afterwards."""
         raise NotImplementedError(self._unwritten("to_codes"))
 
     def to_values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class BlockScheme(Blocked):
         return {"qdata": code_part(shape, self.bits), **dict.fromkeys(self.numbers, part)}
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode as ``encode`` does; the held numbers stay in blocks that they give back exactly."""
+        """Return the parts as ``encode`` does, with the held numbers in blocks whose values they give exactly."""
         grid = grid_over(tuple(values.shape), self.block)
         again = self.encode(values, like=held)
         keep = find_unchanged(lambda start, stop: self._rows(grid, again, start, stop), grid, values)
@@ -121,7 +121,7 @@ class BlockScheme(Blocked):
         return {**held, **{name: torch.where(keep, held[name], part) for name, part in fitted.items()}}
 
     def _span(self, grid: Grid, values: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Return where the values of each block begin and end among the codes."""
+        """Return the lowest and the highest unrounded code of each block."""
 
         def positions(start: int, stop: int) -> Tensor:
             x, *numbers = self._aligned(grid, parts, rows(values, start, stop).float(), start, stop)
@@ -141,7 +141,7 @@ class BlockScheme(Blocked):
         codes, *numbers = self._aligned(grid, parts, self._codes(grid, parts, 0, grid.rows), 0, grid.rows)
         return self._whole(self.error(codes, *numbers), codes, "error").reshape(shape)
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     def _unwritten(self, method: str) -> str:
         return f"{type(self).__name__}: it has no {method}(). It needs fit, to_codes, to_values and error."
@@ -182,7 +182,7 @@ class BlockScheme(Blocked):
         return {name: torch.cat([one[name] for one in found]).view(grid.scale_shape) for name in self.numbers}
 
     def _fit_rows(self, grid: Grid, x: Tensor) -> dict[str, Tensor]:
-        """Fit the blocks over whole rows (R, K), those at the edges on their own: (blocks of rows, groups)."""
+        """Return the numbers (blocks of rows, groups) of whole rows (R, K); blocks at the edges are fitted apart."""
         matrix = x.shape[0] if grid.height in (None, 1) else min(grid.shape[-2], x.shape[0])
         height, width = grid.height or x.shape[0], grid.width or grid.columns
         bands = [
@@ -225,11 +225,11 @@ class BlockScheme(Blocked):
             raise SchemeError(f"{what} gives {got}", name=type(self).__name__) from None
 
 
-_SLACK = 2.0**-10  # of a code, by which arithmetic may move a value that lies on the last one
+_SLACK = 2.0**-10  # in codes: by so much arithmetic may move a value that lies on the last code
 
 
 def _runs(x: Tensor, size: int, dim: int) -> list[Tensor]:
-    """Cut ``dim`` of ``x`` into runs of ``size``, as two dimensions; a shorter last run is on its own."""
+    """Return ``x`` with ``dim`` cut into runs of ``size``, as two dimensions; a shorter last run is a second tensor."""
     length = x.shape[dim]
     size = min(size, length)
     whole = length // size * size

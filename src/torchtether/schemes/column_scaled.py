@@ -1,4 +1,4 @@
-"""A scheme around another: one more scale for each column, so that rows and columns of what is rounded are alike."""
+"""A scheme that wraps another and adds a scale per column, to balance rows and columns before rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = "column_scale"
 ROUNDS = 4
 """How often rows and columns are balanced in turn; more rounds change a scale by less than a thousandth."""
 
-_MOST = 64.0
+_MOST = 64.0  # the largest column scale; its inverse is the smallest
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class ColumnScaled(Scheme):
         the parts of ``scheme``
         column_scale (*shape[:-2], K) float32    one row per matrix; every row of the matrix needs it
 
-    The scales balance what ``scheme`` rounds: of the columns under one of its scales, rows and columns are divided in
-    turn by their root mean squares until these are alike (Sinkhorn's iteration).  A column of small weights, which
-    large inputs meet in language models, is then rounded in steps as small as itself.  No data is needed.  What the
-    iteration divides rows by is in the scales of ``scheme``.
+    The scales balance the values before ``scheme`` rounds them: among the columns that share a scale of ``scheme``,
+    rows and columns are divided in turn by their root mean squares until these are alike (Sinkhorn's iteration).  A
+    column of small weights, which often meets large inputs in language models, is then rounded in small steps.  No data
+    is needed.  The scales of ``scheme`` contain the divisors of the rows.
 
     Products multiply their inputs by ``column_scale`` and go on as ``scheme`` does.  In-place ops keep the column
-    scales and renew what is below them.  ``tt.sinq()`` is such a scheme around integers.
+    scales and encode the parts of ``scheme`` again.  ``tt.sinq()`` is such a scheme for integers.
 
-    Error: that of ``scheme`` times the column scale, and two roundings of float32.
+    Error: that of ``scheme`` times the column scale, plus two roundings of float32.
 
     Source: SINQ, Sinkhorn-normalized quantization (arXiv 2509.22944); its measure is the standard deviation.
 
@@ -129,7 +129,7 @@ class ColumnScaled(Scheme):
         return (self.scheme.bound(inner, shape) + decoded * 2.0**-22) * scale
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode as ``scheme`` does, under the held column scales; what does not change keeps its codes."""
+        """Return the parts of ``scheme.reencode`` under the held column scales; unchanged values keep their codes."""
         values = source(values)
         if values.is_meta:
             return self.encode(values)
@@ -144,19 +144,19 @@ class ColumnScaled(Scheme):
         return None if made is None else {**made, COLUMNS: held[COLUMNS]}
 
     def can_view(self, old: Shape, new: Shape) -> bool:
-        """Return whether ``scheme`` can, and both shapes have the same matrices."""
+        """Return whether ``scheme`` can view ``old`` as ``new``, and both have equally many matrices."""
         is_same = len(old) > 1 < len(new) and old[-1] == new[-1] and math.prod(old[:-2]) == math.prod(new[:-2])
         return is_same and self.scheme.can_view(old, new)
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     @property
     def _width(self) -> int | None:
-        """Return how many columns share a scale of ``scheme``, which takes what their rows have in common."""
+        """Return the number of columns per scale of ``scheme``, which holds the row divisors; ``None`` for all."""
         return self.scheme._block[1] if isinstance(self.scheme, Blocked) else None
 
     def _divided(self, values: Tensor, held: Parts) -> Tensor:
-        """Return ``values`` without the held column scales: exactly what ``held`` has below them where they are its."""
+        """Return ``values`` over the held column scales; values equal to the held ones become ``scheme``'s exactly."""
         shape = tuple(values.shape)
         scale, kept = _columns(held, shape, 0, shape[0]), self.scheme.decode(self._inner(held), shape, torch.float32)
         return torch.where((kept * scale).to(values.dtype) == values, kept, values.float() / scale)
@@ -173,7 +173,7 @@ class ColumnScaled(Scheme):
         return pieces(0, shape[0], max(1, blocks.CHUNK // row // unit) * unit) or [(0, 0)]
 
     def _cut(self, parts: Parts, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the parts of ``scheme`` that hold ``start`` to ``stop`` along dim 0."""
+        """Return the parts of ``scheme`` for the slices ``start`` to ``stop`` along dim 0."""
         inner = self._inner(parts)
         if (start, stop) == (0, shape[0]):
             return inner
@@ -182,13 +182,13 @@ class ColumnScaled(Scheme):
 
 
 def _columns(parts: Parts, shape: Shape, start: int, stop: int) -> Tensor:
-    """Return the scales of ``start`` to ``stop`` along dim 0, in a shape that broadcasts over these."""
+    """Return the column scales of the slices ``start`` to ``stop`` along dim 0, with dimensions that broadcast."""
     scale = parts[COLUMNS]
     return (scale if len(shape) == 2 else scale[start:stop]).unsqueeze(-2)
 
 
 def _balanced(values: Tensor, width: int | None) -> Tensor:
-    """Return the column scales of each matrix of ``values``, (..., K) float32; ``width`` columns have the mean 1."""
+    """Return the column scales of each matrix, (..., K) float32; those of ``width`` columns have geometric mean 1."""
     count, columns = values.shape[-2:]
     if values.numel() == 0:
         return torch.ones((), device=values.device).expand(*values.shape[:-2], columns)
@@ -198,9 +198,9 @@ def _balanced(values: Tensor, width: int | None) -> Tensor:
 
 
 def _balance(values: Tensor, first: int, last: int, width: int) -> Tensor:
-    """Return the column scales of the matrix in the rows from ``first`` to ``last``, each ``width`` columns apart.
+    """Return the column scales of the matrix in the rows ``first`` to ``last``, each ``width`` columns on their own.
 
-    Sums are float64, in which the order hardly matters: other processors and devices find the same scales.
+    Sums are float64, so that their order hardly matters and all devices find the same scales.
     """
     columns = values.shape[-1]
     groups = -(-columns // width)

@@ -1,6 +1,6 @@
-"""Who encodes where a tensor lies: the compiled loops on the CPU, Triton kernels on a GPU; if neither, torch ops do.
+"""The choice of an encoder by device: compiled loops on the CPU, Triton kernels on a GPU.
 
-Arguments and results are those of ``compiled``; all three give the same bits.
+Arguments and results are those of ``compiled``.  Where neither applies, callers use torch ops; all give the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .. import compiled, gpu
 
 
 def can_read(values: Tensor) -> bool:
-    """Return whether one of them can walk ``values`` where they lie."""
+    """Return whether a compiled loop or a Triton kernel can read the memory of ``values``."""
     return gpu.can_read(values) or compiled.can_read(values)
 
 

@@ -15,10 +15,10 @@ from .scheme import Part, Parts, Scheme
 
 @dataclass(frozen=True)
 class Flattened(Scheme):
-    """Hold the parts of ``inner`` for ``shape``, with the values in one row: the scheme of ``weight.view(-1)``.
+    """Hold the parts of ``inner`` for ``shape``, with the values in one dimension: the scheme of ``weight.view(-1)``.
 
-    Views of this kind are for code that flattens tensors on the way, such as FSDP2's; viewing it in ``shape`` gives
-    the Weight that it was.  It has no ``kind``, so it cannot be stored.
+    Code that flattens tensors temporarily, such as FSDP2, makes such views; a view in ``shape`` is the original Weight
+    again.  It has no ``kind``, so it cannot be stored.
     """
 
     inner: Scheme

@@ -1,4 +1,4 @@
-"""Whether a flag that was computed may be looked at: on a GPU that waits, while a graph is traced nobody knows it."""
+"""Reading a computed flag, which waits for a GPU, and which has no value while a graph is traced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..torch_private.tensors import is_fake
 
 
 def is_true(flag: Tensor, *, unseen: bool) -> bool:
-    """Return the truth of ``flag`` (); ``unseen`` while the compiler traces, and of fake tensors: they have no numbers.
+    """Return ``bool(flag)`` of shape (); ``unseen`` while the compiler traces and for fake tensors, without values.
 
     >>> is_true(torch.ones(3).all(), unseen=False)
     True

@@ -1,4 +1,4 @@
-"""Codes with their float master beside them: quantization-aware training, straight through."""
+"""Codes together with a float master, for quantization-aware training with a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Mastered(Scheme):
-    """Hold the codes of ``scheme``, and beside them the floats that they were rounded from.
+    """Hold the codes of ``scheme``, and the floats from which they were rounded.
 
         the parts of ``scheme``
-        master (*shape) dtype    what in-place ops change; the codes are those nearest to it
+        master (*shape) dtype    changed by in-place ops; the codes are those nearest to it
 
-    Products, ``dequantize()`` and everything else that reads see the codes; the gradient goes straight through to the
-    master (quantization-aware training, arXiv 1308.3432).  ``.to(dtype)`` leaves the dtype of the master as it is.
+    Products, ``dequantize()`` and all other reads use the codes; the gradient goes straight through to the master
+    (quantization-aware training, arXiv 1308.3432).  ``.to(dtype)`` leaves the dtype of the master as it is.
 
-    ``tt.quantize(model, scheme, master=torch.float32)`` makes Weights of it.  ``tt.quantize(model, scheme)`` drops the
-    masters and keeps the codes, ``tt.save(..., masters="drop")`` leaves them out of the file; where a Weight of
-    ``scheme`` comes in again, its values become the master.
+    ``tt.quantize(model, scheme, master=torch.float32)`` makes such Weights.  ``tt.quantize(model, scheme)`` drops the
+    masters and keeps the codes, ``tt.save(..., masters="drop")`` leaves them out of the file; when a Weight of
+    ``scheme`` is loaded into one with a master, its values become the master.
 
     >>> import torch, torchtether as tt
     >>> weight = tt.Weight.encode(torch.tensor([[1.0, 0.3]]), Mastered(tt.int4(symmetric=True)))
@@ -51,13 +51,13 @@ class Mastered(Scheme):
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        who = "Mastered"
+        name = "Mastered"
         if not isinstance(self.scheme, Scheme) or self.scheme.transparent or isinstance(self.scheme, Mastered):
             got = str(self.scheme) if isinstance(self.scheme, Scheme) else describe(self.scheme)
-            raise SchemeError(f"needs a scheme of codes, got {got}", name=who, fix="Give one such as tt.int8().")
+            raise SchemeError(f"needs a scheme of codes, got {got}", name=name, fix="Give one such as tt.int8().")
         if self.dtype not in DTYPES:
             known = ", ".join(map(dtype_name, DTYPES))
-            raise SchemeError(f"dtype must be one of {known}, got {self.dtype}", name=who)
+            raise SchemeError(f"dtype must be one of {known}, got {self.dtype}", name=name)
 
     def __str__(self) -> str:
         return f"Mastered({self.scheme}, {dtype_name(self.dtype)})"
@@ -81,7 +81,7 @@ class Mastered(Scheme):
         return {**self.scheme.encode(master), MASTER: master}
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode afresh, unless the master has these values."""
+        """Return ``held`` if the master has these values already, else encode them."""
         if torch.compiler.is_compiling() or values.is_meta or is_fake(values):
             return self.encode(values)
         master = values.to(self.dtype).reshape(held[MASTER].shape)
@@ -108,7 +108,7 @@ class Mastered(Scheme):
         return self.scheme.gather(_codes(parts), shape, index, dtype)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Return what the codes lose, and what the master did before, where it has 16 bits."""
+        """Return the error of the codes, plus that of rounding the values to a 16-bit master."""
         bound = self.scheme.bound(_codes(parts), shape)
         if self.dtype.itemsize > 2:
             return bound

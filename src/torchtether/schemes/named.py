@@ -1,4 +1,4 @@
-"""The schemes by the names that people know them by."""
+"""The schemes by their common names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def int8(
 ) -> Affine:
     """Return eight-bit integers with one scale per row, or per ``group_size`` columns.
 
-    Unless ``symmetric`` there is a zero point beside each scale; scales are of ``scale_dtype``, and ``fit="mse"``
-    searches for better ones.
-    Raises SchemeError for a ``group_size``, ``scale_dtype`` or ``fit`` that there is not.
+    Unless ``symmetric``, each scale has a zero point. Scales have ``scale_dtype``; ``fit="mse"`` searches for better
+    ones. Raises SchemeError for an unknown ``scale_dtype`` or ``fit``, or a bad ``group_size``.
 
     >>> int8().nbytes((64, 64), torch.bfloat16)
     4352
@@ -46,8 +45,8 @@ def int4(
 ) -> Affine:
     """Return four-bit integers with a scale and (unless symmetric) a zero point per ``group_size`` columns.
 
-    ``None`` is one group per row; ``fit="mse"`` searches for better scales. Raises SchemeError for a ``group_size``,
-    ``scale_dtype`` or ``fit`` that there is not.
+    ``None`` is one group per row; ``fit="mse"`` searches for better scales. Raises SchemeError for an unknown
+    ``scale_dtype`` or ``fit``, or a bad ``group_size``.
 
     >>> int4(32).nbytes((64, 64), torch.bfloat16)
     2688
@@ -68,7 +67,7 @@ def sinq(
 
     Columns and rows are balanced by Sinkhorn's iteration before they are rounded (arXiv 2509.22944), which needs no
     data. A group of columns has a zero point unless ``symmetric``. Only for tensors of two dimensions and more.
-    Raises SchemeError for ``bits``, a ``group_size``, ``scale_dtype`` or ``fit`` that there is not.
+    Raises SchemeError for an unknown ``scale_dtype`` or ``fit``, or bad ``bits`` or ``group_size``.
 
     >>> sinq().nbytes((64, 64), torch.bfloat16)
     2624
@@ -101,9 +100,8 @@ def fp8(granularity: str = "row", *, scale_dtype: torch.dtype = torch.float32) -
 def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range") -> Codebook:
     """Return the 4-bit NormalFloat of QLoRA, as bitsandbytes computes it.
 
-    ``double_quant`` quantizes the scales too, one of which there is per ``block_size`` values in row-major order;
-    ``fit="mse"`` searches for better ones.
-    Raises SchemeError for a ``block_size`` or ``fit`` that there is not.
+    There is one scale per ``block_size`` values in row-major order; ``double_quant`` quantizes the scales, too, and
+    ``fit="mse"`` searches for better ones. Raises SchemeError for an unknown ``fit`` or a bad ``block_size``.
 
     >>> nf4().nbytes((64, 64), torch.bfloat16), nf4(double_quant=True).nbytes((64, 64), torch.bfloat16)
     (2304, 2120)
@@ -115,7 +113,7 @@ def nf4(double_quant: bool = False, *, block_size: int = 64, fit: str = "range")
 def fp4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:
     """Return the 4-bit float of bitsandbytes (not E2M1: see ``mxfp4`` and ``nvfp4``), with scales as in ``nf4``.
 
-    Raises SchemeError for a ``block_size`` that there is not.
+    Raises SchemeError for a bad ``block_size``.
 
     >>> fp4().nbytes((64, 64), torch.bfloat16)
     2304
@@ -128,7 +126,7 @@ def mxfp8(element: str = "e4m3", *, scale_rounding: str = "rceil") -> ScaledFloa
     """Return OCP microscaling fp8: ``"e4m3"`` or ``"e5m2"`` with a power of two per 32 columns.
 
     ``scale_rounding`` says how that power is chosen: by default one that clips nothing.  Raises SchemeError for an
-    ``element`` or ``scale_rounding`` that there is not.
+    unknown ``element`` or ``scale_rounding``.
 
     >>> mxfp8().nbytes((64, 64), torch.bfloat16)
     4224
@@ -139,7 +137,7 @@ def mxfp8(element: str = "e4m3", *, scale_rounding: str = "rceil") -> ScaledFloa
 def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
     """Return OCP microscaling fp4: E2M1 with a power of two per 32 columns.
 
-    ``scale_rounding`` says how that power is chosen. Raises SchemeError for one that there is not.
+    ``scale_rounding`` says how that power is chosen. Raises SchemeError for an unknown one.
 
     >>> mxfp4().nbytes((64, 64), torch.bfloat16)
     2176
@@ -150,8 +148,8 @@ def mxfp4(*, scale_rounding: str = "even") -> ScaledFloat:
 def nvfp4(*, global_divides: bool = False) -> ScaledFloat:
     """Return NVIDIA's fp4: E2M1 with an e4m3 scale per 16 columns, and a float32 scale per tensor.
 
-    ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.  Raises SchemeError when a shape does
-    not fit: rows are a multiple of 16 long.
+    ``global_divides`` keeps the latter inverted, as compressed-tensors stores it.  Raises ArgumentError unless it is a
+    bool.
 
     >>> nvfp4().nbytes((64, 64), torch.bfloat16)
     2308
@@ -179,7 +177,7 @@ def resolve(scheme: str | Scheme) -> Scheme:
     """Return a scheme itself, or the default scheme of that name.
 
     Raises:
-        RuleError: the name is not known, or it is neither a name nor a scheme.
+        RuleError: the name is unknown, or the argument is neither a name nor a scheme.
 
     >>> resolve("int8") == int8()
     True

@@ -1,4 +1,4 @@
-"""Which of a few values is nearest: the step from numbers to codes of a table."""
+"""Rounding to the nearest of a few values: from numbers to codes of a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def count_above(x: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def nearest_code(x: Tensor, thresholds: Sequence[float], order: Sequence[int]) -> Tensor:
-    """Return the code nearest to each element of ``x``, uint8; the arguments are those that ``nearest_codes`` returns.
+    """Return the code nearest to each element of ``x``, uint8; the other arguments are from ``nearest_codes``.
 
     >>> nearest_code(torch.tensor([0.4, -0.4]), *nearest_codes((1.0, -1.0))).tolist()
     [0, 1]
@@ -41,7 +41,7 @@ def nearest_code(x: Tensor, thresholds: Sequence[float], order: Sequence[int]) -
 
 
 def half_gaps(table: tuple[float, ...]) -> list[float]:
-    """Return, for each code, how far from its value a number within [-1, 1] may lie that is nearest to it."""
+    """Return, for each code, the largest distance from its value to a number within [-1, 1] that rounds to it."""
     thresholds, order = nearest_codes(table)
     edges = (-1.0, *thresholds, 1.0)
     gaps = {table[code]: max(table[code] - edges[i], edges[i + 1] - table[code]) for i, code in enumerate(order)}
@@ -52,9 +52,9 @@ _CELLS = 2**15 - 1
 """Cells of equal width on either side of 0, up to the largest threshold."""
 
 _UNSURE = 128
-"""Stands in the table of cells for one in which a threshold lies."""
+"""The table entry of a cell in which a threshold lies."""
 
-_MANY = 2**13  # elements; below, making the table costs more
+_MANY = 2**13  # elements; for fewer, making the table costs more
 
 
 def _looked_up(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
@@ -73,13 +73,13 @@ def _looked_up(x: Tensor, thresholds: tuple[float, ...]) -> Tensor:
 
 
 _RUN = 8
-"""Numbers whose counts are looked at together, as one integer, and compared if one of them is unsure."""
+"""Numbers whose counts are tested together, as one integer, and compared if one of them is unsure."""
 
 _ANY_UNSURE = -0x7F7F7F7F7F7F7F80  # the highest bit of every byte
 
 
 def _compared(x: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Return ``count_above`` by comparisons: a few are faster than a search, most so in the dtype of ``x``."""
+    """Return ``count_above`` by comparisons in the dtype of ``x``: a few are faster than a search."""
     count, is_above = x.new_zeros(x.shape), x.new_empty(x.shape)
     for threshold in thresholds:
         count += torch.gt(x, threshold, out=is_above)
@@ -88,9 +88,9 @@ def _compared(x: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _cells(thresholds: tuple[float, ...]) -> tuple[Tensor, float]:
-    """Return how many thresholds lie below each cell, and the magnitude from which on all are alike.
+    """Return the number of thresholds below each cell, and the magnitude beyond which no threshold lies.
 
-    Numbers go to cells by products and roundings that keep their order, so a threshold in a lower cell is smaller.
+    The products and roundings that map numbers to cells keep their order, so a threshold in a lower cell is smaller.
     """
     edges = torch.tensor(thresholds, dtype=torch.float32, device="cpu")
     reach = float(edges.abs().max()) * (1 + 2.0**-10)  # beyond it there is a cell without a threshold
@@ -124,6 +124,6 @@ def nearest_codes(table: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[in
 
 
 def _float32(number: float) -> float:
-    """Return the float32 nearest to ``number``, in Python, because a compiler may be tracing torch just now."""
+    """Return the float32 nearest to ``number``, in plain Python, because a compiler may be tracing torch."""
     step = 2.0 ** max(math.frexp(number)[1] - 24, -149)
     return round(number / step) * step

@@ -21,7 +21,7 @@ from .tables import DYNAMIC
 _THRESHOLDS, _ = nearest_codes(DYNAMIC)
 _EXTREME = 16.0  # Gaussian weights stay below 3, and weights with 20-fold outliers below 8
 ARITHMETIC = 2.0**-20
-"""What float32 products and quotients may add to an error, relative to absmax."""
+"""The error that float32 products and quotients may add, relative to absmax."""
 
 
 def nest(amax: Tensor, block_size: int, parts: Parts) -> None:
@@ -30,7 +30,7 @@ def nest(amax: Tensor, block_size: int, parts: Parts) -> None:
         parts["nested_offset"].zero_()
         return
     mean = _mean(amax)
-    mean = torch.where(mean.isfinite(), mean, _mean(amax * 2.0**-64) * 2.0**64)  # a sum that leaves float32
+    mean = torch.where(mean.isfinite(), mean, _mean(amax * 2.0**-64) * 2.0**64)  # where the sum overflows
     offset = torch.where(amax.max() > _EXTREME * mean, torch.zeros_like(mean), mean)
     rest = amax - offset
     scale = fold(rest.abs(), block_size, 0, torch.amax)
@@ -41,7 +41,7 @@ def nest(amax: Tensor, block_size: int, parts: Parts) -> None:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Return the mean of ``x`` (n,), summed in pairs of halves, whose order no device changes."""
+    """Return the mean of ``x`` (n,), summed pairwise in an order that is the same on every device."""
     count = x.shape[0]
     x = F.pad(x, (0, (1 << (count - 1).bit_length()) - count))
     while x.shape[0] > 1:
@@ -51,9 +51,10 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def nest_above(amax: Tensor, held: Parts, block_size: int) -> dict[str, Tensor]:
-    """Return the parts of which each absmax is the least that is not below ``amax`` (blocks,).
+    """Return parts in which each absmax is the least representable one that is not below ``amax`` (blocks,).
 
-    The numbers of ``held`` stay where their codes reach all of ``amax``, so that an absmax of ``held`` is itself.
+    ``nested_absmax`` and ``nested_offset`` stay if they reach all of ``amax``, so that an absmax of ``held`` stays
+    exact.
     """
     parts = {name: held[name].clone() for name in ("absmax", "nested_absmax", "nested_offset")}
     nest(amax, block_size, parts)
@@ -79,7 +80,7 @@ def nest_above(amax: Tensor, held: Parts, block_size: int) -> dict[str, Tensor]:
 
 
 def unnest(parts: Parts, block_size: int, index: Tensor) -> Tensor:
-    """Return the absmax, float32, of the blocks that ``index`` names."""
+    """Return the absmax, float32, of the blocks ``index``."""
     codes = parts["absmax"].index_select(0, index)
     scale = parts["nested_absmax"].index_select(0, index // block_size)
     values = table_of(DYNAMIC, codes.device).index_select(0, codes.int())
@@ -87,7 +88,7 @@ def unnest(parts: Parts, block_size: int, index: Tensor) -> Tensor:
 
 
 def nesting_error(parts: Parts, block_size: int, index: Tensor) -> Tensor:
-    """Return how far the absmax of the blocks that ``index`` names may be from that of the values."""
+    """Return the largest error of the absmax of the blocks ``index``."""
     scale = parts["nested_absmax"].index_select(0, index // block_size)
     gaps = torch.tensor(half_gaps(DYNAMIC), device=index.device)
     gap = gaps.index_select(0, parts["absmax"].index_select(0, index).int())

@@ -56,9 +56,9 @@ ROUNDINGS = ("even", "floor", "rceil")
 
 
 def _below(table: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the ascending thresholds of which the code of x >= 0 counts those below x.
+    """Return ascending thresholds: the code of x >= 0 is the number of thresholds below x.
 
-    Halfway cases go to the even code: thresholds to an odd one are the middles, to an even one the floats just before.
+    Halfway cases go to the even code: the threshold of an odd code is the middle, of an even one the float just before.
     """
     positive = torch.tensor(table[: len(table) // 2], dtype=torch.float64, device="cpu")
     middles = ((positive[1:] + positive[:-1]) / 2).float()
@@ -73,7 +73,7 @@ _E4M3_LARGEST, _E4M3_SMALLEST = 448.0, 2.0**-6  # of block scales: normal number
 _MANY = 2**10  # elements, from which on a table is faster than torch's conversion from float8
 
 _KEEP = 2.0**-10
-"""How far, relatively, the largest value of a block may move before ``reencode`` makes its scale follow."""
+"""The relative change of the largest value of a block up to which ``reencode`` keeps its scale."""
 
 
 @cache
@@ -96,15 +96,15 @@ class ScaledFloat(Blocked):
 
     ``scale_dtype`` chooses the family: a float32, bfloat16 or float16 scale is ``amax / largest``; float8_e8m0fnu is a
     power of two found by ``scale_rounding`` (OCP "floor"; "even" first rounds amax to the element's mantissa; "rceil"
-    never clips); float8_e4m3fn with ``global_scale = amax / (448 * largest)`` is nvfp4.  ``global_divides`` is
-    compressed-tensors' spelling: the global scale is kept inverted and ``w ≈ q * (scale / global_scale)``.
+    never clips); float8_e4m3fn with ``global_scale = amax / (448 * largest)`` is nvfp4.  With ``global_divides`` the
+    global scale is stored inverted, as by compressed-tensors: ``w ≈ q * (scale / global_scale)``.
 
     Error: half the distance between neighbours of ``q``, times the scale; at the largest code also what "floor" and
     "even" clip.  Zeros stay exact zeros.
 
-    Encoding decoded values keeps the codes; "rceil" may double all codes of a block and halve its scale, which is the
-    same values.  Only fp8 elements under e4m3 scales may move, for their largest code need not be reached: there, give
-    ``like=`` the parts.
+    Encoding decoded values keeps the codes; "rceil" may double all codes of a block and halve its scale, which gives
+    the same values.  Only fp8 elements under e4m3 scales may move, because a block need not use their largest code:
+    there, give ``like=`` the parts.
 
     >>> scheme = ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)
     >>> parts = scheme.encode(torch.tensor([6.0, 1.0]))
@@ -122,21 +122,21 @@ class ScaledFloat(Blocked):
     global_divides: bool = False
 
     def __post_init__(self) -> None:
-        who = "ScaledFloat"
+        name = "ScaledFloat"
         if self.element not in ELEMENTS:
-            raise SchemeError(f"element must be one of {', '.join(ELEMENTS)}, got {self.element!r}", name=who)
-        check_block(self.block, who)
+            raise SchemeError(f"element must be one of {', '.join(ELEMENTS)}, got {self.element!r}", name=name)
+        check_block(self.block, name)
         if self.scale_dtype not in SCALE_DTYPES:
             known = ", ".join(map(dtype_name, SCALE_DTYPES))
-            raise SchemeError(f"scale_dtype must be one of {known}, got {self.scale_dtype}", name=who)
+            raise SchemeError(f"scale_dtype must be one of {known}, got {self.scale_dtype}", name=name)
         if self.scale_rounding not in ROUNDINGS:
             raise SchemeError(
-                f"scale_rounding must be one of {', '.join(ROUNDINGS)}, got {self.scale_rounding!r}", name=who
+                f"scale_rounding must be one of {', '.join(ROUNDINGS)}, got {self.scale_rounding!r}", name=name
             )
         if self.global_scale and self.scale_dtype != torch.float8_e4m3fn:
-            raise SchemeError(f"global_scale needs scale_dtype float8_e4m3fn, got {self.scale_dtype}", name=who)
+            raise SchemeError(f"global_scale needs scale_dtype float8_e4m3fn, got {self.scale_dtype}", name=name)
         if self.global_divides and not self.global_scale:
-            raise SchemeError("global_divides needs global_scale", name=who)
+            raise SchemeError("global_divides needs global_scale", name=name)
 
     @property
     def _element(self) -> Element:
@@ -174,7 +174,7 @@ class ScaledFloat(Blocked):
         )
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode as ``encode`` does; held scales stay where the largest value is in their reach and near its end."""
+        """Return the parts as ``encode`` does; a held scale stays if the largest value is near the end of its range."""
         if self.scale_dtype == torch.float8_e8m0fnu:
             return self.encode(values)
         amax = grid_over(tuple(values.shape), self.block).reduce(values, torch.amax, magnitude=True)
@@ -210,7 +210,7 @@ class ScaledFloat(Blocked):
         bound = error * (1 + 2.0**-14)  # float32 arithmetic moves a tie by less
         return bound * ~find_zeros(grid, codes * step, step, None)
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
         if like is None and self._try_encode(values, parts):
@@ -231,7 +231,7 @@ class ScaledFloat(Blocked):
         return x.mul_(scale).reshape(stop - start, grid.columns)
 
     def _clipped(self, scale: Tensor) -> Tensor:
-        """Return how far beyond the largest element a value may lie, by block, before the global scale."""
+        """Return, by block, how far beyond the largest element a value may lie, before the global scale."""
         if self.scale_dtype != torch.float8_e8m0fnu:
             return rounded_off(scale, self.scale_dtype) * self._element.largest
         if self.scale_rounding == "rceil":
@@ -250,13 +250,13 @@ class ScaledFloat(Blocked):
 
     def _elements(self, codes: Tensor, columns: int) -> Tensor:
         if self._element.dtype is not None:
-            if is_direct() and codes.device.type == "cpu" and codes.numel() >= _MANY:  # in a graph sizes are guards
+            if is_direct() and codes.device.type == "cpu" and codes.numel() >= _MANY:  # in a graph it would add a guard
                 return _table(self.element).index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
             return codes.float()
         return lookup(codes, table_of(self._element.table, codes.device), self._element.bits, columns)
 
     def _fit(self, amax: Tensor, parts: Parts, unit: Tensor | None = None) -> None:
-        """Write the scales that fit ``amax``, under the global scale ``unit`` where one is given."""
+        """Write the scales that fit ``amax``, under the global scale ``unit`` if it is given."""
         largest = self._element.largest
         if self.scale_dtype == torch.float8_e8m0fnu:
             parts["scale"].copy_(self._power_of_two(amax))
@@ -302,14 +302,14 @@ class ScaledFloat(Blocked):
         if self.scale_dtype == torch.float8_e4m3fn:
             amax = grid.reduce(values, torch.amax, magnitude=True)
             check_finite(amax, values)
-            if self.global_scale:  # it changes where a block is beyond the reach of every scale, or all are below it
+            if self.global_scale:  # renewed if a block exceeds the largest block scale, or all are below the smallest
                 top = self._over_unit(divide(amax.max(), self._element.largest), held)
                 wide = (top > _E4M3_LARGEST * (1 + 2.0**-20)) | ((top < _E4M3_SMALLEST) & (top > 0))
                 fitted = self.empty(grid.shape, values.dtype, values.device)
                 self._fit(amax * 2, fitted)
                 held = {**held, "global_scale": torch.where(wide, fitted["global_scale"], held["global_scale"])}
                 return super()._renew(grid, values, held, shrink)
-            self._fit(amax, self.empty(grid.shape, values.dtype, values.device))  # raises where none reaches
+            self._fit(amax, self.empty(grid.shape, values.dtype, values.device))  # raises if no scale reaches
         return super()._renew(grid, values, held, shrink)
 
     def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -320,11 +320,11 @@ class ScaledFloat(Blocked):
         exponent = (code.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min_(2.0**element.low)
         step = exponent.mul_(2.0**-element.mantissa)
         below = code.div_(step).floor_()
-        near = torch.where(x == 0, x, (below * step).mul_(scale))  # of either sign
+        near = torch.where(x == 0, x, (below * step).mul_(scale))  # keeps the sign of 0
         return near.reshape(size), (below.add_(1).mul_(step)).mul_(scale).reshape(size)
 
     def _power_of_two(self, amax: Tensor, rounding: str | None = None) -> Tensor:
-        """Return e8m0 scales: 2**-127 to 2**127, never the NaN of byte 255; 1 where there are only zeros."""
+        """Return e8m0 scales: 2**-127 to 2**127, never NaN (byte 255); 1 for blocks of zeros."""
         element, rounding = self._element, rounding or self.scale_rounding
         if rounding == "rceil":
             bits = divide(amax, element.largest).view(torch.int32)
@@ -338,7 +338,7 @@ class ScaledFloat(Blocked):
         return torch.where(amax > 0, byte, 127).to(torch.uint8).view(torch.float8_e8m0fnu)
 
     def _divided(self, grid: Grid, parts: Parts, start: int, stop: int) -> tuple[Tensor, bool]:
-        """Return the divisors (True) or the factors (False) of the rows from ``start`` to ``stop``, and which."""
+        """Return the numbers that divide (True) or multiply (False) the rows ``start`` to ``stop``, and that flag."""
         scale = grid.pick(parts["scale"], start, stop)
         if self.global_scale and not self.global_divides:
             return (1.0 / parts["global_scale"]) / scale.float(), False

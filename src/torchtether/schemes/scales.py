@@ -1,4 +1,4 @@
-"""Scales as they are stored: rounded to their dtype, never 0, and how much the rounding took away."""
+"""The rounding of scales to the dtype in which they are stored, never to 0, and the error of that rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def smallest_scale(dtype: torch.dtype) -> float:
 
 
 def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``scale`` to ``dtype``: at least the smallest that works, 1 for blocks whose ``extreme`` is 0."""
+    """Return ``scale`` rounded to ``dtype``: at least ``smallest_scale``, and 1 for blocks whose ``extreme`` is 0."""
     scale = scale.clamp_min(smallest_scale(dtype))
     stored = torch.where(extreme > 0, scale, 1.0).to(dtype)
     if not is_true(torch.isfinite(stored).all(), unseen=True):
@@ -32,13 +32,13 @@ def store_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def raise_to(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round ``scale`` (float32, not negative) up to ``dtype``: to the least number that is not below it.
+    """Return ``scale`` (float32, not negative) rounded up to ``dtype``: the least number that is not below it.
 
     >>> raise_to(torch.tensor([1.0, 1.001]), torch.bfloat16).tolist()
     [1.0, 1.0078125]
     """
     stored = scale.to(dtype)
-    bits = stored.view(_INTEGERS[dtype.itemsize])  # of what is not negative, the next larger number has the next bits
+    bits = stored.view(_INTEGERS[dtype.itemsize])  # of non-negative floats, the next larger one has the next bits
     return torch.where(stored.float() < scale, bits + 1, bits).view(dtype)
 
 
@@ -46,7 +46,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def cover_scale(scale: Tensor, extreme: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``store_scale``, but rounded up, so that nothing that ``scale`` reaches is beyond the result."""
+    """Return ``store_scale`` rounded up, so that the result reaches every value that ``scale`` reaches."""
     smallest = torch.finfo(dtype).smallest_normal
     return store_scale(raise_to(scale * (1 + 2.0**-22), dtype).float().clamp_min(smallest), extreme, dtype)
 

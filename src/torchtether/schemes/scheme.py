@@ -1,7 +1,7 @@
-"""The interface of every scheme: how values become plain tensors (*parts*) and back.
+"""The interface of every scheme, which encodes values as plain tensors (*parts*) and decodes them.
 
-A scheme is a frozen dataclass: comparable, hashable, written as JSON and guarded by ``torch.compile`` for nothing.
-Adding one is adding a file with such a class; defining the class registers its ``kind``.
+A scheme is a frozen dataclass: comparable and hashable, so that JSON and guards of ``torch.compile`` need no more code.
+To add one, add a file with such a class; defining the class registers its ``kind``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     """The layout of one part of a Weight, known without data.
 
     ``span`` is the number of Weight elements (in row-major order) that one entry along dim 0 of the part covers;
-    0 means that every row needs the whole part.  It is all that cutting and joining rows has to know.
+    0 means that every row needs the whole part.  Cutting and joining rows needs nothing else.
     ``dtype`` is ``None`` where the part has the compute dtype of the Weight.
     """
 
@@ -40,12 +40,12 @@ class Part(NamedTuple):
 
 
 class Scheme:
-    """Define how values become parts and back.
+    """Encode values as parts, and decode them.
 
     Subclass it as a frozen dataclass, give it a ``kind``, and write ``layout``, ``encode``, ``decode`` and ``bound``;
-    or subclass ``BlockScheme``, which asks for less, if yours is codes with numbers per block.  How many parts there
-    are, and of what shape, follows from the fields and ``shape`` alone: what depends on the values has no place.
-    The last dimension of a tensor is the quantized one; ``shape`` is always that of the whole contiguous tensor.
+    or, for codes with numbers per block, subclass ``BlockScheme``, which needs less.  The number of parts and their
+    shapes depend on the fields and ``shape`` alone, never on values.  The last dimension of a tensor is the quantized
+    one; ``shape`` is always that of the whole contiguous tensor.
 
     >>> from torchtether.schemes import Affine
     >>> {name: part.shape for name, part in Affine(bits=8).layout((4, 6)).items()}
@@ -68,7 +68,7 @@ class Scheme:
                 )
             SCHEMES[cls.kind] = cls
 
-    # -- what a scheme must say ---------------------------------------------------------------------------------
+    # -- for every scheme to write ------------------------------------------------------------------------------
 
     def layout(self, shape: Shape) -> dict[str, Part]:
         """Return the parts of a tensor of ``shape``, in order. Raises SchemeError if the shape does not fit."""
@@ -85,8 +85,9 @@ class Scheme:
     def decode(self, parts: Parts, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Return the values of ``parts`` as a new contiguous tensor of ``shape`` and ``dtype``.
 
-        They are float32's, rounded once: as with torch's own conversion, what is beyond the range of ``dtype`` is
-        infinite, also where rounding to a code has moved it there (65504 in float16, for most schemes).
+        They are computed in float32 and rounded once.  As in torch's own conversion, values beyond the range of
+        ``dtype`` become infinite, also those that only rounding to a code moved there (65504 in float16, for most
+        schemes).
         """
         raise NotImplementedError(_unwritten(self, "decode"))
 
@@ -94,7 +95,7 @@ class Scheme:
         """Return the largest error of ``decode(encode(values))`` per element: float32, broadcastable to ``shape``."""
         raise NotImplementedError(_unwritten(self, "bound"))
 
-    # -- schemes around others ------------------------------------------------------------------------------------
+    # -- for schemes that wrap another ----------------------------------------------------------------------------
 
     @property
     def decoder(self) -> Scheme:
@@ -102,35 +103,35 @@ class Scheme:
         return self
 
     def master(self, parts: Parts, shape: Shape) -> Tensor | None:
-        """Return the part from which in-place ops start, and which they change; ``None``: the decoded values."""
+        """Return the part that in-place ops read and change; ``None`` if they start from the decoded values."""
         return None
 
     def adopt(self, given: Scheme, parts: Parts, shape: Shape) -> dict[str, Tensor] | None:
-        """Return copies of ``parts``, of a Weight in the scheme ``given``, that are those of this scheme as they are.
+        """Return copies of ``parts``, which are in the scheme ``given``, as parts of this scheme.
 
-        ``None`` is returned if its values have to be encoded.
+        ``None`` if the values must be encoded.
         """
         if given.decoder != self or given == self:
             return None
         return {name: parts[name].clone() for name in self.layout(shape)}
 
-    # -- what most schemes need not change ------------------------------------------------------------------------
+    # -- defaults, which most schemes keep ------------------------------------------------------------------------
 
     def gather(self, parts: Parts, shape: Shape, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of the dim-0 slices named by the 1-D integer ``index``: ``decode(...)[index]``."""
+        """Return the values of the dim-0 slices in the 1-D integer ``index``: ``decode(...)[index]``."""
         return self.decode(parts, shape, dtype).index_select(0, index)
 
     def encode_into(self, values: Tensor, parts: Parts) -> None:
-        """Write the encoding of ``values`` to ``parts``, which exist already (slices of larger ones, perhaps)."""
+        """Write the encoding of ``values`` to ``parts``, existing tensors (perhaps slices of larger ones)."""
         for name, part in self.encode(values).items():
             parts[name].copy_(part)
 
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
-        """Return how compiled loops encode a contiguous tensor of ``shape`` and ``dtype``; ``None`` if they do not."""
+        """Return the settings of the compiled loop for ``shape`` (contiguous) and ``dtype``; ``None`` without one."""
         return None
 
     def _try_encode(self, values: Tensor, parts: Parts) -> bool:
-        """Write all of ``parts`` by loops or kernels; return whether they know this scheme. No tracer sees it."""
+        """Write all of ``parts`` by a loop or kernel; return False if none takes ``values``, as under a tracer."""
         if not encoders.can_read(values):
             return False
         return encoders.encode_rows(self.recipe(tuple(values.shape), values.dtype), values, parts)
@@ -138,27 +139,28 @@ class Scheme:
     def decode_into(self, parts: Parts, shape: Shape, start: int, stop: int, out: Tensor) -> None:
         """Write the rows from ``start`` to ``stop`` to ``out`` (stop - start, K), of any float dtype.
 
-        Rows are those of the tensor seen as (M, K), every dimension but the last in one; ``out`` may be one buffer that
-        is filled again and again.  Families that can decode some rows alone do, in scratch of the size of those rows.
+        Rows are those of the tensor seen as (M, K), every dimension but the last in one; ``out`` may be a reused
+        buffer.  Schemes that can decode some rows alone do so, in scratch of the size of those rows.
         """
         out.copy_(self.decode(parts, shape, out.dtype).reshape(-1, shape[-1])[start:stop])
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
         """Return the parts of ``values`` that replace ``held``, as in-place ops write them.
 
-        Scales of ``held`` that still suit are kept, so that writing back unchanged values changes nothing.  Schemes
+        Scales of ``held`` that still fit are kept, so that writing back unchanged values changes nothing.  Schemes
         whose ``encode`` has this property already need not override it.
         """
         return self.encode(values)
 
     def update(self, values: Tensor, held: Parts, *, shrink: bool = True) -> dict[str, Tensor] | None:
-        """Return the parts of ``values``, an optimizer's update of ``held``; ``None`` if this scheme knows no way.
+        """Return the parts of ``values``, an optimizer's update of ``held``; ``None`` if this scheme has no update.
 
         Each value becomes one of its two neighbours, drawn by torch's default generator so that the mean of many draws
         is the value; values on the grid stay.  Scales of ``held`` stay while they reach the values, and grow rather
-        than clip; without ``shrink`` they stay also where the values use little of them.  ``values`` are best float32.
+        than clip.  Without ``shrink`` they also stay where the values use little of their range.  ``values`` should be
+        float32.
 
-        After ``None`` the values are rounded to the nearest, and steps below half a code have no effect.
+        After ``None`` the values are rounded to nearest, and steps below half a code have no effect.
         """
         return None
 
@@ -167,7 +169,7 @@ class Scheme:
         return old[-1:] == new[-1:] and math.prod(old) == math.prod(new)
 
     def convert(self, parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the parts for another compute dtype: the same ones, because quantization fixed them."""
+        """Return the parts for another compute dtype: the same ones, whose dtypes the scheme fixes."""
         return dict(parts)
 
     def empty(self, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
@@ -187,7 +189,7 @@ class Scheme:
         return sum(math.prod(p.shape) * (p.dtype or dtype).itemsize for p in self.layout(tuple(shape)).values())
 
     def __str__(self) -> str:
-        """Return the first field and those that differ from their defaults, long tables by their length."""
+        """Return the class with its first field and those that differ from their defaults, long tables by length."""
         words: list[str] = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -259,11 +261,11 @@ def _unjson(value: Any) -> Any:
 def part_rows(
     layout: Mapping[str, Part], shape: Shape, start: int, stop: int, *, ends_in_padding: bool = False
 ) -> dict[str, slice | None]:
-    """Return the dim-0 entries of each part that hold rows ``start:stop``; ``None`` for a part that all need.
+    """Return the dim-0 entries of each part that hold rows ``start:stop``; ``None`` for a part that all rows use.
 
-    With ``ends_in_padding`` nothing of interest lies behind ``stop``, as if the tensor ended there.
+    With ``ends_in_padding`` only padding lies behind ``stop``, as if the tensor ended there.
 
-    Raises UnsupportedOpError where a block would be cut in two, and says at which multiples of rows none is.
+    Raises UnsupportedOpError where a block would be cut in two; the error names the multiples of rows that cut none.
 
     >>> from torchtether.schemes import int8, part_rows
     >>> part_rows(int8().layout((6, 4)), (6, 4), 2, 5)
@@ -273,7 +275,7 @@ def part_rows(
     cuts: dict[str, slice | None] = {}
     for name, part in layout.items():
         span = part.span
-        if row == 0 and part.shape and part.shape[0] == shape[0]:  # nothing to count spans in
+        if row == 0 and part.shape and part.shape[0] == shape[0]:  # no elements to count
             cuts[name] = slice(start, stop)
         elif span == 0:
             cuts[name] = None

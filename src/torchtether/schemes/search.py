@@ -176,10 +176,10 @@ def least_squares(
     rounded: Callable[[Tensor, Fitted, int, int], Tensor],
     g_idx: Tensor | None = None,
 ) -> Fitted:
-    """Return, for each block, the candidate of ``fitted(ratio)`` under which its values lose least.
+    """Return, for each block, the candidate among ``fitted(ratio)`` with the least squared error.
 
-    ``rounded(x, fitted, start, stop)`` is what the float32 rows ``x``, from ``start`` to ``stop``, decode to.  Scratch
-    is a few chunks of rows, and a few tensors of one entry per block.
+    ``rounded(x, fitted, start, stop)`` returns the decoded values of the float32 rows ``x``, from ``start`` to
+    ``stop``.  Scratch is a few chunks of rows, and a few tensors of one entry per block.
     """
     best = fitted(RATIOS[0])
     least = _error(grid, values, best, rounded, g_idx)
@@ -201,19 +201,19 @@ def _error(
 ) -> Tensor:
     def squares(start: int, stop: int) -> Tensor:
         x = rows(values, start, stop).float()
-        return (x - rounded(x, fitted, start, stop)).double().square_()  # the order of a sum then hardly matters
+        return (x - rounded(x, fitted, start, stop)).double().square_()  # in float64 the order of a sum hardly matters
 
     return grid.reduce_rows(squares, torch.sum, values.device, g_idx)
 
 
 def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, top: int, bias_first: bool) -> Tensor:
-    """Return ``bias`` moved, block by block and by at most a step, to where the 3/4-norm of the errors is least.
+    """Return ``bias`` moved, in each block by at most a step, to where the 3/4-norm of the errors is least.
 
-    Errors are counted in steps, of codes up to ``top``. Each round takes large ones for outliers, in part, and moves
-    the bias of a block by the mean of what is left. A block keeps the best that it has seen. No data is needed.
+    Errors are measured in steps, of codes up to ``top``. Each round treats large errors in part as outliers, and moves
+    the bias of a block by the mean of the rest. A block keeps the best bias that it has seen. No data is needed.
 
-    Source: Badri and Shaji, Half-Quadratic Quantization (2023). Their power is 0.7. One of 3/4 takes no
-    function whose last bits differ between processors, and sums of integers, by which errors are counted, no order.
+    Source: Badri and Shaji, Half-Quadratic Quantization (2023). Their power is 0.7. The power 3/4 needs no function
+    whose last bits differ between processors, and errors are summed as integers, whose order does not matter.
     """
     if grid.height == 1 and compiled.can_read(values):
         x, flat = values.view(grid.rows, grid.columns), (grid.rows, grid.groups)
@@ -238,7 +238,7 @@ def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, t
             error = position - position.clamp(0, top).round_()
             size = error.abs().clamp_max_(128)
             power = (_QUARTER - (size.view(torch.int32) >> 2)).view(torch.float32)
-            square = power * power  # one step of Newton follows, with whose result size**0.75 is right to 0.3 %
+            square = power * power  # after a Newton step, size**0.75 is right to 0.3 %
             return error, size, power.mul_(1.25 - (size * square).mul_(square).mul_(0.25))
 
         def powers(start: int, stop: int) -> Tensor:

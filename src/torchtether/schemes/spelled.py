@@ -1,4 +1,4 @@
-"""Schemes as text: the name of one, with options as in a Python call; nothing is evaluated."""
+"""Schemes as text: a name, with options as in a Python call; nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def scheme_from_text(text: str) -> Scheme:
     """Return the scheme that ``text`` spells: ``int4``, or ``int4(group_size=64, symmetric=True)``.
 
     Names and options are those of ``tt.int4`` and its like, looked up in a table; values are integers, ``True``,
-    ``False``, ``None``, words, and for dtypes their names, with or without quotes. Raises RuleError for anything else,
-    and SchemeError for a value that the scheme does not have.
+    ``False``, ``None``, strings, and for dtypes their names, with or without quotes. Raises RuleError for anything
+    else, and SchemeError for a value that the scheme refuses.
 
     >>> scheme_from_text("int4(group_size=64, symmetric=True)") == NAMED["int4"](group_size=64, symmetric=True)
     True
@@ -62,7 +62,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "granularity": lambda scheme: {block: name for name, block in FP8_BLOCKS.items()}[scheme.block],
     "double_quant": lambda scheme: scheme.nested,
 }
-"""How an option is read from a scheme whose field has another name."""
+"""Functions that read an option from a scheme whose field has another name."""
 
 
 @functools.lru_cache(256)
@@ -75,7 +75,7 @@ def scheme_to_text(scheme: Scheme) -> str:
     held = scheme.scheme if isinstance(scheme, ColumnScaled) else scheme
     for name, make in NAMED.items():
         parameters = inspect.signature(make).parameters
-        keys = [key for key in parameters if key != "fit"]  # which says how to encode, not what is held
+        keys = [key for key in parameters if key != "fit"]  # fit concerns encoding only
         try:
             options = {key: _OPTIONS[key](held) if key in _OPTIONS else getattr(held, key) for key in keys}
             if make(**options) != scheme:
@@ -105,7 +105,7 @@ def _value(node: ast.expr, kind: Any, where: str) -> Any:
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     try:
         value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a word without quotes
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a string without quotes
         value = ast.unparse(node).removeprefix("torch.")
     if torch.dtype in kinds and isinstance(value, str):
         try:

@@ -1,7 +1,7 @@
-"""Stochastic rounding: which of two neighbours a value becomes, so that the mean of many draws is the value.
+"""Stochastic rounding to one of two neighbours, so that the mean of many draws is the value.
 
-The noise is torch's default generator of the device: ``torch.manual_seed`` makes it reproducible, and ranks whose
-generators are in the same state round alike.
+The noise comes from torch's default generator of the device: ``torch.manual_seed`` makes it reproducible, and ranks
+whose generators are in the same state round alike.
 
 Source: Gupta et al., Deep Learning with Limited Numerical Precision (arXiv 1502.02551).
 """
@@ -16,15 +16,14 @@ from torch import Tensor
 from .nearest import count_above
 
 USED = 0.5
-"""The part of its range that the values of a block must use, or its scale shrinks with them."""
-
+"""The share of its range that a block must use; below it, the scale may shrink."""
 
 PIECE = 1 << 16
-"""Elements that are rounded at once: the memory of a step's many small results is then used again and again."""
+"""Elements that are rounded at once: so few that the temporaries of a step reuse the same memory."""
 
 
 def choose(x: Tensor, near: Tensor, far: Tensor) -> Tensor:
-    """Return ``far`` with probability ``(x - near) / (far - near)``, else ``near``, which is also for equal ones.
+    """Return ``far`` with probability ``(x - near) / (far - near)``, else ``near``, also where both are equal.
 
     >>> choose(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0]))
     tensor([1., 3.])
@@ -33,10 +32,10 @@ def choose(x: Tensor, near: Tensor, far: Tensor) -> Tensor:
     return torch.where(torch.rand_like(share) < share, far, near)
 
 
-def around(x: Tensor, ascending: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the neighbours of each element of ``x`` among two or more ``ascending`` numbers: lower and upper.
+def neighbours(x: Tensor, ascending: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper neighbour of each element of ``x`` among two or more ``ascending`` numbers.
 
-    >>> around(torch.tensor([-9.0, 1.5, 2.0]), (0.0, 1.0, 2.0))
+    >>> neighbours(torch.tensor([-9.0, 1.5, 2.0]), (0.0, 1.0, 2.0))
     (tensor([0., 1., 1.]), tensor([1., 2., 2.]))
     """
     levels = torch.tensor(ascending, dtype=torch.float32, device=x.device)

@@ -18,7 +18,7 @@ from .looking import is_true
 from .nearest import nearest_code, nearest_codes
 from .scales import TINY, divide
 from .scheme import Part, Parts
-from .stochastic import USED, around
+from .stochastic import USED, neighbours
 from .unchanged import find_unchanged
 
 _HALF = torch.float16
@@ -49,7 +49,7 @@ class SuperBlocks(Blocked):
     Error: half the distance to the neighbours of a code.
 
     Writing back values decoded in float32 keeps every one (``reencode``, or ``encode`` with ``like=`` the parts). In
-    bfloat16, which need not tell all codes of a block apart, a super-block may get new scales.
+    bfloat16, where two codes of a block may decode to one value, a super-block may get new scales.
 
     >>> scheme = SuperBlocks(bits=4, minimum=True)
     >>> parts = scheme.encode(torch.tensor([[15.0, -1.0, 0.0, 7.0]]))
@@ -58,7 +58,7 @@ class SuperBlocks(Blocked):
     """
 
     kind: ClassVar[str] = "super_blocks"
-    _levels: ClassVar[tuple[float, ...]]  # of the instance: what each code stands for, before scale and minimum
+    _levels: ClassVar[tuple[float, ...]]  # per instance: the value of each code before scale and minimum
     _nearest: ClassVar[tuple[tuple[float, ...], tuple[int, ...]]]  # thresholds between them, and codes
 
     bits: int = 4
@@ -70,40 +70,40 @@ class SuperBlocks(Blocked):
     table: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        who = "SuperBlocks"
-        for name, low, high in (("bits", 1, 8), ("scale_bits", 0, 8), ("block_size", 1, 2**31)):
-            value = getattr(self, name)
+        name = "SuperBlocks"
+        for field, low, high in (("bits", 1, 8), ("scale_bits", 0, 8), ("block_size", 1, 2**31)):
+            value = getattr(self, field)
             if type(value) is not int or not low <= value <= high:
-                raise SchemeError(f"{name} must be an int from {low} to {high}, got {value!r}", name=who)
+                raise SchemeError(f"{field} must be an int from {low} to {high}, got {value!r}", name=name)
         size = self.super_block_size
         fits = type(size) is int and size > 0 and size % self.block_size == 0
         if not fits or (not self.scale_bits and size != self.block_size):
             times = "a multiple of" if self.scale_bits else "without scale_bits"
-            raise SchemeError(f"super_block_size must be {times} block_size {self.block_size}, got {size!r}", name=who)
-        self._check_levels(who)
+            raise SchemeError(f"super_block_size must be {times} block_size {self.block_size}, got {size!r}", name=name)
+        self._check_levels(name)
         levels = self.table if self.table is not None else tuple(range(-self.offset, (1 << self.bits) - self.offset))
         levels = tuple(float(level) for level in levels)
         object.__setattr__(self, "table", None if self.table is None else levels)
         object.__setattr__(self, "_levels", levels)
-        object.__setattr__(self, "_nearest", nearest_codes(levels))  # once, and outside of compiled graphs
+        object.__setattr__(self, "_nearest", nearest_codes(levels))  # not in compiled graphs
 
-    def _check_levels(self, who: str) -> None:
+    def _check_levels(self, name: str) -> None:
         chosen = [self.minimum is True, self.offset != 0, self.table is not None]
         if type(self.minimum) is not bool or type(self.offset) is not int or sum(chosen) != 1:
-            raise SchemeError("it needs one of minimum=True, an offset and a table", name=who)
+            raise SchemeError("it needs one of minimum=True, an offset and a table", name=name)
         if not 0 <= self.offset < 1 << self.bits:
-            raise SchemeError(f"offset must be from 1 to {(1 << self.bits) - 1}, got {self.offset}", name=who)
+            raise SchemeError(f"offset must be from 1 to {(1 << self.bits) - 1}, got {self.offset}", name=name)
         if self.minimum and not self.scale_bits:
-            raise SchemeError("minimum needs scale_bits", name=who)
+            raise SchemeError("minimum needs scale_bits", name=name)
         table = self.table
         if table is None:
             return
         if not isinstance(table, tuple) or not 2 <= len(table) <= 1 << self.bits:
-            raise SchemeError(f"table must be a tuple of 2 to {1 << self.bits} numbers", name=who)
+            raise SchemeError(f"table must be a tuple of 2 to {1 << self.bits} numbers", name=name)
         if not all(isinstance(value, int | float) and abs(value) < 2.0**16 for value in table):
-            raise SchemeError("table must hold numbers below 2**16", name=who)
+            raise SchemeError("table must hold numbers below 2**16", name=name)
         if not min(table) < 0 < max(table):
-            raise SchemeError("table must hold numbers of both signs", name=who)
+            raise SchemeError("table must hold numbers of both signs", name=name)
 
     # -- the interface ------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class SuperBlocks(Blocked):
         return 1, self.block_size
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Encode as ``encode`` does; super-blocks that give their values back exactly keep scales and minima."""
+        """Return the parts as ``encode`` does; super-blocks keep held scales and minima that give values exactly."""
         again = self.encode(values, like=held)
         _, supers = self._grids(tuple(values.shape))
         keep = find_unchanged(lambda start, stop: self._rows(supers, again, start, stop), supers, values)
@@ -131,7 +131,7 @@ class SuperBlocks(Blocked):
         return self.encode(values, like=self._chosen(keep, supers, held, self._fit(values)))
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
-        """Return half the larger gap beside the level of each code, times its scale, and float32 arithmetic."""
+        """Return half the larger gap next to the level of each code, times its scale, plus float32 arithmetic."""
         if 0 in shape:
             return torch.zeros(shape, device=parts["qdata"].device)
         grid, _ = self._grids(shape)
@@ -145,7 +145,7 @@ class SuperBlocks(Blocked):
         lowest = grid.expand(low.abs().view(grid.scale_shape))
         return bound + (lowest + step * len(self._levels)) * 2.0**-21
 
-    # -- how it is done -----------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------
 
     def _encode(self, values: Tensor, parts: Parts, like: Parts | None) -> None:
         blocks, _ = self._grids(tuple(values.shape))
@@ -162,7 +162,7 @@ class SuperBlocks(Blocked):
         return grid_over(tuple(shape), (1, self.block_size)), grid_over(tuple(shape), (1, self.super_block_size))
 
     def _over_blocks(self, part: Tensor, supers: Grid) -> Tensor:
-        """Repeat one entry per super-block for each of its blocks."""
+        """Return ``part``, one entry per super-block, repeated for each of its blocks."""
         groups = -(-supers.columns // self.block_size)
         index = torch.arange(groups, device=part.device) // (self.super_block_size // self.block_size)
         return part.index_select(-1, index)
@@ -179,7 +179,7 @@ class SuperBlocks(Blocked):
         return scale, low * blocks.pick(parts["min"], start, stop).float()
 
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
-        """Return the rows from ``start`` to ``stop``, float32."""
+        """Return the decoded rows from ``start`` to ``stop``, float32."""
         blocks, _ = self._grids(grid.shape)
         codes = parts["qdata"].reshape(grid.rows, -1)[start:stop]
         if self.table is not None:
@@ -194,11 +194,11 @@ class SuperBlocks(Blocked):
         return (x * scale).sub_(low).reshape(stop - start, grid.columns)
 
     def _fit(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the scales and minima by which levels reach all ``values``.
+        """Return scales and minima so large that no value clips.
 
-        Smaller ones, under which the ends of each block lose half a step, make the squared error of Gaussians a little
-        smaller. But all errors of a block then have one sign, which sums over many columns keep: the perplexity of
-        SmolLM2 with 4 bits and minima is 20.9 against 22.8, and that of its own Q4_1 weights 12.1 against 5e7.
+        Smaller ones, which clip the ends of each block by half a step, make the squared error of Gaussians a little
+        smaller. But these errors of a block have one sign, and add up over many columns: the perplexity of SmolLM2 with
+        4 bits and minima is 20.9 against 22.8, and that of its own Q4_1 weights 12.1 against 5e7.
         """
         blocks, supers = self._grids(tuple(values.shape))
         low, high = blocks.reduce(values, torch.amin), blocks.reduce(values, torch.amax)
@@ -206,7 +206,7 @@ class SuperBlocks(Blocked):
         return self._fitted(supers, low, high)
 
     def _fitted(self, supers: Grid, low: Tensor, high: Tensor) -> dict[str, Tensor]:
-        """Return the scales and minima by which levels reach ``low`` and ``high``."""
+        """Return the scales and minima with which the levels reach ``low`` and ``high``."""
         low, parts = -low, {}
         top, bottom = max(self._levels) or 0.5, -min(self._levels)  # one bit has no level above 0: half a step
         if self.minimum:
@@ -233,7 +233,7 @@ class SuperBlocks(Blocked):
         return first, last
 
     def _renew(self, grid: Grid, values: Tensor, held: Parts, shrink: bool) -> Parts:
-        """Return new numbers for whole super-blocks, if one of their blocks needs some."""
+        """Return ``held`` with new scales and minima for each super-block of which a block needs them."""
         _, supers = self._grids(grid.shape)
         low, high = grid.extremes(values)
         check_finite(torch.maximum(high.abs(), low.abs()), values)
@@ -250,7 +250,7 @@ class SuperBlocks(Blocked):
         return {**held, **self._chosen(whole, supers, held, self._fitted(supers, low, high))}
 
     def _chosen(self, keep: Tensor, supers: Grid, held: Parts, other: Parts) -> dict[str, Tensor]:
-        """Return the numbers of ``held`` in the super-blocks to ``keep``, and those of ``other`` in the rest."""
+        """Return scales and minima: those of ``held`` in the super-blocks to ``keep``, those of ``other`` elsewhere."""
         each = self._over_blocks(keep, supers)
         return {
             name: torch.where(keep if name.startswith("super") else each, held[name], part)
@@ -262,7 +262,7 @@ class SuperBlocks(Blocked):
         size = (stop - start, grid.columns)
         if low is None:
             x, scale = grid.align(x, scale)
-            below, above = around(x / torch.where(scale == 0, 1.0, scale), sorted(set(self._levels)))
+            below, above = neighbours(x / torch.where(scale == 0, 1.0, scale), sorted(set(self._levels)))
             return (below * scale).reshape(size), (above * scale).reshape(size)
         x, scale, low = grid.align(x, scale, low)
         code = self._above(x, scale, low).float()
@@ -271,7 +271,7 @@ class SuperBlocks(Blocked):
         return near.reshape(size), (other * scale).sub_(low).reshape(size)
 
     def _under_supers(self, scale: Tensor, supers: Grid) -> tuple[Tensor, Tensor]:
-        """Return integers, and a float16 number per super-block of them, whose products reach each ``scale``."""
+        """Return integers per block and a float16 number per super-block, whose products are at least ``scale``."""
         largest = (1 << (self.scale_bits if self.minimum else self.scale_bits - 1)) - 1
         ratio = self.super_block_size // self.block_size
         top = fold(scale, ratio, scale.dim() - 1, torch.amax) if scale.numel() else scale.new_zeros(supers.scale_shape)
@@ -296,7 +296,7 @@ class SuperBlocks(Blocked):
         return nearest_code(x, *self._nearest)
 
     def _above(self, x: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-        """Return the code that decodes nearest to ``x`` above a minimum, also where a float32 sum has hidden it."""
+        """Return the code that decodes nearest to ``x``; neighbours are tried, because ``x + low`` is rounded."""
         steps = (1 << self.bits) - 1
         middle = ((x + low) / torch.where(scale == 0, 1.0, scale)).round_().clamp_(0, steps)
         middle = torch.where(scale == 0, 0.0, middle)
@@ -308,7 +308,7 @@ class SuperBlocks(Blocked):
         return best.to(torch.uint8)
 
     def _half_gaps(self) -> list[float]:
-        """Return, for each code, how far from its level a number nearest to it may lie; ends as far as inwards."""
+        """Return, for each code, the largest distance from its level to a number that rounds to it, as if unclipped."""
         distinct = sorted(set(self._levels))
         place = {level: i for i, level in enumerate(distinct)}
         gaps = [(b - a) / 2 for a, b in itertools.pairwise(distinct)]
@@ -319,7 +319,7 @@ class SuperBlocks(Blocked):
 def _rounded_up(scale: Tensor, empty: int = 1) -> Tensor:
     """Round ``scale`` up to float16, ``empty`` where it is 0. Raise SchemeError if it does not fit."""
     stored = scale.clamp_min(TINY).to(_HALF)
-    bits = stored.view(torch.int16)  # of a number that is not negative, the next larger one has the next bits
+    bits = stored.view(torch.int16)  # of non-negative floats, the next larger one has the next bits
     stored = torch.where(stored.float() < scale, bits + 1, bits).clamp_min(1).view(_HALF)
     stored = torch.where(scale > 0, stored, torch.full_like(stored, empty))
     if not is_true(stored.isfinite().all(), unseen=True):

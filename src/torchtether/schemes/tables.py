@@ -1,4 +1,4 @@
-"""Tables of code values that others fixed: what a code of nf4, fp4, E2M1 or the 8-bit dynamic type stands for."""
+"""Tables of the values of codes that others have defined: nf4, fp4, E2M1, E2M3 and the 8-bit dynamic type."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _dynamic() -> tuple[float, ...]:
 DYNAMIC = _dynamic()
 """The 256 ascending values of the signed 8-bit dynamic type (arXiv 1511.04561), which bitsandbytes uses for absmax.
 
-Seven decades below 1; the ``i``-th from the smallest holds ``2**i`` midpoints of equal steps over its [0.1, 1], of
-either sign; with them 0 and 1.
+There are seven decades below 1; the ``i``-th from the smallest holds ``2**i`` midpoints of equal steps from 0.1 to 1 of
+the decade, of either sign; and there are 0 and 1.
 
 >>> len(DYNAMIC), DYNAMIC[127], DYNAMIC[255]
 (256, 0.0, 1.0)

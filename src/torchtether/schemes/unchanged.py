@@ -1,4 +1,4 @@
-"""Which blocks of a tensor are what they were: those that decode to the given values, and those that hold zeros."""
+"""Finding the blocks that already decode to given values, and the blocks of zeros."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .blocks import Grid, rows
 
 
 def find_zeros(grid: Grid, decoded: Tensor, scale: Tensor, g_idx: Tensor | None) -> Tensor:
-    """Return where a block holds nothing but zeros, whose scale is 1: bools of the shape of ``decoded``."""
+    """Return where a block holds only zeros, with scale 1: bools of the shape of ``decoded``."""
     amax = grid.reduce(decoded, torch.amax, magnitude=True, g_idx=g_idx)
     return (grid.expand(amax, g_idx) == 0) & (scale == 1)
 

@@ -1,4 +1,4 @@
-"""The contents of a Weight, exchanged inside the object, so that nothing that holds it, weakly or not, need let go."""
+"""Replacing the contents of a Weight inside the object, so that all references to it, weak ones too, stay valid."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .weight import Weight
 
 
 def can_put(held: Tensor, made: Tensor) -> bool:
-    """Return whether ``put_contents`` takes them: two Weights, both on ``meta`` or neither."""
+    """Return whether ``put_contents`` accepts the pair: two Weights, both on ``meta`` or neither."""
     return isinstance(held, Weight) and isinstance(made, Weight) and is_same_kind(held, made)
 
 
 def contents_of(weight: Weight, spec: WeightSpec | None = None) -> Weight:
-    """Return another object with the part objects and marks of ``weight``, and its spec if no other is given."""
+    """Return a new Weight with the part objects and ``ATTACHED`` attributes of ``weight``, under ``spec`` if given."""
     made = weight.map(lambda part: part, spec)
     made.__dict__.update({name: weight.__dict__[name] for name in ATTACHED if name in weight.__dict__})
     return made
@@ -28,8 +28,9 @@ def contents_of(weight: Weight, spec: WeightSpec | None = None) -> Weight:
 def put_contents(held: Weight, made: Weight) -> None:
     """Give the object ``held`` the parts, spec, dtype and device of ``made``; the part objects are shared.
 
-    It keeps its attributes, hooks, ``requires_grad``, version and grad, and stays a Parameter if it is one.  All or
-    nothing.  Raises ConversionError if ``can_put`` says no, RuntimeError if it requires grad and ``made`` is no float.
+    ``held`` keeps its attributes, hooks, ``requires_grad``, version and grad, and stays a Parameter if it is one.  An
+    error leaves it unchanged.  Raises ConversionError if ``can_put`` is false, RuntimeError if ``held`` requires grad
+    and ``made`` is not floating point.
     """
     if not can_put(held, made):
         raise ConversionError(

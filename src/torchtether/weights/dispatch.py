@@ -2,7 +2,7 @@
 
 One table serves both levels of torch's dispatch.  Keys are aten overloads (``torch.ops.aten.mm.default``), answered
 in ``__torch_dispatch__``, and Python functions (``torch.nn.functional.linear``), answered in ``__torch_function__``.
-An op that torch defines only when one of its modules is imported goes by its name.
+The key of an op that torch defines only when one of its modules is imported is its name.
 A rule is called as ``rule(op, *args, **kwargs)``.
 """
 
@@ -24,19 +24,19 @@ REFUSED: dict[Any, str] = {}
 """Why an op that one might expect is refused, and what to do instead."""
 
 FOLDS: dict[Any, Rule] = {}
-"""Functions that the compiler, too, sees as their rule rewrites them, for want of an op below that could answer."""
+"""Functions that are rewritten under the compiler, too, because no aten op below them could have the rule."""
 
 SHORTCUTS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any] | None], Any]] = {}
-"""What is tried before the rule of a function, with its arguments and keywords: it answers ``None`` if it cannot."""
+"""Fast functions, tried with the arguments and keywords before the rule; ``None`` means that the rule must run."""
 
 ATTACHED: set[str] = set()
-"""Attributes that rules keep on a Weight for themselves; its copies and pickles are without them."""
+"""Attributes that rules set on a Weight for their own use; deep copies and pickles drop them."""
 
 FOREIGN_WRITES: list[Rule] = []
-"""The rule of ops that other libraries define and that write to arguments: the steps of their optimizers."""
+"""The rule, one at most, of ops of other libraries that write to arguments, such as steps of their optimizers."""
 
 HOOKS: dict[str, Rule] = {}
-"""What torch asks of a tensor by the name of a method: FSDP2's two all-gather hooks."""
+"""Methods that torch looks up on a tensor by name, defined in ``ops``: FSDP2's two all-gather hooks."""
 
 
 def rule(*ops: Any, kind: str = "rewritten") -> Callable[[_AnyRule], _AnyRule]:

@@ -12,7 +12,7 @@ from .wrapping import Wrapping
 class Exporting(Wrapping):
     """A wrapper whose values are exported as copies.
 
-    Torch's own methods would refuse without a way out, or read the wrapper's null storage.
+    Torch's own methods would raise without naming a remedy, or read the wrapper's null storage.
     """
 
     def tolist(self) -> Any:
@@ -20,14 +20,14 @@ class Exporting(Wrapping):
         return self.dequantize().tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the values as a numpy array of its own memory, which is what ``numpy.asarray`` gives."""
+        """Return the values as a numpy array with its own memory, for ``numpy.asarray``."""
         if copy is False:
             raise ValueError("copy=False: a numpy array cannot share the memory of a Weight")
         values = self.dequantize().detach().cpu().numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as a numpy array of its own memory, with ``force``.
+        """Return the values as a numpy array with its own memory, with ``force``.
 
         Raises UnsupportedOpError without ``force``.
         """

@@ -1,4 +1,4 @@
-"""What code stands behind a class, for caches that outlive a process: torch keeps graphs that it traced through it."""
+"""A digest of the code of a class, for torch's cache of compiled graphs, which outlives a process."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 
 _PACKAGE = __name__.partition(".")[0]
 _STARTED = time.time()
-_OF_OTHERS = ("torch", *sys.stdlib_module_names)  # a cache knows their versions itself
+_OF_OTHERS = ("torch", *sys.stdlib_module_names)  # the cache records their versions itself
 
 
 def digest_of_code(*kinds: type) -> str:
     """Return a digest of this package, of the files that define ``kinds``, and of those of their bases.
 
-    It is new in every process where that is not known: where a class has no file, as in a notebook, or where a file was
-    written after the process began, so that what runs may be older. What a file imports does not count.
+    Where the code is unknown, the digest is random and new in every process: a class has no file, as in a notebook, or
+    its file was written after the process began and may differ from the code that runs. Imports do not count.
     """
     return " ".join(sorted({_digest(base) for kind in kinds for base in kind.__mro__}))
 
 
 @lru_cache(maxsize=1024)
 def _digest(kind: type) -> str:
-    """Return the digest by class, not by module: a notebook defines a class again and again."""
+    """Return the digest of one class; cached by class, not by module, because a notebook defines classes repeatedly."""
     package = kind.__module__.partition(".")[0]
     if package in _OF_OTHERS:
         return ""

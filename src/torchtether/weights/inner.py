@@ -1,4 +1,4 @@
-"""What wrapper subclasses do alike with the plain tensors that hold them."""
+"""Pickling of inner tensors, and the empty storage of the wrapper subclass that holds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..torch_private.tensors import as_plain
 
 
 def to_pickle(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ``tensors`` as plain pickle takes them, and the dtypes of those that travel as bytes.
+    """Return ``tensors``, float8 ones viewed as bytes, and the dtype names of those.
 
     Plain pickle has no storages of float8 types.
 
@@ -35,10 +35,10 @@ def _is_float8(tensor: Tensor) -> bool:
 
 
 class EmptyStorage(torch.UntypedStorage):
-    """The storage of a wrapper, which has no memory: what torch would do at address 0 raises UnsupportedOpError.
+    """The storage of a wrapper, which has no memory: ops that torch would run at address 0 raise UnsupportedOpError.
 
-    ``nbytes()`` says what the values would take.  ``data_ptr()`` is refused as RuntimeError, in torch's words and
-    ours: of another class tools take it for an address of 0, and two weights of one size for one.
+    ``nbytes()`` is the size of the values.  ``data_ptr()`` raises a RuntimeError that begins as torch's own does:
+    on any other error tools assume the address 0, and take two Weights of one size for the same tensor.
     """
 
     def data_ptr(self) -> int:
@@ -67,8 +67,7 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-# Each of these would end the process, for torch does not look whether there is memory; conversions such as float() call
-# _to.
+# Each of these would crash the process, because torch does not check for memory. Conversions such as float() call _to.
 _OF_MEMORY = (
     *("__setitem__", "__delitem__", "_set_from_file", "_share_fd_cpu_", "_share_filename_cpu_", "_to"),
     *("byteswap", "copy_", "share_memory_"),
@@ -77,8 +76,8 @@ for _name in _OF_MEMORY:
     setattr(EmptyStorage, _name, _refusing(_name))
 
 
-def empty_storage(tensor: Tensor, ask: Callable[[Tensor], Any] = Tensor.untyped_storage) -> Any:
-    """Return the storage of a wrapper (or ``ask`` of it), which from now on refuses ops that would crash.
+def empty_storage(tensor: Tensor, getter: Callable[[Tensor], Any] = Tensor.untyped_storage) -> Any:
+    """Return ``getter(tensor)``, the storage of a wrapper, which from now on refuses ops that would crash.
 
     >>> from torchtether import Weight, int8
     >>> storage = Weight.encode(torch.ones(2, 4), int8()).untyped_storage()
@@ -90,6 +89,6 @@ def empty_storage(tensor: Tensor, ask: Callable[[Tensor], Any] = Tensor.untyped_
     """
     with as_plain():
         held = tensor.untyped_storage()
-        if type(held) is torch.UntypedStorage:  # the object is the same each time, so it stays one of that class
+        if type(held) is torch.UntypedStorage:  # torch keeps this object, so its class stays
             held.__class__ = EmptyStorage
-        return held if ask is Tensor.untyped_storage else ask(tensor)
+        return held if getter is Tensor.untyped_storage else getter(tensor)

@@ -1,4 +1,4 @@
-"""What replaces a module's tensor when ``load_state_dict`` gives it another: the policy, in one table."""
+"""The rule for ``load_state_dict``: one table says which tensor replaces that of the module."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
     plain     plain                  as torch does                                 as torch does
     ========  =====================  ============================================  ==================================
 
-    In every row the Parameter object, its tie record, what it rounds activations to and ``requires_grad`` are the
-    module's: torch keeps the object and ``requires_grad`` by swapping the result into it, and the records are carried
-    over here.
+    In every row the Parameter object, its tie record, ``activations`` and ``requires_grad`` stay those of the module:
+    torch swaps the result into the object, which keeps ``requires_grad``, and this function carries the records over.
 
-    Where other tensors lie over the same parts (a transposed alias), ``assign=True`` writes into the held storage
-    too, because only that reaches them.
+    Where other tensors share the parts (a transposed alias), ``assign=True`` writes into the held storage too,
+    because only such a write reaches them.
 
     Raises:
         SchemeError: the shapes differ, or the given values cannot be encoded in the held scheme.
-        TieError: other tensors lie over the same parts, and the given device or dtype is not the held one.
+        TieError: other tensors share the parts, and the given device or dtype is not the held one.
     """
     if held.shape != given.shape:
         raise SchemeError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
@@ -59,9 +58,9 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
 
 
 def is_written_in_place(held: Weight, given: Tensor) -> bool:
-    """Return whether other tensors lie over the parts of ``held``, which only a write into its storage reaches.
+    """Return whether other tensors share the parts of ``held``: only a write into its storage reaches them.
 
-    Raises TieError if ``given`` cannot be written there as it is.
+    Raises TieError if ``given`` has another shape, dtype or device and so cannot be written there.
     """
     tie = held.tie
     if tie is None or all(tie.objects):
@@ -79,7 +78,7 @@ def is_written_in_place(held: Weight, given: Tensor) -> bool:
 
 
 def encoded_as(held: Weight, given: Tensor) -> Weight:
-    """Encode ``given``, on its own device and in its own dtype, in the scheme, order and tie of ``held``."""
+    """Return ``given``, on its own device and in its own dtype, encoded in the scheme, order and tie of ``held``."""
     if held.scheme.transparent:  # the given tensor itself, whatever its strides
         return Weight.encode(given, held.scheme, tie=held.spec.tie)
     order = held.spec.order if given.dim() == held.dim() else tuple(range(given.dim()))

@@ -1,4 +1,4 @@
-"""Facts about a tensor that are not in its numbers: its ties, and what a Weight is."""
+"""Descriptions of a tensor: the names of a tied one (Tie), and how parts represent a Weight (WeightSpec)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ACTIVATIONS = ("int8", "float8", "mxfp8", "mxfp4", "nvfp4")
 class Tie:
     """Hold the names under which one tensor is registered, owner first.
 
-    The owner is what a checkpoint stores; every other name is an alias and is made again on load.
-    ``views[i]`` is ``None`` where ``names[i]`` is the owner's very object or an equal view of all of it,
-    and the geometry of the view otherwise; ``objects[i]`` says whether ``names[i]`` is the owner's very object.
+    A checkpoint stores the owner; every other name is an alias and is restored on load.
+    ``views[i]`` is ``None`` where ``names[i]`` is the owner's own object or an equal view of all of it,
+    and the geometry of the view otherwise; ``objects[i]`` says whether ``names[i]`` is the owner's own object.
 
     >>> Tie(("emb.weight", "head.weight")).aliases
     ('head.weight',)
@@ -94,12 +94,12 @@ class Tie:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Hold everything that a Weight is, besides its parts.
+    """Describe a Weight: everything but its parts.
 
     ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
     ``activations`` is what inputs of ``F.linear`` are rounded to, one of ``ACTIVATIONS``, if they are.
     ``trained`` says of a tensor that is no Parameter, such as ``.data`` or a shard, that it comes of one that requires
-    grad: in-place ops on it are updates. It makes no difference between two specs.
+    grad: in-place ops on it are updates. Comparisons of specs ignore it.
 
     >>> import torch, torchtether as tt
     >>> spec = WeightSpec.of((4, 2), torch.bfloat16, tt.int8())
@@ -121,21 +121,21 @@ class WeightSpec:
         return WeightSpec(tuple(shape), contiguous_stride(tuple(shape)), dtype, scheme, tie)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightSpec:
-        return self  # nothing in it changes, and compilers compare a copy with what was copied at every call
+        return self  # it is immutable, and compiled graphs compare the original with a copy at every call
 
     def replace(self, **changes: Any) -> WeightSpec:
-        """Return the spec with other values of the fields that are given."""
+        """Return the spec with other values of the given fields."""
         return dataclasses.replace(self, **changes)
 
     def shaped(self, shape: Shape, *, scheme: Scheme | None = None, tie: Tie | None = None) -> WeightSpec:
-        """Return the spec of a contiguous Weight of ``shape`` that is else like this one, but for its tie."""
+        """Return the spec of a contiguous Weight of ``shape``, with the given tie and the other fields of this spec."""
         return self.replace(
             shape=tuple(shape), stride=contiguous_stride(tuple(shape)), scheme=scheme or self.scheme, tie=tie
         )
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Return the permutation of the contiguous base tensor, which the parts describe, that is this one."""
+        """Return the permutation that turns the contiguous base tensor, which the parts describe, into this one."""
         return _order(self.shape, self.stride)
 
     @property
@@ -148,7 +148,7 @@ class WeightSpec:
 
     @property
     def is_contiguous(self) -> bool:
-        """Return whether the outside has the order of the parts."""
+        """Return whether this tensor has the dimension order of its parts."""
         return self.order == tuple(range(len(self.shape)))
 
     def permute(self, order: tuple[int, ...]) -> WeightSpec:
@@ -156,7 +156,7 @@ class WeightSpec:
         return self.replace(shape=tuple(self.shape[d] for d in order), stride=tuple(self.stride[d] for d in order))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the weight as JSON values, which ``from_json`` reads."""
+        """Return the spec as JSON values, which ``from_json`` reads."""
         record: dict[str, Any] = {
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
@@ -195,7 +195,7 @@ def _numbers(value: Any, what: str) -> Shape:
 
 @cached
 def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
-    """Return the order of dimensions: of equal strides at most one size exceeds 1, and that one is outermost."""
+    """Return the order of dimensions by stride. Among equal strides only one size can exceed 1; it is outermost."""
     base = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] <= 1, d))
     if contiguous_stride(tuple(shape[d] for d in base)) != tuple(stride[d] for d in base):
         raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
@@ -203,7 +203,7 @@ def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
 
 
 def order_of(view: View, owner: Tensor) -> tuple[int, ...] | None:
-    """Return the permutation of the contiguous ``owner`` that is ``view``; ``None`` if there is none."""
+    """Return the permutation that turns the contiguous ``owner`` into ``view``; ``None`` if there is none."""
     if view.dtype != owner.dtype or view.offset or not owner.is_contiguous():
         return None
     try:

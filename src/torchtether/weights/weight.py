@@ -1,4 +1,4 @@
-"""The one wrapper subclass: parts, and one frozen spec that says what they mean."""
+"""The wrapper subclass Weight: plain tensors, its parts, and one frozen spec that describes them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Weight(Exporting):
             return cls._parameter(parts, requires_grad)
         assert not isinstance(parts, Tensor)
         first = next(iter(parts.values()))
-        # A wrapper of normal parts is a normal tensor, also when inference mode asks for a view of it: as in torch.
+        # As in torch, a view of a normal tensor is a normal tensor, in inference mode too.
         with torch.inference_mode(first.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
             made: Weight = make_wrapper(
                 cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=first.device, requires_grad=requires_grad
@@ -80,11 +80,11 @@ class Weight(Exporting):
     ) -> None:
         """Wrap ``parts`` as they are; use ``Weight.encode`` to make one from values.
 
-        ``cut`` names, in rows of a larger Weight, the parts that its other rows need too, and that must not change.
-        ``Weight(weight, requires_grad=...)`` is ``nn.Parameter(weight, ...)``: so libraries make, of the type of a
-        parameter, another one over other data.
+        ``cut`` is for rows of a larger Weight: it names the parts that other rows use too, which must not change.
+        ``Weight(weight, requires_grad=...)`` returns ``nn.Parameter(weight, ...)``, because libraries call
+        ``type(parameter)(data, requires_grad=...)``.
 
-        Raises ArgumentError for a plain tensor alone, of which nobody says in which scheme.
+        Raises ArgumentError for a plain tensor without a spec: its scheme is unknown.
         """
         if spec is None or isinstance(parts, Tensor):
             return
@@ -107,8 +107,9 @@ class Weight(Exporting):
 
     @classmethod
     def encode(cls, values: Tensor, scheme: Scheme, *, tie: Tie | None = None) -> Weight:
-        """Return a new Weight that holds ``values`` (any strides, any float dtype) in ``scheme``, without a graph.
-        It is contiguous.
+        """Return a new contiguous Weight that holds ``values`` (any strides, any float dtype) in ``scheme``.
+
+        No autograd graph is recorded.
 
         Raises SchemeError if the shape does not fit, or the values are not floating point or not finite.
         """
@@ -140,12 +141,12 @@ class Weight(Exporting):
 
     @property
     def spec(self) -> WeightSpec:
-        """Return the facts: shape, stride, compute dtype, scheme, tie."""
+        """Return the description: shape, stride, compute dtype, scheme, tie."""
         return self._spec
 
     @property
     def scheme(self) -> Scheme:
-        """Return the scheme, by which values become parts."""
+        """Return the scheme, which encodes values as parts."""
         return self._spec.scheme
 
     @property
@@ -160,9 +161,9 @@ class Weight(Exporting):
 
     @property
     def kernel_layout(self) -> Layout | None:
-        """Return how the compiled kernels see the parts; ``None`` if they cannot, or if it is transposed."""
+        """Return the layout of the parts for the compiled kernels; ``None`` if they cannot read it, or if permuted."""
         found = self._kernel_layout
-        if found is _UNKNOWN:  # it follows from the spec
+        if found is _UNKNOWN:
             spec = self._spec
             found = layout_of(spec.scheme, spec.shape, spec.activations) if spec.is_contiguous else None
             self._kernel_layout = found
@@ -182,7 +183,7 @@ class Weight(Exporting):
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """Return the values as a new plain tensor of this shape, stride and dtype; gradients flow through.
 
-        What is beyond the range of the dtype is infinite, as in any conversion; ``.to(torch.float32)`` has it again.
+        Values beyond the range of the dtype become infinite, as in any conversion; ``.to(torch.float32)`` keeps them.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             values: Tensor = _Dequantize.apply(self)
@@ -190,7 +191,7 @@ class Weight(Exporting):
         return self.values_of().clone() if self.scheme.transparent else self.values_of()
 
     def values_of(self) -> Tensor:
-        """Return the values outside of autograd; for a transparent scheme the very tensor that is wrapped."""
+        """Return the values outside of autograd; for a transparent scheme, the wrapped tensor itself."""
         spec = self._spec
         if spec.scheme.transparent:
             (tensor,) = self.parts.values()
@@ -205,25 +206,25 @@ class Weight(Exporting):
         *,
         cut: tuple[str, ...] | None = None,
     ) -> Weight:
-        """Return the Weight with ``function`` of these parts. Every Weight that comes from a Weight is made here."""
+        """Return a Weight whose parts are ``function(part)`` of these. Every Weight derived from another is made so."""
         return self.map_named(lambda _, part: function(part), spec, cut=self._cut if cut is None else cut)
 
     def with_parts(
         self, parts: Mapping[str, Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
-        """Return the Weight with other parts of the same names."""
+        """Return a Weight with other parts of the same names."""
         return self.map_named(lambda name, _: parts[name], spec, cut=cut)
 
     def map_named(
         self, function: Callable[[str, Tensor], Tensor], spec: WeightSpec | None = None, *, cut: tuple[str, ...] = ()
     ) -> Weight:
-        """Return what ``map`` does, for functions that need the part's name."""
+        """Return a Weight as ``map`` does, with a function that takes the name of a part, too."""
         parts = {name: function(name, part) for name, part in self.parts.items()}
         return type(self)(parts, self._marked(spec or self._spec), cut=cut)
 
     @property
     def is_trained(self) -> bool:
-        """Return whether in-place ops on it are updates: it requires grad, or comes of a Parameter that does."""
+        """Return whether in-place ops on it are updates: it requires grad, or is derived from a Parameter that does."""
         return any_requires_grad(self) or (self._spec.trained and not isinstance(self, torch.nn.Parameter))
 
     def _marked(self, spec: WeightSpec) -> WeightSpec:
@@ -231,12 +232,12 @@ class Weight(Exporting):
         return spec if spec.trained == trained else spec.replace(trained=trained)
 
     def around(self, tensor: Tensor) -> Weight:
-        """Wrap ``tensor`` with this one's tie, for a transparent scheme."""
+        """Return ``tensor`` in a Weight with the scheme and tie of this one, whose scheme is transparent."""
         spec = self._spec.replace(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype)
         return self.map(lambda _: tensor, spec, cut=())
 
     def set_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Copy ``parts`` into the storage of these; all of them fit or nothing is written."""
+        """Copy ``parts`` into the storage of these; nothing is written unless all of them fit."""
         held = self.parts
         for name, part in held.items():
             if parts[name].shape != part.shape:
@@ -275,9 +276,9 @@ class Weight(Exporting):
         return cls({name.removeprefix(_PART): part for name, part in inner.items()}, spec)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the key of torch's cache of compiled graphs: everything of a Weight but its values.
+        """Return the key of this Weight in torch's cache of compiled graphs: everything but its values.
 
-        The code that is traced for it counts, too, or graphs of another version would be run.
+        The key contains a digest of the traced code, so that a graph of another version is never run.
         """
         spec = json.dumps(self._spec.to_json(), sort_keys=True)
         code = digest_of_code(type(self), type(self.scheme))
@@ -297,9 +298,9 @@ class Weight(Exporting):
             found = short(args, kwargs)
             if found is not None:
                 return found
-        if not _is_compiling():  # or the compiler sees aten ops, and our rules for them, only
+        if not _is_compiling():  # the compiler must see aten ops, which have rules of their own
             answer = RULES.get(func)
-            if answer is not None and type(func) is not OpOverload:  # those are answered below autograd
+            if answer is not None and type(func) is not OpOverload:  # overloads are answered below autograd
                 return answer(func, *args, **kwargs) if kwargs else answer(func, *args)
         elif func in FOLDS:
             return FOLDS[func](func, *args, **(kwargs or {}))
@@ -311,7 +312,7 @@ class Weight(Exporting):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(_is_other_wrapper(kind) for kind in types):
-            return NotImplemented  # DTensor and the like wrap us, not the reverse
+            return NotImplemented  # DTensor and the like wrap a Weight, never the reverse
         kwargs = kwargs or {}
         answer = RULES.get(func) or RULES.get(func.name())
         if answer is None and is_foreign_write(func):
@@ -319,7 +320,7 @@ class Weight(Exporting):
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
         if func not in REFUSED and is_composite(func):
-            return func.decompose(*args, **kwargs)  # inference mode hands us composite ops whole
+            return func.decompose(*args, **kwargs)  # inference mode dispatches composite ops undecomposed
         raise UnsupportedOpError(
             f"{func} {REFUSED.get(func, 'has no rule for Weight')}", fix="Call .dequantize() on the Weight first."
         )
@@ -360,7 +361,7 @@ class Weight(Exporting):
 
 
 class _Dequantize(torch.autograd.Function):
-    """The values of a Weight that requires grad; the gradient of the values is that of the Weight."""
+    """Decode a Weight that requires grad; the gradient of the values is the gradient of the Weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Weight) -> Tensor:
@@ -390,7 +391,7 @@ def rebuild_weight(
     cut: tuple[str, ...],
     attributes: dict[str, Any],
 ) -> Weight:
-    """Rebuild a Weight for pickle. The spec is JSON, so that the only name a pickle may run is this one."""
+    """Rebuild a Weight for pickle. The spec is JSON, so that this is the only callable that a pickle names."""
     weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), cut=cut)
     return weight._restore(requires_grad, is_param, attributes)
 

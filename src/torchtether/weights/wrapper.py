@@ -1,4 +1,4 @@
-"""A wrapper subclass of one's own that keeps what torch asks of it: the boilerplate, once."""
+"""A base class for wrapper subclasses, with the methods and ops that torch expects of them."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class WrapperTensor(Wrapping):
     as well.  It then passes every law of ``tt.testing.check_tensor_subclass``: it is detached, cloned, moved, emptied,
     flattened, deep-copied, pickled, saved, shared, swapped, loaded, trained and compiled without losing a field.
 
-    Ops that read values run on the decoded ones; in-place ops encode their result into the same inner tensors;
-    Transposing and permuting share them; any other view raises UnsupportedOpError rather than copy.  For a
-    new *quantized kind* a ``tt.Scheme`` is less work still, and also saves, loads, cuts rows and shards.
+    Ops that read values run on the decoded values.  In-place ops encode their result into the same inner tensors.
+    Transposing and permuting share the inner tensors; any other view raises UnsupportedOpError rather than copy.  For a
+    new *quantized kind* a ``tt.Scheme`` is less work, and it also saves, loads, cuts rows and shards.
 
-    An inner tensor may be None, but for the first.  A subclass has the names of its base, unless it says others.  It is
-    called with its fields by name; for another constructor write a ``__new__`` that ends in
-    ``return super().__new__(cls, codes=..., step=..., dtype=...)``: what is made from a tensor goes past it.
+    Every inner tensor but the first may be None.  A subclass inherits the names of its base unless it sets its own.
+    The constructor takes the fields by keyword.  For other arguments write a ``__new__`` that ends in
+    ``return super().__new__(cls, codes=..., step=..., dtype=...)``; tensors derived from a tensor do not call it.
 
-    Metadata must not depend on the values, and be comparable constants: it is what ``torch.compile`` guards on.
+    Metadata must be comparable constants that do not depend on the values: ``torch.compile`` guards on them.
 
     >>> import torch, torchtether as tt
     >>> class Sixteenths(tt.WrapperTensor):
@@ -66,7 +66,7 @@ class WrapperTensor(Wrapping):
 
     @cached_property
     def _geometry(self) -> WeightSpec:
-        """Return the facts that torch has, where a ``__new__`` of its own made the tensor."""
+        """Return the geometry that torch reports, for a tensor that ``WrapperTensor.__new__`` did not make."""
         return WeightSpec(tuple(self.shape), tuple(self.stride()), self.dtype, _GEOMETRY)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ class WrapperTensor(Wrapping):
         for name in (*cls.inner_names, *cls.metadata_names):
             if hasattr(Tensor, name):
                 raise TetherError(f"{name!r} is an attribute of every tensor", name=cls.__name__, fix="Rename it.")
-        torch.serialization.add_safe_globals([cls])  # so that torch.load(weights_only=True) may call _rebuild with it
+        torch.serialization.add_safe_globals([cls])  # torch.load(weights_only=True) passes it to rebuild_wrapper
 
     @staticmethod
     def __new__(
@@ -90,10 +90,10 @@ class WrapperTensor(Wrapping):
         requires_grad: bool = False,
         **fields: Any,
     ) -> WrapperTensor:
-        """Wrap inner tensors as they are. ``shape`` is that of the first unless it is given."""
-        asked = {*cls.inner_names, *cls.metadata_names}
-        if fields.keys() != asked or not cls.inner_names:
-            raise TetherError(f"needs {sorted(asked)}, got {sorted(fields)}", name=cls.__name__)
+        """Wrap inner tensors as they are. ``shape`` is by default that of the first."""
+        expected = {*cls.inner_names, *cls.metadata_names}
+        if fields.keys() != expected or not cls.inner_names:
+            raise TetherError(f"needs {sorted(expected)}, got {sorted(fields)}", name=cls.__name__)
         first = fields[cls.inner_names[0]]
         for name in cls.inner_names:
             one = fields[name]
@@ -115,9 +115,9 @@ class WrapperTensor(Wrapping):
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: a subclass with a constructor of its own writes ``__new__``, whatever it takes."""
+        """Do nothing, and accept the arguments of any ``__new__`` that a subclass writes."""
 
-    # -- what a subclass writes -----------------------------------------------------------------------------------
+    # -- for subclasses to write ----------------------------------------------------------------------------------
 
     def decode(self) -> Tensor:
         """Return the values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by tensor functions."""
@@ -127,7 +127,7 @@ class WrapperTensor(Wrapping):
         """Return the inner tensors of other ``values`` (of ``self.base``, dtype, device), with this one's metadata."""
         raise UnsupportedOpError(f"a {type(self).__name__} cannot be written to", fix="Give its class an encode().")
 
-    # -- what it has ----------------------------------------------------------------------------------------------
+    # -- provided -------------------------------------------------------------------------------------------------
 
     @property
     def inner_tensors(self) -> dict[str, Tensor]:
@@ -154,24 +154,24 @@ class WrapperTensor(Wrapping):
     def like(
         self, inner: Mapping[str, Tensor], geometry: WeightSpec | None = None, *, dtype: torch.dtype | None = None
     ) -> WrapperTensor:
-        """Wrap ``inner`` in the same kind of tensor. Every one that comes from another is made here."""
-        what = geometry or self._geometry
-        return self._wrap(inner, self.metadata, dtype or what.dtype, what.shape, what.stride)
+        """Return ``inner`` in a tensor of this class and metadata. Every tensor derived from another is made here."""
+        geometry = geometry or self._geometry
+        return self._wrap(inner, self.metadata, dtype or geometry.dtype, geometry.shape, geometry.stride)
 
     @classmethod
     def _wrap(
         cls, inner: Mapping[str, Tensor], metadata: Mapping[str, Any], dtype: torch.dtype, shape: Any, stride: Any
     ) -> WrapperTensor:
-        """Return a tensor of this class around ``inner``, past whatever constructor it has."""
+        """Return ``inner`` in a tensor of this class, without a call of the class's own constructor."""
         fields: dict[str, Any] = {**dict.fromkeys(cls.inner_names), **inner, **metadata}
         return WrapperTensor.__new__(cls, dtype=dtype, shape=shape, stride=stride, **fields)
 
     def map(self, function: Callable[[Tensor], Tensor], *, dtype: torch.dtype | None = None) -> WrapperTensor:
-        """Return the same kind of tensor whose inner tensors are ``function`` of these."""
+        """Return a tensor of this class whose inner tensors are ``function(inner)`` of these."""
         return self.like({name: function(tensor) for name, tensor in self.inner_tensors.items()}, dtype=dtype)
 
     def encoded(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Return ``encode`` of values of this shape, checked to fit the inner tensors that are held."""
+        """Return the inner tensors that ``encode`` makes of ``values``; raise TetherError if their shapes differ."""
         if not self._geometry.is_contiguous:
             values = values.permute([self._geometry.order.index(d) for d in range(values.dim())])
         made = self.encode(values.to(self.device, self.dtype).contiguous())
@@ -215,7 +215,7 @@ class WrapperTensor(Wrapping):
         if func in (Tensor.untyped_storage, Tensor.storage):
             return empty_storage(args[0], func)
         if func == REQUIRES_GRAD:
-            return args[0]._asked_requires_grad(2)
+            return args[0]._requires_grad_for(2)
         if func is Tensor.data.__set__:  # type: ignore[attr-defined]
             raise UnsupportedOpError(
                 f".data of a {cls.__name__} cannot be set: torch would ignore it silently", fix="Use copy_()."
@@ -228,12 +228,12 @@ class WrapperTensor(Wrapping):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, WrapperTensor) for kind in types):
-            return NotImplemented  # DTensor and the like wrap us, not the reverse
+            return NotImplemented  # DTensor and the like wrap this class, never the reverse
         kwargs = kwargs or {}
         answer = _ANSWERS.get(func)
         if answer is not None:
             return return_and_correct_aliasing(func, args, kwargs, answer(func, *args, **kwargs))
-        if can_decompose(func) and torch.is_inference_mode_enabled():  # which hands us composite ops whole
+        if can_decompose(func) and torch.is_inference_mode_enabled():  # it dispatches composite ops undecomposed
             return func.decompose(*args, **kwargs)
         if func.is_view:
             raise UnsupportedOpError(
@@ -289,7 +289,7 @@ def _values(tree: Any) -> Any:
     return tree_map_only(WrapperTensor, WrapperTensor.dequantize, tree)
 
 
-# -- what ops do -------------------------------------------------------------------------------------------------------
+# -- ops ---------------------------------------------------------------------------------------------------------------
 
 
 def _lift(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> WrapperTensor:
@@ -304,7 +304,7 @@ def _clone(func: Any, tensor: WrapperTensor, *, memory_format: torch.memory_form
 
 
 def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Tensor:
-    """Move inner tensors, which keep their dtype; a float dtype becomes the one that values decode to."""
+    """Move inner tensors, which keep their dtype; a float dtype becomes the dtype to which values decode."""
     dtype = kwargs.pop("dtype", None) or tensor.dtype
     if not dtype.is_floating_point:
         return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
@@ -313,7 +313,7 @@ def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Tensor:
 
 
 def _empty_like(func: Any, tensor: WrapperTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """Return zeros, so that no inner index is wild."""
+    """Return zeros, so that no inner index is out of range."""
     if not (dtype or tensor.dtype).is_floating_point:
         return func(tensor.dequantize(), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
     kwargs.pop("memory_format", None)
@@ -321,13 +321,13 @@ def _empty_like(func: Any, tensor: WrapperTensor, *, dtype: torch.dtype | None =
 
 
 def _permute(func: Any, tensor: WrapperTensor, *args: Any) -> WrapperTensor:
-    sizes = torch.empty([d + 2 for d in range(tensor.dim())], device="meta")  # distinct: they tell the order
+    sizes = torch.empty([d + 2 for d in range(tensor.dim())], device="meta")  # distinct sizes show the order
     order = tuple(size - 2 for size in func(sizes, *args).shape)
     return tensor.like({n: t.detach() for n, t in tensor.inner_tensors.items()}, tensor._geometry.permute(order))
 
 
 def _copy_(func: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write the values of ``given`` to ``held``, which keeps its kind; like is copied from like unrounded."""
+    """Write the values of ``given`` to ``held``, which keeps its class; inner tensors are copied where they fit."""
     if not isinstance(held, WrapperTensor):
         func(held, _values(given), non_blocking)
         return held
@@ -348,7 +348,7 @@ def _fits(given: Tensor, held: WrapperTensor) -> bool:
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place op on the values, then encodes those that it wrote; all are encoded before one is written."""
+    """Run an in-place op on the values, then encode those that it wrote; all are encoded before one is stored."""
     decoded: dict[int, tuple[WrapperTensor, Tensor]] = {}
 
     def values(tensor: WrapperTensor) -> Tensor:
@@ -368,7 +368,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _module_load(held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
-    """Return the tensor that the parameter ``held`` becomes: of its own kind, unless it is plain."""
+    """Return the tensor that the parameter ``held`` becomes: of its own class, unless it is plain."""
     if held.shape != given.shape:
         raise TetherError(f"the state dict gives shape {tuple(given.shape)}, the module holds {tuple(held.shape)}")
     if not assign:

@@ -1,4 +1,4 @@
-"""The base of Weight and WrapperTensor: how a tensor around inner tensors is printed, copied, pickled and shared."""
+"""The base class of Weight and WrapperTensor: printing, copying and sharing of a tensor that has inner tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Wrapping(Tensor):
 
     _is_param: bool
 
-    # -- what a class writes ----------------------------------------------------------------------------------------
+    # -- for subclasses to write ------------------------------------------------------------------------------------
 
     def _inner(self) -> Mapping[str, Tensor]:
         """Return the inner tensors by name."""
@@ -39,15 +39,15 @@ class Wrapping(Tensor):
         raise NotImplementedError(f"{type(self).__name__}._facts")
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same kind of tensor whose inner tensors are ``function`` of these."""
+        """Return a tensor of this class whose inner tensors are ``function(inner)`` of these."""
         raise NotImplementedError(f"{type(self).__name__}.map")
 
     @classmethod
     def __metadata_guard__(cls, known: Any, given: Any) -> bool:
-        """Return whether a graph that was traced for a tensor of the facts ``known`` is right for one of ``given``."""
+        """Return whether a graph traced for a tensor with metadata ``known`` is valid for one with ``given``."""
         return bool(known == given) and getattr(known, "trained", None) == getattr(given, "trained", None)
 
-    # -- what follows -----------------------------------------------------------------------------------------------
+    # -- provided ---------------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({', '.join(self._facts())})"
@@ -62,17 +62,18 @@ class Wrapping(Tensor):
         return made._restore(self.requires_grad, isinstance(self, torch.nn.Parameter), attributes)
 
     def _restore(self, requires_grad: bool, is_param: bool, attributes: dict[str, Any]) -> Self:
-        """Set what a copy of a tensor has besides its inner tensors; return this tensor."""
+        """Set the state of this new copy that its inner tensors do not hold; return the copy."""
         self.__dict__.update(attributes)
         if is_param:
             self._is_param = True
         self.requires_grad_(requires_grad)
         return self
 
-    def _asked_requires_grad(self, depth: int) -> bool:
-        """Return whether this tensor requires grad, to the caller whose frame is ``depth`` above.
+    def _requires_grad_for(self, depth: int) -> bool:
+        """Return ``requires_grad`` for the caller whose frame is ``depth`` above.
 
-        To torch, where it gives the answer to each inner tensor, it is no if one holds codes, which cannot.
+        ``torch.export`` sets the answer on every inner tensor: for it the answer is no if one of them holds codes,
+        which cannot require grad.
         """
         with as_plain():
             answer = self.requires_grad

@@ -2,7 +2,7 @@
  * encoders.c; sums are of integers, so that their order makes no difference.
  */
 
-/* Where n numbers lie among the codes. */
+/* The unrounded codes of n numbers. */
 static inline void positions(const float *restrict x, count n, float by, float bias, int bias_first, float *restrict to) {
     if (bias_first)
         for (count i = 0; i < n; i++) to[i] = x[i] / by - bias;
@@ -15,7 +15,7 @@ INLINE float biased_error(float code, float x, float by, float bias, int bias_fi
     return float_of(bits_of(y - x) & 0x7fffffff);
 }
 
-/* The codes that decode nearest, of the one at the rounded position and those up to `reach` beside it. */
+/* The codes that decode nearest, among the one at the rounded position and those up to `reach` away from it. */
 INLINE void nearest_biased(const float *restrict x, const float *restrict position, count n, float by, float bias,
                            int bias_first, float top, int reach, int dtype, uint8_t *restrict to) {
     for (count i = 0; i < n; i++) {
@@ -37,7 +37,7 @@ INLINE void nearest_biased(const float *restrict x, const float *restrict positi
     }
 }
 
-/* One code a byte; `arithmetic` is the dtype to which decoding rounds each of its two steps, as bias and scale are already. */
+/* One code per byte; decoding rounds both of its steps to the dtype `arithmetic`; scale and bias are rounded already. */
 static void encode_biased(const void *x, int dtype, count begin, count rows, count columns, count width, const float *scale,
                           const float *bias, count scale_stride, int bias_first, int top, int reach, int arithmetic,
                           uint8_t *out) {
@@ -57,12 +57,12 @@ static void encode_biased(const void *x, int dtype, count begin, count rows, cou
     }
 }
 
-/* Added to a number they round it to whole parts of a step, which the low bits then count: 2**-16 and 2**-20 of one. */
+/* Adding one of these rounds a number to multiples of 2**-16 or 2**-20, which the low bits then count. */
 #define NORM_MAGIC (MAGIC / 65536)
 #define MEAN_MAGIC (MAGIC / 1048576)
-#define QUARTER 0x4f57d000u /* less a quarter of a number's bits: those of nearly its power of -1/4 */
+#define QUARTER 0x4f57d000u /* minus a quarter of the bits of a number, it approximates the bits of its power of -1/4 */
 
-/* Adds the 3/4-norm of the errors of n positions, and the sum of the part of them that is not taken for outliers. */
+/* Adds the 3/4-norm of the errors of n positions to `norm`, and the part of them that does not count as outliers to `sum`. */
 INLINE void half_quadratic(const float *restrict position, count n, float away, float top, float weight, int64_t *norm,
                            int64_t *sum) {
     uint32_t powers = 0, rest = 0;

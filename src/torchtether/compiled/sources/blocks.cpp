@@ -1,4 +1,4 @@
-// What processors with AVX-512 VNNI and BF16 do with many rows of inputs, for all kinds of codes.
+// Products with many rows of inputs on processors with AVX-512 VNNI and BF16, for all kinds of codes.
 
 #include <utility>
 

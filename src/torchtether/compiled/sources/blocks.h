@@ -1,18 +1,18 @@
-// Products with many rows of inputs of bfloat16, by the instructions of AVX-512 that add two products of bfloat16 to a sum,
-// or four of bytes.
+// Products with many rows of bfloat16 inputs, by the AVX-512 instructions that add two products of bfloat16, or four of
+// bytes, to a sum.
 //
-// Some rows of codes are laid side by side, four bytes of each in turn, so that one vector multiplies 16 of them with four
-// bytes of a row of inputs. The bytes are values that were decoded to bfloat16; or, where inputs are rounded to int8, codes
-// less their zero points, if those are bytes with a sign. Then, with 128 added to what inputs are rounded to,
+// Some rows of codes are interleaved, four bytes of each in turn, so that one vector multiplies 16 of them with four bytes
+// of a row of inputs. The bytes are values decoded to bfloat16; or, if inputs are rounded to int8, codes minus their zero
+// points, if those are signed bytes. Then, with 128 added to the rounded inputs,
 //     y = step of x * unit * sum over groups of scale * (sum code * (x + 128) - 128 * sum code)
 //
 // blocks.cpp includes this in its own namespace.
 
-constexpr int64_t LINES = 3, ACROSS = 16 * LINES;  // rows of codes side by side
-constexpr int64_t DEPTH = 512;                     // bytes of each that lie so at once, in the first-level cache
+constexpr int64_t LINES = 3, ACROSS = 16 * LINES;  // rows of codes that are interleaved
+constexpr int64_t DEPTH = 512;                     // bytes of each that are interleaved at once, in the first-level cache
 constexpr int64_t TALL = 8;                        // rows of inputs that are multiplied at once
 
-// Whether codes less their zero points are bytes with a sign.
+// Whether codes minus their zero points are signed bytes.
 inline bool has_bytes(const Layout& L, const Parts& P) {
     if (L.kind == INT8) return L.zero < 0 && L.offset == 0;
     if (L.kind != INT4) return false;
@@ -26,12 +26,12 @@ inline bool has_bytes(const Layout& L, const Parts& P) {
 
 // -- inputs -----------------------------------------------------------------------------------------------------------
 
-// Rows of bytes, as many of each as are multiplied: more than there are columns stand for zeros.
+// Rows of input bytes, padded to whole vectors with bytes that stand for zeros.
 template <bool BYTES> struct Inputs {
     const uint8_t* start;
     int64_t stride, bytes;  // from row to row, and of a row
     Array<Line> data;
-    Buffer steps;  // of each row, where it is rounded
+    Buffer steps;  // of each row, if it is rounded
 
     const uint8_t* at(int64_t m) const { return start + m * stride; }
 
@@ -40,7 +40,7 @@ template <bool BYTES> struct Inputs {
         if (!L.activations && L.columns % 32 == 0) return;
         Line none;
         memset(&none, BYTES ? 0x80 : 0, sizeof none);
-        stride = bytes + 64;  // rows that lie a multiple of 4096 bytes apart drive each other from the cache
+        stride = bytes + 64;  // rows a multiple of 4096 bytes apart evict each other from the cache
         data.resize(rows * stride / 64, none);
         start = data.data()->bytes;
         steps.resize(rows);
@@ -68,7 +68,7 @@ template <bool BYTES> struct Inputs {
 
 // -- codes ------------------------------------------------------------------------------------------------------------
 
-// The codes of a row in columns k to k + 63, with zeros behind the last.
+// The codes of a row in columns k to k + 63, zeros after the last column.
 template <int C> inline __m512i codes_at(const uint8_t* row, int64_t k, int64_t columns) {
     const int64_t left = columns - k;
     if (C == INT8) return _mm512_maskz_loadu_epi8(left < 64 ? (1ull << left) - 1 : ~0ull, row + k);
@@ -77,7 +77,7 @@ template <int C> inline __m512i codes_at(const uint8_t* row, int64_t k, int64_t 
     return _mm512_and_si512(_mm512_or_si512(c, _mm512_slli_epi16(c, 4)), _mm512_set1_epi8(15));
 }
 
-// Four bytes of each of 16 rows in turn, to every LINES-th line.
+// Interleaves 16 rows, four bytes of each in turn, into every LINES-th line.
 template <class Row> inline __attribute__((always_inline)) void lay_side_by_side(Row row, Line* to) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
@@ -104,7 +104,7 @@ template <class Row> inline __attribute__((always_inline)) void lay_side_by_side
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
-// Sums of the types that the instructions take, and no other: GCC copies at every step what is used as two types.
+// Sums have just the types that the instructions take: GCC copies a variable at every step if it is used as two types.
 typedef int32_t Integers __attribute__((vector_size(64)));
 
 inline Integers plus_products(Integers sum, __m512i codes, __m512i x) {  // of four bytes, those of x without a sign
@@ -125,8 +125,9 @@ inline __m512i four_at(const uint8_t* p) {
     return _mm512_set1_epi32(four);
 }
 
-// to[i] += line i % LINES of `steps` times as many lines of codes, times row i / LINES of x; bytes times `scales`, after
-// `lows`. It was 0 where `is_first`. One sum for each of I: GCC keeps no array that loops go through in registers.
+// to[i] += the product of line i % LINES of the codes, over `steps` steps, with row i / LINES of x; for bytes the sum begins
+// with `lows` and is multiplied by `scales`. If `is_first`, to[i] is 0 before. One variable per index of I, because GCC does
+// not keep arrays that loops index in registers.
 template <bool BYTES, size_t... I>
 inline void multiply(const Line* codes, int64_t steps, const uint8_t* const* rows, bool is_first, const Line* lows,
                      const float* scales, float* to, std::index_sequence<I...>) {
@@ -144,7 +145,7 @@ inline void multiply(const Line* codes, int64_t steps, const uint8_t* const* row
     (_mm512_storeu_ps(to + 16 * I, scaled(sums[I], scales + I % LINES * 16, BYTES ? before(I) : __m512{})), ...);
 }
 
-// To the nearest, halves to even; subnormal numbers, too, which the instruction for it would take for 0.
+// Rounds to nearest, halves to even, also subnormal numbers, which the instruction for it would flush to 0.
 inline __m256i to_sixteen_bits(__m512 v) {
     const __m512i bits = (__m512i)v, last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
@@ -158,14 +159,14 @@ template <int C> struct Tile {
     const Layout& L;
     const Parts& P;
     const Inputs<BYTES>& in;
-    const int64_t rows, piece, pieces;  // of inputs; bytes under one scale, and how often that is
-    int64_t first, count;               // of its rows of codes
-    Array<Line> codes, lows;            // DEPTH bytes of each; what sums of bytes begin with, for each piece of them
-    const int64_t stride;               // bytes from one row of values of bfloat16 to the next
+    const int64_t rows, piece, pieces;  // rows of inputs; bytes under one scale, and their number
+    int64_t first, count;               // the rows of codes
+    Array<Line> codes, lows;            // DEPTH bytes of each row; the start of the sums of bytes, for each piece
+    const int64_t stride;               // bytes from one row of bfloat16 values to the next
     Array<uint16_t> values;
-    Buffer scales, s, z, totals;        // a scale for each piece; products, a row of them for each of x
+    Buffer scales, s, z, totals;        // a scale for each piece; products, a row for each row of x
     const int64_t halves;
-    Array<int8_t> zeros;                // added to codes, for each 32 of a row
+    Array<int8_t> zeros;                // added to codes, one for each 32 of a row
 
     static int64_t piece_of(const Layout& L) {
         const int64_t most = L.group & -L.group;
@@ -212,7 +213,7 @@ template <int C> struct Tile {
             fill_lows((k - from) / piece, (end - k < piece ? end - k : piece) / 4);
     }
 
-    // What 128 more in each input adds to the sums of a piece, to be taken away.
+    // Computes what the 128 added to each input adds to the sums of a piece, negated.
     void fill_lows(int64_t i, int64_t steps) {
         const Line* some = &codes[i * piece / 4 * LINES];
         Integers a = {}, b = {}, c = {};
@@ -226,7 +227,7 @@ template <int C> struct Tile {
         memcpy(&lows[i * LINES], made, sizeof made);
     }
 
-    // Adds the products of bytes `from` to `end` with M rows of inputs from row m on; those behind the last are any.
+    // Adds the products of bytes `from` to `end` with M rows of inputs from row m on; rows after the last are undefined.
     template <int M> void add(int64_t m, int64_t from, int64_t end) {
         const uint8_t* x[M];
         for (int i = 0; i < M; i++) x[i] = in.at(m + i < rows ? m + i : rows - 1) + from;

@@ -1,9 +1,9 @@
-// Products and rows of a Weight whose parts, inputs and outputs are Python objects, or handles of torch: all is checked.
+// Checked products and rows of a Weight whose parts, inputs and outputs are Python objects or handles of torch.
 //
 // module.cpp includes this in its own namespace.
 
-// Each answers None, with nothing computed, where the call does not suit, and NotImplemented where it would if the input
-// were contiguous.
+// Each returns None, with nothing computed, if it does not support the call, and NotImplemented if it would support it with
+// a contiguous input.
 
 // x (..., L.columns) times the transposed weight, plus bias if there is one; all of one dtype.
 struct Product {
@@ -40,7 +40,7 @@ struct Product {
     }
 };
 
-// work(), a new reference; where there is no memory for it null, with Python's error set.
+// Returns work(), a new reference; if memory cannot be allocated null, with Python's error set.
 template <class Work> PyObject* or_memory_error(Work work) {
     try {
         return work();
@@ -50,7 +50,7 @@ template <class Work> PyObject* or_memory_error(Work work) {
     }
 }
 
-// A product as a new tensor (..., L.rows); `given_bias` may be None.
+// Returns a product as a new tensor (..., L.rows); `given_bias` may be None.
 PyObject* try_product(const Layout& L, PyObject* given_x, PyObject* given_bias, PyObject* const* given, Py_ssize_t count) {
     Product made;
     Seen seen, &bias = made.bias;
@@ -68,8 +68,8 @@ PyObject* try_product(const Layout& L, PyObject* given_x, PyObject* given_bias, 
     return out.release();
 }
 
-// The rows from `start` to `stop`, or those that `given_index` (int64 or int32, of any rank) names if that is not None.
-// `given_out`, if that is not None, holds them, and may be larger.
+// Returns the rows from `start` to `stop`, or those in `given_index` (int64 or int32, of any rank) if it is not None. They are
+// written to `given_out`, which may be larger, if it is not None.
 PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, int64_t start, int64_t stop, PyObject* given_out,
                       PyObject* const* given, Py_ssize_t count) {
     Rows rows = {nullptr, false, start, stop - start, L.columns};
@@ -108,7 +108,7 @@ PyObject* some_rows(const Layout& L, int64_t dtype, PyObject* index, int64_t sta
     return or_memory_error([&] { return try_some_rows(L, dtype, index, start, stop, out, given, count); });
 }
 
-// The same from and to handles; 0 where the call does not suit, or there is no memory. Python need not be held.
+// The product of handles as a handle; 0 if the call is not supported, or memory cannot be allocated. It needs no GIL.
 uint64_t product_of_handles(const Layout& L, const void* x, const void* bias, const uint64_t* given, Py_ssize_t count) {
     Product made;
     const auto look = [&](Py_ssize_t i, Seen& part) { return part.look_at((const void*)given[i]); };

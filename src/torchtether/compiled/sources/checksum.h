@@ -1,7 +1,8 @@
-// CRC-32 of many bytes, four times as fast as tables: they become 16 bytes of the same remainder.
+// CRC-32 of many bytes, four times as fast as by tables: the bytes are folded to 16 bytes with the same remainder.
 //
 // A CRC is the remainder of a polynomial whose coefficients are the bits, lowest first. 128 bits that lie n bits before
-// others may be added to those, each half times the remainder of x to the power of how far it moves: carry-less products.
+// others may be added to them, if each half is multiplied by the remainder of x to the power of the distance (a carry-less
+// product).
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,7 +14,7 @@ WITH_CLMUL inline __m128i moved(__m128i bits, __m128i by, const uint8_t* onto) {
     return _mm_xor_si128(_mm_xor_si128(low, high), _mm_loadu_si128((const __m128i*)onto));
 }
 
-// The bytes, a multiple of 16 and at least 64, after others with the CRC `start`.
+// Folds bytes, a multiple of 16 and at least 64, that follow others with the CRC `start`, to 16 bytes at `to`.
 WITH_CLMUL inline void fold(const uint8_t* p, int64_t bytes, uint32_t start, uint8_t* to) {
     const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);  // x**(512 - 32), x**(512 + 32), reflected
     const __m128i by16 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);  // x**(128 - 32), x**(128 + 32)
@@ -39,8 +40,9 @@ inline void fold(const uint8_t*, int64_t, uint32_t, uint8_t*) {}
 inline bool can_fold() { return false; }
 #endif
 
-// (contiguous bytes, the CRC-32 of what goes before): 16 bytes that, with no CRC before them (0xffffffff for zlib), have the
-// remainder of all, for their largest multiple of 16; None where this processor has no fast way, or bytes are few.
+// (contiguous bytes, the CRC-32 of the bytes before them): returns 16 bytes whose remainder, computed without a CRC before
+// them (0xffffffff for zlib), is that of all bytes up to the largest multiple of 16; None without the instructions, or for
+// fewer than 64 bytes.
 PyObject* fold_crc32(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (count != 2) return refuse("fold_crc32(bytes, start)");
     const uint32_t start = (uint32_t)PyLong_AsUnsignedLong(given[1]);

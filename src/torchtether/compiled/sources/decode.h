@@ -1,4 +1,4 @@
-// Rows of codes to rows of values.
+// Decoding rows of codes to rows of values.
 //
 // kernels.cpp includes this in its own namespace.
 
@@ -32,8 +32,7 @@ constexpr float INTEGERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
 #include "decode_avx2.h"
 #endif
 
-// Z: there are zero points. A unit of 1 multiplies nothing, so `U` says whether there is another. False where the row has
-// to be decoded again, `by_step`.
+// Z: there are zero points. U: the unit is not 1. Returns false if the row must be decoded again with `by_step`.
 template <int C, int D, bool Z, bool U> bool decode_row(const Layout& L, const uint8_t* row, const float* s,
                                                         const float* z, void* out, int64_t at, bool by_step = false) {
     constexpr bool nibbled = C == TABLE4 || C == INT4;
@@ -89,7 +88,7 @@ template <int C, int D> void decode(const Layout& L, const Parts& P, const Rows&
     const int64_t each = buffer_size(L);
     over(rows.count, rows.count * L.columns > 32768, [&] { return Buffer(2 * each); }, [&](Buffer& buffer, int64_t i) {
         const int64_t n = rows[i];
-        if (rows.index && i + 1 < rows.count) {  // no processor guesses where an index leads
+        if (rows.index && i + 1 < rows.count) {  // processors do not prefetch by an index
             const char* next = (const char*)P.codes + rows[i + 1] * L.row_bytes;
             for (int64_t b = 0; b < L.row_bytes && b < 8192; b += 64) __builtin_prefetch(next + b);
         }

@@ -1,15 +1,15 @@
-// Columns decoded to 16 bits with the instructions of AVX2: what kernels.cpp does, with the same bits, in fewer steps.
+// Decoding to 16 bits with AVX2: the same bits as decode.h, in fewer instructions.
 //
-// kernels.cpp includes this in its own namespace, at the level of AVX2. Each function decodes from column k
-// of a row as many columns as it can of those before `end`, which share a scale, and returns where it stopped.
-//     4-bit codes: the 16 values that a group can have are computed once, and looked up by their bytes.
-//     float8 e4m3: bfloat16 has its exponents, so that only the 8 fractions are computed, once a group, and looked up;
+// kernels.cpp includes this in its own namespace, at the level of AVX2. Each function decodes a row from column k towards
+// `end`, where all columns share a scale, as far as whole vectors reach, and returns the column at which it stopped.
+//     4-bit codes: the 16 possible values of a group are computed once, and looked up by their bytes.
+//     float8 e4m3: bfloat16 has its exponents, so that only the 8 fractions are computed, once per group, and looked up;
 //         the exponent is added to them. Subnormals are 8 more fractions.
-//     8-bit integers: computed, 16 at once; even and odd columns apart, so that their halves need no reordering. Where
-//         many columns share a scale, whether any product lies halfway between two is asked once, before.
+//     8-bit integers: computed, 16 at once; even and odd columns apart, so that their halves need no reordering. If many
+//         columns share a scale, one test before the loop finds whether any product lies halfway between two bfloat16.
 
-// The upper halves of the float32 `even` and `odd`, rounded to the nearest, in turn. Sums of 17 bits are an average: its
-// top bit is the carry of the lower half, plus 0x7fff, plus the bit that decides between two that are as near.
+// The upper halves of the float32 `even` and `odd`, rounded to nearest, interleaved. A sum of 17 bits is computed as an
+// average: its top bit is the carry of the lower half, plus 0x7fff, plus the bit that decides ties.
 inline __m256i rounded_halves(__m256 even, __m256 odd) {
     const __m256i x = _mm256_castps_si256(even), y = _mm256_castps_si256(odd);
     const __m256i high = _mm256_blend_epi16(_mm256_srli_epi32(x, 16), y, 0xaa);
@@ -18,10 +18,10 @@ inline __m256i rounded_halves(__m256 even, __m256 odd) {
     return _mm256_add_epi16(high, _mm256_srli_epi16(_mm256_avg_epu16(low, half), 15));
 }
 
-// Bytes of codes asked for before they are read, for the second-level cache: processors ask for no more than a page ahead.
+// Bytes of codes to prefetch ahead, to the second-level cache: processors prefetch by themselves at most to the next page.
 constexpr int64_t AHEAD = 4096;
 
-struct Sixteen { F even, odd; };  // what 4 bits can mean
+struct Sixteen { F even, odd; };  // the values of 4-bit codes
 
 inline Sixteen sixteen(const float* values) {
     Sixteen made;
@@ -71,14 +71,14 @@ template <int D, bool Z, bool U> inline int64_t decode_nibbles(const Layout& L, 
     return k;
 }
 
-// As that, where neither lies halfway between two.
+// As rounded_halves, where neither number lies halfway between two bfloat16.
 inline __m256i rounded_up(__m256 even, __m256 odd) {
     const __m256i half = _mm256_set1_epi32(0x8000);
     const __m256i x = _mm256_add_epi32(_mm256_castps_si256(even), half);
     return _mm256_blend_epi16(_mm256_srli_epi32(x, 16), _mm256_add_epi32(_mm256_castps_si256(odd), half), 0xaa);
 }
 
-// Whether 1 to 256 times the scale, as float32, lies halfway between two of bfloat16 anywhere.
+// Whether any of 1 to 256 times the scale, as float32, lies halfway between two bfloat16.
 inline bool has_ties(float scale) {
     __m256 code = _mm256_setr_ps(1, 2, 3, 4, 5, 6, 7, 8);
     __m256i found = _mm256_setzero_si256();
@@ -107,8 +107,8 @@ template <int C, bool Z, bool U, bool T> inline int64_t decode_integers(const La
     return k;
 }
 
-// The products of all numbers of e4m3 with the scale are normal numbers here, so that they differ in their exponents as
-// the numbers do. A code that is no number is found in `largest`, and then all of the row is wrong.
+// For these scales all products of e4m3 numbers are normal, so that their exponents differ as those of the numbers do. A
+// NaN code is found in `largest`; then the row must be decoded again.
 inline int64_t decode_e4m3(const uint8_t* row, float scale, int64_t k, int64_t end, void* out, __m256i& largest) {
     const float size = fabsf(scale);
     if (!(size > 0x1p-100f && size < 0x1p100f)) return k;

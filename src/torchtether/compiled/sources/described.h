@@ -9,7 +9,7 @@ struct Described {  // a field
     const char* name;
     size_t offset;
     char letter;  // q int64, i int32, f float32, B uint8
-    Py_ssize_t count;  // 1: a number; more: a sequence of so many, or of fewer, and then zeros follow
+    Py_ssize_t count;  // 1: a number; more: a sequence of at most so many, filled up with zeros
 };
 
 constexpr char letter_of(const int64_t*) { return 'q'; }
@@ -35,8 +35,8 @@ inline bool put_number(const Described& field, char* to, Py_ssize_t i, PyObject*
     return !PyErr_Occurred();
 }
 
-// Sets every field of the struct at `base` from `given`, a dict that has just their names. False, with Python's error set,
-// if it has others, or lacks one.
+// Sets every field of the struct at `base` from the dict `given`. False, with Python's error set, if a field is missing or
+// unknown.
 template <size_t N> bool fill(const Described (&fields)[N], void* base, PyObject* given) {
     const Py_ssize_t size = given ? PyDict_Size(given) : 0;
     for (const Described& field : fields) {

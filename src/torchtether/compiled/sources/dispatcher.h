@@ -1,12 +1,12 @@
-// What an op needs of torch's dispatcher, by the functions of its stable C interface (torch/csrc/stable/c/shim.h).
+// Ops of torch's dispatcher, by the functions of its stable C interface (torch/csrc/stable/c/shim.h).
 //
-// An op is given its arguments on a stack of words, and leaves its result there. A tensor, a list and a text are each a
-// handle that the op owns, and so are the items of a list; what is optional is the address of such a handle, which the op
-// owns too, or null.
+// An op takes its arguments from a stack of words, and leaves its result there. Tensors, lists and strings are handles that
+// the op owns, and so are the items of a list; an optional argument is the address of such a handle, which the op owns, too,
+// or null.
 //
 // module.cpp includes this in its own namespace.
 
-constexpr uint64_t OF_TORCH = 2ull << 56 | 13ull << 48;  // the version whose conventions these are
+constexpr uint64_t OF_TORCH = 2ull << 56 | 13ull << 48;  // the torch version of these conventions
 
 inline void drop_tensor(uint64_t handle) { torch.drop_tensor((void*)handle); }
 inline void drop_text(uint64_t handle) { torch.drop_text((void*)handle); }
@@ -32,7 +32,7 @@ inline std::vector<uint64_t> items_of(uint64_t list) {
     return items;
 }
 
-// A new contiguous tensor of the CPU with the shape of `x` but for its last size, and of its dtype; 0 where there is none.
+// A new contiguous CPU tensor with the dtype and shape of `x`, except for its last size; 0 if it cannot be allocated.
 inline uint64_t empty_as(const Seen& x, int64_t last) {
     std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim), strides(x.dim);
     sizes.back() = last;
@@ -42,13 +42,13 @@ inline uint64_t empty_as(const Seen& x, int64_t last) {
     return torch.empty(x.dim, sizes.data(), strides.data(), x.dtype, 0, -1, &made) ? 0 : (uint64_t)made;
 }
 
-// Another op of the same arguments, which it then owns, answers.
+// Calls another op with the same arguments, which that op then owns.
 inline void pass_on(const char* op, uint64_t* stack) {
     if (torch.call(op, "", stack, OF_TORCH)) throw std::runtime_error(torch.what());
 }
 
 inline bool implement(const char* op, void (*kernel)(uint64_t*, uint64_t, uint64_t)) {
-    void* library = nullptr;  // kept for as long as there is a process
+    void* library = nullptr;  // kept until the process ends
     if (torch.library("torchtether", "CPU", __FILE__, __LINE__, &library)) return false;
     return torch.implement(library, op, kernel, OF_TORCH) == 0;
 }

@@ -1,9 +1,8 @@
-/* Rows of numbers to codes in one go, scales and all: each run is read for its extremes while it comes into the
- * first-level cache, and encoded from there.  Part of encoders.c; what it computes, and how it rounds, is what the torch ops
- * in schemes/ do.
+/* Encoding rows with their scales in one pass: the extremes of each run are found while it is loaded into the first-level
+ * cache, and it is encoded from there.  Part of encoders.c; it computes and rounds as the torch ops in schemes/ do.
  */
 
-#define LIMIT float_of(254u << 23)  /* 2**127: beyond it a number that is rounded up may leave float32 */
+#define LIMIT float_of(254u << 23)  /* 2**127: beyond it a number that is rounded up may overflow float32 */
 #define TINY float_of(1u << 23)     /* the smallest normal number */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -28,9 +27,9 @@ INLINE const void *behind(const void *x, int dtype, count n) {
 #include "search.h"
 
 #define SOME 32
-#define LONG 1024 /* a run for which looking at every step between codes is worth it; with a float8 there are few */
+#define LONG 1024 /* runs from which on checking every step between codes pays; a float8 has fewer steps */
 
-/* Whether its reciprocal is a normal number, and a little more or less still is. */
+/* Whether the reciprocal is a normal number with some margin. */
 INLINE int is_invertible(float by) { return by > float_of(64u << 23) && by < float_of(190u << 23); }
 
 INLINE void encode_affine(const recipe *r, int dtype, const void *restrict x, count n, float by, float zero,
@@ -101,7 +100,7 @@ INLINE void encode_nearest(const recipe *r, int dtype, const void *restrict x, c
         for (i = 0; i < n; i++) to[i] = r->order[to[i]];
 }
 
-/* As `magnitude` and `extremes`, of a run from its start. */
+/* `magnitude` and `extremes` of a run from its start. */
 INLINE float run_magnitude(const void *x, int dtype, count n) {
 #ifdef FAST
     if (dtype != FLOAT32 && n % 16 == 0) {
@@ -134,8 +133,8 @@ INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict 
     if (i < n) pack4(codes + i, n - i, out + i / 2);
 }
 
-/* The codes of n numbers in runs of `width`, each with its own entry of `by` and `shift`; each for numbers as they are in
- * memory: bfloat16 and float32.  float16 becomes float32 first. */
+/* The codes of n numbers in runs of `width`, each with its own entry of `by` and `shift`; one function for bfloat16 and one
+ * for float32.  float16 is converted to float32 first. */
 #define EACH_RUN(WORK)                            \
     for (count i = 0; i < n; i += width, x += width, to += width, by++, shift++) { \
         count m = least(width, n - i);            \
@@ -170,8 +169,8 @@ ENCODERS(bfloat16, uint16_t, BFLOAT16)
 
 #define BAND 4096  /* numbers that are encoded at once: they stay in the first-level cache; even */
 
-/* From extremes to what goes to `scale` and `zero`, what numbers are divided by (or, to the nearest, multiplied with) and
- * shifted; whether they are all finite, and small enough. */
+/* Computes from extremes the entries of `scale` and `zero`, the divisors `by` (for NEAREST factors) and `shift`; returns
+ * whether all are finite and small enough. */
 static int fit(const recipe *r, count runs, const float *restrict low, const float *restrict high, float *restrict scale,
                uint8_t *restrict zero, float *restrict by, float *restrict shift) {
     int bad = 0;
@@ -205,7 +204,7 @@ static int fit(const recipe *r, count runs, const float *restrict low, const flo
     return !bad;
 }
 
-/* The codes of at most BAND numbers that follow each other in memory, as their codes do. */
+/* The codes of at most BAND numbers, contiguous in memory as their codes are. */
 static void encode_band(const recipe *r, const void *x, count n, count width, const float *by, const float *shift,
                         uint8_t *to) {
     float numbers[BAND];
@@ -221,11 +220,11 @@ static void encode_band(const recipe *r, const void *x, count n, count width, co
     if (r->bits == 4) run_pack4(some, n, to);
 }
 
-/* Rows to codes, scales and zero points; 0 where a number is not finite or too large, and nothing is to be believed. */
+/* Rows to codes, scales and zero points; 0 if a number is not finite or too large: then the outputs are undefined. */
 static int encode(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes) {
     count width = r->width, columns = r->columns, most = width * RUNS;
     if (most > BAND) most = width > BAND ? width : BAND / width * width;
-    if (columns % width == 0 && r->stride * 8 == columns * r->bits) { /* row follows row without a gap: one long row */
+    if (columns % width == 0 && r->stride * 8 == columns * r->bits) { /* rows without gaps: one long row */
         columns *= rows;
         rows = 1;
     }
@@ -264,8 +263,8 @@ static int encode(const recipe *r, const void *x, count rows, float *scale, uint
     return 1;
 }
 
-/* The same with rows of a file, from the byte `at` on: a piece of at most `nbytes` is read into `room`, and encoded while
- * it is in the cache.  0 also where the file cannot be read or ends: whoever reads it again will say so. */
+/* The same for rows of a file, from the byte `at` on: pieces of at most `nbytes` are read into `room`, and encoded while
+ * they are in the cache.  0 also if the file cannot be read or is too short; the caller reads it again and raises. */
 static int encode_file(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale, uint8_t *zero,
                    uint8_t *codes) {
     count row = r->columns * (r->dtype == FLOAT32 ? 4 : 2), groups = (r->columns + r->width - 1) / r->width;

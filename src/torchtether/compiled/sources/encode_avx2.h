@@ -1,14 +1,14 @@
 /* The inner loops of encode.h on 32 numbers at a time, for processors with AVX2 and FMA.
  *
  * A division takes longer than all the rest, so numbers are multiplied by the reciprocal of their scale: once made a
- * little smaller, once a little larger, so that the true quotient lies between the two products.  Rounding keeps order,
- * also of a sum: where both give the same code, the quotient gives it too.  Where they differ, it is divided.
+ * little smaller, once a little larger, so that the true quotient lies between the two products.  Rounding is monotone,
+ * also of a sum: if both products give the same code, the quotient gives it, too.  If they differ, the number is divided.
  *
- * Of bfloat16 one product is enough, by a reciprocal that `agreeing` finds for a run.  Code by quotient and code by
- * product are two stairs, both rising.  Each step of one is nearer to the same step of the other than 2**-11 of where it
- * is, because what is computed of a number up to 256 is off by less than 2**-12; and two numbers of bfloat16 are further
- * from each other than 2**-9 of either.  So if the stairs differ for any, then for the one next to a step; and there are
- * few steps.
+ * For bfloat16 one product is enough, by a reciprocal that `agreeing` finds for a run.  The code by quotient and the code by
+ * product are rising step functions of the number.  The places of the same step in both differ by less than 2**-11 of the
+ * place, because errors of numbers up to 256 are below 2**-12; and two bfloat16 numbers differ by more than 2**-9 of
+ * either.  So if the functions differ for any bfloat16 number, they differ for the one next to a step; and there are few
+ * steps.
  */
 
 #include <immintrin.h>
@@ -23,7 +23,7 @@ INLINE __m256 eight(const void *x, int dtype, count i) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 
-/* 32 integers as bytes in order, those beyond 16 and then 8 bits cut off at the ends. */
+/* 32 integers as bytes in order, saturated to 16 and then to 8 bits. */
 INLINE __m256i signed_bytes(const __m256i *v) {
     __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
     return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -47,7 +47,7 @@ INLINE __m256i affine_codes(const recipe *r, int dtype, const void *x, int how, 
     return _mm256_min_epi8(bytes, _mm256_set1_epi8((char)r->highest));
 }
 
-/* The codes of 32 numbers. Quotients are as large as codes are, so they fit integers. */
+/* The codes of 32 numbers. Quotients are as small as codes, so they fit integers. */
 INLINE void affine_32(const recipe *r, int dtype, const void *x, int is_guessed, float by, float inverse, float zero,
                       uint8_t *to) {
     __m256i codes = affine_codes(r, dtype, x, TIMES, inverse * LESS, zero);
@@ -56,27 +56,27 @@ INLINE void affine_32(const recipe *r, int dtype, const void *x, int is_guessed,
     _mm256_storeu_si256((__m256i *)to, _mm256_add_epi8(codes, _mm256_set1_epi8((char)r->offset)));
 }
 
-/* The same by one product, where that is known to be right. */
+/* The same by one product, if that is known to be right. */
 INLINE void affine_32_times(const recipe *r, int dtype, const void *x, float inverse, float zero, uint8_t *to) {
     __m256i codes = affine_codes(r, dtype, x, TIMES, inverse, zero);
     _mm256_storeu_si256((__m256i *)to, _mm256_add_epi8(codes, _mm256_set1_epi8((char)r->offset)));
 }
 
-/* The numbers of bfloat16 next to some others, which are normal. */
+/* The bfloat16 numbers nearest to numbers that are normal. */
 INLINE __m256 next_bfloat16(__m256 x) {
     __m256i bits = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000));
     return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32((int)0xffff0000)));
 }
 
-/* Where quotients step from one code to the next, as the first of them and how many. Without a zero point those of
- * negative numbers mirror the others. */
+/* The quotients at which the code steps to the next: the first, and their number. Without a zero point those of negative
+ * numbers mirror the others. */
 INLINE int affine_steps(const recipe *r, float zero, float *first) {
     *first = zero == 0 ? 0.5f : r->lowest + 0.5f - zero;
     return (int)(zero != 0 ? r->highest - r->lowest : -r->lowest > r->highest ? -r->lowest : r->highest);
 }
 
-/* Whether no number of bfloat16 is so near to a step that it matters how the reciprocal and the product are rounded: by
- * less than 2**-22 of the number, and with a zero point by less than 2**-23 of the range of codes, twice. */
+/* Whether no bfloat16 number is so near to a step that the rounding of the reciprocal and the product matters: that is less
+ * than 2**-22 of the number, and with a zero point less than 2**-23 of the range of codes, twice. */
 INLINE int affine_is_clear(const recipe *r, float by, float zero) {
     float first;
     int count = affine_steps(r, zero, &first), near = zero == 0 ? 8 : 8 * (count + 1); /* in units of the last bit */
@@ -105,13 +105,13 @@ INLINE int affine_agrees(const recipe *r, float by, float inverse, float zero) {
     return _mm256_movemask_epi8(same) == -1;
 }
 
-/* The codes of 8 magnitudes, scaled and within limits, as float8. Products are rounded in the simplest way. */
+/* The codes of 8 magnitudes, scaled and clipped, as float8. Products are rounded without care for ties and subnormals. */
 INLINE __m256i float8_code(__m256 y, int how, int mantissa, int bias) {
     int cut = 23 - mantissa;
     uint32_t smallest = (uint32_t)(128 - bias) << 23, unit = (uint32_t)(128 - bias + cut) << 23;
     __m256i bits = _mm256_castps_si256(y), half = _mm256_set1_epi32((1 << (cut - 1)) - ((127 - bias) << 23));
     if (how == TIMES) return _mm256_srli_epi32(_mm256_add_epi32(bits, half), cut);
-    /* halves to even, and what is subnormal by adding the number whose last bit is its own */
+    /* halves to even, and subnormals by adding the number whose last bit has their unit */
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, cut), _mm256_set1_epi32(1));
     __m256i code = _mm256_add_epi32(_mm256_add_epi32(bits, half), _mm256_sub_epi32(odd, _mm256_set1_epi32(1)));
     __m256 sum = _mm256_add_ps(y, _mm256_set1_ps(float_of(unit)));
@@ -120,7 +120,7 @@ INLINE __m256i float8_code(__m256 y, int how, int mantissa, int bias) {
     return _mm256_blendv_epi8(_mm256_srli_epi32(code, cut), low, is_low);
 }
 
-/* The same of 32 numbers that are not scaled yet; `least` is the smallest magnitude of eight each. */
+/* The same for 32 numbers that are not scaled yet; `least` holds the smallest scaled magnitudes. */
 INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, float by, int mantissa, int bias,
                             __m256 *least) {
     __m256 number = _mm256_set1_ps(by), highest = _mm256_set1_ps(r->highest);
@@ -136,8 +136,8 @@ INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, 
     return signed_bytes(codes);
 }
 
-/* The codes of 32 numbers as float8; `is_sure` where one product is known to be right.  Where one of them is subnormal
- * they are divided in any case. */
+/* The codes of 32 numbers as float8; `is_sure` if one product is known to be right.  If one of them is subnormal, they are
+ * divided in any case. */
 INLINE void float8_32(const recipe *r, int dtype, const void *x, int is_guessed, int is_sure, float by, float inverse,
                       int mantissa, int bias, uint8_t *to) {
     __m256 least, more, smallest = _mm256_set1_ps(float_of((uint32_t)(128 - bias) << 23));
@@ -150,7 +150,7 @@ INLINE void float8_32(const recipe *r, int dtype, const void *x, int is_guessed,
     _mm256_storeu_si256((__m256i *)to, _mm256_or_si256(codes, sign));
 }
 
-/* Whether products and quotients are the same float8 next to every step from 1 to 2; elsewhere those repeat. */
+/* Whether products and quotients give the same float8 next to every step from 1 to 2; other binades repeat these. */
 INLINE int float8_agrees(float by, float inverse, int mantissa, int bias) {
     __m256 step = _mm256_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f), number = _mm256_set1_ps(by);
     step = _mm256_fmadd_ps(step, _mm256_set1_ps(1.0f / (1 << mantissa)), _mm256_set1_ps(1.0f));
@@ -159,7 +159,7 @@ INLINE int float8_agrees(float by, float inverse, int mantissa, int bias) {
     return is_same(over, float8_code(_mm256_mul_ps(x, _mm256_set1_ps(inverse)), TIMES, mantissa, bias));
 }
 
-/* A reciprocal by which products give the codes of quotients, for every number of bfloat16; 0 if none was found. */
+/* A reciprocal with which products give the codes of quotients for every bfloat16 number; 0 if none was found. */
 INLINE float agreeing(const recipe *r, float by, float zero, int mantissa, int bias) {
     float inverse = 1.0f / by, tried[] = {inverse, inverse * LESS, inverse * MORE};
     if (!mantissa && affine_is_clear(r, by, zero)) return inverse;
@@ -168,19 +168,19 @@ INLINE float agreeing(const recipe *r, float by, float zero, int mantissa, int b
     return 0;
 }
 
-/* The thresholds in the order in which halving asks for them. */
+/* The thresholds in the order in which the binary search reads them. */
 typedef struct {
     __m256 half, first, third, quarters, eighths;
 } halving;
 
-/* The number of thresholds found so far is negative, and 8 less that number is where a register holds the next one. */
+/* The number of thresholds found so far is kept negative, and indexes the next one in a register modulo 8. */
 INLINE halving halved(const float *e) {
     return (halving){_mm256_set1_ps(e[7]), _mm256_set1_ps(e[3]), _mm256_set1_ps(e[11]),
                      _mm256_setr_ps(e[1], 0, 0, 0, 0, e[13], e[9], e[5]),
                      _mm256_setr_ps(e[0], e[14], e[12], e[10], e[8], e[6], e[4], e[2])};
 }
 
-/* How many of 15 thresholds lie below each number, negative; and whether the middle one does. */
+/* The negated number of 15 thresholds that lie below each number; and whether the middle one does. */
 INLINE __m256i halve(const halving *h, __m256 y, __m256 *is_high) {
     __m256 above = *is_high = _mm256_cmp_ps(y, h->half, _CMP_GT_OQ);
     __m256i code = _mm256_castps_si256(above);
@@ -192,7 +192,7 @@ INLINE __m256i halve(const halving *h, __m256 y, __m256 *is_high) {
     return _mm256_add_epi32(_mm256_add_epi32(code, code), _mm256_castps_si256(above));
 }
 
-/* The same of each of 32 products. */
+/* The codes of 32 products. */
 INLINE void nearest_32(const halving *h, int dtype, const void *x, float by, uint8_t *to) {
     __m256 is_high;
     __m256i codes[4];
@@ -210,11 +210,11 @@ INLINE void pack4_32(const uint8_t *codes, uint8_t *out) {
 /* The largest of 16 signed integers. */
 INLINE int largest_of(__m256i v) {
     __m128i most = _mm_max_epi16(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-    most = _mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(0x7fff))); /* the largest is the smallest unsigned */
+    most = _mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(0x7fff))); /* now the largest is the smallest unsigned one */
     return (int16_t)((uint16_t)_mm_cvtsi128_si32(most) ^ 0x7fff);
 }
 
-/* The largest of n numbers of 16 bits without their signs, and of which many are seen: a multiple of 16. */
+/* The largest of n 16-bit numbers without their signs; n is a multiple of 16. */
 INLINE int magnitude_16(const uint16_t *x, count n) {
     const __m256i bare = _mm256_set1_epi16(0x7fff);
     __m256i most = _mm256_setzero_si256(), more = most;

@@ -1,10 +1,10 @@
 /* The loops over every element of a weight: numbers to codes and back, each element in one pass.
  *
- * They do what the torch ops in schemes/ do, in the same order and with the same rounding, so that the bits are the
+ * They compute as the torch ops in schemes/ do, in the same order and with the same rounding, so that the bits are the
  * same: compile without fast-math and without contraction (-ffp-contract=off).  A tensor is `rows` of `columns`, each
  * row in runs of `width` (the last may be shorter).  Scales and zero points have one entry per run; those of the next row
- * are `scale_stride` further on, which is 0 where all rows share them.
- * A row is taken in stretches that stay in the first-level cache.  Nothing is allocated and nothing is kept.
+ * are `scale_stride` further on, which is 0 if all rows share them.
+ * A row is processed in stretches that stay in the first-level cache.  Nothing is allocated and nothing is kept.
  */
 
 #define _XOPEN_SOURCE 700 /* pread */
@@ -18,7 +18,7 @@
 #include "encoders.h"
 
 #define STRETCH 1024 /* elements; even, so that a stretch of 4-bit codes begins with a byte */
-#define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, halves to even, which is then the low bits */
+#define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, halves to even, and leaves it in the low bits */
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -60,12 +60,12 @@ static inline uint16_t to_bfloat16(float x) {
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
-/* as it is when it is stored */
+/* x rounded to `dtype` */
 static inline float to_dtype(float x, int dtype) {
     return dtype == FLOAT32 ? x : dtype == BFLOAT16 ? float_of((uint32_t)to_bfloat16(x) << 16) : from_half(to_half(x));
 }
 
-/* n elements of a tensor, from the index at, as float32 */
+/* reads n elements of a tensor, from the index `at`, as float32 */
 static inline void fetch(const void *x, int dtype, count at, count n, float *restrict out) {
     if (dtype == FLOAT32) {
         memcpy(out, (const float *)x + at, (size_t)n * 4);
@@ -110,7 +110,7 @@ static inline void unpack4(const uint8_t *restrict packed, count n, uint8_t *res
 
 /* ---- extremes -------------------------------------------------------------------------------------------------- */
 
-/* Bits of numbers without their sign are ordered as the numbers, infinity and then NaN last. */
+/* Bits of numbers without the sign have the order of the magnitudes, infinity and then NaN last. */
 static inline float magnitude(const void *x, int dtype, count at, count n) {
     if (dtype == FLOAT32) {
         const uint32_t *restrict from = (const uint32_t *)x + at;
@@ -130,7 +130,8 @@ static inline float magnitude(const void *x, int dtype, count at, count n) {
     return dtype == BFLOAT16 ? float_of((uint32_t)most << 16) : from_half((uint16_t)most);
 }
 
-/* Negative numbers with all other bits turned are ordered as integers: NaN lies beyond infinity, on either side. */
+/* If all bits but the sign of negative numbers are inverted, integers have the order of the numbers: NaN is beyond infinity,
+ * on either side. */
 static inline void extremes(const void *x, int dtype, count at, count n, float *low, float *high) {
     if (dtype == FLOAT32) {
         const int32_t *restrict from = (const int32_t *)x + at;
@@ -185,7 +186,7 @@ static inline void scaled(float *x, count start, count n, count width, const flo
     }
 }
 
-/* Integers of 4 or 8 bits: round(x / scale + zero), within lowest and highest, and offset above that. */
+/* Integers of 4 or 8 bits: round(x / scale + zero), clipped to lowest and highest, plus offset. */
 static void all_encode_affine(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                       const float *zero, count scale_stride, int divides, int lowest, int highest, int offset, int bits, uint8_t *out,
                       count out_stride) {
@@ -216,7 +217,7 @@ static void all_encode_affine(const void *x, int dtype, count rows, count column
     }
 }
 
-/* float8 with a bias and a mantissa of so many bits, rounded to nearest, halves to even; beyond `largest` it clips. */
+/* float8 with `mantissa` bits and an exponent bias, rounded to nearest, halves to even, and clipped to `largest`. */
 static void all_encode_float8(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                       count scale_stride, int divides, float largest, int mantissa, int bias, uint8_t *out) {
     float numbers[STRETCH];
@@ -243,8 +244,8 @@ static void all_encode_float8(const void *x, int dtype, count rows, count column
     }
 }
 
-/* 4-bit codes: how many of the ascending thresholds lie below; of the magnitude, and 8 for the sign, if `is_signed`.
- * `order` (16) is what each number of thresholds is called. */
+/* 4-bit codes: the number of ascending thresholds below, mapped by `order` (16); if `is_signed`, that of the magnitude, plus
+ * 8 for the sign. */
 static void all_encode_nearest(const void *x, int dtype, count rows, count columns, count width, const float *scale,
                        count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
                        const uint8_t *order, uint8_t *out, count out_stride) {
@@ -285,7 +286,7 @@ static void all_encode_nearest(const void *x, int dtype, count rows, count colum
 
 /* ---- codes to numbers ------------------------------------------------------------------------------------------ */
 
-/* ((q - zero) * scale) * unit; codes are unsigned, or signed where bits is -8 */
+/* ((q - zero) * scale) * unit; codes are unsigned, or signed if bits is -8 */
 static void all_decode_affine(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
                       const float *scale, const float *zero, count scale_stride, float offset, float unit, void *out, int dtype,
                       count out_stride) {

@@ -8,18 +8,18 @@ typedef int64_t count;
 
 enum { AFFINE, FLOAT8, NEAREST };
 
-/* How the rows of one tensor are encoded: Recipe of recipe.py, field by field. */
+/* The settings with which the rows of one tensor are encoded; recipe.py fills it field by field. */
 typedef struct {
     int32_t kind, dtype;
-    count columns, width; /* of a row; of a run, the last of a row may be shorter */
+    count columns, width; /* of a row; of a run, except the last of a row, which may be shorter */
     count stride;         /* bytes of codes per row */
-    float span;           /* what the extreme of a run is divided by to give the scale; 0: it is the scale */
+    float span;           /* the scale is the extent of a run over span; NEAREST does not use it */
     float unit;           /* a step is scale * unit */
     float lowest, highest;
     int32_t is_symmetric, offset, zero_offset, bits;
     int32_t mantissa, bias; /* of a float8 */
     float edges[15];        /* ascending thresholds between the codes, infinite where there are fewer */
-    uint8_t order[16];      /* what each number of thresholds is called */
+    uint8_t order[16];      /* the code for each number of thresholds below */
     int32_t is_ordered;
     int32_t is_searched;      /* whether scales are searched for; what follows says how */
     int32_t kept;             /* the dtype of scales */

@@ -18,8 +18,8 @@ PyObject* enter_decode(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return some_rows(*L, dtype, given[2], start, stop, given[5], given + 6, count - 6);
 }
 
-// (Layout, dtype as a number, most, least): how many rows of inputs `linear` is the kernel to take for, and from how many on
-// it takes them in blocks; 0: never.
+// (Layout, dtype as a number, most, least): sets up to how many rows of inputs `linear` is the kernel to take, and from how
+// many on it multiplies in blocks (0: never).
 PyObject* set_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
     Layout* L = count == 4 ? layout_in(given[0]) : nullptr;
     if (!L) return refuse("set_rows(layout, dtype, most, least)");
@@ -29,7 +29,8 @@ PyObject* set_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return none();
 }
 
-// A Weight whose kernels are known, while no graph is recorded of it or of `x` or `bias`, and nothing looks on.
+// The kernels' view of a Weight; L is null unless its layout is known, no graph is recorded of the Weight, `x` or `bias`, and
+// no mode, transform or trace is active.
 struct KnownWeight {
     Held dict, spec, dtype, layout;
     Layout* L = nullptr;
@@ -47,7 +48,7 @@ struct KnownWeight {
         if (!found || found == Py_None) return;
         layout.object = PyObject_GetAttr(found, known.native);
         L = layout.object ? layout_in(layout.object) : nullptr;
-        if (!L) PyErr_Clear();  // nobody has asked for its kernels yet
+        if (!L) PyErr_Clear();  // its layout is not computed yet
         if (!L) return;
         PyObject* its = PyDict_GetItem(dict.object, known.spec);
         if (!its) { L = nullptr; return; }
@@ -74,9 +75,9 @@ PyObject* or_none(PyObject* made) {
     return none();
 }
 
-// Both take what `__torch_function__` is given, the arguments and their names, and give None where it takes more thought.
+// Both shortcuts take the arguments of `__torch_function__`, args and kwargs, and return None if the rule of the op must run.
 
-// How many arguments there are, none of them by name; -1 if that is not so.
+// The number of arguments if none is given by name, else -1.
 Py_ssize_t positional(PyObject* args, PyObject* names) {
     const Py_ssize_t count = PyTuple_Size(args), named = names == Py_None ? 0 : PyDict_Size(names);
     if (count < 0 || named < 0) PyErr_Clear();
@@ -96,8 +97,7 @@ PyObject* shortcut_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return or_none(product(*weight.L, given_x, bias, weight.parts, weight.count));
 }
 
-// ((index, Weight), options of F.embedding): but for max_norm they say something of gradients only; what they must not say
-// is for torch to refuse.
+// ((index, Weight), options of F.embedding): except max_norm, the options concern gradients only; torch refuses bad ones.
 PyObject* shortcut_gather(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (count != 2 || positional(given[0], Py_None) != 2) return none();
     PyObject* max_norm = given[1] == Py_None ? nullptr : PyDict_GetItem(given[1], known.max_norm);

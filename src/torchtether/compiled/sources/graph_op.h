@@ -3,11 +3,11 @@
 // module.cpp includes this in its own namespace.
 
 struct Remembered {
-    const Layout* L;  // of an object that is kept for as long as there is a process
-    size_t parts;                // that the op is given
-    std::vector<int64_t> order;  // which of them the kernels take
+    const Layout* L;             // of an object that is kept until the process ends
+    size_t parts;                // how many parts the op takes
+    std::vector<int64_t> order;  // the indices of those that the kernels take
 };
-std::unordered_map<std::string, Remembered> remembered;  // by what the op is told of the Weight
+std::unordered_map<std::string, Remembered> remembered;  // by the argument `weight` of the op
 std::shared_mutex remembering;
 
 // torchtether::linear(Tensor x, Tensor? bias, Tensor[] parts, str weight) -> Tensor
@@ -16,7 +16,7 @@ void linear_in_graph(uint64_t* stack, uint64_t, uint64_t) {
     {
         std::shared_lock<std::shared_mutex> lock(remembering);
         const auto at = remembered.find(text_of(stack[3]));
-        if (at != remembered.end()) found = &at->second;  // which stays there
+        if (at != remembered.end()) found = &at->second;  // entries are never removed
     }
     const std::vector<uint64_t> parts = items_of(stack[2]);
     uint64_t made = 0, taken[SLOTS];
@@ -33,8 +33,8 @@ void linear_in_graph(uint64_t* stack, uint64_t, uint64_t) {
     stack[0] = made;
 }
 
-// (weight, Layout, how many parts the op is given, which of them the kernels take): from now on the op multiplies what it is
-// told to be `weight` without Python.
+// (weight, Layout, number of parts of the op, indices of those that the kernels take): from now on the op runs calls with
+// this argument `weight` without Python.
 PyObject* remember(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const Layout* L = count == 4 ? layout_in(given[1]) : nullptr;
     if (!L) return PyErr_Occurred() ? nullptr : refuse("remember(weight, layout, parts, order)");

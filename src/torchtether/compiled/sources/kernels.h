@@ -1,5 +1,5 @@
-// What kernels.cpp and stream.cpp begin with. The headers are the chapters of one translation unit, in the order of what they
-// use.
+// The common beginning of kernels.cpp and stream.cpp. The headers are parts of one translation unit; each uses those before
+// it.
 
 #include <atomic>
 #include <cmath>

@@ -1,6 +1,6 @@
-// The kinds of codes, and how the parts of a weight lie: what layout.py describes, field by field.
+// The kinds of codes, and the layout of the parts of a weight, which layout.py fills field by field.
 //
-// No Python and no torch here: the kernels of every level include it, and so does the module.
+// It uses neither Python nor torch: the kernels of every level include it, and so does the module.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 enum Codes { INT8, UINT8, E4M3, E5M2, TABLE4, INT4, STREAM, KINDS, TABLE8 = KINDS };
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16, E8M0, FP8, SIGNED, UNSIGNED, NESTED };
 enum Family { SIMPLE, BIASED, BIASED_FIRST, SUPER_BLOCKS, ORDERED };  // row_parts.h; ORDERED: a group by column, in `extra`
-constexpr int SLOTS = 5;  // parts that the kernels take at most: codes, scale, zero points, and two more
+constexpr int SLOTS = 5;  // the most parts that the kernels take: codes, scale, zero points, and two more
 
 struct Layout {
     int64_t kind;                      // Codes
@@ -18,18 +18,18 @@ struct Layout {
     int64_t nested;                    // blocks under one nested absmax, or super scale
     int32_t scale, zero;               // Dtype; Dtype, or -1 for none
     int32_t global_scale;              // 0: none, 1: it multiplies, 2: it divides
-    int32_t activations;               // what rows of x are rounded to: 0 nothing, 1 int8, 2 what no kernel knows
+    int32_t activations;               // type to which rows of x are rounded: 0 none, 1 int8, 2 one that no kernel takes
     float offset, unit;                // added to zero points; multiplies last
     float table[16];                   // of 4-bit codes
     float dynamic[256];                // values of nested absmax
     int64_t counts[SLOTS];             // elements of each part: codes, scale, zero, extra, offset
     int32_t types[SLOTS];              // their ScalarType, -1 where there is no such part
-    int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: unknown yet
-    int64_t least[3];                  // rows of x from which on it takes them in blocks (blocks.h); 0: never
+    int64_t most[3];                   // rows of x, by Dtype, up to which `linear` is the kernel to take; 0: not set yet
+    int64_t least[3];                  // rows of x from which on it multiplies in blocks (blocks.h); 0: never
     // of a STREAM, stream.h
-    int32_t bits, source;              // of a code; Codes: what it means
-    int32_t family, arithmetic;        // Family; Dtype that its steps are rounded to
-    int32_t is_flat;                   // whether groups and bytes lie across rows
+    int32_t bits, source;              // bits of a code; Codes: its meaning
+    int32_t family, arithmetic;        // Family; Dtype to which its steps are rounded
+    int32_t is_flat;                   // whether groups and bytes cross the ends of rows
     int32_t is_whole;                  // whether all levels are small multiples of `step`, a power of two
     float step;
     float levels[256];                 // by code, of TABLE8
@@ -40,7 +40,7 @@ struct Parts {
     const void *codes, *scale, *zero, *extra, *offset;
 };
 
-struct Rows {  // `count` rows, from `start`, or those that `index` names
+struct Rows {  // `count` rows: from `start` on, or those in `index`
     const void* index;
     bool is_short;  // int32
     int64_t start, count;
@@ -51,18 +51,18 @@ struct Rows {  // `count` rows, from `start`, or those that `index` names
     }
 };
 
-// What the kernels of one level do with one kind of codes. They throw std::bad_alloc where there is no memory.
+// The kernels of one level for one kind of codes. They throw std::bad_alloc if memory cannot be allocated.
 struct Kernels {
     void (*linear)(const Layout&, const Parts&, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
                    void* out);
     void (*decode)(const Layout&, const Parts&, const Rows&, int dtype, void* out);
-    bool (*rounds_inputs)(const Layout&, int dtype);  // whether `linear` rounds them as `activations` says
+    bool (*rounds_inputs)(const Layout&, int dtype);  // whether `linear` rounds inputs to `activations`
 };
 
 // `linear` for many rows of inputs of bfloat16, on processors with AVX-512 VNNI and BF16.
 void block_linear(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride,
                   const void* bias, void* out);
 
-// torch_parallel_for; null until the module is bound, and then all is done by one thread.
+// torch_parallel_for; null until the module is bound: until then one thread does everything.
 extern int32_t (*parallel_for)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*), void* with);
 extern int32_t (*count_threads)(uint32_t*);

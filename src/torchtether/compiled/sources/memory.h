@@ -1,5 +1,5 @@
-// Memory of elements. A function of the standard library that is compiled with the instructions of a level could be the
-// one that the linker keeps for all levels: hence nothing of it that is not inlined is used in the kernels.
+// Arrays of elements. The linker could keep, for all levels, a function of the standard library that was compiled with the
+// instructions of one level: hence the kernels use only functions of it that are inlined.
 //
 // kernels.cpp includes this in its own namespace.
 
@@ -18,7 +18,7 @@ template <class T> class Array {
     }
     ~Array() { free(start); }
 
-    void resize(int64_t count, const T& value = T{}) {  // of one that is empty
+    void resize(int64_t count, const T& value = T{}) {  // only of an empty one
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
         start = (T*)aligned_alloc(64, bytes ? bytes : 64);
         if (!start) throw std::bad_alloc();

@@ -1,7 +1,7 @@
-// The extension module torchtether.compiled._native: all that is compiled, behind functions of Python.
+// The extension module torchtether.compiled._native: the Python functions of all compiled code.
 //
 // room.py imports it, and binds it to the torch of the process. Products and rows of Weights check every size, stride,
-// dtype and address of what they are given (tensors.h, calls.h); the loops of the encoders trust loops.py, which checks.
+// dtype and address of their arguments (tensors.h, calls.h); the loops of the encoders rely on the checks in loops.py.
 
 #include <dlfcn.h>
 
@@ -47,7 +47,7 @@ namespace {
 
 struct Level {
     const char* name;
-    decltype(&block_linear) blocks;  // null where it has not what they take
+    decltype(&block_linear) blocks;  // null without the instructions for them
     const encoders* loops;
     const Kernels* kernels[KINDS];
 };
@@ -60,7 +60,7 @@ const Level LEVELS[] = {
 };
 const Level* level = nullptr;
 
-// Whether the processor has what a level takes, where torch says how much of it is to be used.
+// Whether the processor supports a level, and torch's `capability` allows it.
 bool suits(const Level& one, const char* capability) {
     if (!strcmp(one.name, "portable")) return true;
 #if WITH_AVX2
@@ -100,7 +100,7 @@ const Described RECIPE[] = {
 struct LayoutObject {
     PyObject_HEAD
     Layout layout;
-    PyObject* names;  // of the attributes of a Weight that are the parts, in the order of their slots
+    PyObject* names;  // the attributes of a Weight that hold the parts, in the order of their slots
 };
 struct RecipeObject {
     PyObject_HEAD
@@ -143,7 +143,7 @@ template <class T> PyTypeObject* add_class(PyObject* module, const char* name, n
     return (PyTypeObject*)type;
 }
 
-// The Layout in such an object; null for all others, with no error set.
+// The Layout of a LayoutObject; null for other objects, with no error set.
 Layout* layout_in(PyObject* object) { return Py_TYPE(object) == layout_type ? &((LayoutObject*)object)->layout : nullptr; }
 
 #include "tensors.h"
@@ -164,7 +164,7 @@ inline void from(PyObject* given, const recipe** to) {
     if (!*to) PyErr_SetString(PyExc_TypeError, "the first argument is no Recipe");
 }
 
-// function(*given), while other threads run: integers, floats, addresses (None for null), a Recipe.
+// Calls function(*given) without the GIL; arguments are integers, floats, addresses (None for null) and a Recipe.
 template <class R, class... A, size_t... I>
 PyObject* call_loop(R (*function)(A...), PyObject* const* given, std::index_sequence<I...>) {
     std::tuple<A...> arguments;
@@ -186,7 +186,7 @@ template <auto member> PyObject* loop(PyObject*, PyObject* const* given, Py_ssiz
     return check_count(level->loops->*member, given, count);
 }
 
-// The same by several threads, each with some of the rows: the third and the fourth argument say which.
+// The same in several threads, each with some of the rows: the third and the fourth argument are their range.
 template <class... A, size_t... I>
 PyObject* share_rows(void (*function)(A...), PyObject* const* given, std::index_sequence<I...>) {
     std::tuple<A...> arguments;
@@ -241,9 +241,9 @@ PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 // -- the module -------------------------------------------------------------------------------------------------------------
 
-// (names of libraries, one of which is torch's and loaded; a dict of OBJECTS; the `_cdata` and the address of a tensor (2, 3)
-// float32, 4 bytes into its storage; which vectors torch uses): the name of the level. ImportError if torch is another
-// one than this room knows. Until this is done nothing else may be called.
+// (name of torch's loaded library; a dict of OBJECTS; the `_cdata` and the address of a float32 tensor (2, 3), 4 bytes into
+// its storage; the vector capability that torch uses): returns the name of the level. ImportError if this torch does not
+// behave as expected. No other function may be called before.
 PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (count != 5) return refuse("bind(library, objects, cdata, address, capability)");
     const Held library(PyUnicode_AsUTF8String(given[0])), vectors(PyUnicode_AsUTF8String(given[4]));

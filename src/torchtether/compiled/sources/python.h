@@ -1,17 +1,17 @@
-// What the module uses of Python: its limited API, so that one build serves all versions from 3.11 on.
+// The module's use of Python: only the limited API, so that one build serves all versions from 3.11 on.
 #pragma once
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-// Objects of Python and torch that `bind` is given by these names.
+// Objects of Python and torch that `bind` receives by these names.
 #define OBJECTS(X)                                                                                                     \
     X(tensor) X(parameter)                     /* classes */                                                           \
     X(empty)                                   /* empty(shape, stride, dtype) */                                       \
     X(float32) X(bfloat16) X(float16)          /* dtypes */                                                            \
-    X(modes) X(level) X(casts) X(traces)       /* functions that say who looks on */                                   \
-    X(forward_ad)                              /* a module, of which `_current_level` is asked */                      \
+    X(modes) X(level) X(casts) X(traces)       /* functions that report modes, transforms, autocast and traces */      \
+    X(forward_ad)                              /* a module with `_current_level` */                                    \
     X(any_requires_grad)                       /* a function of tensors and None */
 
 struct Known {
@@ -25,7 +25,7 @@ struct Known {
 };
 inline Known known;
 
-struct Held {  // a reference of our own
+struct Held {  // an owned reference
     PyObject* object;
     explicit Held(PyObject* given) : object(given) {}
     Held(const Held&) = delete;
@@ -36,18 +36,18 @@ struct Held {  // a reference of our own
 inline PyObject* again(PyObject* object) { Py_INCREF(object); return object; }
 inline PyObject* none() { return again(Py_None); }
 
-// The work of others goes on meanwhile, where there is enough of ours to be worth the change.
+// Runs work() without the GIL, if there is so much of it that releasing the GIL pays.
 template <class Work> inline auto aside(bool is_much, Work work) {
     struct Aside {
         PyThreadState* state;
-        ~Aside() { if (state) PyEval_RestoreThread(state); }  // also where there is no memory
+        ~Aside() { if (state) PyEval_RestoreThread(state); }  // also after std::bad_alloc
     } aside{is_much ? PyEval_SaveThread() : nullptr};
     return work();
 }
 
 inline void* address_of(PyObject* number) { return PyLong_AsVoidPtr(number); }
 
-// The `_cdata` of a tensor, 0 of what is none: subclasses know better than their memory what they are.
+// The `_cdata` of a plain tensor or Parameter; 0 for other objects, also subclasses, whose values need not be their memory.
 inline int64_t cdata_of(PyObject* object) {
     const Held type(PyObject_Type(object));
     if (type.object != known.tensor && type.object != known.parameter) return 0;
@@ -57,7 +57,7 @@ inline int64_t cdata_of(PyObject* object) {
     return cdata;
 }
 
-// Whether it is such a tensor, and reads as it lies in memory.
+// Whether it is such a tensor, and its values are those in memory: no negation is pending.
 inline bool is_as_it_lies(PyObject* object, int64_t* cdata) {
     *cdata = cdata_of(object);
     if (!*cdata) return false;
@@ -86,7 +86,7 @@ inline bool any_requires_grad(PyObject* weight, PyObject* x, PyObject* bias) {
     return answer.object != Py_False;
 }
 
-// A new tensor (*sizes, last) of `dtype`; null, with Python's error set, where there is no memory.
+// A new tensor (*sizes, last) of `dtype`; null, with Python's error set, if memory cannot be allocated.
 inline PyObject* new_tensor(const int64_t* sizes, int64_t dim, int64_t last, int dtype) {
     const Held shape(PyTuple_New(dim + 1)), stride(PyTuple_New(dim + 1));
     if (!shape.object || !stride.object) return nullptr;
@@ -100,7 +100,7 @@ inline PyObject* new_tensor(const int64_t* sizes, int64_t dim, int64_t last, int
     return PyObject_CallFunctionObjArgs(known.empty, shape.object, stride.object, known.dtypes[dtype], nullptr);
 }
 
-// Keeps the objects of `given`, a dict that has just the names above. False, with Python's error set, if it has not.
+// Keeps the objects of the dict `given`. False, with Python's error set, if its names are not just those above.
 inline bool keep_objects(PyObject* given) {
     Py_ssize_t count = 0;
 #define KEEP(name)                                                              \

@@ -1,10 +1,10 @@
-// The numbers of a row of a stream of codes, by group, as float32:
+// The numbers of each group of a row of a stream of codes, as float32:
 //     value = ((level + before) * scale) * unit + after
-// with a level for each code. A number that a scheme lacks is one that changes nothing: -0.0 is added, also to -0.0.
+// with a level for each code. A summand that a scheme lacks is -0.0, which changes no number, not even -0.0.
 //
 // stream.cpp includes this in its own namespace.
 
-template <int A> inline F rounded_to(F x) {  // of numbers and of nan without payload
+template <int A> inline F rounded_to(F x) {  // of numbers, and of NaN without payload
     if (A == BFLOAT16) return (F)(bfloat16_bits(x) << 16);
     return A == FLOAT16 ? from_half(to_half(x)) : x;
 }
@@ -45,8 +45,8 @@ template <bool SIGN> void nested_scales(const void* wide, const uint8_t* narrow,
 
 // Where the codes and the groups of row n begin.
 struct RowAt {
-    int64_t octet, skip;          // 8 codes; codes of it that are not of the row
-    int64_t group, groups, lead;  // of all; how many; columns of the first
+    int64_t octet, skip;          // index of the first run of 8 codes; its codes before the row
+    int64_t group, groups, lead;  // index of the first group; number of groups; columns of the first
 
     RowAt(const Layout& L, int64_t n) {
         if (!L.is_flat) {
@@ -67,7 +67,7 @@ struct RowParts {
 
     RowParts(const Layout& L, float* buffer) : scale(buffer), before(scale + stride(L)), after(before + stride(L)) {}
 
-    // A buffer of `count` floats that begins with those that the family of L lacks: `fill` writes the others.
+    // A buffer of `count` floats with defaults for the numbers that the family of L lacks; `fill` writes the others.
     static Buffer buffer(const Layout& L, int64_t count) {
         Buffer made(count);
         const RowParts parts(L, made.data());

@@ -1,4 +1,4 @@
-// The scales and zero points of a row of codes, as float32.
+// Reading the scales and zero points of a row of codes as float32.
 //
 // kernels.cpp includes this in its own namespace.
 
@@ -70,12 +70,12 @@ inline void scales_at(const Layout& L, const Parts& P, int64_t at, int64_t G, fl
         for (int64_t g = 0; g < G; g++) z[g] = -L.offset;
 }
 
-// Those of row n.
+// The scales and negated zero points of row n.
 inline void row_scales(const Layout& L, const Parts& P, int64_t n, float* s, float* z) {
     scales_at(L, P, (L.height == 1 ? n : n / L.height) * L.groups, L.groups, s, z);
 }
 
-// to[b] = what span b has of values of which there is one for `each` spans. Writes whole vectors.
+// to[b] = the value of span b, where `each` spans share a value. Writes whole vectors.
 inline void spread(const float* values, int64_t each, int64_t spans, float* to) {
     if (each == 1) { memcpy(to, values, spans * 4); return; }
     for (int64_t b = 0, end; b < spans; b = end, values++) {
@@ -85,5 +85,5 @@ inline void spread(const float* values, int64_t each, int64_t spans, float* to) 
     }
 }
 
-// Elements of a buffer for the scales of a row: Table reads 16 of them from any of its first entries.
+// The size of a buffer for the scales of a row: Table reads 16 elements from any of its first entries.
 inline int64_t buffer_size(const Layout& L) { return L.groups + (L.columns + BLOCK - 1) / BLOCK * 8 + 32; }

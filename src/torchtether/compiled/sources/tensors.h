@@ -1,9 +1,9 @@
-// What is asked of a tensor, by the functions of torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h, and
-// torch/csrc/stable/c/shim.h). `find_torch` looks them up by their names in the library that the process has loaded.
+// Queries about tensors, by the functions of torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h, and
+// torch/csrc/stable/c/shim.h). `find_torch` looks them up by name in the library that the process has loaded.
 //
 // module.cpp includes this in its own namespace.
 
-// Each but the last of all returns 0 where it could answer.
+// Each function that returns int32_t returns 0 on success.
 #define OF_TORCH(X)                                                                                                       \
     X(dim, "aoti_torch_get_dim", int32_t, (const void*, int64_t*))                                                        \
     X(sizes, "aoti_torch_get_sizes", int32_t, (const void*, const int64_t**))                                             \
@@ -39,7 +39,7 @@ struct Torch {
 };
 Torch torch;
 
-// "" where all are found, else what is not.
+// Returns "" if all are found, else the name of one that is not.
 const char* find_torch(const char* library) {
     void* loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
     if (!loaded) return library;
@@ -51,7 +51,7 @@ const char* find_torch(const char* library) {
     return "";
 }
 
-// ScalarType of torch, by the number it has always had
+// The size of an element of torch's ScalarType, by its number, which is stable; 0 for other types.
 inline int64_t size_of(int32_t dtype) {
     switch (dtype) {
         case 0: case 1: case 23: case 24: case 44: return 1;  // uint8, int8, float8_e5m2, float8_e4m3fn, float8_e8m0fnu
@@ -62,11 +62,11 @@ inline int64_t size_of(int32_t dtype) {
     }
 }
 
-// Dtype of what can be multiplied, and decoded to; -1 for all other.
+// The Dtype of a ScalarType that products and decoding support; -1 for all others.
 inline int dtype_of(int32_t dtype) { return dtype == 6 ? FLOAT32 : dtype == 15 ? BFLOAT16 : dtype == 5 ? FLOAT16 : -1; }
 
-// A handle is the address of what Python calls the `_cdata` of a tensor. Asked here, all that a kernel must know of a tensor
-// costs less than one attribute does in Python; nobody else checks.
+// The facts about a tensor that a kernel needs. A handle is the address of the number that Python calls `_cdata`. All these
+// queries cost less than one attribute does in Python. There is no other check.
 struct Seen {
     int64_t dim, count;  // count: elements
     const int64_t *sizes, *strides;
@@ -74,8 +74,8 @@ struct Seen {
     bool is_contiguous;
     void* at;
 
-    // Whether it is a strided tensor of the CPU that has elements, all of them within memory that is there: FSDP frees
-    // storages between uses, and `resize_` and `set_` change them under the tensors that they belong to.
+    // Whether it is a strided CPU tensor with elements, all of them within its storage: FSDP frees storages between uses,
+    // and `resize_` and `set_` change storages under other tensors.
     bool look(int64_t cdata) { return cdata && look_at(&cdata); }
 
     bool look_at(const void* handle) {
@@ -97,7 +97,7 @@ struct Seen {
     }
 };
 
-// Whether every column of an ORDERED layout names a group that is there.
+// Whether every column of an ORDERED layout names an existing group.
 inline bool names_groups(const Layout& L, const Parts& parts) {
     const int32_t* named = (const int32_t*)parts.extra;
     int32_t low = 0, high = 0;
@@ -108,7 +108,7 @@ inline bool names_groups(const Layout& L, const Parts& parts) {
     return low >= 0 && high < L.groups;
 }
 
-// The parts, in the order of their slots in the layout, checked to be those of the layout; `look(i, part)` looks at one.
+// Reads the parts, in the order of their slots, and checks them against the layout; `look(i, part)` reads one.
 template <class Look> inline bool look_at_parts(const Layout& L, intptr_t count, Parts& parts, Look look) {
     const void* at[SLOTS] = {};
     intptr_t used = 0;

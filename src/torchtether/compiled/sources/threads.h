@@ -1,8 +1,8 @@
-// Items shared by the threads of torch.
+// Sharing work among the threads of torch.
 //
 // kernels.cpp includes this in its own namespace.
 
-// That some thread has had no memory. An exception that left it would end the process.
+// Whether a thread failed to allocate memory. An exception that left the thread would end the process.
 class Failed {
     std::atomic<bool> is_so{false};
 
@@ -14,7 +14,7 @@ class Failed {
     void rethrow() const { if (is_so) throw std::bad_alloc(); }
 };
 
-// The items below `count`, `step` at a time: a thread whose core has other work, too, takes fewer.
+// The items below `count`, which threads take `step` at a time: a thread whose core is busy takes fewer.
 class Shares {
     std::atomic<int64_t> next{0};
     const int64_t count, step;
@@ -28,8 +28,8 @@ class Shares {
     }
 };
 
-// work(shares) in several threads if there is much to do. One thread is not asked through torch, which would take a tenth of
-// what a small product does.
+// Calls work(shares) in several threads if there is much to do, else directly: a call through torch would add a tenth to the
+// time of a small product.
 template <class Work> inline void in_threads(int64_t count, int64_t step, bool is_much, Work work) {
     uint32_t threads = 1;
     if (is_much && count > step && parallel_for) count_threads(&threads);
@@ -51,7 +51,7 @@ template <class Work> inline void in_threads(int64_t count, int64_t step, bool i
     shared.failed.rethrow();
 }
 
-// item(buffer, i) for every i below count, by several threads if there is much to do, each in a buffer of its own.
+// Calls item(buffer, i) for every i below count, in several threads if there is much to do, each with a buffer of its own.
 template <class Make, class Item> inline void over(int64_t count, bool is_much, Make make, Item item) {
     uint32_t threads = 1;
     if (is_much && parallel_for) count_threads(&threads);

@@ -1,9 +1,9 @@
-// Codes of 1 to 8 bits, a dense stream as bits.py has it, to bytes.
+// Unpacking codes of 1 to 8 bits, a dense stream as in bits.py, to bytes.
 //
 // stream.cpp includes this in its own namespace.
 
 #if defined(__AVX2__)
-struct Places {  // of 16 codes of some bits, 8 in each half: where two bytes lie that hold each, and what moves it to their top
+struct Places {  // of 16 codes, 8 in each half: the two bytes that hold each, and the factor that moves it to their top
     alignas(32) uint8_t bytes[32];
     alignas(32) uint16_t factors[16];
 };
@@ -37,8 +37,8 @@ template <int B, bool T> inline __m256i looked_up(const __m256i* tables, __m256i
 }
 #endif
 
-// The first `count` codes from `p`, and nothing from `end` on; where T, what the 64 bytes `meant` have for each. Writes up
-// to 63 bytes too many.
+// Unpacks the first `count` codes from `p`, reading nothing from `end` on; if T, maps each by the 64 bytes `meant`. Writes
+// up to 63 bytes beyond the last code.
 template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end, int64_t count, const uint8_t* meant,
                                            uint8_t* to) {
     int64_t done = 0;

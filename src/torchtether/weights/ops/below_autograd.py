@@ -1,4 +1,4 @@
-"""Where a graph is recorded, autograd calls ``mm`` and ``addmm`` with the Weight, forward and backward."""
+"""Products below autograd, which calls ``mm`` and ``addmm`` with the Weight where it records a graph."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ aten = torch.ops.aten
 
 
 def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Compute ``mm``, ``addmm`` or ``linear`` of a matrix and a Weight without decoding it in whole.
+    """Return ``mm``, ``addmm`` or ``linear`` of a matrix and a Weight, without decoding all of the Weight at once.
 
-    ``None`` for every other call, which is then answered with the decoded values.
+    ``None`` for every other call, which must decode it.
     """
     bias: Tensor | None
     if op is aten.mm.default:
@@ -35,10 +35,10 @@ def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         return None
     if weight.dim() != 2 or weight.scheme.transparent or x.dtype is not weight.dtype or x.dim() == 0:
         return None
-    turned = op is not aten.linear.default  # (K, N), as mm takes it
-    if weight.spec.is_contiguous is turned and not (turned and bias is None):
+    is_mm = op is not aten.linear.default  # mm and addmm take a weight of (K, N)
+    if weight.spec.is_contiguous is is_mm and not (is_mm and bias is None):
         return None
-    is_gradient = turned and weight.spec.is_contiguous
+    is_gradient = is_mm and weight.spec.is_contiguous
     base = weight if weight.spec.is_contiguous else weight.map(same, weight.spec.permute(weight.spec.order))
     if not base.spec.is_contiguous:
         return None

@@ -1,4 +1,4 @@
-"""Ops that make a tensor like a Weight: a Weight where room is asked for, a plain tensor where values are meant."""
+"""Factory ops on a Weight: those that allocate return a Weight, those that fill with values a plain tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @rule(aten.empty_like.default)
 def empty_like(op: Any, weight: Weight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Weight | Tensor:
-    """Allocate the same Weight (for ``to_empty``); parts that all rows share are zeroed, so no index is wild."""
+    """Allocate a Weight like this (for ``to_empty``); parts that all rows share are zeroed: indices stay in range."""
     dtype = dtype or weight.dtype
     if weight.scheme.transparent or not dtype.is_floating_point:
         made = _like(op, weight, dtype=dtype, **kwargs)
@@ -35,7 +35,7 @@ def empty_like(op: Any, weight: Weight, *, dtype: torch.dtype | None = None, **k
 def new_rows(
     op: Any, weight: Weight, size: Sequence[int], *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Weight | Tensor:
-    """Allocate more or fewer rows of the same kind (sharding pads with them), else a plain tensor."""
+    """Return zeros: a Weight if only the number of rows differs (sharding pads with it), else a plain tensor."""
     same_rows = len(size) == weight.dim() > 0 and tuple(size[1:]) == tuple(weight.shape[1:])
     if not same_rows or dtype not in (None, weight.dtype) or not weight.spec.is_contiguous:
         return _like(op, weight, size, dtype=dtype, **kwargs)
@@ -45,7 +45,7 @@ def new_rows(
         zeros = torch.zeros((), dtype=weight.dtype, device=kwargs.get("device") or weight.device).expand(tuple(size))
         made = Weight.encode(zeros, weight.scheme)
         shared = [name for name, part in weight.scheme.layout(weight.spec.base).items() if part.span == 0]
-        if shared:  # rows of this Weight go in there, which need the parts that all of its rows need
+        if shared:  # rows of this Weight will be copied into the new one: both need the same shared parts
             held = {name: weight.parts[name].detach().to(zeros.device, copy=True) for name in shared}
             made = made.with_parts(_zeros_beside(weight.scheme, zeros, {**made.parts, **held}))
     facts = {"tie": weight.tie, "activations": weight.spec.activations, "trained": weight.is_trained}
@@ -54,7 +54,7 @@ def new_rows(
 
 
 def _zeros_beside(scheme: Scheme, zeros: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``parts`` with codes that mean zero under its scales, where the scheme can use given scales."""
+    """Return ``parts`` with the codes of zeros under their scales, where the scheme can encode with given scales."""
     if "like" not in inspect.signature(scheme.encode).parameters or zeros.is_meta:
         return parts
     return {**parts, **{n: p for n, p in scheme.encode(zeros, like=parts).items() if n == "qdata"}}  # type: ignore[call-arg]
@@ -73,12 +73,12 @@ def _zeros_beside(scheme: Scheme, zeros: Tensor, parts: dict[str, Tensor]) -> di
     aten.new_empty_strided.default,
 )
 def plain_like(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Tensor:
-    """Return a plain tensor: optimizers keep their state in these, and quantized state would lose it."""
+    """Return a plain tensor: optimizers keep their state in these, which quantization would destroy."""
     return _like(op, weight, *args, **kwargs)
 
 
 def _like(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Tensor:
-    """Run ``op`` on a ``meta`` tensor with the Weight's geometry, for the Weight's device."""
+    """Run ``op`` on a ``meta`` tensor with the Weight's geometry; the result lies on the Weight's device."""
     model = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
     kwargs["device"] = kwargs.get("device") or weight.device
     made: Tensor = op(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""``weight.data = tensor``: the object stays, and its contents become others."""
+"""The rule for ``weight.data = tensor``: the object stays and gets other contents."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ..weight import Weight
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(op: Any, held: Weight, given: Tensor) -> None:
-    """Set ``held.data``: what ``load_state_dict(assign=True)`` does, and memory that others see stays as it is.
+    """Set ``held.data`` as ``load_state_dict(assign=True)`` does: the old memory is not written.
 
     ======  ==========================================================================
-    given   what ``held`` has afterwards
+    given   contents of ``held`` afterwards
     ======  ==========================================================================
     Weight  the given parts, scheme, dtype, device and shape
     plain   the given values, encoded in the held scheme, on the given device and dtype
     ======  ==========================================================================
 
-    The tie record, attributes, hooks, ``requires_grad`` and the grad stay those of ``held``, also where the shape is
-    another; the first rows then keep their codes, if they have the values from before.  Where other tensors lie over
-    the same parts (a transposed alias), plain values are written into the held storage, because only that reaches them.
+    The tie record, attributes, hooks, ``requires_grad`` and the grad stay those of ``held``, also if the shape changes;
+    the first rows then keep their codes if their values are unchanged.  Where other tensors share the parts (a
+    transposed alias), plain values are written into the held storage, because only such a write reaches them.
 
     Raises:
-        SchemeError: the held scheme cannot hold the given values or shape; ``held`` is as it was.
-        TieError: others lie over the same parts, and the given shape, device or dtype is not the held one.
-        UnsupportedOpError: ``given`` is a wrapper subclass of others.
+        SchemeError: the held scheme cannot hold the given values or shape; ``held`` is unchanged.
+        TieError: other tensors share the parts, and the given shape, device or dtype is not the held one.
+        UnsupportedOpError: ``given`` is a wrapper subclass of another library.
         ConversionError: only one of the two is on ``meta``, which torch refuses for plain tensors, too.
 
-    ``plain.data = weight`` never comes here: torch asks the held tensor only, and leaves it without memory.
+    ``plain.data = weight`` has no rule: torch dispatches on the held tensor only, and leaves it without memory.
     """
     if isinstance(given, Weight):
         activations = given.spec.activations or held.spec.activations
@@ -64,9 +64,10 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
 
 
 def _keep_rows(made: Weight, held: Weight, given: Tensor) -> None:
-    """Give ``made`` the codes of ``held`` in the first rows, where it has their very values, as a longer embedding has.
+    """Copy the first rows of ``held`` into ``made`` if ``given`` has their values, as a resized embedding has.
 
-    Encoding afresh would round them again.  Left as they are where rows share a part, or another device has them.
+    Encoding the values again could change codes and scales.  Nothing is copied where rows share a part, or where the
+    dtypes or devices differ.
     """
     count = min(len(held), len(given))
     if held.shape[1:] != given.shape[1:] or not count or (held.device, held.dtype) != (given.device, given.dtype):

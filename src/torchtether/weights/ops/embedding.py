@@ -1,4 +1,4 @@
-"""``F.embedding``: rows are gathered first and decoded after."""
+"""The rule for ``F.embedding``: gather the rows first, then decode them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _is_compiling = torch.compiler.is_compiling
 
 @rule(torch.nn.functional.embedding)
 def embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return ``weight[input]``: rows are gathered first and decoded after, so the table is never decoded."""
+    """Return ``weight[input]``; rows are gathered before they are decoded, so the whole table is never decoded."""
     max_norm = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
     if isinstance(weight, Weight) and is_tracing():
         return _plain_embedding(op, input, traced(weight), *args, **kwargs)
     if isinstance(weight, Weight) and max_norm is None and not records_graph(weight):
         padding = kwargs.get("padding_idx", args[0] if args else None)
-        if isinstance(input, Tensor) and _is_row(weight, padding):  # or torch says what is wrong
+        if isinstance(input, Tensor) and _is_row(weight, padding):  # else torch raises its own error
             made = gather(weight, input)
-            SHORTCUTS[op] = cpu.shortcut_gather  # next time
+            SHORTCUTS[op] = cpu.shortcut_gather  # for the next call
             return made
     return _plain_embedding(op, input, weight, *args, **kwargs)
 
@@ -46,7 +46,7 @@ def _plain_embedding(op: Any, input: Tensor, weight: Tensor, *args: Any, **kwarg
 
 @rule(aten.embedding.default)
 def embedding_rows(op: Any, weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what ``embedding`` does, below autograd."""
+    """Return ``weight[indices]`` as ``embedding`` does, below autograd."""
     if not isinstance(weight, Weight):
         raise TypeError("the indices of an embedding cannot be a Weight")
     return gather(weight, indices)
@@ -54,7 +54,7 @@ def embedding_rows(op: Any, weight: Tensor, indices: Tensor, *args: Any, **kwarg
 
 def gather(weight: Weight, indices: Tensor) -> Tensor:
     """Return the decoded rows that ``indices`` (any shape, integer) name: ``(*indices.shape, *weight.shape[1:])``."""
-    layout = None if _is_compiling() else weight.kernel_layout  # none where strides are turned
+    layout = None if _is_compiling() else weight.kernel_layout  # None for a permuted Weight
     if layout is not None and not is_observed():
         made = decoding.gather(layout, layout.pick_from(weight), weight._spec.dtype, indices)
         if made is not None:

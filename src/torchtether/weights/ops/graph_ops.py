@@ -1,4 +1,4 @@
-"""The ops that stand in a compiled graph for a product with a Weight."""
+"""The custom ops that represent products with a Weight in a compiled graph."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..weight import Weight
 from .product import by_columns, by_kernel, decoded_linear, gradient, layout_below_columns
 
 LIBRARY = torch.library.Library("torchtether", "DEF")
-"""The ops that stand in a compiled graph for a product with a Weight: the kernel is chosen when they run.
+"""The library of the custom ops. They choose the kernel when they run, not when the graph is compiled.
 
-``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` says what it is (``text_of``).
-Once a kernel has run, ``linear`` runs on the CPU without Python (``cpu.remember``); what does not suit goes to
-``any_linear``.
+``parts`` are those of the contiguous Weight, in the order of its scheme, and ``weight`` is its spec (``text_of``).
+Once a kernel has run, ``linear`` runs on the CPU without Python (``cpu.remember``), and passes calls that the kernel
+does not take to ``any_linear``.
 A graph for export has none of them: it decodes with aten ops, so that it runs where torchtether is not installed.
 """
 
@@ -30,24 +30,25 @@ LIBRARY.define("gradient(Tensor x, Tensor[] parts, str weight) -> Tensor")
 
 
 def in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) -> Tensor | None:
+    """Return the product by one of these ops, ``None`` where the compiler does better with aten ops."""
     layout, dtype = base.kernel_layout, base.dtype
     if layout is None:
         layout, dtype = layout_below_columns(base), torch.float32
     if layout is None or torch.compiler.is_exporting() or not kernels_for(layout, dtype, device := base.device.type):
         return None  # the compiler fuses the decoding
     if device != "cpu" and base.spec.activations is not None:
-        return None  # torch's own ops multiply: the compiler fuses the rounding
+        return None  # torch's own ops multiply, and the compiler fuses the rounding
     parts, weight = list(base.parts.values()), text_of(base.spec)
     if is_gradient:
         return torch.ops.torchtether.gradient.default(x, parts, weight)  # type: ignore[no-any-return]
     return torch.ops.torchtether.linear.default(x, bias, parts, weight)  # type: ignore[no-any-return]
 
 
-_QUOTES = str.maketrans("'\"", "\"'")  # torch writes the text into C++ as it is, between double quotes
+_QUOTES = str.maketrans("'\"", "\"'")  # torch writes the text unescaped into C++, between double quotes
 
 
 def text_of(spec: WeightSpec) -> str:
-    """Return what the ops know of a Weight: its spec as JSON, with single quotes."""
+    """Return the argument ``weight`` of the ops: the spec without its tie, as JSON with single quotes."""
     return json.dumps(spec.replace(tie=None).to_json(), sort_keys=True).translate(_QUOTES)
 
 
@@ -55,7 +56,7 @@ class _Known(NamedTuple):
     spec: WeightSpec
     names: tuple[str, ...]
     layout: Layout | None
-    order: tuple[int, ...]  # which parts the kernels take
+    order: tuple[int, ...]  # indices of the parts that the kernels take
 
 
 @lru_cache(maxsize=4096)
@@ -70,12 +71,12 @@ def _weight_of(known: _Known, parts: Sequence[Tensor]) -> Weight:
 
 
 def spec_from(weight: str) -> WeightSpec:
-    """Return the spec of which ``text_of`` gave ``weight``, without its tie."""
+    """Return the spec from which ``text_of`` made ``weight``, without its tie."""
     return _known(weight).spec
 
 
 def weight_from(weight: str, parts: Sequence[Tensor]) -> Weight:
-    """Return the Weight of which ``text_of`` gave ``weight``, over ``parts``."""
+    """Return a Weight of ``parts`` with the spec from which ``text_of`` made ``weight``."""
     return _weight_of(_known(weight), parts)
 
 

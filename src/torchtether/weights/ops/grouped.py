@@ -1,6 +1,6 @@
-"""``F.grouped_mm``: rows in groups, each times a matrix of its own, as mixtures of experts call it.
+"""The rule for ``F.grouped_mm``: groups of rows, each times a matrix of its own, as mixtures of experts call it.
 
-Only the matrices of groups that have rows are decoded: on the CPU one at a time, on CUDA as many as there may be, in
+Only the matrices of groups that have rows are decoded: on the CPU one at a time, on CUDA as many as can be in use, in
 pieces that torch's own op multiplies. Autograd calls the same op for the gradient of the rows, with the Weight
 transposed.
 """
@@ -40,8 +40,8 @@ def grouped_mm(
 ) -> Tensor:
     """Return ``rows[offs[i - 1]:offs[i]] @ weight[i]`` for each group i, one below the other.
 
-    rows (M, K)    weight (G, K, N)    offs (G,) int32, on the device of ``rows``    result (M, N), zeros behind the
-    last group. Any other call of the op is answered with the values of its Weights.
+    rows (M, K)    weight (G, K, N)    offs (G,) int32, on the device of ``rows``    result (M, N), zeros after the
+    last group. Any other call of the op runs on the decoded values.
     """
     if not isinstance(weight, Weight) or weight.dim() != 3 or rows.dim() != 2 or offs is None:
         return _plain(op, rows, weight, offs, bias, out_dtype)
@@ -82,8 +82,10 @@ def _product(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> T
 
 
 def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: Tensor | None) -> Tensor:
-    """Return the product with one matrix, which is decoded into ``scratch``: the system takes longer to find new
-    memory for each matrix than decoding takes."""
+    """Return the product with the matrix of one group.
+
+    It is decoded into ``scratch``: new memory for each matrix would take longer than decoding.
+    """
     try:
         matrix = select(aten.select.int, base, 0, group)
     except UnsupportedOpError:  # two matrices share a block of the scheme
@@ -106,7 +108,7 @@ def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: T
 # -- on CUDA ----------------------------------------------------------------------------------------------------------
 
 _ALIGNED = 16
-"""Sides are multiples of it: then all rows that ``torch._grouped_mm`` reads begin at multiples of 16 bytes."""
+"""Sides of the matrices must be multiples of it, so that rows that ``torch._grouped_mm`` reads are 16-byte aligned."""
 
 
 def torch_multiplies(rows: Tensor, base: Weight, offs: Tensor) -> bool:
@@ -197,13 +199,13 @@ def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: boo
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Return ``rows``, or a copy of them, of which each begins at a multiple of 16 bytes of its storage."""
+    """Return ``rows``, or a copy, in which each row begins at a multiple of 16 bytes of the storage."""
     fits = rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and rows.stride(0) % 8 == 0
     return rows if fits and rows.storage_offset() % 8 == 0 else rows.clone(memory_format=torch.contiguous_format)
 
 
 def in_use(offs: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the groups that have rows, in order, others behind them, ``used`` in all; and their ends.
+    """Return the indices of ``used`` groups, in order, those that have rows first; and the end of the rows of each.
 
     >>> in_use(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 3)
     (tensor([1, 3, 0]), tensor([2, 5, 5], dtype=torch.int32))
@@ -222,7 +224,7 @@ LIBRARY.define("grouped(Tensor rows, Tensor offs, Tensor[] parts, str weight, bo
 
 @torch.library.impl(LIBRARY, "grouped", "CompositeExplicitAutograd")
 def grouped_in_graph(rows: Tensor, offs: Tensor, parts: list[Tensor], weight: str, is_transposed: bool) -> Tensor:
-    """Return what ``grouped_mm`` does; how many rows each group has is known when the graph runs."""
+    """Return the product as ``grouped_mm`` does; the sizes of the groups are known only when the graph runs."""
     return _product(rows, weight_from(weight, parts), offs, is_transposed)
 
 

@@ -23,7 +23,7 @@ UPDATES = """
     _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_
     _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
 """.split()
-"""What optimizers do to a parameter: on a trained Weight the result is rounded stochastically."""
+"""Ops by which optimizers update a parameter: on a trained Weight the result is rounded stochastically."""
 
 WRITES = """
     pow_ fmod_ remainder_ neg_
@@ -35,15 +35,15 @@ WRITES = """
     _foreach_clamp_min_ _foreach_clamp_max_ _foreach_pow_ _foreach_reciprocal_ _foreach_exp_ _foreach_sign_
     _foreach_copy_ embedding_renorm_
 """.split()
-"""What says which values a Weight has: they are rounded to the nearest."""
+"""Ops that set values: the result is rounded to nearest."""
 
 
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``op`` on the values of every Weight, then encode those that it wrote; all are encoded before one is."""
+    """Run ``op`` on decoded values, then encode those that it wrote; all are encoded before one is stored."""
     written = _written(op, args, kwargs)
     if any(_master(weight) is not None for weight in written):
-        return _write_widely(op, args, kwargs, is_update=False)
+        return _write_in_float32(op, args, kwargs, is_update=False)
     decoded: dict[int, Tensor] = {}
 
     def values(weight: Weight) -> Tensor:
@@ -57,20 +57,20 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(*overloads(UPDATES, writes=True), kind="re-encoded")
 def update(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``op`` as ``write`` does; what it does to trained Weights is rounded stochastically."""
+    """Run ``op`` as ``write`` does; the results on trained Weights are rounded stochastically."""
     if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args, kwargs)):
-        return _write_widely(op, args, kwargs, is_update=True)
+        return _write_in_float32(op, args, kwargs, is_update=True)
     return write(op, *args, **kwargs)
 
 
 FOREIGN_WRITES.append(update)
 
 
-def _write_widely(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_update: bool) -> Any:
-    """Run ``op`` in float32, on masters where there are some, and encode what it wrote.
+def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_update: bool) -> Any:
+    """Run ``op`` in float32, on the masters of Weights that have one, and encode the results.
 
-    In 16 bits a small step would be lost before it could be rounded.  Other tensors of 16 bits then take part as
-    float32, too, and are rounded once.
+    In 16 bits a small step would be lost before stochastic rounding.  Other 16-bit tensors take part in float32, too,
+    and are rounded once.
     """
     wide: dict[int, tuple[Tensor, Tensor]] = {}
     written = {id(tensor): tensor for tensor in _written(op, args, kwargs, Tensor)}
@@ -126,7 +126,7 @@ def _store(encoded: list[tuple[Weight, dict[str, Tensor] | None]]) -> None:
 
 
 def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
-    """Encode ``values`` by ``Scheme.update`` if the Weight is trained, else to the nearest."""
+    """Return ``values`` encoded by ``Scheme.update`` if the Weight is trained, else rounded to nearest."""
     scheme = weight.scheme
     if scheme.transparent or not weight.is_trained or _master(weight) is not None:
         return encode_like(weight, values)
@@ -141,33 +141,34 @@ def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
             TrainingWarning,
             stacklevel=2,
         )
-    return _beside(weight, base, scheme.reencode(base, weight.parts))
+    return _keeping_shared(weight, base, scheme.reencode(base, weight.parts))
 
 
 _warned: set[type] = set()
 
 
 def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
-    """Encode ``values`` in the Weight's scheme and order; return ``None`` if they are its storage already.
+    """Return ``values`` encoded in the Weight's scheme and order; ``None`` if they are its storage (transparent).
 
-    Scales that still suit stay, or each step of an optimizer would wear the values down, also with zero gradients.
+    Scales that still fit are kept: with new scales every optimizer step would degrade the values, even at zero
+    gradients.
     """
     if weight.scheme.transparent:
         return None
     base = _in_order(weight, values)
-    return _beside(weight, base, weight.scheme.reencode(base, weight.parts))
+    return _keeping_shared(weight, base, weight.scheme.reencode(base, weight.parts))
 
 
 def _in_order(weight: Weight, values: Tensor) -> Tensor:
-    """Return ``values`` in the order of the parts."""
+    """Return ``values`` permuted to the dimension order of the parts."""
     spec = weight.spec
     return values if spec.is_contiguous else values.permute([spec.order.index(d) for d in range(values.dim())])
 
 
-def _beside(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``parts`` of ``values``, or those under the held scales if only they spare the parts of other rows.
+def _keeping_shared(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``parts``, the encoding of ``values``, or one with the held scales if ``parts`` would change other rows.
 
-    That is where the held scales hold the values exactly, as they do zeros: ``nn.Embedding`` clears its padding row.
+    Only where that one is exact, as of zeros: ``nn.Embedding`` clears its padding row.
     """
     held = weight.parts
     if all(held[name].is_meta or same_bits(held[name], parts[name]) for name in weight._cut):
@@ -181,7 +182,7 @@ def _beside(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[st
 
 @rule(aten.copy_.default)
 def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write the values of ``given`` to ``held``, which keeps its scheme; equal schemes copy part by part."""
+    """Write the values of ``given`` to ``held``, which keeps its scheme; parts of an equal scheme are copied."""
     if not isinstance(held, Weight):
         op(held, given.values_of() if isinstance(given, Weight) else given, non_blocking)
         return held
@@ -201,7 +202,8 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
         return held  # as torch does: nothing to write to
     spec = held.spec
     base = values.expand(held.shape).permute([spec.order.index(d) for d in range(held.dim())])
-    held.set_parts(_beside(held, base, spec.scheme.encode(base)))  # afresh: the same parts, whatever was held before
+    # encode, not reencode: the result must not depend on the scales that were held before
+    held.set_parts(_keeping_shared(held, base, spec.scheme.encode(base)))
     return held
 
 

@@ -1,4 +1,4 @@
-"""``F.linear`` and ``matmul``, caught one Python hop above aten when no graph is recorded."""
+"""The rules for ``F.linear`` and ``matmul``, which run above aten, in ``__torch_function__``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     """
     if not isinstance(weight, Weight):
         return plain_linear(op, input, weight, bias)
-    is_seen = is_observed()
-    if is_seen and is_tracing():
+    observed = is_observed()
+    if observed and is_tracing():
         kind, values = weight.spec.activations, traced(weight)
         return plain_linear(op, input if kind is None else rounding.rounded(input, kind), values, bias)
     if records_graph(input, weight, bias):
         return plain_linear(op, input, weight, bias)
-    if not is_seen:
+    if not observed:
         made = by_parts(weight, input, bias)
         if made is not None:
-            SHORTCUTS[op] = cpu.shortcut_linear  # next time
+            SHORTCUTS[op] = cpu.shortcut_linear  # for the next call
             return made
     input, bias = (t.values_of() if isinstance(t, Weight) else t for t in (input, bias))  # type: ignore[assignment]
     return decoded_linear(op, input, weight, bias)
@@ -41,15 +41,15 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
 def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
-    """Return the product; a batch of matrices is one matrix with all of their rows."""
+    """Return the product; a batch of matrices is multiplied as one matrix with all of their rows."""
     with as_plain():
         if op is Tensor.__rmatmul__:
             op, first, second = torch.matmul, second, first
         if not kwargs and _is_matrix(second) and is_batch(first):
             return op(first.flatten(0, -2), second).view(*first.shape[:-1], second.shape[1])
         if not kwargs and _is_matrix(first) and is_strided(second):
-            turned = second.transpose(-1, -2)  # (A @ B).T is B.T @ A.T, so it is the rows of B.T that are one matrix
-            return op(turned.flatten(0, -2), first.t()).view(*turned.shape[:-1], first.shape[0]).transpose(-1, -2)
+            columns = second.transpose(-1, -2)  # A @ B = (B.T @ A.T).T, so the rows of B.T make one matrix
+            return op(columns.flatten(0, -2), first.t()).view(*columns.shape[:-1], first.shape[0]).transpose(-1, -2)
         return op(first, second, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Lifted ops: run on each part; no value changes."""
+"""Lifted ops, which run on each part and change no value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def record_stream(op: Any, weight: Weight, stream: Any) -> None:
 
 @rule(aten.clone.default, kind="lifted")
 def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None = None) -> Weight:
-    """Copy every part; the strides can only stay, because the parts know one order."""
+    """Copy every part; other strides are refused, because the parts have one order."""
     if weight.scheme.transparent:
         return weight.around(op(weight.values_of(), memory_format=memory_format))
     if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
@@ -56,15 +56,13 @@ def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None 
 def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
     """Move the parts; a float dtype becomes the compute dtype, and the parts keep theirs."""
     whole = whole_of(weight)
-    if whole is not weight and "memory_format" not in kwargs:  # padded for a collective, so its copy is, too
+    if whole is not weight and "memory_format" not in kwargs:  # padded for a collective: so must the copy be
         return first_rows(to_copy(op, whole, **kwargs), weight.shape[0])
     dtype = kwargs.pop("dtype", None) or weight.dtype
     if weight.scheme.transparent:
         return copy_padding(weight.around(op(weight.values_of(), dtype=dtype, **kwargs)), weight)
     memory_format = kwargs.pop("memory_format", None)
-    if (
-        not dtype.is_floating_point or dtype.itemsize < 2 or dtype.is_complex
-    ):  # no compute dtype: the values are asked for
+    if not dtype.is_floating_point or dtype.itemsize < 2 or dtype.is_complex:  # no compute dtype: convert the values
         return op(weight.values_of(), dtype=dtype, memory_format=memory_format, **kwargs)  # type: ignore[no-any-return]
     if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
         raise UnsupportedOpError(

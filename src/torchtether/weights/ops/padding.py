@@ -1,8 +1,8 @@
-"""Padding of a Weight's rows, as FSDP2 and DTensor ask for it; nothing else knows how it is noted.
+"""Padding of a Weight's rows for FSDP2 and DTensor; only this module knows how it is recorded.
 
-A *padded* Weight is made by ``new_zeros`` with as many rows as the fullest rank has, and its first rows are filled.  A
-cut of those may go through a block, because only padding lies behind.  They know the padded Weight, which is gathered
-in their place, so that every rank gives equally many bytes.
+``new_zeros`` makes a *padded* Weight with as many rows as the fullest rank has, and its first rows are filled.  The
+view of the filled rows may end within a block, because only padding follows.  It refers to the padded Weight, which is
+gathered in its place, so that every rank sends the same number of bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATTACHED.add(_PADDING)
 
 
 class Padding(NamedTuple):
-    """Hold the padded Weight whose filled rows a Weight has; ``None`` where that Weight itself is padded."""
+    """Mark a Weight as the filled rows of the padded Weight ``whole``, or with ``None`` as padded itself."""
 
     whole: Weight | None
 
@@ -28,7 +28,7 @@ _ITSELF = Padding(None)
 
 
 def is_padded(weight: Weight) -> bool:
-    """Return whether ``weight`` was made to be filled with fewer rows than it has."""
+    """Return whether ``weight`` is padded: made to be filled with fewer rows than it has."""
     return weight.__dict__.get(_PADDING) is _ITSELF
 
 
@@ -38,31 +38,31 @@ def lacks_padding(tensor: Tensor) -> bool:
 
 
 def whole_of(weight: Weight) -> Weight:
-    """Return the padded Weight whose filled rows ``weight`` has; ``weight`` itself if there is none."""
+    """Return the padded Weight of which ``weight`` is the filled rows; ``weight`` itself if there is none."""
     padding: Padding | None = weight.__dict__.get(_PADDING)
     return weight if padding is None or padding.whole is None else padding.whole
 
 
 def mark_padded(made: Weight) -> Weight:
-    """Return ``made``, noted as padded."""
+    """Return ``made``, marked as padded."""
     made.__dict__[_PADDING] = _ITSELF
     return made
 
 
 def mark_rows(made: Weight, weight: Weight) -> Weight:
-    """Return ``made``, the first rows of ``weight``, noted as the filled rows if that is padded."""
+    """Return ``made``, the first rows of ``weight``, marked as its filled rows if ``weight`` is padded."""
     if is_padded(weight):
         made.__dict__[_PADDING] = Padding(weight)
     return made
 
 
 def keep_padding(made: Weight, weight: Weight) -> Weight:
-    """Return ``made``, another wrapper of the parts of ``weight``, padded as that is."""
+    """Return ``made``, another wrapper of the parts of ``weight``, with the mark of ``weight``."""
     if _PADDING in weight.__dict__:
         made.__dict__[_PADDING] = weight.__dict__[_PADDING]
     return made
 
 
 def copy_padding(made: Weight, weight: Weight) -> Weight:
-    """Return ``made``, a copy of ``weight``, noted as padded if that is; filled rows lose their padding."""
+    """Return ``made``, a copy of ``weight``, marked as padded if ``weight`` is; filled rows lose their padding."""
     return mark_padded(made) if is_padded(weight) else made

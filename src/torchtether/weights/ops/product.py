@@ -1,4 +1,4 @@
-"""One product with a Weight: by a kernel of the table, or with its values, a chunk of rows at a time."""
+"""One product with a Weight: by a kernel of the table, or with decoded values, a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SCRATCH = 32 * 2**20
 """Bytes of decoded weight above which products decode row chunks instead of the whole."""
 
 CACHED = 8 * 2**20
-"""The same for dtypes of 16 bits, so that chunks stay in the cache. In float32 the bits of one product count more."""
+"""The same for 16-bit dtypes, so that chunks stay in the cache. In float32 the bits of one whole product matter more
+than speed."""
 
 ON_CUDA = 128 * 2**20
-"""The same on CUDA: a piece is four launches or so, and 8192 x 28672 in 16 bits four pieces. Not
-measured."""
+"""The same on CUDA: a chunk costs about four launches, and 8192 x 28672 in 16 bits is four chunks. Not measured."""
 
 KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
     "compiled": cpu.linear,
@@ -59,7 +59,7 @@ def records_graph(*tensors: Any) -> bool:
 
 
 def traced(weight: Weight) -> Tensor:
-    """Return the values, which are a constant of the trace; it has no place for a Weight."""
+    """Return the values as a constant of the trace, which cannot hold a Weight."""
     if records_graph(weight):
         fix = "Call requires_grad_(False) on it, or trace inside torch.no_grad()."
         raise UnsupportedOpError("torch.jit.trace cannot follow a Weight that requires grad", fix=fix)
@@ -101,7 +101,7 @@ def by_kernel(
 
 
 def by_parts(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the product by a kernel that reads the parts as they lie, ``None`` if none does."""
+    """Return the product by a kernel that reads the parts directly, ``None`` if none does."""
     layout = weight.kernel_layout
     if layout is None:
         return by_columns(weight, x, bias)
@@ -109,9 +109,10 @@ def by_parts(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def by_columns(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the product with a Weight of scaled columns by a kernel for what they scale, ``None`` if none takes it.
+    """Return the product with a column-scaled Weight: scaled inputs, times the inner scheme's codes by its kernel.
 
-    It is computed in float32 and rounded once: inputs of 16 bits, times scales, would be rounded themselves.
+    ``None`` if no kernel takes it.  It is computed in float32 and rounded once: scaled 16-bit inputs would be rounded
+    themselves.
     """
     layout, size = layout_below_columns(weight), weight.shape[-1]
     if layout is None or x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1:] != (size,):
@@ -124,9 +125,9 @@ def by_columns(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def layout_below_columns(weight: Weight) -> Layout | None:
-    """Return how the kernels see what the columns of ``weight`` scale; ``None`` if they cannot, or nothing scales them.
+    """Return the kernels' layout of the scheme below the column scales of ``weight``; ``None`` if there is none.
 
-    Inputs that are to be rounded would be so after the scales, not before: such products decode.
+    Also ``None`` where inputs are rounded: they must be rounded before the column scales, so such products decode.
     """
     scheme, spec = weight.scheme.decoder, weight.spec
     if not isinstance(scheme, ColumnScaled) or spec.activations is not None or not spec.is_contiguous:
@@ -145,25 +146,25 @@ def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) 
 
 
 def _values_of(weight: Weight) -> Tensor:
-    """Return ``weight.values_of()``, by the kernels that decode rows where they take its scheme."""
+    """Return ``weight.values_of()``, decoded by a kernel where one takes its scheme."""
     if is_observed() or weight.kernel_layout is None:
         return weight.values_of()
     return decoder(weight)(0, weight.shape[0], None)
 
 
 def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Return the product of rounded inputs, where no kernel rounds them itself; no graph is recorded of it.
+    """Return the product of rounded inputs, for calls that no kernel takes; no autograd graph is recorded.
 
-    Rounded once, at the end; on processors with fast products of 16 bits, and on GPUs, the product is also rounded
-    before it has its scale and the bias.
+    The product is rounded once, at the end; on processors with fast 16-bit products, and on GPUs, it is also rounded
+    before it is scaled and the bias is added.
     """
     kind, exact = weight.spec.activations, weight.map(same, weight.spec.replace(activations=None))
     assert kind is not None
     fits = x.dim() > 0 and x.shape[-1] == weight.shape[-1] > 0 and x.is_floating_point()
     if not fits or x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type):
-        x = rounding.rounded(x, kind) if fits else x  # what it becomes, or why it cannot, is torch's to say
+        x = rounding.rounded(x, kind) if fits else x  # torch promotes, or raises its own error
         return plain_linear(op, x, exact.values_of(), bias)
-    if not x.is_cpu and weight.kernel_layout is not None:  # torch's own ops, which modes and compilers may see
+    if not x.is_cpu and weight.kernel_layout is not None:  # by torch's own ops, which modes and compilers see
         made = by_parts(weight, x, bias)
         if made is not None:
             return made
@@ -184,7 +185,7 @@ def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
 
 
 def rows_at_once(weight: Weight) -> int | None:
-    """Return how many rows to decode at once; ``None``: all, if they are few or cannot be cut."""
+    """Return how many rows to decode at once; ``None`` for all, if they are few or cannot be cut."""
     if weight.scheme.transparent or weight.dim() != 2 or not weight.spec.is_contiguous:
         return None
     step = rows_of_piece(weight.spec.shape, weight.dtype, weight.device.type)

@@ -1,6 +1,6 @@
-"""Cutting and joining the parts of a Weight along dim 0, for every scheme alike.
+"""Cutting and joining the parts of a Weight along dim 0, in the same way for every scheme.
 
-A part says how many elements one of its dim-0 entries covers (``Part.span``); that is all this needs.
+It needs only ``Part.span``: the number of elements that one dim-0 entry of a part covers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
 
 
 def shared_by_rows(weight: Weight) -> tuple[str, ...]:
-    """Return the parts of some rows of ``weight`` that other rows need, too: ``cut_rows`` leaves them whole."""
+    """Return the names of the parts that all rows of ``weight`` use: ``cut_rows`` leaves them whole."""
     base = weight.spec.base
     row = math.prod(base[1:])
     layout = weight.scheme.layout(base).items()
@@ -66,7 +66,7 @@ def shared_by_rows(weight: Weight) -> tuple[str, ...]:
 
 
 def take_rows(weight: Weight, index: Tensor) -> dict[str, Tensor] | None:
-    """Copy the parts of the rows that the 1-D ``index`` names; return ``None`` where rows share an entry."""
+    """Return copies of the parts of the rows in the 1-D ``index``; ``None`` where rows share an entry."""
     shape = weight.spec.base
     row = math.prod(shape[1:])
     taken = {}
@@ -85,7 +85,7 @@ def take_rows(weight: Weight, index: Tensor) -> dict[str, Tensor] | None:
 
 
 def join_rows(weights: Sequence[Weight]) -> dict[str, Tensor] | None:
-    """Join the parts of the Weights along dim 0; return ``None`` if that needs another encoding."""
+    """Return the parts of the Weights joined along dim 0; ``None`` if the joined values must be encoded again."""
     first = weights[0]
     layouts = [weight.scheme.layout(weight.spec.base) for weight in weights]
     joined = {}

@@ -1,7 +1,7 @@
-"""What FSDP2 and DTensor ask of a Weight: its bytes are gathered and scattered part by part, never its values.
+"""The rules for FSDP2 and DTensor: they gather and scatter the bytes of the parts, never values.
 
 A rank's shard is a Weight of its rows.  FSDP2 pads it, and the padded Weight is gathered; see ``padding``.
-Parts that all rows need (one scale for the tensor, column groups) are whole on every rank and not gathered.
+Parts that all rows use (one scale for the tensor, column groups) are whole on every rank and not gathered.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def rows_per_rank(rows: int, ranks: int) -> int:
 
 
 def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str, int] | None:
-    """Return the part whose blocks ``ranks`` shards would cut, and the rows that a rank needs a multiple of.
+    """Return the name of a part whose blocks ``ranks`` shards would cut, and the unit: a shard needs a multiple of it.
 
-    ``None`` where every block lies in one shard.
+    The unit is a number of rows.  ``None`` where every block lies in one shard.
 
     >>> from torchtether.schemes import Affine
     >>> layout = Affine(block=(128, 128)).layout((1024, 256))
@@ -58,10 +58,10 @@ def cut_block(layout: Mapping[str, Part], shape: Shape, ranks: int) -> tuple[str
 
 
 def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], None]]:
-    """Return the hook for ``weight``, in the signature that suits it.
+    """Return the hook for ``weight``, with one argument or five.
 
-    FSDP2 reads the signature.  With five arguments it demands that each input has the padded size of the parameter,
-    which only a transparent Weight has; with one it takes the bytes of the parts as they are.
+    FSDP2 reads the signature.  From a hook of five arguments it demands inputs of the padded size of the parameter,
+    which only a transparent Weight has; from a hook of one it takes the bytes of the parts.
     """
     whole = whole_of(weight)
 
@@ -78,15 +78,15 @@ def pre_all_gather(weight: Weight) -> Callable[..., tuple[tuple[Tensor, ...], No
 
 
 def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
-    """Return the hook for ``weight``: it makes the Weight of all rows, over views of the gathered bytes."""
+    """Return the hook for ``weight``: it returns the Weight of all rows, with parts that view the gathered bytes."""
 
     def hook(
         outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Gathered | None:
         names, device = _cut_parts(weight), outputs[0].device if outputs else weight.device
-        is_alone = len(outputs) < len(names)  # of one rank, FSDP2 gathers the first input, and forgets the others
+        is_alone = len(outputs) < len(names)  # on a single rank FSDP2 gathers only the first input
         if out is not None:
-            # the rest is where it was: FSDP2 has refilled that memory
+            # gathered parts need no renewal: FSDP2 has refilled their memory
             _renew(_local(out), weight, weight.parts if is_alone else weight.parts.keys() - set(names))
             return None
         if weight.scheme.transparent:
@@ -108,7 +108,7 @@ def _cut_parts(weight: Weight) -> list[str]:
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """Return the part as one row of bytes, which any backend can gather, in any mixture of dtypes."""
+    """Return the part as one row of bytes, which any backend can gather whatever the dtypes."""
     return part.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -119,7 +119,7 @@ def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) 
     ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
     base = (whole.spec.base[0] * ranks, *whole.spec.base[1:])
     device = next((given.device for given in gathered.values()), weight.device)  # shards may be kept on the CPU
-    if cut_block(weight.scheme.layout(base), base, ranks):  # then the first rank has all rows, or it could not be cut
+    if cut_block(weight.scheme.layout(base), base, ranks):  # such shards cannot be made: the first rank has all rows
         gathered = {name: given[: nbytes[name]] for name, given in gathered.items()}
         base = whole.spec.base
     parts = {}
@@ -130,14 +130,14 @@ def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) 
 
 
 def _local(tensor: Tensor) -> Weight:
-    """Return the Weight itself, or the one inside of the DTensor that tensor parallelism makes of it."""
+    """Return the Weight itself, or the local tensor of the DTensor that tensor parallelism made of it."""
     inner = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(inner, Weight)
     return inner
 
 
 def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
-    """Set these parts of ``out`` to those of ``weight``, on its own device; shards may be kept on the CPU."""
+    """Set the parts ``names`` of ``out`` to those of ``weight``, moved to its device: shards may be kept on the CPU."""
     for name in names:
         if out.parts[name] is not weight.parts[name]:
             setattr(out, f"_part_{name}", weight.parts[name].to(out.device))
@@ -148,7 +148,7 @@ def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:
 
 @rule(aten.constant_pad_nd.default)
 def constant_pad_nd(op: Any, weight: Weight, pad: Sequence[int], value: float = 0) -> Any:
-    """Return a padded Weight for zeros below the last row, as DTensor asks before it gathers; else read the values."""
+    """Return a padded Weight if the op appends zero rows, as DTensor does before it gathers; else pad the values."""
     *others, below = [0, 0, *pad][1:] if pad else [0]
     is_below = len(pad) == 2 * weight.dim() > 0 and not any(others) and below >= 0 == value
     if not is_below or not weight.spec.is_contiguous:
@@ -157,7 +157,7 @@ def constant_pad_nd(op: Any, weight: Weight, pad: Sequence[int], value: float = 
 
 
 def padded_below(weight: Weight, rows: int) -> Weight:
-    """Return the rows of ``weight``, copied, and zeros below them up to ``rows``."""
+    """Return a padded copy of ``weight`` with ``rows`` rows."""
     made = weight.new_zeros((rows, *weight.shape[1:]))
     assert isinstance(made, Weight)
     if weight.shape[0]:
@@ -169,7 +169,7 @@ def padded_below(weight: Weight, rows: int) -> Weight:
 
 
 def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name: Any) -> Weight:
-    """Gather the rows of all ranks along dim 0, and wait: a Weight has no tensor to wait for later."""
+    """Gather the rows of all ranks along dim 0 and wait: a Weight cannot hold tensors still to be waited for."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     if weight.scheme.transparent:
         made = weight.around(wait(op(weight.values_of().contiguous(), group_size, group_name)))
@@ -184,12 +184,12 @@ def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name:
 
 
 def wait_tensor(op: Any, weight: Weight) -> Weight:
-    """The Weight itself: its collectives have waited."""
+    """Return the Weight: its collectives have waited already."""
     return keep_padding(weight.map(aten.alias.default), weight)
 
 
 def scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *args: Any, **kwargs: Any) -> Any:
-    """Send each part of the root's Weights to the rank that it is for."""
+    """Scatter the root's Weights to the ranks, part by part."""
     (held,) = outputs
     work = None
     for name, part in _weight(held).parts.items():

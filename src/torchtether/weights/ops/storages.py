@@ -1,4 +1,4 @@
-"""What torch asks a Weight of the memory behind it: the storage, which claims its bytes and has none; its parts."""
+"""Rules for queries about memory and ``requires_grad``; the storage of a Weight reports a size but has no memory."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..wrapping import REQUIRES_GRAD
 
 @rule(Tensor.untyped_storage)
 def untyped_storage(op: Any, weight: Weight) -> Any:
-    """Return a storage whose size and identity tools may read; what needs its memory raises."""
+    """Return a storage whose size and identity tools may read; ops that need its memory raise UnsupportedOpError."""
     return empty_storage(weight)
 
 
 @rule(Tensor.storage, typed_storage)
 def storage(op: Any, weight: Weight) -> Any:
-    """Return the same storage, typed, as deprecated code asks for it."""
+    """Return the same storage, typed, for deprecated code."""
     return empty_storage(weight, op)
 
 
 _NOWHERE = 1 << 55
-"""No address of a process has this bit, on x86-64 or ARM: what reads there by mistake ends, and finds no codes."""
+"""A bit that no address of a process has on x86-64 or ARM: a mistaken read there faults instead of reading codes."""
 
 
 @rule(Tensor.data_ptr)
 def data_ptr(op: Any, weight: Weight) -> int:
-    """Return a number that tells memory apart: equal for what begins with one part, 0 on ``meta``.
+    """Return a number that identifies the memory: equal for Weights with the same first part, 0 on ``meta``.
 
-    It is the address of the memory only for a transparent scheme.  Tools such as accelerate know tied tensors by this
-    number; torch gives every wrapper 0, which they take for one tensor, or refuses.
+    It is the address of the memory only for a transparent scheme.  Tools such as accelerate find tied tensors by this
+    number.  Torch itself raises for a wrapper, or returns 0 for each, which tools take for one tensor.
     """
     first = next(iter(weight.parts.values()))
     address = first.data_ptr()
@@ -43,14 +43,14 @@ def data_ptr(op: Any, weight: Weight) -> int:
 
 @rule(Tensor.share_memory_, Tensor.is_shared)
 def shared(op: Any, weight: Weight) -> Any:
-    """Call the Weight's own method, also for a caller of ``Tensor``'s."""
+    """Call the Weight's own method where the method of ``Tensor`` was called."""
     return getattr(weight, op.__name__)()
 
 
 @rule(REQUIRES_GRAD)
 def requires_grad(op: Any, weight: Weight) -> bool:
-    """Return whether the Weight requires grad; no to ``torch.export`` where it asks for its codes."""
-    return weight._asked_requires_grad(3)
+    """Return whether the Weight requires grad; False where ``torch.export`` would set the answer on codes."""
+    return weight._requires_grad_for(3)
 
 
-FOLDS[REQUIRES_GRAD] = requires_grad  # AOTInductor asks while it compiles
+FOLDS[REQUIRES_GRAD] = requires_grad  # AOTInductor reads it while it compiles

@@ -1,4 +1,4 @@
-"""Decoded ops: they read the values, so they run on the decoded tensor."""
+"""Decoded ops, which read values and run on the decoded tensor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .below_autograd import matrix_product
 aten = torch.ops.aten
 
 LARGE = 64 * 2**20
-"""Bytes of decoded values above which an op other than a matrix product says, once, that it decodes."""
+"""Bytes of decoded values above which an op other than a matrix product warns, once, that it decodes."""
 
 MATMULS = """
     mm addmm bmm baddbmm mv addmv dot vdot linear matmul convolution _convolution addr addbmm mkldnn_rnn_layer
     _trilinear
 """.split()
-"""Products, which are what a weight is for: they never warn."""
+"""Products, the purpose of a weight: they never warn."""
 
 READS = """
     sum mean norm linalg_vector_norm std std_mean var var_mean amax amin max min aminmax argmax argmin prod all
@@ -50,13 +50,13 @@ BACKWARDS = """
     huber_loss_backward leaky_relu_backward hardtanh_backward gelu_backward elu_backward silu_backward
     _weight_norm_interface_backward
 """.split()
-"""What autograd calls on the Weights that the ops above saved."""
+"""Ops that autograd calls on the Weights that the ops above saved."""
 
 
 def overloads(names: list[str], *, writes: bool) -> list[Any]:
     """Return the overloads of the named aten ops in this torch that do (or do not) write to an argument.
 
-    Left out are ``out=`` overloads, those of named tensors, and those of TorchScript, which no tensor ever meets.
+    Left out are ``out=`` overloads, those of named tensors, and those without a kernel, which only TorchScript calls.
     """
     found: dict[Any, None] = {}
     for name in names:
@@ -75,7 +75,7 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
 
 @rule(*overloads(MATMULS + BACKWARDS, writes=False), kind="decoded")
 def product(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the op on the decoded values, in pieces where it is a product of two matrices."""
+    """Run the op on the decoded values, decoded in chunks for a product of two matrices."""
     made = matrix_product(op, *args, **kwargs)
     if made is not None:
         return made
@@ -85,7 +85,7 @@ def product(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(torch.einsum, kind="decoded")
 def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sum over the decoded values, with gradients: torch would permute and split a Weight on the way to ``bmm``."""
+    """Run einsum on the decoded values, with gradients: torch would permute and split a Weight before its ``bmm``."""
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
 

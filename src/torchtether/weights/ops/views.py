@@ -65,7 +65,7 @@ def permute(op: Any, weight: Weight, dims: Sequence[int]) -> Weight:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 def view(op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int] | None = None) -> Weight:
-    """Merge or split leading dimensions; the last one, along which the scheme works, stays."""
+    """Merge or split leading dimensions; the last one, along which the scheme works, cannot change."""
     if weight.scheme.transparent:
         return weight.around(weight.values_of().view(tuple(size)))
     return _reshape(op, weight, _infer(tuple(size), weight.numel()))
@@ -120,7 +120,7 @@ def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
 
 @rule(aten.expand.default)
 def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = False) -> Weight:
-    """Expand to its own shape, with ones before it; a repeated Weight would share rows that its parts do not."""
+    """Expand to its own shape with leading ones; for a repeated Weight the parts would have to be copied."""
     if weight.scheme.transparent:
         return _on_tensor(op, weight, size)  # type: ignore[no-any-return]
     new = len(size) - weight.dim()
@@ -134,7 +134,7 @@ def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = Fal
 def as_strided(
     op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Weight:
-    """Return the identity geometry, or that of the first rows (sharding asks for both)."""
+    """Return the Weight itself or its first rows, the two geometries that sharding needs."""
     if weight.scheme.transparent:
         return _on_tensor(op, weight, size, stride, storage_offset)  # type: ignore[no-any-return]
     shape = weight.spec.shape
@@ -227,7 +227,7 @@ def unbind(op: Any, weight: Weight, dim: int = 0) -> list[Weight]:
 
 @rule(aten.index_select.default)
 def index_select(op: Any, weight: Weight, dim: int, index: Tensor) -> Any:
-    """Return rows as a Weight where no two rows share an entry of a part, else their values."""
+    """Return the rows as a Weight if no two rows share an entry of a part, else their values."""
     if weight.scheme.transparent:
         return weight.around(op(weight.values_of(), dim, index))
     taken = (
@@ -244,7 +244,7 @@ def index_select(op: Any, weight: Weight, dim: int, index: Tensor) -> Any:
 
 @rule(aten.cat.default)
 def cat(op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Join rows as a Weight where the schemes are equal and no block is cut, else the values."""
+    """Return a Weight of the joined rows if the schemes are equal and no block is cut, else the joined values."""
     first = tensors[0]
     if isinstance(first, Weight) and all(_joins(first, other) for other in tensors) and dim % first.dim() == 0:
         if first.scheme.transparent:
