@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchtether as tt
+from tests.interrupts import count_steps, interrupted
 from tests.written import write_tensors
 from torchtether.files import Store, TensorFile, system
 from torchtether.files import batch as batch_module
@@ -89,6 +90,20 @@ def test_a_crew_does_one_lot_after_another_and_goes_on_after_an_error():
     finally:
         crew.close()
     crew.close()  # again, of none
+
+
+def test_an_interrupt_at_any_moment_leaves_no_thread():
+    def work():
+        together([lambda room: 1] * 3, lambda n: None)
+
+    left = []
+    for at in range(0, count_steps(work, ("batch.py",)), 7):
+        interrupted(work, at, ("batch.py",))
+        for thread in threading.enumerate():
+            if thread.name == "torchtether":
+                thread.join(timeout=5)
+                left += [at] if thread.is_alive() else []
+        assert not left
 
 
 def test_work_beside_the_reads_is_done_with_them(tmp_path):

@@ -3,16 +3,18 @@
 import itertools
 import os
 import signal
+import zlib
 
 import pytest
 import torch
+from torch import nn
 
 import torchtether as tt
 from tests.interrupts import count_steps, interrupted, nothing_held
 from tests.refitting.nets import build, copied, is_same, is_unchanged, places
 from tests.refitting.test_refit import FAULTS, SOURCES, each_source
 from torchtether.files import Batch
-from torchtether.refitting import writing
+from torchtether.refitting import report, writing
 
 # an interrupt may come while a generator is closed, where Python reports it and goes on
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -124,6 +126,25 @@ def test_ctrl_c_at_any_moment_leaves_all_old_or_all_new(kind, samples, tmp_path)
         assert came or is_new, at
         outcomes.add((came, is_new))
     assert (True, False) in outcomes
+
+
+@each_source
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_in_the_last_checksums_leaves_everything_as_it_was(error, kind, tmp_path, monkeypatch):
+    def failing(data, start=0):
+        if len(data) < 2**20:
+            return zlib.crc32(data, start)
+        if error is KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            return zlib.crc32(data, start)
+        raise error("no more")
+
+    monkeypatch.setattr(report, "crc32", failing)
+    first, second = (nn.Sequential(nn.Linear(4, 4), nn.Linear(1024, 1024, bias=False)) for _ in range(2))
+    before = copied(first)
+    with nothing_held(), pytest.raises(error):
+        tt.refit(first, SOURCES[kind](second.state_dict(), tmp_path), atomic="full")
+    assert is_unchanged(first, before)
 
 
 def test_full_or_checked_and_nothing_else():

@@ -6,9 +6,10 @@ import math
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class Crew:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
-        self._turns = queue.SimpleQueue[Callable[[Scratch], None] | None]()
+        self._turns: _Turns = queue.SimpleQueue()
+        self._end: _End = weakref.ref(self, self._turns.put)
 
     def do(self, jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
         """Do every job, by ``most`` threads, begun in the order given; ``tick`` is told how much, on this thread.
@@ -98,10 +100,13 @@ class Crew:
                 done.put(None)
 
         try:
+            if not self._threads:
+                self._turns = queue.SimpleQueue()
+                # without Python code: an interrupt may keep ``close`` from its work, and would be lost in a ``__del__``
+                self._end = weakref.ref(self, self._turns.put)
             while len(self._threads) < count:
-                self._threads.append(
-                    threading.Thread(target=_take_turns, args=(self._turns,), name="torchtether", daemon=True)
-                )
+                ours = self._turns, self._end
+                self._threads.append(threading.Thread(target=_take_turns, args=ours, name="torchtether", daemon=True))
                 self._threads[-1].start()
             for _ in range(count):
                 self._turns.put(turn)
@@ -121,19 +126,24 @@ class Crew:
 
     def close(self) -> None:
         """Let the threads end, after what they do."""
-        threads, turns = self._threads, self._turns
-        self._threads, self._turns = [], queue.SimpleQueue()
-        for _ in threads:
-            turns.put(None)
+        threads, self._threads = self._threads, []
+        self._turns.put(self._end)
         for thread in threads:
             if thread.ident is not None:  # it has been started
                 thread.join()
 
 
-def _take_turns(turns: queue.SimpleQueue[Callable[[Scratch], None] | None]) -> None:
+_End = weakref.ref[Crew]
+"""Says that no turn follows."""
+
+_Turns = queue.SimpleQueue[Callable[[Scratch], None] | _End]
+
+
+def _take_turns(turns: _Turns, end: _End) -> None:
     space = Scratch()
-    while (turn := turns.get()) is not None:
-        turn(space)
+    while (turn := turns.get()) is not end:
+        cast(Callable[[Scratch], None], turn)(space)
+    turns.put(end)  # the others end too
 
 
 def together(jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:

@@ -114,7 +114,6 @@ def refit(
         else:
             fix = "Give a path, a state dict, or pairs of names and tensors."
             raise ArgumentError(f"is {describe(source)}, which has no tensors by name", name="source", fix=fix)
-        writer.finish()
         return writer.report(time.perf_counter() - start, work.left(), work.waited)
 
 
@@ -189,6 +188,7 @@ class _Refit:
         try:
             with self._target.together():
                 change()
+                self._signals.during(self.writer.finish)
                 self._signals.deliver()
         except BaseException as error:
             is_whole = self.writer.undo()

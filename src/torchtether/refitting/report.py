@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import describe_some
 from ..files.batch import SLICE, Job, Scratch, together
 from ..files.checksum import crc32, joined
-from ..files.memory import memory_of
+from ..files.memory import memory_of, pieces
 from ..pictures.drawing import describe_bytes
 from ..progress import no_tick
 from ..weights.weight import Weight
@@ -97,8 +97,7 @@ class Checksum:
 
     def __init__(self, tensor: Tensor) -> None:
         tensors = tensor.parts.values() if isinstance(tensor, Weight) else (tensor,)
-        memories = map(_bytes_of, tensors)
-        self._pieces = [memory[at : at + SLICE] for memory in memories for at in range(0, len(memory), SLICE)]
+        self._pieces = [piece for one in tensors for piece in pieces(one.detach(), SLICE)]
         self._found = [(0, 0)] * len(self._pieces)
 
     def jobs(self) -> list[Job]:
@@ -106,9 +105,11 @@ class Checksum:
         return [partial(self._job, i) for i in range(len(self._pieces))]
 
     def _job(self, i: int, space: Scratch) -> int:
-        piece, self._pieces[i] = self._pieces[i], memoryview(b"")  # frees the memory if it is a copy
-        self._found[i] = crc32(piece), len(piece)
-        return len(piece)
+        piece = self._pieces[i]
+        if not _is_as_it_lies(piece):
+            piece = space.take(tuple(piece.shape), piece.dtype, 0).copy_(piece)
+        self._found[i] = crc32(memory_of(piece)), piece.nbytes
+        return piece.nbytes
 
     def value(self) -> int:
         """Return the checksum."""
@@ -116,6 +117,11 @@ class Checksum:
         for one, length in self._found:
             whole = joined(whole, one, length)
         return whole
+
+
+def _is_as_it_lies(tensor: Tensor) -> bool:
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
