@@ -160,7 +160,7 @@ class Found:
 
 
 class Format(Protocol):
-    """A published format of quantized weights: pure functions on tensors and strings, without file access."""
+    """Describe a published format of quantized weights: pure functions on tensors and strings, without file access."""
 
     @property
     def name(self) -> str:
@@ -178,14 +178,14 @@ class Format(Protocol):
 
 @runtime_checkable
 class Fitting(Protocol):
-    """A format with weights whose shape only the model knows."""
+    """Describe a format with weights whose shape only the model knows."""
 
     def fit(self, entry: Entry, shape: Shape) -> Entry | None:
         """Return ``entry`` with ``shape``; ``None`` if the file gives its shape or its tensors do not fit."""
 
 
 class Writable(Format, Protocol):
-    """A format that can also be written. ``dtype`` of a spec is the compute dtype.
+    """Describe a format that can also be written. ``dtype`` of a spec is the compute dtype.
 
     All three functions raise SchemeError, naming a scheme that is supported, for a spec that the format cannot express.
     """
@@ -209,7 +209,7 @@ class Writable(Format, Protocol):
 
 @runtime_checkable
 class AboutEmbeddings(Protocol):
-    """A writable format whose readers expect quantized linear layers, and not always quantized embeddings."""
+    """Describe a writable format whose readers expect quantized linear layers, and not always quantized embeddings."""
 
     @property
     def holds_embeddings(self) -> bool:
@@ -228,7 +228,7 @@ class AboutEmbeddings(Protocol):
 
 @runtime_checkable
 class Variant(Protocol):
-    """A writable format that stores some schemes as a variant of its own."""
+    """Describe a writable format that stores some schemes as a variant of its own."""
 
     def variant_of(self, scheme: Scheme) -> Scheme:
         """Return the scheme to encode with for this format: ``scheme`` itself, or the format's variant of it."""
@@ -237,7 +237,7 @@ class Variant(Protocol):
 
 @runtime_checkable
 class Indexed(Protocol):
-    """A writable format whose readers need an index file even if there is only one file of tensors."""
+    """Describe a writable format whose readers need an index file even if there is only one file of tensors."""
 
     @property
     def is_indexed(self) -> bool:
@@ -246,7 +246,7 @@ class Indexed(Protocol):
 
 @runtime_checkable
 class Contained(Writable, Protocol):
-    """A format with its own file type, one file for a checkpoint; all others are written as safetensors files."""
+    """Describe a format with its own file type, one file for a checkpoint; all others write safetensors files."""
 
     @property
     def suffix(self) -> str:

@@ -32,7 +32,7 @@ class Along:
 
 @runtime_checkable
 class ByRows(Protocol):
-    """A format whose weights can be read and unpacked by rows."""
+    """Describe a format whose weights can be read and unpacked by rows."""
 
     def rows(self, entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
         """Return where the rows lie in each tensor of ``entry``, by role; ``None`` if they cannot be separated.
