@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchtether as tt
+from torchtether.gpu import decoding
 
 BF16 = torch.bfloat16
 SCHEMES = {
@@ -35,7 +36,7 @@ SIZES = {  # shapes (N, K) of products, bytes beyond the cache, elements to enco
 }
 EXPERTS = {"full": (64, (1536, 4096)), "small": (4, (64, 128))}
 BARS = {("int8", 1): 0.6, ("int4", 1): 0.4, ("nf4", 1): 0.4, ("fp8, rounded inputs", 4096): 0.65}
-"""The most of a dense product's time; of others 1.0 up to 16 rows, and 1.15 with 4096."""
+"""The most of a dense product's time; of other schemes 1.0 up to 16 rows, and 1.15 with 4096."""
 ROUNDED = {"int8": "int8", "fp8": "float8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 """What inputs are rounded to beside weights of a scheme."""
 LOADERS = ("fastsafetensors", "instanttensor", "runai_model_streamer")
@@ -159,7 +160,8 @@ def products(device, size, rounds):
             weight.set_activations(kind)
         for name, weight in weights.items():
             contenders[f"ours {name}"] = turning(copied(weight), x, weight.nbytes, limit)
-            bars[f"ours {name}"] = BARS.get((name, rows), 1.0 if rows <= 16 else 1.15)
+            if name in SCHEMES or (name, rows) in BARS:
+                bars[f"ours {name}"] = BARS.get((name, rows), 1.0 if rows <= 16 else 1.15)
         broken = {}
         for name, make in peer_modules(shape, device).items():
             try:
@@ -169,6 +171,38 @@ def products(device, size, rounds):
         with torch.no_grad():
             found, failed = measure(contenders, device, rounds)
         yield from rows_of("products", f"{shape[0]}x{shape[1]}, {rows} rows", found, failed | broken, "dense", bars)
+
+
+TILES = {  # rows of inputs: the setting of ``gpu.decoding``, and rows and columns of a tile, and warps, to try
+    1: ("ONE_ROW", list(itertools.product((2, 4, 8), (512, 1024, 2048), (2, 4, 8)))),
+    16: ("FEW_ROWS", list(itertools.product((16, 32, 64), (64, 128, 256), (2, 4, 8)))),
+}
+
+
+def tiles(device, size, rounds):
+    """The products of our kernels with other tiles, beside those that are set; the fastest five, by scheme and rows."""
+    shapes, limit, *_ = SIZES[size]
+    for shape, (rows, (setting, tried)), name in itertools.product(shapes, TILES.items(), ("int8", "int4", "nf4")):
+        x = torch.randn(rows, shape[1], device=device, dtype=BF16)
+        weight = tt.Weight.encode(torch.randn(shape, device=device, dtype=BF16), SCHEMES[name])
+        product, here = turning(copied(weight), x, weight.nbytes, limit), getattr(decoding, setting)
+        contenders = {"set": partial(_in_tiles, product, setting, here)}
+        tried = tried if size == "full" else tried[:2]
+        contenders |= {" x ".join(map(str, tile)): partial(_in_tiles, product, setting, tile) for tile in tried}
+        with torch.no_grad():
+            found, failed = measure(contenders, device, rounds, slice=0.003)
+        best = sorted(found, key=lambda one: statistics.median(found[one]))[:5]
+        kept = {one: found[one] for one in dict.fromkeys(["set", *best]) if one in found}
+        yield from rows_of("tiles", f"{shape[0]}x{shape[1]} {name}, {rows} rows", kept, failed, "set")
+
+
+def _in_tiles(product, setting, tile):
+    before = getattr(decoding, setting)
+    setattr(decoding, setting, tile)
+    try:
+        return product()
+    finally:
+        setattr(decoding, setting, before)
 
 
 def experts(device, size, rounds):
@@ -267,7 +301,7 @@ def settle(device):
         torch.get_device_module(device).synchronize(device)
 
 
-GROUPS = {"products": products, "experts": experts, "encoders": encoders, "loads": loads}
+GROUPS = {"products": products, "tiles": tiles, "experts": experts, "encoders": encoders, "loads": loads}
 
 
 def line(row):

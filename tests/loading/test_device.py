@@ -1,5 +1,7 @@
 """A load to a device gives the values of a load to the CPU, however late the device works, and in bounded memory."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -229,6 +231,16 @@ def test_refit(rings, monkeypatch, tmp_path, scheme):
     tt.refit(model, tmp_path)
     assert bits(model) == bits(expected)
     assert pointers == [part.data_ptr() for part in model.a.weight.parts.values()]
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "nf4"])
+def test_several_devices_share_the_buffers_of_a_load(rings, monkeypatch, tmp_path, scheme):
+    """Each tensor, or piece of one, goes to the next of three devices, of which each works in an order of its own."""
+    tt.save(net(1), tmp_path)
+    original, turns = batch.Batch.passage, itertools.cycle(range(3))
+    monkeypatch.setattr(batch.Batch, "passage", lambda self, device: original(self, torch.device("cuda", next(turns))))
+    check(rings, monkeypatch, meta, tmp_path, quantize=scheme)
+    assert max(len(one.lanes) for one in rings) == 3
 
 
 def test_a_plan_names_devices_without_touching_them(tmp_path):

@@ -96,7 +96,10 @@ def test_embeddings_and_values(row):
 
 @each_stack
 def test_experts(row, monkeypatch):
-    """As many rows as groups or more, fewer, and pieces of the matrices; forward and backward."""
+    """As many rows as groups or more, fewer, and pieces of the matrices; forward and backward.
+
+    In other dtypes than bfloat16, and of sides that torch's op does not take, few rows.
+    """
     for limit in (product.ON_CUDA, 1 << 14):
         monkeypatch.setattr(grouped, "ON_CUDA", limit)
         with fake_cuda(), NoCopies():
@@ -105,6 +108,12 @@ def test_experts(row, monkeypatch):
                 made = F.grouped_mm(empty(rows, COLUMNS), experts.transpose(1, 2), offs=offs)
                 assert facts(made) == ((rows, ROWS), torch.bfloat16, "cuda:0")
                 assert facts(F.grouped_mm(made, experts, offs=offs)) == ((rows, COLUMNS), torch.bfloat16, "cuda:0")
+            for dtype, count in ((torch.float16, ROWS), (torch.float32, ROWS), (torch.bfloat16, 24)):
+                experts = on_cuda(row.scheme, (4, count, COLUMNS), dtype)
+                made = grouped.grouped_mm(
+                    torch.ops.aten._grouped_mm.default, empty(9, COLUMNS, dtype=dtype), experts.transpose(1, 2), offs
+                )
+                assert facts(made) == ((9, count), dtype, "cuda:0")
 
 
 def test_what_waits_is_seen():
@@ -456,19 +465,20 @@ def test_pieces_that_are_written_in_place(row, has_bias):
 @each_stack
 @pytest.mark.parametrize("counts", [[0, 2, 0, 1], [3, 0, 0, 0], [5, 1, 4, 9]], ids=str)
 @pytest.mark.parametrize("limit", [1 << 27, 1 << 14], ids=["whole", "in pieces"])
-def test_experts_in_use_are_found_without_waiting(row, counts, limit, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_experts_in_use_are_found_without_waiting(row, counts, limit, dtype, monkeypatch):
     """What a GPU does, on the CPU: torch's op on the matrices that may be in use; rows behind the last group are 0."""
     monkeypatch.setattr(grouped, "ON_CUDA", limit)
-    experts = weight_of(row.scheme, (4, 2 * ROWS, COLUMNS), torch.bfloat16)
+    experts = weight_of(row.scheme, (4, 2 * ROWS, COLUMNS), dtype)
     offs, values = torch.tensor(counts).cumsum(0).int(), experts.dequantize().double()
     total = sum(counts)
     for is_transposed in (True, False):
-        rows = torch.randn(total + 1, COLUMNS if is_transposed else 2 * ROWS).bfloat16()
+        rows = torch.randn(total + 1, COLUMNS if is_transposed else 2 * ROWS).to(dtype)
         made = grouped.without_waiting(rows, experts, offs, is_transposed)
         each = [values[g].t() if is_transposed else values[g] for g, count in enumerate(counts) for _ in range(count)]
         wanted = torch.stack([one.double() @ matrix for one, matrix in zip(rows, each, strict=False)])
-        assert made.dtype is torch.bfloat16
-        assert is_near(made[:total], wanted, 2.0**-6)
+        assert made.dtype is dtype
+        assert is_near(made[:total], wanted, 2.0**-6 if dtype is torch.bfloat16 else 1e-5)
         assert not made[total:].any()
 
 

@@ -181,8 +181,8 @@ def compile_all(capability, ids):
         def __getitem__(self, grid):
             return self.launch
 
-        def launch(self, *args, enable_fp_fusion):
-            made = self.kernel.warmup(*args, grid=(1,), enable_fp_fusion=enable_fp_fusion)
+        def launch(self, *args, enable_fp_fusion, **options):
+            made = self.kernel.warmup(*args, grid=(1,), enable_fp_fusion=enable_fp_fusion, **options)
             assert made.asm["cubin"]
             assert ".ftz" not in made.asm["ptx"], "small numbers become 0"
             assert enable_fp_fusion or "fma.rn.f32" not in made.asm["ptx"], "a product and a sum are rounded once"

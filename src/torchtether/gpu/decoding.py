@@ -15,10 +15,13 @@ from .serving import on
 MOST_ROWS = 16
 """The most rows of inputs that one product takes."""
 
-DECODED = (16, 256)
-ONE_ROW = (4, 1024)
-FEW_ROWS = (32, 128)
-"""Rows and columns of codes that a program processes at once, to decode them and in products. Not measured."""
+DECODED = (16, 256, 4)
+ONE_ROW = (4, 1024, 4)
+FEW_ROWS = (32, 128, 4)
+"""Rows and columns of codes that a program processes at once, and its warps: to decode them, and in products.
+
+Not measured: ``python -m tests.gpu --only tiles`` tries others.
+"""
 
 
 class Codes(NamedTuple):
@@ -43,7 +46,7 @@ def decode(codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tenso
     """
     if not out.numel():
         return
-    high, wide = DECODED
+    high, wide, warps = DECODED
     grid = (-(-out.shape[0] // high) * -(-codes.columns // wide),)
     with on(out):
         _kernels().decode_rows[grid](
@@ -57,6 +60,7 @@ def decode(codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tenso
             high,
             wide,
             _groups_in(codes.form, wide),
+            num_warps=warps,
             enable_fp_fusion=False,
         )
 
@@ -73,7 +77,8 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if not out.numel():
         return
     is_one = count == 1
-    high, wide, across = _tile(codes.form, codes.columns, is_one)
+    high, most, warps = ONE_ROW if is_one else FEW_ROWS
+    wide, across = _tile(codes.form, codes.columns, most)
     with on(out):
         _kernels().multiply_rows[(-(-rows // high),)](
             out,
@@ -89,16 +94,16 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
             wide,
             across,
             codes.columns % wide == 0,
+            num_warps=warps,
             enable_fp_fusion=True,
         )
 
 
 @lru_cache(maxsize=4096)
-def _tile(form: CodeFormat, columns: int, is_one: bool) -> tuple[int, int, int]:
-    """Return the rows, the columns and the groups of columns of a tile of a product."""
-    high, wide = ONE_ROW if is_one else FEW_ROWS
-    wide = max(16, min(wide, 1 << (columns - 1).bit_length()))
-    return high, wide, _groups_in(form, wide)
+def _tile(form: CodeFormat, columns: int, most: int) -> tuple[int, int]:
+    """Return the columns of a tile of a product, at most ``most``, and its groups of columns."""
+    wide = max(16, min(most, 1 << (columns - 1).bit_length()))
+    return wide, _groups_in(form, wide)
 
 
 @cache

@@ -7,6 +7,7 @@ transposed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,7 @@ def _plain(op: Any, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 def _product(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
     """Return the product of each group with its matrix of ``base`` (G, N, K), or (G, K, N) if not ``is_transposed``."""
-    if rows.is_cuda and torch_multiplies(rows, base, offs):
+    if rows.is_cuda and is_answered(rows, base, offs):
         return on_cuda(rows, base, offs, is_transposed)
     if is_fake(offs):
         return rows.new_empty(rows.shape[0], base.shape[1 if is_transposed else 2])
@@ -107,15 +108,23 @@ def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: T
 
 # -- on CUDA ----------------------------------------------------------------------------------------------------------
 
+FEW = 16
+"""Rows for each of which a matrix may be decoded: more of them are worth a look at the groups. Not measured."""
+
 _ALIGNED = 16
 """Sides of the matrices must be multiples of it, so that rows that ``torch._grouped_mm`` reads are 16-byte aligned."""
 
 
-def torch_multiplies(rows: Tensor, base: Weight, offs: Tensor) -> bool:
-    """Return whether ``torch._grouped_mm`` takes them, whose dtype is bfloat16; elsewhere groups are looked at."""
-    sides = base.spec.shape[1:]
-    is_typed = rows.dtype is torch.bfloat16 and offs.dtype is torch.int32
-    return is_typed and rows.shape[0] > 0 and not any(side % _ALIGNED for side in sides) and matrix_of(base) is not None
+def is_answered(rows: Tensor, base: Weight, offs: Tensor) -> bool:
+    """Return whether the product needs no look at the groups: torch has an op for it, or there are few rows."""
+    if offs.dtype is not torch.int32 or rows.shape[0] == 0 or matrix_of(base) is None:
+        return False
+    return torch_multiplies(rows, base) or rows.shape[0] <= FEW
+
+
+def torch_multiplies(rows: Tensor, base: Weight) -> bool:
+    """Return whether ``torch._grouped_mm`` takes them, in bfloat16 alone."""
+    return rows.dtype is torch.bfloat16 and not any(side % _ALIGNED for side in base.spec.shape[1:])
 
 
 def matrix_of(base: Weight) -> Weight | None:
@@ -138,7 +147,7 @@ def on_cuda(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Te
     kind = base.spec.activations
     if kind is None or not is_transposed:
         return without_waiting(rows, base, offs, is_transposed)
-    if multiplies_codes(base, fitting.capability(rows.device)):
+    if torch_multiplies(rows, base) and multiplies_codes(base, fitting.capability(rows.device)):
         return by_codes(rows, base, offs)
     units, scale = rounding.units_of(rows, kind)
     return zeros_behind((without_waiting(units, base, offs, is_transposed) * scale).to(rows.dtype), offs)
@@ -176,23 +185,28 @@ def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: boo
     """Return the product of each group with its matrix of ``base``; the GPU is not asked which groups have rows.
 
     No more groups have rows than there are rows: the matrices of so many, those in use first, are decoded, in pieces
-    of rows of each, and torch multiplies. Sizes follow from those of the arguments alone, as CUDA graphs need.
+    of rows of each, and torch multiplies. Where it has no op, a matrix is decoded for each row, for few rows. Sizes
+    follow from those of the arguments alone, as CUDA graphs need.
     """
     groups, count, columns = base.spec.shape
-    matrix, used = matrix_of(base), min(rows.shape[0], groups)
+    matrix, used, is_one_op = matrix_of(base), min(rows.shape[0], groups), torch_multiplies(rows, base)
     assert matrix is not None
-    rows, (numbers, ends) = aligned(rows), in_use(offs, used)
+    if is_one_op:
+        rows, (numbers, ends) = aligned(rows), in_use(offs, used)
+        multiply: Callable[[Tensor, Tensor], Tensor] = partial(torch._grouped_mm, offs=ends)
+    else:
+        numbers, multiply, used = group_of_each(rows, offs), _by_row, rows.shape[0]
     scales = base.parts[COLUMNS][numbers].unsqueeze(1) if isinstance(base.scheme, ColumnScaled) else None
     step = max(ON_CUDA // (used * columns * matrix.dtype.itemsize) // 128 * 128, 128)
-    made = []
+    made: list[Tensor] = []
     for start in range(0, count, step):
         some = torch.arange(start, min(start + step, count), device=rows.device)
         values = gather(matrix, numbers.unsqueeze(1) * count + some)  # (used, some, columns)
         values = values if scales is None else values.mul_(scales).to(rows.dtype)
         if is_transposed:
-            made.append(torch._grouped_mm(rows, values.transpose(1, 2), offs=ends))
+            made.append(multiply(rows, values.transpose(1, 2)))
         else:
-            more = torch._grouped_mm(rows[:, start : start + step], values, offs=ends)
+            more = multiply(rows[:, start : start + step], values)
             made = [more.float() if step < count else more] if start == 0 else [made[0].add_(more)]
     product = made[0] if len(made) == 1 else torch.cat(made, -1)
     return zeros_behind(product.to(rows.dtype), offs)
@@ -202,6 +216,17 @@ def aligned(rows: Tensor) -> Tensor:
     """Return ``rows``, or a copy, in which each row begins at a multiple of 16 bytes of the storage."""
     fits = rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and rows.stride(0) % 8 == 0
     return rows if fits and rows.storage_offset() % 8 == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def group_of_each(rows: Tensor, offs: Tensor) -> Tensor:
+    """Return the number of the group of each row, that of the last group for rows behind it."""
+    places = torch.arange(rows.shape[0], device=rows.device, dtype=offs.dtype)
+    return torch.searchsorted(offs, places, right=True).clamp_max(offs.shape[0] - 1)
+
+
+def _by_row(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Return each of the rows (M, K) times a matrix of its own (M, K, N)."""
+    return torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)
 
 
 def in_use(offs: Tensor, used: int) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ _FORMS: dict[CodeFormat, CodeFormat] = {}
 
 
 class _Known(NamedTuple):
-    """What calls need of a layout: what kernels are compiled for, sizes, which parts there are, of how many elements."""
+    """What calls need of a layout: what kernels are compiled for, sizes, and how many elements which parts have."""
 
     form: CodeFormat
     sizes: tuple[int, int, int, int]
