@@ -1,9 +1,9 @@
 """Scales that lose less than those of the plain range.  The error is the sum of squares of a block.
 
-Clipping the few largest values of a block makes the steps of all others finer.  Four scales give codes: that of the range,
-and smaller ones.  For the codes of each the scale that suits them best is known: with numbers ``x`` that codes decode to
+Clipping the few largest values of a block makes the steps of all others finer.  Three or four scales give codes: that of
+the range, and smaller ones.  For the codes of each the scale that suits them best is known: with numbers ``x`` that codes decode to
 ``level * scale`` it is sum(x * level) / sum(level**2), and takes sum(x * level)**2 / sum(level**2) off the sum of squares.
-The best of the four is kept, if that is less than what the plain scale loses, by more than rounding could pretend.
+The best of them is kept, if that is less than what the plain scale loses, by more than rounding could pretend.
 
 All is counted in integers, so that sums have one result in any order: ``x`` in parts of the largest of its block, 2**15 - 1
 of them.  Products with an integer factor give the codes under the smaller scales.  Where these are not the nearest, encoding
@@ -51,7 +51,8 @@ class Search(NamedTuple):
     @property
     def larger(self) -> tuple[float, ...]:
         """Return the reciprocals of the parts of its range with which a block is tried."""
-        return tuple(1 / (1 - i * (0.08 if 3 <= self.bits <= 6 else 0.14)) for i in range(4))
+        each = 0.08 if 3 <= self.bits <= 6 else 0.14
+        return tuple(1 / (1 - i * each) for i in range(3 if self.levels else 4))
 
     @property
     def fields(self) -> Mapping[str, Any]:

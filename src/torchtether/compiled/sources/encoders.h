@@ -25,7 +25,7 @@ typedef struct {
     int32_t kept;             /* the dtype of scales */
     float smallest;           /* of them */
     float levels[16];         /* the ascending values of a codebook, the last repeated */
-    float larger[4];          /* the reciprocals of the parts of its range that a run is tried with; the first is 1 */
+    float larger[4];          /* the reciprocals of the parts of its range that a run is tried with; the first is 1, 0 after the last */
 } recipe;
 
 typedef struct {

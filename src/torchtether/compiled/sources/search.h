@@ -14,7 +14,8 @@
 
 typedef struct {
     const recipe *r;
-    int is_table, shift, below, most; /* of the integers: bits of fraction of products, the zero point's distance, the top */
+    int is_table, tried; /* how many scales are; all of TRIED with integers */
+    int shift, below, most; /* of the integers: bits of fraction of products, the zero point's distance, the top */
     int16_t factors[TRIED], levels[16], edges[16], third[8], fourth[8], even[8], odd[8]; /* as `add_values` asks for them */
 } search;
 
@@ -24,7 +25,8 @@ typedef int64_t level_sums[TRIED][2];
 static inline int16_t to_int16(float x) { return (int16_t)((x < PARTS ? x : PARTS) + MAGIC - MAGIC); }
 
 static search search_of(const recipe *r) {
-    search s = {r, r->kind == NEAREST, 14 - r->bits, 0, (int)(r->highest - r->lowest)};
+    search s = {r, r->kind == NEAREST, 0, 14 - r->bits, 0, (int)(r->highest - r->lowest)};
+    while (s.tried < TRIED && r->larger[s.tried] > 0) s.tried++;
     for (int j = 0; j < 16; j++) s.levels[j] = to_int16(r->levels[j] * LEVELS);
     for (int j = 0; j < 15; j++) s.edges[j] = to_int16(r->edges[j] * EDGES);
     for (int j = 0; j < 8; j++) s.third[j] = s.edges[2 * j + 1], s.fourth[j] = s.edges[2 * j];
@@ -89,7 +91,7 @@ static int64_t to_parts(const search *s, const float *restrict x, count n, float
     return squares;
 }
 
-/* Adds the sums of n parts, a multiple of 16, as integers; c is where their factors begin. */
+/* Adds the sums of n parts, a multiple of 16, as integers under all scales but the first. */
 static void add_integers(const search *s, const int16_t *restrict x, count n, level_sums sums) {
     int offset = (s->below << s->shift) + (1 << (s->shift - 1));
 #ifdef FAST
@@ -133,7 +135,7 @@ static void add_values(const search *s, const int16_t *restrict x, count n, leve
     const __m256i third = eight_of(s->third), fourth = eight_of(s->fourth), even = eight_of(s->even), odd = eight_of(s->odd);
     const __m256i bytes = _mm256_set1_epi16(0x0100), four = _mm256_set1_epi16(0x0808), two = _mm256_set1_epi16(0x0404);
     const __m256i one = _mm256_set1_epi16(0x0202);
-    for (int c = 0; c < TRIED; c++) {
+    for (int c = 0; c < s->tried; c++) {
         __m256i factor = _mm256_set1_epi16(s->factors[c]), product = _mm256_setzero_si256(), norm = product;
         for (count i = 0; i < n; i += 16) {
             __m256i part = _mm256_loadu_si256((const __m256i *)(x + i)), y = _mm256_mulhrs_epi16(part, factor);
@@ -150,7 +152,7 @@ static void add_values(const search *s, const int16_t *restrict x, count n, leve
         add_lanes(product, norm, sums[c]);
     }
 #else
-    for (int c = 0; c < TRIED; c++)
+    for (int c = 0; c < s->tried; c++)
         for (count i = 0; i < n; i++) {
             int y = (x[i] * s->factors[c] + 16384) >> 15, code = 0;
             for (int j = 0; j < 15; j++) code += y > s->edges[j];
@@ -181,7 +183,7 @@ static int64_t sums_of(search *s, const void *x, count n, float parts, float inv
     if (s->is_table && n % 16) { /* of zeros that are none of the numbers */
         int64_t level = s->levels[0];
         for (int j = 0; j < 15; j++) level = 0 > s->edges[j] ? s->levels[j + 1] : level;
-        for (int c = 0; c < TRIED; c++) sums[c][1] -= (16 - n % 16) * level * level;
+        for (int c = 0; c < s->tried; c++) sums[c][1] -= (16 - n % 16) * level * level;
     }
     return squares;
 }
