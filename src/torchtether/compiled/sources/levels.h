@@ -170,6 +170,9 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
         uint8_t* codes = (uint8_t*)(numbers + 3 * tile * in.wide);
         RowOfLevels own[TILE];
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
+        const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
+        const bool lifts = is_lifted, writes = adds;
+        const F steps = all(step), per = all(per_step), up = all(lift), unit = all(L.unit);
         for (int64_t i = 0; i < count; i++) {
             RowAt at(L, first + i);
             at.groups *= count - i < at_once ? count - i : at_once;
@@ -177,16 +180,16 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
             const int64_t from = i % at_once * L.groups;
             float *scale = numbers + 3 * i * in.wide, *low = scale + in.wide, *after = low + in.wide;
             float *by = in.each == 1 ? scale : scratch, *less = by + in.wide, *add = less + in.wide;
-            for (int64_t g = 0; g < L.groups; g += LANES) {
-                const F s = load<F>(parts.scale + from + g), stepped = s * all(step);
+            for (int64_t g = 0; g < groups; g += LANES) {
+                const F s = load<F>(parts.scale + from + g), stepped = s * steps;
                 memcpy(by + g, &stepped, sizeof stepped);
                 F moved = load<F>(parts.after + from + g);
-                if (is_lifted) {
-                    const F lifted = load<F>(parts.before + from + g) + all(lift), units = lifted * all(per_step);
+                if (lifts) {
+                    const F lifted = load<F>(parts.before + from + g) + up, units = lifted * per;
                     if (Inputs::adds_low) memcpy(less + g, &units, sizeof units);
-                    else moved += lifted * s * all(L.unit);
+                    else moved += lifted * s * unit;
                 }
-                if (adds) memcpy(add + g, &moved, sizeof moved);
+                if (writes) memcpy(add + g, &moved, sizeof moved);
             }
             if (in.each > 1) {
                 spread(by, in.each, in.count, scale);

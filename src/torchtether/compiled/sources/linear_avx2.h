@@ -4,6 +4,7 @@
 
 #if FAST_ROWS
 #include "rows_avx2.h"
+#include "float_rows_avx2.h"
 
 template <int C, int S, int M, int T> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
                                              const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
