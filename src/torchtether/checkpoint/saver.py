@@ -18,8 +18,7 @@ from ..formats import Contained, Writable, writable
 from ..geometry.blocks import blocks_of
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
-from ..ties.components import Component, find_components
-from ..ties.records import tie_of
+from ..ties.components import Component, find_components, tie_of
 from ..ties.spans import member_view, plain_values
 from ..weights.spec import Tie
 from ..weights.weight import Weight

@@ -16,9 +16,8 @@ from ..exchange.optimizer_state import Optimizers
 from ..progress import Progress, ticking
 from ..schemes import Mastered, Scheme
 from ..schemes.looking import is_true
-from ..ties.components import Component, Member, find_components
+from ..ties.components import Component, Member, find_components, tie_of
 from ..ties.names import is_sharded
-from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values, span_tensor
 from ..torch_private.modules import buffers_of, load_hooks_of, parameters_of, transient_of
 from ..torch_private.observers import not_followed

@@ -16,8 +16,7 @@ from ..conversion.quantizing import keep_loading, tell_listeners
 from ..errors import ConversionError, RuleError, TetherError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
-from ..ties.components import Component, find_components
-from ..ties.records import tie_of
+from ..ties.components import Component, find_components, tie_of
 from ..torch_private.modules import buffers_of, forward_hooks_of, load_hooks_of, parameters_of, tables_of
 from ..weights.spec import Tie
 from ..weights.weight import Weight

@@ -176,7 +176,7 @@ def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: 
     what = ""
     if component.dtype is None and component.nbytes and dtype != held.dtype:
         what = f"its memory is shared under several dtypes, so it cannot become {dtype}"
-    elif not is_strided(held) and not isinstance(held, Weight):
+    elif component.nbytes == 0 and not is_strided(held) and not isinstance(held, Weight):
         kind = type(held).__name__ if held.layout == torch.strided else f"{held.layout} tensor"
         what = f"it is a {kind}, which cannot be loaded from a file"
     elif is_given and targets.schemes.get(owner, spec.scheme) != spec.scheme:

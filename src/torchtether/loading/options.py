@@ -15,8 +15,7 @@ from ..conversion.selection import Rules, schemes_for, unmatched
 from ..errors import TetherError
 from ..renaming.steps import Rename
 from ..schemes import Scheme
-from ..ties.components import Component, find_components
-from ..ties.records import tie_of
+from ..ties.components import Component, find_components, tie_of
 from ..torch_private.modules import transient_names
 from ..weights.spec import Tie
 
