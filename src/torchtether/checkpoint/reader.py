@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import check_path
 from .._interruptions import uncollected
 from ..errors import CheckpointError, TetherError
-from ..files import HIDDEN, Closing, Store, allocate, local_path, scratch
+from ..files import HIDDEN, Closing, Store, allocate, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Tick, no_tick
@@ -49,12 +49,11 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
     def __init__(self, path: Path | str, *, revision: str | None = None) -> None:
         check_path(path)
         with uncollected():
-            self._open(local_path(path, revision))
+            self._open(Store(path, revision))
 
-    def _open(self, path: Path) -> None:
-        self.store: Store = Store(path)
+    def _open(self, store: Store) -> None:
+        self.store: Store = store
         try:
-            store = self.store
             contents = Contents(
                 store.header.tensors, store.header.metadata, store.record, store.beside(), self._read_small
             )

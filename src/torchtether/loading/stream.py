@@ -64,7 +64,8 @@ def stream(
             held = [step.held for step in plain] + [m.tensor for step in new for m in step.component.members]
             held += [tensor for tensor, _ in computed]
             exchange.check(held + [member.tensor for step in renewed for member in step.component.members])
-            batch = Batch(store.ring)
+            is_away = any(step.device != _CPU for step in new)
+            batch = Batch(store.ring if is_away else None)
             made = store.make_later(stored, batch)
             for step in new:
                 exchange.safe_point()
@@ -72,7 +73,8 @@ def stream(
                     mapped_contents(step, given, tick) if id(step) in mapped else new_contents(step, given, tick, batch)
                 )
             exchange.during(batch.run, tick)
-            exchange.during(store.ring.drain)
+            if is_away:
+                exchange.during(store.ring.drain)
             made += [value for _, value in computed]
             exchange.put_each(held, made, is_own=True)
             know_weights(model, exchange, names_of_weights(new))
@@ -85,7 +87,7 @@ def stream(
                 done.update(step.component.names)
     if filled:
         _fill(given, steps, filled, done, tick)
-    store.ring.close()  # so that any stream sees the values from now on
+    store.release()  # so that any stream sees the values from now on
 
 
 def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer: Any) -> None:
