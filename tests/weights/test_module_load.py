@@ -1,7 +1,6 @@
 """The table of module_load: held x given x assign x meta or real x tied or not x swap flag on or off x scheme."""
 
 import itertools
-import sys
 import warnings
 
 import pytest
@@ -10,7 +9,8 @@ from torch import nn
 
 import torchtether as tt
 from tests.catalog import few_schemes
-from torchtether.conversion.quantizing import add_load_hook
+from torchtether.exchange import exchange
+from torchtether.exchange.exchange import add_load_hook
 
 OTHER = tt.Affine(bits=8, block=(1, 32), symmetric=False)
 """A scheme that no row of the catalog has."""
@@ -243,9 +243,7 @@ def test_the_callers_state_dict_is_not_changed():
 
 def test_under_the_flag_the_hook_leaves_it_to_module_load(monkeypatch):
     model = tt.quantize(nn.Sequential(nn.Linear(8, 8, bias=False)), "int8")
-    monkeypatch.setattr(
-        sys.modules["torchtether.conversion.quantizing"], "Exchange", None
-    )  # tt.quantize is the function
+    monkeypatch.setattr(exchange, "Exchange", None)
     _load(model, {"0.weight": torch.randn(8, 8)}, True, True)
     assert isinstance(model[0].weight, tt.Weight)
     with pytest.raises(RuntimeError, match="NoneType"):

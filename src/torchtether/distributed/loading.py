@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..conversion.materializing import forget_recipes
-from ..conversion.quantizing import know_weights
 from ..conversion.selection import Rules
 from ..errors import LoadError
 from ..exchange.exchange import Exchange
@@ -219,7 +218,7 @@ class _Sharded:
                 for name in names:
                     held, new = self._held[name], read[name].detach()
                     exchange.put(held, redone(held, new) if isinstance(held, DTensor) else new)
-                know_weights(self._model, exchange, names_of_weights(changed))
+                exchange.know_weights(names_of_weights(changed))
         if self._plan.draft.recorded:
             self._take_attributes()
         for module in self._model.modules():

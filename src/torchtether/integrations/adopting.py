@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_module, describe_some
-from ..conversion.quantizing import keep_loading, tell_listeners
 from ..errors import ConversionError, RuleError, TetherError
-from ..exchange.exchange import Atomic, Exchange
+from ..exchange.exchange import Atomic, Exchange, tell_listeners
 from ..exchange.optimizer_state import Optimizers
 from ..ties.components import Component, find_components, tie_of
 from ..torch_private.modules import buffers_of, forward_hooks_of, load_hooks_of, parameters_of, tables_of
@@ -78,7 +77,7 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
             )
             if bias is not None:
                 exchange.put(bias, bias.detach().to(weight.dtype))
-            keep_loading(model, exchange, component.names)
+            exchange.keep_loading(component.names)
         for found in modules:
             exchange.on_rollback(_restorer(found.module))
             _become_plain(found, exchange)

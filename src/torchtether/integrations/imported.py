@@ -16,24 +16,15 @@ from ..checkpoint.reader import Checkpoint
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
 
+_MODELING = "transformers.modeling_utils"
 
-def tell_libraries(model: nn.Module, path: str) -> Callable[[], None] | None:
-    """Let the libraries that the user has imported know of the Weights in ``model``'s module at ``path``.
-
-    Returns what takes it back; ``None`` where nothing was done.
-    """
-    _tell_peft()
-    return _tell_transformers(model, path)
+NAMING = "transformers.conversion_mapping"
+"""The module of transformers 5 that maps the names in its files; without it ``names_of_library`` knows of none."""
 
 
 def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
-    """Attach each ``PreTrainedModel`` on the way from ``model`` to its module at ``path``.
-
-    Returns what takes it back; ``None`` where nothing was done.
-    """
-    modeling: Any = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return None
+    """Attach each ``PreTrainedModel`` on the way from ``model`` to its module at ``path``; return what undoes that."""
+    modeling: Any = sys.modules[_MODELING]
     modules: list[Any] = [model]
     for name in path.split(".") if path else ():
         modules.append(getattr(modules[-1], name))
@@ -53,11 +44,14 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
     return detach
 
 
-def _tell_peft() -> None:
-    """Let the layers of PEFT merge into Weights, if the user has imported PEFT."""
-    if "peft" in sys.modules:
-        with suppress(ImportError):  # one of another version
-            from . import peft  # noqa: F401 - does so
+def _tell_peft(model: nn.Module, path: str) -> None:
+    """Let the layers of PEFT merge into Weights."""
+    with suppress(ImportError):  # one of another version
+        from . import peft  # noqa: F401 - does so
+
+
+LIBRARIES = {"peft": _tell_peft, _MODELING: _tell_transformers}
+"""What lets an imported library know of the Weights in a module of a model; see ``exchange.LISTENERS``."""
 
 
 def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
@@ -74,5 +68,5 @@ def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
 
 def is_of_transformers(model: nn.Module) -> bool:
     """Return whether ``model`` is one of transformers 5, which has a mapping of names."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    return kind is not None and isinstance(model, kind) and "transformers.conversion_mapping" in sys.modules
+    kind = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
+    return kind is not None and isinstance(model, kind) and NAMING in sys.modules

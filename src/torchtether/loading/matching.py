@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from ..conversion import materializing
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape, View
-from ..integrations.imported import names_of_library
+from ..integrations.imported import NAMING, names_of_library
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import Component, Member
 from ..weights.spec import order_of
@@ -36,7 +37,9 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
 
     Headers alone are read, and the values of names that must agree.
     """
-    rename = names_of_library(model, checkpoint) if options.rename is None else options.rename
+    rename = options.rename
+    if rename is None and NAMING in sys.modules:
+        rename = names_of_library(model, checkpoint)
     return match_renamed(model, RenamedCheckpoint(checkpoint, rename), options)
 
 

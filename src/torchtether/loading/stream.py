@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .._checks import describe_some
 from .._interruptions import Deferred
-from ..conversion.quantizing import know_weights
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange
 from ..files import Batch
@@ -77,13 +76,13 @@ def stream(
                 exchange.during(store.ring.drain)
             made += [value for _, value in computed]
             exchange.put_each(held, made, is_own=True)
-            know_weights(model, exchange, names_of_weights(new))
+            exchange.know_weights(names_of_weights(new))
             done.update([step.name for step in plain])
             done.update(name for step in new for name in step.component.names)
             for step in renewed:
                 exchange.safe_point()
                 _put(exchange, step, new_contents(step, given, tick))
-                know_weights(model, exchange, names_of_weights([step]))
+                exchange.know_weights(names_of_weights([step]))
                 done.update(step.component.names)
     if filled:
         _fill(given, steps, filled, done, tick)
