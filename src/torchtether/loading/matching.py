@@ -21,8 +21,8 @@ from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
 from .leftovers import check_copies, check_file_ties, check_leftovers, take_initial_values
-from .options import FLOATS, LoadOptions, fault, find_targets
-from .steps import Draft, Source, Step
+from .options import FLOATS, LoadOptions, fault
+from .steps import Draft, Source, Step, find_targets
 
 _CPU = torch.device("cpu")
 
