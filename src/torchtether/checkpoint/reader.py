@@ -230,7 +230,11 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         cuts = part_rows(scheme.layout(shape), shape, start, stop)
         if not is_in_parts(entry, self.store.header.tensors):
             cut = self._cut(entry, shape, start, stop)
-            made = self._read(entry) if cut is None else self._unpack(cut.entry, self._read_views(entry, cut))
+            if cut is None:
+                made = self._read(entry)
+            else:
+                read = {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
+                made = self._unpack(cut.entry, read)
             assert isinstance(made, Weight)
             if cut is not None:
                 each = shape[0] // entry.spec.base[0]
@@ -261,10 +265,6 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
             return None
         each = shape[0] // base[0]
         return cut_rows(entry, tensors, along, start // each, -(-stop // each))
-
-    def _read_views(self, entry: Entry, cut: Cut) -> dict[str, Tensor]:
-        """Read what ``cut`` needs of the stored tensors of ``entry``, by role."""
-        return {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
 
     def rows_nbytes(self, name: str, shape: Shape, start: int, stop: int) -> int | None:
         """Return the bytes that ``read_rows`` needs, where it reads other tensors than the parts; else ``None``."""

@@ -17,9 +17,9 @@ from ..conversion.selection import Rules
 from ..errors import LoadError
 from ..exchange.exchange import Exchange
 from ..loading.options import Device, Dtype, LoadOptions, Ties
-from ..loading.plan import LoadPlan, make_plan, restrict_plan
+from ..loading.plan import LoadPlan, make_plan
 from ..loading.report import LoadReport
-from ..loading.restricting import Box
+from ..loading.restricting import Box, restrict
 from ..loading.steps import Draft, Step, names_of_weights
 from ..progress import Progress
 from ..renaming.steps import Rename
@@ -149,7 +149,8 @@ class _Sharded:
         whole = make_plan(stand_in(model, whole_shadow, views=True), path, options)
         try:
             boxes, faults = self._boxes(whole)
-            self._plan = restrict_plan(whole, self._part, boxes, self._place, faults)
+            draft = restrict(whole.draft, self._part, boxes, self._place, faults)
+            self._plan = LoadPlan(self._part, whole.checkpoint, draft, options)
             self._plan.check()
             self._check_exchange()
         except BaseException:

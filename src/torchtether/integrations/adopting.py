@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -197,7 +196,7 @@ def _become_plain(found: _Module, exchange: Exchange) -> None:
     Where Python forbids that (quanto has a second base), a plain module with the same tables stands in its place.
     """
     module, plain, attributes, library = found
-    for hooks in _hooks_of(module):
+    for hooks in (load_hooks_of(module), forward_hooks_of(module), module._forward_hooks):
         for key in [key for key, hook in hooks.items() if _is_of(getattr(hook, "hook", hook), library)]:
             del hooks[key]
     for name in attributes:
@@ -223,10 +222,6 @@ def _can_become(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
-    yield from (load_hooks_of(module), forward_hooks_of(module), module._forward_hooks)
 
 
 def _is_of(function: Any, library: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -306,7 +306,8 @@ def _choose_views(draft: Draft, component: Component, sources: list[Source], own
     given = draft.given
     dtypes = {given.spec(source.name).dtype for source in sources}
     if component.dtype is not None and len(dtypes) > 1:
-        draft.add_fault(sources[0].name, f"it shares memory with names that the checkpoint has in {_list(dtypes)}")
+        kinds = " and ".join(sorted(map(str, dtypes)))
+        draft.add_fault(sources[0].name, f"it shares memory with names that the checkpoint has in {kinds}")
         return []
     common = dtypes.pop() if component.dtype is not None else None
     for source in sources:
@@ -341,8 +342,3 @@ def _view_of(memory: Tensor, member: Member, component: Component) -> Tensor:
         return memory.as_strided(view.size, view.stride, view.offset)
     item = view.dtype.itemsize
     return memory.as_strided((*view.size, item), (*(step * item for step in view.stride), 1), view.offset * item)
-
-
-def _list(dtypes: Iterable[torch.dtype]) -> str:
-    """Return the dtypes in words."""
-    return " and ".join(sorted(map(str, dtypes)))
