@@ -9,7 +9,6 @@ from torch import nn
 
 import torchtether as tt
 from tests.catalog import few_schemes
-from torchtether.exchange import exchange
 from torchtether.exchange.exchange import add_load_hook
 
 OTHER = tt.Affine(bits=8, block=(1, 32), symmetric=False)
@@ -239,15 +238,6 @@ def test_the_callers_state_dict_is_not_changed():
     given = state["0.weight"]
     model.load_state_dict(state, assign=True)
     assert state == {"0.weight": given}
-
-
-def test_under_the_flag_the_hook_leaves_it_to_module_load(monkeypatch):
-    model = tt.quantize(nn.Sequential(nn.Linear(8, 8, bias=False)), "int8")
-    monkeypatch.setattr(exchange, "Exchange", None)
-    _load(model, {"0.weight": torch.randn(8, 8)}, True, True)
-    assert isinstance(model[0].weight, tt.Weight)
-    with pytest.raises(RuntimeError, match="NoneType"):
-        _load(model, {"0.weight": torch.randn(8, 8)}, True, False)
 
 
 def test_buffers_follow_the_policy():
