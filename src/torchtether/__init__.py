@@ -16,9 +16,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .conversion.activations import quantize_activations
     from .conversion.converting import convert
     from .conversion.materializing import materialize, on_meta
-    from .conversion.quantizing import LISTENERS as _LISTENERS
     from .conversion.quantizing import dequantize, quantize
-    from .conversion.quantizing import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
     from .conversion.sizing import QuantizePlan, plan_quantize
     from .errors import (
         ArgumentError,
@@ -34,11 +32,13 @@ with _uncollected():  # one garbage collection over all objects of torch would t
         TrainingWarning,
         UnsupportedOpError,
     )
+    from .exchange.exchange import LISTENERS as _LISTENERS
+    from .exchange.exchange import keep_policy as keep_policy  # named in pickles, as the two rebuild functions are
     from .exchange.optimizer_state import check_optimizer
     from .exchange.scope import swapping
     from .geometry.views import View
     from .integrations.adopting import adopt
-    from .integrations.imported import tell_libraries as _tell_libraries
+    from .integrations.imported import LIBRARIES as _LIBRARIES
     from .loading.plan import LoadPlan, load, plan_load
     from .loading.report import LoadReport
     from .pictures import StorageDiff, StorageMap, storage_map
@@ -81,7 +81,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
 
 __version__ = "0.1.0"
 _warn_if_untested()
-_LISTENERS.append(_tell_libraries)
+_LISTENERS.update(_LIBRARIES)
 
 __all__ = [
     # checkpoints

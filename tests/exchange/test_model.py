@@ -12,7 +12,6 @@ from tests.conversion.models import snapshot
 from tests.exchange.model import HALF, NEW, OLD, Model, Tensor
 from tests.interrupts import nothing_held
 from torchtether.exchange import optimizer_state, replacement
-from torchtether.exchange.exchange import Caches
 
 stream = importlib.import_module("torchtether.loading.stream")
 converting = importlib.import_module("torchtether.conversion.converting")
@@ -97,7 +96,7 @@ class Driven:
             (exchange, "replace", "replace", lambda held, *_: self.names[id(held)]),
             (replacement.Replacement, "undo", "undo", lambda one: self.names[id(one.held)]),
             (optimizer_state, "_follow_one", "follow", lambda _, change, *__: self.names[id(change.held)]),
-            (Caches, "renew", "renew", lambda *_: ""),
+            (exchange.Exchange, "_renew", "renew", lambda *_: ""),
         ):
             patch.setattr(room, name, self.watched(getattr(room, name), kind, about))
         apply, swap = replacement.Replacement.apply, replacement.swap_impl

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
-import torchtether.loading.options
+import torchtether.loading.steps
 from tests.loading.models import Tied, build
 from torchtether.ties.names import named_tensors
 
@@ -136,7 +136,7 @@ def test_each_device_gets_its_names_and_recorded_buffers_too(tmp_path, meta):
 def test_recorded_buffers_are_computed_on_one_device_and_moved(tmp_path, monkeypatch):
     """``meta`` stands in for a second device, which not every machine has."""
     tt.save(Rotary(), tmp_path / "x")
-    monkeypatch.setattr(torchtether.loading.options, "_check_device", torch.device)
+    monkeypatch.setattr(torchtether.loading.steps, "_check_device", torch.device)
     with tt.on_meta():
         model = Rotary()
     before = named_tensors(model)

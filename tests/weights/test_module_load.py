@@ -1,7 +1,6 @@
 """The table of module_load: held x given x assign x meta or real x tied or not x swap flag on or off x scheme."""
 
 import itertools
-import sys
 import warnings
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.catalog import few_schemes
-from torchtether.conversion.quantizing import add_load_hook
+from torchtether.exchange.exchange import add_load_hook
 
 OTHER = tt.Affine(bits=8, block=(1, 32), symmetric=False)
 """A scheme that no row of the catalog has."""
@@ -239,17 +238,6 @@ def test_the_callers_state_dict_is_not_changed():
     given = state["0.weight"]
     model.load_state_dict(state, assign=True)
     assert state == {"0.weight": given}
-
-
-def test_under_the_flag_the_hook_leaves_it_to_module_load(monkeypatch):
-    model = tt.quantize(nn.Sequential(nn.Linear(8, 8, bias=False)), "int8")
-    monkeypatch.setattr(
-        sys.modules["torchtether.conversion.quantizing"], "Exchange", None
-    )  # tt.quantize is the function
-    _load(model, {"0.weight": torch.randn(8, 8)}, True, True)
-    assert isinstance(model[0].weight, tt.Weight)
-    with pytest.raises(RuntimeError, match="NoneType"):
-        _load(model, {"0.weight": torch.randn(8, 8)}, True, False)
 
 
 def test_buffers_follow_the_policy():

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import check_path
 from .._interruptions import uncollected
 from ..errors import CheckpointError, TetherError
-from ..files import HIDDEN, Closing, Store, allocate, local_path, scratch
+from ..files import HIDDEN, Closing, Store, allocate, scratch
 from ..formats import PLAIN, ByRows, Contents, Cut, Entry, Fitting, cut_rows, is_in_parts, native, recognise
 from ..geometry.views import Shape, View, contiguous_stride
 from ..progress import Tick, no_tick
@@ -49,12 +49,11 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
     def __init__(self, path: Path | str, *, revision: str | None = None) -> None:
         check_path(path)
         with uncollected():
-            self._open(local_path(path, revision))
+            self._open(Store(path, revision))
 
-    def _open(self, path: Path) -> None:
-        self.store: Store = Store(path)
+    def _open(self, store: Store) -> None:
+        self.store: Store = store
         try:
-            store = self.store
             contents = Contents(
                 store.header.tensors, store.header.metadata, store.record, store.beside(), self._read_small
             )
@@ -231,7 +230,11 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         cuts = part_rows(scheme.layout(shape), shape, start, stop)
         if not is_in_parts(entry, self.store.header.tensors):
             cut = self._cut(entry, shape, start, stop)
-            made = self._read(entry) if cut is None else self._unpack(cut.entry, self._read_views(entry, cut))
+            if cut is None:
+                made = self._read(entry)
+            else:
+                read = {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
+                made = self._unpack(cut.entry, read)
             assert isinstance(made, Weight)
             if cut is not None:
                 each = shape[0] // entry.spec.base[0]
@@ -262,10 +265,6 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
             return None
         each = shape[0] // base[0]
         return cut_rows(entry, tensors, along, start // each, -(-stop // each))
-
-    def _read_views(self, entry: Entry, cut: Cut) -> dict[str, Tensor]:
-        """Read what ``cut`` needs of the stored tensors of ``entry``, by role."""
-        return {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
 
     def rows_nbytes(self, name: str, shape: Shape, start: int, stop: int) -> int | None:
         """Return the bytes that ``read_rows`` needs, where it reads other tensors than the parts; else ``None``."""

@@ -18,8 +18,7 @@ from ..formats import Contained, Writable, writable
 from ..geometry.blocks import blocks_of
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
-from ..ties.components import Component, find_components
-from ..ties.records import tie_of
+from ..ties.components import Component, find_components, tie_of
 from ..ties.spans import member_view, plain_values
 from ..weights.spec import Tie
 from ..weights.weight import Weight
@@ -271,7 +270,8 @@ def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) ->
 
 def _check_still(owner: str, whole: Tensor, name: str, alias: Tensor, view: View | None) -> None:
     try:
-        wanted = whole if view is None else view_of(plain_values(whole) if _is_transparent(whole) else whole, view)
+        seen = plain_values(whole) if isinstance(whole, Weight) and whole.scheme.transparent else whole
+        wanted = whole if view is None else view_of(seen, view)
         one, two = (_bits(tensor) for tensor in (wanted, alias))
         same = len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     except RuntimeError:  # the view reaches past what is left of its owner
@@ -282,10 +282,6 @@ def _check_still(owner: str, whole: Tensor, name: str, alias: Tensor, view: View
             name=name,
             fix="Call tt.tie or tt.untie before saving.",
         )
-
-
-def _is_transparent(tensor: Tensor) -> bool:
-    return isinstance(tensor, Weight) and tensor.scheme.transparent
 
 
 def _bits(tensor: Tensor) -> list[Tensor]:

@@ -18,9 +18,8 @@ from ..errors import ConversionError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
 from ..geometry.blocks import is_strided
-from ..ties.components import Component, find_components
+from ..ties.components import Component, find_components, tie_of
 from ..ties.names import named_tensors
-from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values, span_tensor
 from ..torch_private.modules import buffers_of, parameters_of
 from ..torch_private.observers import not_followed

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .._checks import check_callable, check_module
 from ..errors import ConversionError, SchemeError
@@ -16,14 +15,11 @@ from ..exchange.optimizer_state import Optimizers
 from ..progress import Progress, ticking
 from ..schemes import Mastered, Scheme
 from ..schemes.looking import is_true
-from ..ties.components import Component, Member, find_components
+from ..ties.components import Component, Member, find_components, tie_of
 from ..ties.names import is_sharded
-from ..ties.records import tie_of
 from ..ties.spans import member_view, plain_values, span_tensor
-from ..torch_private.modules import buffers_of, load_hooks_of, parameters_of, transient_of
 from ..torch_private.observers import not_followed
 from ..torch_private.tensors import local_or_itself
-from ..weights.module_load import module_load
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
 from .selection import Rules, schemes_for
@@ -93,7 +89,7 @@ def quantize(
         for (component, tie, scheme), size in zip(plan, sizes, strict=True):
             exchange.safe_point()
             _put(exchange, component.members, _encoded(component, tie, scheme))
-            know_weights(model, exchange, component.names)
+            exchange.know_weights(component.names)
             tick(size)
     return model
 
@@ -132,7 +128,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
         for component, members, span in zip(plan, weights, spans, strict=True):
             exchange.safe_point()
             _put(exchange, members, _decoded(span, members))
-            keep_loading(model, exchange, component.names)
+            exchange.keep_loading(component.names)
     return model
 
 
@@ -201,80 +197,3 @@ def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None
         scheme.encode(values)
     except SchemeError as error:
         raise error.named(component.names[0]) from None
-
-
-# -- stock load_state_dict afterwards ---------------------------------------------------------------------------------
-
-
-def keep_loading(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> None:
-    """Add the load hook to the modules that hold ``names``, once to each; a rollback of ``exchange`` removes it."""
-    for path in {name.rpartition(".")[0] for name in names}:
-        handle = add_load_hook(model.get_submodule(path))
-        if handle is not None:
-            exchange.on_rollback(handle.remove)
-
-
-LISTENERS: list[Callable[[nn.Module, str], Callable[[], None] | None]] = []
-"""Functions called with a model and the path of a module that has a new Weight; each returns its undo, or ``None``."""
-
-
-def know_weights(model: nn.Module, exchange: Exchange, names: Iterable[str]) -> None:
-    """Add the load hook to the modules that hold the new Weights ``names``, and call ``LISTENERS`` for them.
-
-    A rollback of ``exchange`` undoes both.
-    """
-    names = tuple(names)
-    keep_loading(model, exchange, names)
-    for undo in tell_listeners(model, names):
-        exchange.on_rollback(undo)
-
-
-def tell_listeners(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
-    """Call ``LISTENERS`` for the modules that hold the Weights ``names``; return the functions that undo it."""
-    paths = {name.rpartition(".")[0] for name in names}
-    undone = [listener(model, path) for path in paths for listener in LISTENERS]
-    return [undo for undo in undone if undo is not None]
-
-
-def add_load_hook(module: nn.Module) -> RemovableHandle | None:
-    """Make stock ``load_state_dict`` of ``module`` follow ``module_load``, whether torch's swap flag is on or off.
-
-    Returns the handle of the hook; ``None`` if the module has the hook already.
-    """
-    present = (getattr(hook, "hook", hook) for hook in load_hooks_of(module).values())
-    return None if keep_policy in present else module.register_load_state_dict_pre_hook(keep_policy)
-
-
-def keep_policy(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
-) -> None:
-    """Load the tensors of ``module`` that ``assign=True`` would replace; a hook that runs before torch loads them.
-
-    The held Parameter takes the contents that ``module_load`` returns, and replaces the given tensor in the (local
-    copy of the) state dict, so that torch assigns the Parameter to its own name.  With ``assign=False`` torch copies in
-    place, which a Weight handles; with the swap flag on torch calls ``Tensor.module_load``; torch itself reports
-    shapes that differ.
-    """
-    errors: list[str] = rest[-1]
-    is_assigned = local_metadata.get("assign_to_params_buffers", False)
-    if not is_assigned or torch.__future__.get_swap_module_params_on_conversion():
-        return
-    buffers = {n: b for n, b in buffers_of(module).items() if n not in transient_of(module)}
-    for leaf, held in {**parameters_of(module), **buffers}.items():
-        key = prefix + leaf
-        given = state_dict.get(key)
-        if held is None or not isinstance(given, Tensor) or given is held or given.shape != held.shape:
-            continue
-        if not (isinstance(held, Weight) or isinstance(given, Weight)):
-            continue
-        try:
-            made = module_load(None, held, given, assign=True)
-            with Exchange(module, verb="load") as exchange:
-                exchange.check([held])
-                exchange.put(held, made)
-        except Exception as error:  # like torch, try every tensor and report all errors at once
-            errors.append(f'While loading the parameter named "{key}", an exception occurred : {error}')
-        state_dict[key] = held
-
-
-keep_policy.__module__ = "torchtether"  # pickles of models store this name, wherever it is defined

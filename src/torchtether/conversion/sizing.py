@@ -18,9 +18,8 @@ from .._checks import as_size, check_callable, check_module
 from ..errors import ArgumentError, RuleError, SchemeError
 from ..progress import Progress, ticking
 from ..schemes import Affine, Scheme, SuperBlocks, int8, nf4, resolve, scheme_to_text
-from ..ties.components import find_components
+from ..ties.components import find_components, tie_of
 from ..ties.names import named_tensors
-from ..ties.records import tie_of
 from ..weights.weight import Weight
 from .selection import globs_of, schemes_for, unmatched
 

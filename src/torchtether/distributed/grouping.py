@@ -142,12 +142,8 @@ class Grouping:
         self._drop(dropped)
 
     def _labels(self, units: set[Key]) -> tuple[str, ...]:
-        """Return the paths of all modules of ``units``."""
-        return tuple(path for unit in self.order_or_any(units) for path in self.paths(unit))
-
-    def order_or_any(self, units: set[Key]) -> list[Key]:
-        """Return ``units`` in the order of their first modules."""
-        return sorted(units, key=lambda unit: self.paths(unit))
+        """Return the paths of all modules of ``units``, in the order of their first modules."""
+        return tuple(path for unit in sorted(units, key=self.paths) for path in self.paths(unit))
 
     def _owner(self, name: str) -> int:
         """Return the id of the innermost module above ``name`` that has a forward."""

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..conversion.materializing import forget_recipes
-from ..conversion.quantizing import know_weights
 from ..conversion.selection import Rules
 from ..errors import LoadError
 from ..exchange.exchange import Exchange
 from ..loading.options import Device, Dtype, LoadOptions, Ties
-from ..loading.plan import LoadPlan, make_plan, restrict_plan
+from ..loading.plan import LoadPlan, make_plan
 from ..loading.report import LoadReport
-from ..loading.restricting import Box
+from ..loading.restricting import Box, restrict
 from ..loading.steps import Draft, Step, names_of_weights
 from ..progress import Progress
 from ..renaming.steps import Rename
@@ -150,7 +149,8 @@ class _Sharded:
         whole = make_plan(stand_in(model, whole_shadow, views=True), path, options)
         try:
             boxes, faults = self._boxes(whole)
-            self._plan = restrict_plan(whole, self._part, boxes, self._place, faults)
+            draft = restrict(whole.draft, self._part, boxes, self._place, faults)
+            self._plan = LoadPlan(self._part, whole.checkpoint, draft, options)
             self._plan.check()
             self._check_exchange()
         except BaseException:
@@ -219,7 +219,7 @@ class _Sharded:
                 for name in names:
                     held, new = self._held[name], read[name].detach()
                     exchange.put(held, with_local(held, new) if isinstance(held, DTensor) else new)
-                know_weights(self._model, exchange, names_of_weights(changed))
+                exchange.know_weights(names_of_weights(changed))
         if self._plan.draft.recorded:
             self._take_attributes()
         for module in self._model.modules():

@@ -76,7 +76,7 @@ class Transfers:
                                 copyable(out[region]).copy_(copyable(held))
                             else:
                                 kept.append(_bytes(held).to(self._device))
-                                flights.append(self._send(kept[-1], writer))
+                                flights.append(dist.isend(kept[-1], group=self._ranks.group, group_dst=writer))
                         elif out is not None:
                             place = out[region]
                             is_direct = place.is_contiguous() and self._device.type == "cpu"
@@ -85,7 +85,7 @@ class Transfers:
                                 if is_direct
                                 else torch.empty(place.nbytes, dtype=torch.uint8, device=self._device)
                             )
-                            flights.append(self._receive(memory, rank))
+                            flights.append(dist.irecv(memory, group=self._ranks.group, group_src=rank))
                             if not is_direct:
                                 landed.append((place, memory))
             for flight in flights:
@@ -101,14 +101,6 @@ class Transfers:
         if isinstance(mine.shadow, Weight):
             return mine, Weight(made, mine.shadow.spec)
         return mine, made[""]
-
-    def _send(self, memory: Tensor, rank: int) -> Any:
-        """Start to send ``memory`` to ``rank``."""
-        return dist.isend(memory, group=self._ranks.group, group_dst=rank)
-
-    def _receive(self, memory: Tensor, rank: int) -> Any:
-        """Start to receive ``memory`` from ``rank``."""
-        return dist.irecv(memory, group=self._ranks.group, group_src=rank)
 
     def _held(self, item: Item, role: str) -> Tensor:
         """Return this rank's shard of the part ``role`` of ``item``; a plain tensor has the one part ``""``."""

@@ -6,32 +6,26 @@ and class, converts optimizer state, and can take all of it back.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import RemovableHandle
 
 from .._interruptions import Arguments, Deferred, Result, renewed_after_fork, take
 from ..errors import ConversionError, TetherError
 from ..torch_private import versions
 from ..torch_private.fsdp2 import fsdp2_state, renew_shards
-from ..torch_private.modules import (
-    flat_weight_refs,
-    forget_flat_weights,
-    forward_hooks_of,
-    pruned_name_of,
-    renew_flat_weights,
-)
+from ..torch_private.modules import buffers_of, forward_hooks_of, load_hooks_of, parameters_of, transient_of
 from ..torch_private.tensors import as_class, base_of, reset, swap_impl
 from ..weights.contents import can_put
+from ..weights.module_load import module_load
 from ..weights.weight import Weight
+from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
 from .refusals import check_held, check_place, format_names, is_distributed, names_of
 from .replacement import can_refill, is_simple, replace
@@ -90,8 +84,10 @@ class Exchange:
             if self._optimizers:
                 check_belongs(self._model, self._optimizers)
             torch.clear_autocast_cache()  # holds C++ weak references, and casts of the old values
-            self._caches = Caches(self.modules)
-            self._caches.park()
+            keeping = [m for m in self.modules if forward_hooks_of(m) or isinstance(m, nn.RNNBase)]
+            self._caches = Caches(keeping) if keeping else None
+            if self._caches is not None:
+                self._caches.park()
         except BaseException:
             LOCK.release()
             self._signals.end()
@@ -252,7 +248,8 @@ class Exchange:
             follow(self._optimizers, self._changes.values(), self._journal)
 
     def _renew(self, *, is_partial: bool = False) -> None:
-        self._caches.renew(changed=bool(self._changes), is_partial=is_partial)
+        if self._caches is not None:
+            self._caches.renew(changed=bool(self._changes), is_partial=is_partial)
         if self._changes:
             torch.clear_autocast_cache()
             for module in self.modules:
@@ -279,69 +276,82 @@ class Exchange:
                 fix="What was done stays; to have it taken back, use atomic='full'.",
             ) from error
 
+    def keep_loading(self, names: Iterable[str]) -> None:
+        """Have stock ``load_state_dict`` keep the Parameters ``names``, which are Weights or were; see ``keep_policy``.
+
+        If everything is taken back, so is this.
+        """
+        for path in {name.rpartition(".")[0] for name in names}:
+            handle = add_load_hook(self._model.get_submodule(path))
+            if handle is not None:
+                self.on_rollback(handle.remove)
+
+    def know_weights(self, names: Collection[str]) -> None:
+        """Have stock loads and ``LISTENERS`` know the new Weights ``names``."""
+        self.keep_loading(names)
+        for undo in tell_listeners(self._model, names):
+            self.on_rollback(undo)
+
     def name(self, held: Tensor) -> str:
         """Return the names of ``held`` in the model, formatted for errors; this walks the whole model."""
         return format_names(names_of(self._model).get(id(held), ()))
 
 
-class Caches:
-    """Put away what modules compute from their parameters and keep, before an exchange, and make it again after it.
+# -- stock load_state_dict afterwards ---------------------------------------------------------------------------------
 
-    These are the weights that old-style ``weight_norm``, ``spectral_norm`` and ``prune`` compute, and the flat lists of
-    RNNs. A computed weight is a plain attribute at the end of a graph, and the graph holds the parameters.
+
+LISTENERS: dict[str, Callable[[nn.Module, str], Callable[[], None] | None]] = {}
+"""By the name of a module of another library, and called once the user has imported that: with a model and the path of
+a module in it that has got a Weight; what each returns takes it back."""
+
+
+def tell_listeners(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:
+    """Call ``LISTENERS`` for the modules that hold the Weights ``names``; return the functions that undo it."""
+    listeners = [listener for library, listener in LISTENERS.items() if library in sys.modules]
+    paths = {name.rpartition(".")[0] for name in names} if listeners else ()
+    undone = [listener(model, path) for path in paths for listener in listeners]
+    return [undo for undo in undone if undo is not None]
+
+
+def add_load_hook(module: nn.Module) -> RemovableHandle | None:
+    """Make stock ``load_state_dict`` of ``module`` follow ``module_load``, whether torch's swap flag is on or off.
+
+    Returns the handle of the hook; ``None`` if the module has the hook already.
     """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        self._computed = [
-            (module, *found)
-            for module in modules
-            for hook in forward_hooks_of(module).values()
-            if (found := _reader(hook))
-        ]
-        self._parked: list[tuple[nn.Module, str, Callable[[nn.Module], Tensor], str]] = []
-
-    @property
-    def refs(self) -> set[int]:
-        """Return the ids of weak references that need not stop an exchange: RNNs keep them to their own weights."""
-        return flat_weight_refs(self._rnns)
-
-    def park(self, *, refs: bool = False) -> None:
-        """Put away what modules computed from parameters and keep; with ``refs`` also the weak references of RNNs."""
-        for module, attribute, compute, source in self._computed:
-            cached = module.__dict__.get(attribute)
-            if isinstance(cached, Tensor) and cached.grad_fn is not None:
-                self._parked.append((module, attribute, compute, source))
-                del module.__dict__[attribute]
-                cached = None
-        if refs:
-            for module in self._rnns:
-                forget_flat_weights(module)
-
-    def renew(self, *, changed: bool = True, is_partial: bool = False) -> None:
-        """Compute everything again that was put away, from the parameters as they are now.
-
-        With ``is_partial`` they may be of two dtypes, and what cannot be computed then is left to the next forward.
-        """
-        for module, attribute, compute, _ in self._parked:  # not forgotten: a rollback may ask once more
-            with torch.enable_grad(), suppress(RuntimeError) if is_partial else nullcontext():
-                module.__dict__[attribute] = compute(module)
-        for module, attribute, _, source in self._computed:
-            cached, held = module.__dict__.get(attribute), getattr(module, source, None)
-            if isinstance(cached, Tensor) and isinstance(held, Tensor) and cached.grad_fn is None:
-                module.__dict__[attribute] = cached.to(held.device, held.dtype)
-        if changed:
-            for rnn in self._rnns:
-                renew_flat_weights(rnn)
+    present = (getattr(hook, "hook", hook) for hook in load_hooks_of(module).values())
+    return None if keep_policy in present else module.register_load_state_dict_pre_hook(keep_policy)
 
 
-def _reader(hook: object) -> tuple[str, Callable[[nn.Module], Tensor], str] | None:
-    """Return, for a hook that computes a weight, the attribute it sets, how, and the parameter from which."""
-    if isinstance(hook, WeightNorm):
-        return hook.name, hook.compute_weight, f"{hook.name}_v"
-    if isinstance(hook, SpectralNorm):
-        return hook.name, lambda module: hook.compute_weight(module, do_power_iteration=False), f"{hook.name}_orig"
-    if isinstance(hook, BasePruningMethod):
-        name = pruned_name_of(hook)
-        return name, hook.apply_mask, f"{name}_orig"
-    return None
+def keep_policy(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+) -> None:
+    """Load the tensors of ``module`` that ``assign=True`` would replace; a hook that runs before torch loads them.
+
+    The held Parameter takes the contents that ``module_load`` returns, and replaces the given tensor in the (local
+    copy of the) state dict, so that torch assigns the Parameter to its own name.  With ``assign=False`` torch copies in
+    place, which a Weight handles; with the swap flag on torch calls ``Tensor.module_load``; torch itself reports
+    shapes that differ.
+    """
+    errors: list[str] = rest[-1]
+    is_assigned = local_metadata.get("assign_to_params_buffers", False)
+    if not is_assigned or torch.__future__.get_swap_module_params_on_conversion():
+        return
+    buffers = {n: b for n, b in buffers_of(module).items() if n not in transient_of(module)}
+    for leaf, held in {**parameters_of(module), **buffers}.items():
+        key = prefix + leaf
+        given = state_dict.get(key)
+        if held is None or not isinstance(given, Tensor) or given is held or given.shape != held.shape:
+            continue
+        if not (isinstance(held, Weight) or isinstance(given, Weight)):
+            continue
+        try:
+            made = module_load(None, held, given, assign=True)
+            with Exchange(module, verb="load") as exchange:
+                exchange.check([held])
+                exchange.put(held, made)
+        except Exception as error:  # as torch does: every tensor is tried, and all errors are reported at once
+            errors.append(f'While loading the parameter named "{key}", an exception occurred : {error}')
+        state_dict[key] = held
+
+
+keep_policy.__module__ = "torchtether"  # pickles of models know it by this name, wherever it is defined

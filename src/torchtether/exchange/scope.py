@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from .._checks import check_module
 from .._interruptions import Deferred, take
 from ..errors import TetherError
-from ..ties.components import find_components
+from ..ties.components import find_components, tie_of
 from ..ties.names import named_tensors
-from ..ties.records import tie_of
 from ..torch_private import versions
 from ..torch_private.modules import Method, current_method, replace_method
 from ..torch_private.observers import GRAD_SWITCH, function_modes, never_compiled, set_function_modes

@@ -18,7 +18,7 @@ from ..ties.spans import member_view, plain_values
 from ..torch_private.modules import buffers_of, parameters_of
 from ..torch_private.tensors import base_of, impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
-from .exchange import Caches
+from .module_caches import Caches
 from .optimizer_state import Before, Optimizers, follow
 from .refusals import check_held, check_place, format_names, names_of
 from .replacement import grad_shell, is_wrapper, replace, user_attributes

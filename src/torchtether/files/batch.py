@@ -202,7 +202,7 @@ class Batch:
         self._reads: list[_Read] = []
         self._jobs: list[tuple[int, int, Job]] = []
         self._nbytes = 0
-        self._ring = Ring() if ring is None else ring
+        self._ring = ring
         self._crew = crew
         self._passages: dict[torch.device, Passage] = {}
 
@@ -214,8 +214,11 @@ class Batch:
     def passage(self, device: torch.device) -> Passage | None:
         """Return the way to the memory of ``device``; ``None`` if threads fill it without one."""
         found = self._passages.get(device)
-        if found is None and (lane := self._ring.lane(device)) is not None:
-            found = self._passages[device] = Passage(self._ring, device, lane)
+        if found is not None or (self._ring is None and device.type == "cpu"):
+            return found
+        ring = self._ring = self._ring or Ring()
+        if (lane := ring.lane(device)) is not None:
+            found = self._passages[device] = Passage(ring, device, lane)
         return found
 
     def read(self, file: ReadableFile, key: str, out: Tensor, first: int = 0) -> None:

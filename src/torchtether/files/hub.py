@@ -91,7 +91,7 @@ def _fetched(hub: Any, name: str, revision: str | None, fetch: Callable[..., Pat
 
 
 def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the files of the checkpoint among ``names``, chosen as ``find_files`` chooses in a folder."""
+    """Return the files of the checkpoint among ``names``, chosen as ``Store`` chooses in a folder."""
     files = sorted(one for one in names if one.endswith((SUFFIX, GGUF_SUFFIX, INDEX_SUFFIX)))
     indexes = [one for one in files if one.endswith(INDEX_SUFFIX)]
     tensors = [one for one in files if one.endswith(SUFFIX)]

@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint: one file, a folder, or an index that says which shard holds which tensor."""
+"""The index of a checkpoint in several files: which shard holds which tensor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .dcp import is_dcp
 from .header import HEADER_LIMIT
-from .names import INDEX_SUFFIX, SUFFIX, check_whole, stem_of
+from .names import SUFFIX
 from .opening import read_file
 from .strict_json import check_extent, parse_object, short_repr
 
@@ -19,9 +18,6 @@ GGUF_SUFFIX = ".gguf"
 
 PICKLED = (".pt", ".pth", ".bin")
 """How the names of files by ``torch.save`` end."""
-
-_PICKLED_STEM = "pytorch_model"
-"""What transformers calls them in a folder, with ``.bin`` or ``.bin.index.json``; others there are other things."""
 
 HEADERS = "torchtether.headers"
 """The key in an index's metadata under which our shards, by name, have the digests of their headers."""
@@ -49,74 +45,6 @@ class Index:
     def files(self) -> tuple[Path, ...]:
         """Return the shards, in the order of their names."""
         return tuple(self.path.parent / name for name in sorted(set(self.weight_map.values())))
-
-
-def find_files(path: Path | str) -> tuple[tuple[Path, ...], Index | None]:
-    """Return the files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
-
-    In a folder safetensors files go before ``pytorch_model.bin``, as in transformers, which writes either.
-    Without either it may hold one GGUF file.
-
-    Raises CheckpointError if there is none, if it is not clear which of several is meant, or if a save of it has not
-    ended.
-    """
-    path = Path(path)
-    check_ended(path)
-    if path.is_dir():
-        return ((path,), None) if is_dcp(path) else _find_in_folder(path)
-    if not path.exists():
-        raise CheckpointError("there is no such file or folder", name=str(path))
-    if path.suffix == ".json":
-        index = read_index(path)
-        return index.files, index
-    return (path,), None
-
-
-def check_ended(path: Path) -> None:
-    """Raise CheckpointError if a save of what is at ``path``, a file or a folder, has not ended."""
-    if path.is_dir():
-        check_whole(path)
-    elif stem := stem_of(path.name):
-        check_whole(path.parent, stem)
-
-
-def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
-    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
-    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("."))
-    single = folder / f"model{SUFFIX}"
-    if len(indexes) > 1 or (indexes and single in files):
-        names = ", ".join(file.name for file in (*indexes, single))
-        raise CheckpointError(
-            f"the folder holds several checkpoints: {names}", name=str(folder), fix="Give the path of one."
-        )
-    if indexes:
-        index = read_index(indexes[0])
-        return index.files, index
-    if single in files:
-        return (single,), None
-    if files:
-        return tuple(files), None
-    pickled, index_of_pickled = folder / f"{_PICKLED_STEM}.bin", folder / f"{_PICKLED_STEM}.bin.index.json"
-    if pickled.is_file() and index_of_pickled.is_file():
-        raise CheckpointError(
-            f"the folder holds several checkpoints: {pickled.name}, {index_of_pickled.name}",
-            name=str(folder),
-            fix="Give the path of one.",
-        )
-    if index_of_pickled.is_file():
-        index = read_index(index_of_pickled)
-        return index.files, index
-    if pickled.is_file():
-        return (pickled,), None
-    others = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if not file.name.startswith("."))
-    if len(others) > 1:  # mostly one model in several types
-        names = ", ".join(file.name for file in others)
-        raise CheckpointError(
-            f"the folder holds several GGUF files: {names}", name=str(folder), fix="Give the path of one."
-        )
-    if not others:
-        raise CheckpointError(f"the folder holds no safetensors file, and no {pickled.name}", name=str(folder))
-    return tuple(others), None
 
 
 def read_index(path: Path) -> Index:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, TetherError, TieError
 from ..geometry.views import View, extent
-from ..ties.components import Component, find_components
-from ..ties.records import tie_of
+from ..ties.components import Component, find_components, tie_of
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .header import Header, Stored

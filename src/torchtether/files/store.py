@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ from ..errors import CheckpointError
 from ..geometry.views import Shape, View
 from ..progress import Tick, no_tick
 from .batch import Batch
-from .dcp import DcpFile
+from .dcp import DcpFile, is_dcp
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
-from .index import GGUF_SUFFIX, PICKLED, Index, check_ended, find_files
+from .hub import local_path
+from .index import GGUF_SUFFIX, PICKLED, Index, read_index
 from .memory import allocate_each
-from .names import SUFFIX
+from .names import INDEX_SUFFIX, SUFFIX, check_whole, stem_of
 from .opening import Closing, read_beside
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
@@ -27,6 +30,11 @@ from .strict_json import short_repr
 
 _ZIP = b"PK\x03\x04"
 
+_PICKLED_STEM = "pytorch_model"
+"""What transformers calls files by ``torch.save`` in a folder, with ``.bin`` or ``.bin.index.json``.
+
+Others there are other things."""
+
 
 class Store(Closing):
     """The open files of a checkpoint, checked against each other; keys are those that are stored, nothing is resolved.
@@ -34,7 +42,6 @@ class Store(Closing):
     header   what all files store, and their metadata
     record   what they remember: ties, weights, strides, checksums
     flat     ``alias: owner`` pairs of other writers, to be believed for a name that somebody asks for, never listed
-    ring     the pinned buffers through which everything goes that is read to a device
     """
 
     index: Index | None
@@ -42,11 +49,11 @@ class Store(Closing):
     has_record: bool
     flat: dict[str, str]
 
-    def __init__(self, path: Path | str) -> None:
-        self.path: Path = Path(path)
-        self.name: str = str(path)
-        self.ring: Ring = Ring()
-        paths, self.index = find_files(path)
+    def __init__(self, path: Path | str, revision: str | None = None) -> None:
+        is_here = revision is None and os.path.lexists(path)
+        self.path: Path = Path(path) if is_here else local_path(path, revision)
+        self.name: str = str(self.path)
+        paths, self.index = _find_files(self.path)
         self.files: list[TensorFile] = []
         try:
             for file in paths:
@@ -61,6 +68,11 @@ class Store(Closing):
         except BaseException:
             self.close()
             raise
+
+    @cached_property
+    def ring(self) -> Ring:
+        """Return the pinned buffers through which everything goes that is read to a device, made when first needed."""
+        return Ring()
 
     @property
     def folder(self) -> Path:
@@ -128,7 +140,7 @@ class Store(Closing):
         Raises CheckpointError also if a save has exchanged the files since they were opened: those speak of others.
         """
         found = read_beside(self.folder)
-        check_ended(self.path)
+        _check_ended(self.path)
         for file in self.files:
             file.check_in_place()
         return found
@@ -138,11 +150,16 @@ class Store(Closing):
         for file in self.files:
             file.check_size()
 
+    def release(self) -> None:
+        """Let the pinned buffers go, when nothing is under way any more."""
+        if "ring" in self.__dict__:
+            self.ring.close()
+
     def close(self) -> None:
         """Close the files: nothing can be read afterwards; tensors that were read stay."""
         for file in self.files:
             file.close()
-        self.ring.close()
+        self.release()
 
 
 def _kind(path: Path) -> type[TensorFile]:
@@ -233,3 +250,73 @@ def _flat_pairs(header: Header, index: Index | None) -> dict[str, str]:
         for alias, owner in pairs.items()
         if alias not in header.tensors and isinstance(owner, str) and owner in header.tensors
     }
+
+
+# -- which files -------------------------------------------------------------------------------------------------------
+
+
+def _find_files(path: Path) -> tuple[tuple[Path, ...], Index | None]:
+    """Return the files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
+
+    In a folder safetensors files go before ``pytorch_model.bin``, as in transformers, which writes either.
+    Without either it may hold one GGUF file.
+
+    Raises CheckpointError if there is none, if it is not clear which of several is meant, or if a save of it has not
+    ended.
+    """
+    _check_ended(path)
+    if path.is_dir():
+        return ((path,), None) if is_dcp(path) else _find_in_folder(path)
+    if not path.exists():
+        raise CheckpointError("there is no such file or folder", name=str(path))
+    if path.suffix == ".json":
+        index = read_index(path)
+        return index.files, index
+    return (path,), None
+
+
+def _check_ended(path: Path) -> None:
+    """Raise CheckpointError if a save of what is at ``path``, a file or a folder, has not ended."""
+    if path.is_dir():
+        check_whole(path)
+    elif stem := stem_of(path.name):
+        check_whole(path.parent, stem)
+
+
+def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("."))
+    single = folder / f"model{SUFFIX}"
+    if len(indexes) > 1 or (indexes and single in files):
+        names = ", ".join(file.name for file in (*indexes, single))
+        raise CheckpointError(
+            f"the folder holds several checkpoints: {names}", name=str(folder), fix="Give the path of one."
+        )
+    if indexes:
+        index = read_index(indexes[0])
+        return index.files, index
+    if single in files:
+        return (single,), None
+    if files:
+        return tuple(files), None
+    pickled, index_of_pickled = folder / f"{_PICKLED_STEM}.bin", folder / f"{_PICKLED_STEM}.bin.index.json"
+    if pickled.is_file() and index_of_pickled.is_file():
+        raise CheckpointError(
+            f"the folder holds several checkpoints: {pickled.name}, {index_of_pickled.name}",
+            name=str(folder),
+            fix="Give the path of one.",
+        )
+    if index_of_pickled.is_file():
+        index = read_index(index_of_pickled)
+        return index.files, index
+    if pickled.is_file():
+        return (pickled,), None
+    others = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if not file.name.startswith("."))
+    if len(others) > 1:  # mostly one model in several types
+        names = ", ".join(file.name for file in others)
+        raise CheckpointError(
+            f"the folder holds several GGUF files: {names}", name=str(folder), fix="Give the path of one."
+        )
+    if not others:
+        raise CheckpointError(f"the folder holds no safetensors file, and no {pickled.name}", name=str(folder))
+    return tuple(others), None

@@ -57,7 +57,8 @@ def recognise(contents: Contents) -> Found | None:
         scales.add(scale)
         keys = {"qdata": key, "scale": scale}
         if packed:
-            _add(found, contents, key, keys, ScaledFloat("e2m1", (1, 32), SCALES[-1]), _unpacked(stored.shape))
+            shape = (*stored.shape[:-1], stored.shape[-1] * 2)
+            _add(found, contents, key, keys, ScaledFloat("e2m1", (1, 32), SCALES[-1]), shape)
             continue
         scheme = _scheme(stored, contents.tensors[scale], None if scale.endswith("_scale") else block)
         if isinstance(scheme, str):
@@ -121,10 +122,6 @@ def _scheme(codes: Stored, scale: Stored, block: tuple[int, int] | None) -> Scal
         f"its scale has shape {scale.shape}, which is neither one for all nor one per row of {codes.shape}, "
         "and config.json names no weight_block_size"
     )
-
-
-def _unpacked(shape: Shape) -> Shape:
-    return (*shape[:-1], shape[-1] * 2)
 
 
 def _add(

@@ -30,7 +30,6 @@ from ..errors import CheckpointError
 from ..files import Stored
 from ..schemes import Affine
 from ..schemes import bits as streams
-from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Evidence, Found, spec_of
 from .linears import (
     FLOATS,
@@ -178,11 +177,7 @@ def _entry(contents: Contents, keys: Mapping[str, str], options: Options, versio
     scheme = Affine(bits=bits, signed=False, symmetric=False, block=block, act_order=order, scale_dtype=scales.dtype)
     spec = spec_of((rows, columns), compute_dtype(scales.dtype), scheme, name=keys["qweight"])
     used = {role: keys[role] for role in ("qweight", "qzeros", "scales", *(["g_idx"] if order else []))}
-    return _entry_of(used, spec, options, version)
-
-
-def _entry_of(keys: Mapping[str, str], spec: WeightSpec, options: Options, version: int) -> Entry:
-    return Entry.of(keys, spec, is_less_one=version == 1, may_be_symmetric=options.symmetric is not False)
+    return Entry.of(used, spec, is_less_one=version == 1, may_be_symmetric=options.symmetric is not False)
 
 
 def _words(count: int, bits: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,44 +108,3 @@ def blocks_of(tensor: Tensor) -> tuple[MemoryBlock, ...]:
     if address == 0:  # on meta, or freed: the address is unknown, so only the storage objects can be compared
         space, address = storage_id(tensor), int(tensor.storage_offset()) * itemsize
     return (MemoryBlock(space, address, address + extent(size, stride) * itemsize, size, stride, itemsize),)
-
-
-def unshared_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Return (start, nbytes) of each tensor that certainly shares no element with another, ``None`` for all others.
-
-    Fast, because it compares addresses alone. The result is ``None`` for a tensor whose span overlaps another's, that
-    is not a plain tensor, or that is empty: compare the blocks of those.
-    """
-    spans: list[tuple[int, int] | None] = [None] * len(tensors)
-    places: list[tuple[int, int, int]] = []  # start, stop, and index of the tensor; -1 if it is not plain
-    memories: dict[Hashable, tuple[int, int]] = {}  # of storages without address: index and bytes of their one tensor
-    for i, tensor in enumerate(tensors):
-        address = nbytes = 0
-        if type(tensor) in STOCK and tensor.layout is torch.strided and not tensor.is_nested:
-            address, nbytes = 0 if tensor.is_meta else tensor.data_ptr(), tensor.nbytes
-        if address and nbytes:
-            if not tensor.is_contiguous():
-                nbytes = extent(tensor.shape, tensor.stride()) * tensor.element_size()
-            places.append((address, address + nbytes, i))
-        elif nbytes and tensor.is_contiguous():
-            memory = storage_id(tensor)
-            memories[memory] = (-1, 0) if memory in memories else (i, nbytes)
-        else:
-            for block in blocks_of(tensor):
-                if isinstance(block.space, torch.device):
-                    places.append((block.start, block.stop, -1))
-                else:
-                    memories[block.space] = -1, 0
-    for i, nbytes in memories.values():
-        if i >= 0:
-            offset = int(tensors[i].storage_offset())
-            spans[i] = offset * tensors[i].element_size() if offset else 0, nbytes
-    places.sort()
-    reached = 0
-    for at, (start, stop, i) in enumerate(places):
-        follows = places[at + 1][0] if at + 1 < len(places) else stop
-        if i >= 0 and start >= reached and follows >= stop:
-            spans[i] = start, stop - start
-        if stop > reached:
-            reached = stop
-    return spans

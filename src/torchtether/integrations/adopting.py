@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_module, describe_some
-from ..conversion.quantizing import keep_loading, tell_listeners
 from ..errors import ConversionError, RuleError, TetherError
-from ..exchange.exchange import Atomic, Exchange
+from ..exchange.exchange import Atomic, Exchange, tell_listeners
 from ..exchange.optimizer_state import Optimizers
-from ..ties.components import Component, find_components
-from ..ties.records import tie_of
+from ..ties.components import Component, find_components, tie_of
 from ..torch_private.modules import buffers_of, forward_hooks_of, load_hooks_of, parameters_of, tables_of
 from ..weights.spec import Tie
 from ..weights.weight import Weight
@@ -79,7 +76,7 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
             )
             if bias is not None:
                 exchange.put(bias, bias.detach().to(weight.dtype))
-            keep_loading(model, exchange, component.names)
+            exchange.keep_loading(component.names)
         for found in modules:
             exchange.on_rollback(_restorer(found.module))
             _become_plain(found, exchange)
@@ -202,7 +199,7 @@ def _become_plain(found: _Module, exchange: Exchange) -> None:
     If Python forbids that (quanto's classes have a second base), replace it by a plain module with the same tables.
     """
     module, plain, attributes, library = found
-    for hooks in _hooks_of(module):
+    for hooks in (load_hooks_of(module), forward_hooks_of(module), module._forward_hooks):
         for key in [key for key, hook in hooks.items() if _is_of(getattr(hook, "hook", hook), library)]:
             del hooks[key]
     for name in attributes:
@@ -228,10 +225,6 @@ def _can_become(kind: type[nn.Module], plain: type[nn.Module]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
-    yield from (load_hooks_of(module), forward_hooks_of(module), module._forward_hooks)
 
 
 def _is_of(function: Any, library: str) -> bool:

@@ -16,14 +16,10 @@ from ..checkpoint.reader import Checkpoint
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
 
+_MODELING = "transformers.modeling_utils"
 
-def tell_libraries(model: nn.Module, path: str) -> Callable[[], None] | None:
-    """Prepare imported libraries for the Weights in the module of ``model`` at ``path``.
-
-    Return a function that undoes it; ``None`` if nothing was done.
-    """
-    _tell_peft()
-    return _tell_transformers(model, path)
+NAMING = "transformers.conversion_mapping"
+"""The module of transformers 5 that maps names in files; ``names_of_library`` needs it."""
 
 
 def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
@@ -31,9 +27,7 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
 
     Return a function that undoes it; ``None`` if nothing was done.
     """
-    modeling: Any = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return None
+    modeling: Any = sys.modules[_MODELING]
     modules: list[Any] = [model]
     for name in path.split(".") if path else ():
         modules.append(getattr(modules[-1], name))
@@ -53,11 +47,14 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
     return detach
 
 
-def _tell_peft() -> None:
-    """Let the layers of PEFT merge into Weights if the user has imported PEFT."""
-    if "peft" in sys.modules:
-        with suppress(ImportError):  # an unsupported version of PEFT
-            from . import peft  # noqa: F401 - its import patches PEFT
+def _tell_peft(model: nn.Module, path: str) -> None:
+    """Let the layers of PEFT merge into Weights."""
+    with suppress(ImportError):  # an unsupported version of PEFT
+        from . import peft  # noqa: F401 - its import patches PEFT
+
+
+LIBRARIES = {"peft": _tell_peft, _MODELING: _tell_transformers}
+"""Functions that prepare an imported library for the Weights of a module; see ``exchange.LISTENERS``."""
 
 
 def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
@@ -74,5 +71,5 @@ def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
 
 def is_of_transformers(model: nn.Module) -> bool:
     """Return whether ``model`` is a model of transformers 5, which has a mapping of names."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    return kind is not None and isinstance(model, kind) and "transformers.conversion_mapping" in sys.modules
+    kind = getattr(sys.modules.get(_MODELING), "PreTrainedModel", None)
+    return kind is not None and isinstance(model, kind) and NAMING in sys.modules

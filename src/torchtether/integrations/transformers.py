@@ -26,9 +26,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint.reader import Checkpoint
-from ..conversion.quantizing import dequantize, tell_listeners
+from ..conversion.quantizing import dequantize
 from ..conversion.selection import Rules, schemes_for
 from ..errors import CheckpointError
+from ..exchange.exchange import tell_listeners
 from ..files.record import check_parts, part_key, weight_to_json
 from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json

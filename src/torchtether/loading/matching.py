@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,14 @@ from ..conversion import materializing
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape, View
-from ..integrations.imported import names_of_library
+from ..integrations.imported import NAMING, names_of_library
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
 from .leftovers import check_copies, check_file_ties, check_leftovers, take_initial_values
-from .options import FLOATS, LoadOptions, fault, find_targets
-from .steps import Draft, Source, Step
+from .options import FLOATS, LoadOptions, fault
+from .steps import Draft, Source, Step, find_targets
 
 _CPU = torch.device("cpu")
 
@@ -36,7 +37,9 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
 
     Headers alone are read, and the values of names that must agree.
     """
-    rename = names_of_library(model, checkpoint) if options.rename is None else options.rename
+    rename = options.rename
+    if rename is None and NAMING in sys.modules:
+        rename = names_of_library(model, checkpoint)
     return match_renamed(model, RenamedCheckpoint(checkpoint, rename), options)
 
 
@@ -176,7 +179,7 @@ def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: 
     what = ""
     if component.dtype is None and component.nbytes and dtype != held.dtype:
         what = f"its memory is shared under several dtypes, so it cannot become {dtype}"
-    elif not is_strided(held) and not isinstance(held, Weight):
+    elif component.nbytes == 0 and not is_strided(held) and not isinstance(held, Weight):
         kind = type(held).__name__ if held.layout == torch.strided else f"{held.layout} tensor"
         what = f"it is a {kind}, which cannot be loaded from a file"
     elif is_given and targets.schemes.get(owner, spec.scheme) != spec.scheme:
@@ -303,7 +306,8 @@ def _choose_views(draft: Draft, component: Component, sources: list[Source], own
     given = draft.given
     dtypes = {given.spec(source.name).dtype for source in sources}
     if component.dtype is not None and len(dtypes) > 1:
-        draft.add_fault(sources[0].name, f"it shares memory with names that the checkpoint has in {_list(dtypes)}")
+        kinds = " and ".join(sorted(map(str, dtypes)))
+        draft.add_fault(sources[0].name, f"it shares memory with names that the checkpoint has in {kinds}")
         return []
     common = dtypes.pop() if component.dtype is not None else None
     for source in sources:
@@ -338,8 +342,3 @@ def _view_of(memory: Tensor, member: Member, component: Component) -> Tensor:
         return memory.as_strided(view.size, view.stride, view.offset)
     item = view.dtype.itemsize
     return memory.as_strided((*view.size, item), (*(step * item for step in view.stride), 1), view.offset * item)
-
-
-def _list(dtypes: Iterable[torch.dtype]) -> str:
-    """Return the dtypes in words."""
-    return " and ".join(sorted(map(str, dtypes)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,7 +28,6 @@ from .contents import encoder_name, is_mappable
 from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
 from .report import LoadReport, raise_faults
-from .restricting import Box, restrict
 from .steps import Draft, Step, describe_left, describe_step, floats_left
 from .stream import move_buffers, stream
 
@@ -352,26 +351,6 @@ def load(
         finally:
             plan.close()
             del plan
-
-
-def restrict_plan(
-    plan: LoadPlan,
-    model: nn.Module,
-    boxes: Mapping[str, Box],
-    place: Callable[[str], torch.device],
-    faults: Sequence[str] = (),
-) -> LoadPlan:
-    """Return the plan that loads into ``model``, a part of the model of ``plan``, what that plan loads into the whole.
-
-    ``boxes``   the indices that ``model`` holds, for each name of which it does not hold all
-    ``place``   returns the device of the tensor of a name, for tensors on ``meta`` for which no device was asked
-    ``faults``  are added to those of ``plan``
-
-    Both plans read the same checkpoint. Of a tensor with a box only the box is read, unless its scheme needs all rows.
-    """
-    return LoadPlan(
-        model, plan.checkpoint, restrict(plan.draft, model, boxes, place, faults), plan.draft.targets.options
-    )
 
 
 def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:

@@ -1,27 +1,50 @@
-"""The steps of a load: one for each tensor of the model, with the names that fill it and the form that it will have."""
+"""The steps of a load: one for each tensor of the model, with the names that fill it and the form asked for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import describe_some
+from .._checks import as_device, describe_some
+from ..conversion.selection import schemes_for, unmatched
+from ..errors import TetherError
 from ..geometry.views import overlaps_itself
 from ..pictures.drawing import describe_bytes
 from ..renaming.pieces import Range
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..schemes import Scheme
-from ..ties.components import Component
+from ..ties.components import Component, find_components, tie_of
+from ..torch_private.modules import transient_names
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .options import Targets, fault
+from .options import FLOATS, LoadOptions, fault
+
+Value = TypeVar("Value")
 
 KEYS_SHOWN = 6
 """Keys of one tensor that one line names."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Hold the tensors of a model, and by name the dtype, device and scheme that the options ask for."""
+
+    options: LoadOptions
+    components: tuple[Component, ...]
+    """The tensors of the model, grouped by the memory that they share."""
+    modules: dict[str, nn.Module]
+    transient: set[str]
+    """Names of buffers that are not persistent."""
+    ties: dict[int, Tie]
+    """The tie of each component that has one, by the component's id."""
+    dtypes: dict[str, torch.dtype]
+    devices: dict[str, torch.device]
+    schemes: dict[str, Scheme]
 
 
 class Source(NamedTuple):
@@ -152,3 +175,89 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     if isinstance(tensor, Weight) or tensor.is_contiguous() or tensor.numel() == 0:
         return False
     return overlaps_itself(tensor.shape, tensor.stride())
+
+
+# -- what is asked for each tensor -------------------------------------------------------------------------------------
+
+
+def find_targets(model: nn.Module, options: LoadOptions, faults: list[str]) -> Targets:
+    """Return the tensors of ``model`` with what ``options`` ask for each; append to ``faults`` what does not fit."""
+    components = find_components(model)
+    ties: dict[int, Tie] = {}
+    for component in components:
+        try:
+            tie = tie_of(component)
+        except TetherError as error:
+            faults.append(str(error))
+            continue
+        if tie is not None:
+            ties[id(component)] = tie
+    dtypes = _by_name("dtype", options.dtype, _check_dtype, components, ties, faults)
+    devices = _by_name("device", options.device, _check_device, components, ties, faults)
+    schemes: dict[str, Scheme] = {}
+    try:
+        schemes = schemes_for(model, options.quantize, ties.values())
+    except TetherError as error:
+        faults.append(str(error))
+    modules = dict(model.named_modules())
+    return Targets(options, components, modules, transient_names(model), ties, dtypes, devices, schemes)
+
+
+def _by_name(
+    argument: str,
+    asked: Any,
+    check: Callable[[Any], Value],
+    components: Sequence[Component],
+    ties: Mapping[int, Tie],
+    faults: list[str],
+) -> dict[str, Value]:
+    """Return the value that ``asked`` has for each name of each component; names of the default are left out."""
+    if asked is None:
+        return {}
+    rules = asked if isinstance(asked, Mapping) else {"*": asked}
+    values: dict[str, Value | None] = {}
+    for glob, value in rules.items():
+        try:
+            values[glob] = None if value is None else check(value)
+        except (ValueError, TypeError, RuntimeError) as error:
+            faults.append(fault(f"{argument}: {glob}" if rules is asked else argument, str(error)))
+    if rules is asked:
+        for glob, near in unmatched(rules, [name for component in components for name in component.names]).items():
+            what = f"this rule matches no tensor of the model{near}. Correct or remove it."
+            faults.append(fault(f"{argument}: {glob}", what))
+    found: dict[str, Value] = {}
+    for component in components:
+        tie = ties.get(id(component))
+        globs = {
+            name: next((glob for glob in rules if fnmatchcase(name, glob)), None)
+            for name in (tie.names if tie else component.names)
+        }
+        answers = {name: values[glob] for name, glob in globs.items() if glob in values}
+        first, value = next(iter(answers.items()), ("", None))
+        for name, answer in answers.items():
+            if answer != value:
+                what = (
+                    f"{argument}= asks for {answer or 'the default'}, and for {value or 'the default'} under {first}, "
+                    "to which it is tied. Ask for the same under both names, or call tt.untie."
+                )
+                faults.append(fault(name, what))
+                break
+        if value is not None:
+            found.update((name, value) for name in component.names)
+    return found
+
+
+def _check_dtype(dtype: Any) -> torch.dtype:
+    """Return ``dtype``; raise ValueError unless it is a dtype to compute in."""
+    if dtype not in FLOATS:
+        fix = "Use quantize=." if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else "Give a float dtype."
+        raise ValueError(f"{dtype} is not a dtype to compute in. {fix}")
+    return dtype  # type: ignore[no-any-return]
+
+
+def _check_device(device: Any) -> torch.device:
+    """Return ``device`` as torch's object; raise ValueError if it is ``meta``."""
+    made = as_device(device, name="")
+    if made.type == "meta":
+        raise ValueError("nothing can be loaded to meta. Name a real device.")
+    return made

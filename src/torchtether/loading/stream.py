@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .._checks import describe_some
 from .._interruptions import Deferred
-from ..conversion.quantizing import know_weights
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange
 from ..files import Batch
@@ -64,7 +63,8 @@ def stream(
             held = [step.held for step in plain] + [m.tensor for step in new for m in step.component.members]
             held += [tensor for tensor, _ in computed]
             exchange.check(held + [member.tensor for step in renewed for member in step.component.members])
-            batch = Batch(store.ring)
+            is_away = any(step.device != _CPU for step in new)
+            batch = Batch(store.ring if is_away else None)
             made = store.make_later(stored, batch)
             for step in new:
                 exchange.safe_point()
@@ -72,20 +72,21 @@ def stream(
                     mapped_contents(step, given, tick) if id(step) in mapped else new_contents(step, given, tick, batch)
                 )
             exchange.during(batch.run, tick)
-            exchange.during(store.ring.drain)
+            if is_away:
+                exchange.during(store.ring.drain)
             made += [value for _, value in computed]
             exchange.put_each(held, made, is_own=True)
-            know_weights(model, exchange, names_of_weights(new))
+            exchange.know_weights(names_of_weights(new))
             done.update([step.name for step in plain])
             done.update(name for step in new for name in step.component.names)
             for step in renewed:
                 exchange.safe_point()
                 _put(exchange, step, new_contents(step, given, tick))
-                know_weights(model, exchange, names_of_weights([step]))
+                exchange.know_weights(names_of_weights([step]))
                 done.update(step.component.names)
     if filled:
         _fill(given, steps, filled, done, tick)
-    store.ring.close()  # so that any stream sees the values from now on
+    store.release()  # so that any stream sees the values from now on
 
 
 def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer: Any) -> None:

@@ -14,9 +14,8 @@ from ..errors import TieError
 from ..geometry.blocks import is_strided
 from ..geometry.views import Shape, extent
 from ..schemes import scheme_to_text
-from ..ties.components import find_components
+from ..ties.components import find_components, tie_of
 from ..ties.names import Tensors, named_tensors
-from ..ties.records import tie_of
 from ..torch_private.modules import transient_of
 from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie

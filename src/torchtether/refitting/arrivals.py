@@ -14,8 +14,8 @@ from ..checkpoint.held import HeldCheckpoint
 from ..errors import TetherError
 from ..integrations.imported import names_of_library
 from ..loading.matching import SAME_VALUES, match_component
-from ..loading.options import LoadOptions, fault, find_targets
-from ..loading.steps import Draft
+from ..loading.options import LoadOptions, fault
+from ..loading.steps import Draft, find_targets
 from ..renaming.named_tensors import Rule
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..renaming.steps import Rename, renamed

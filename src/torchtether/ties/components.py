@@ -1,11 +1,12 @@
-"""Components: the tensors of a model that share elements now, found by object identity and by memory address.
+"""Components: the tensors of a model that share elements now, found by object identity and memory address; their ties.
 
 Nothing here is keyed by tensor or weak reference, and a data pointer of 0 means that the address is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,12 +16,14 @@ from torch.nn.parameter import is_lazy
 
 from .._interruptions import uncollected
 from ..errors import TieError
-from ..geometry.blocks import MemoryBlock, blocks_of, is_strided, unshared_spans
+from ..geometry.blocks import STOCK, MemoryBlock, blocks_of, is_strided
 from ..geometry.groups import DisjointSets, overlapping
-from ..geometry.views import Shape, View
+from ..geometry.views import Shape, View, extent
 from ..torch_private.modules import buffers_of, parameters_of
+from ..torch_private.tensors import storage_id
+from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .names import Tensors, named_tensors
+from .names import Tensors, is_sharded, named_tensors
 
 
 class Member(NamedTuple):
@@ -83,7 +86,7 @@ def split_shared(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[list[T
     """
     with uncollected():
         tensors = distinct_tensors(modules)
-        spans = unshared_spans(tensors)
+        spans = _unshared_spans(tensors)
         rest = {id(tensor) for tensor, span in zip(tensors, spans, strict=True) if span is None}
         if not rest:
             return tensors, ()
@@ -106,7 +109,7 @@ def _components(model: Tensors, *, alone: bool) -> tuple[Component, ...]:
             if known[1][0] is not name:
                 objects[id(tensor)] = tensor, (*known[1], name)
         found = list(objects.values())
-        spans = unshared_spans([tensor for tensor, _ in found])
+        spans = _unshared_spans([tensor for tensor, _ in found])
         near = [i for i, span in enumerate(spans) if span is None]
         if alone and not near:
             return tuple(
@@ -198,3 +201,138 @@ def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
             if buffer is not None:
                 found[id(buffer)] = buffer
     return list(found.values())
+
+
+# -- what surely stands alone ------------------------------------------------------------------------------------------
+
+
+def _unshared_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Return (start, nbytes) of each tensor that certainly shares no element with another, ``None`` for all others.
+
+    Fast, because it compares addresses alone. The result is ``None`` for a tensor whose span overlaps another's, that
+    is not a plain tensor, or that is empty: compare the blocks of those.
+    """
+    spans: list[tuple[int, int] | None] = [None] * len(tensors)
+    places: list[tuple[int, int, int]] = []  # start, stop, and index of the tensor; -1 if it is not plain
+    memories: dict[Hashable, tuple[int, int]] = {}  # of storages without address: index and bytes of their one tensor
+    for i, tensor in enumerate(tensors):
+        address = nbytes = 0
+        if type(tensor) in STOCK and tensor.layout is torch.strided and not tensor.is_nested:
+            address, nbytes = 0 if tensor.is_meta else tensor.data_ptr(), tensor.nbytes
+        if address and nbytes:
+            if not tensor.is_contiguous():
+                nbytes = extent(tensor.shape, tensor.stride()) * tensor.element_size()
+            places.append((address, address + nbytes, i))
+        elif nbytes and tensor.is_contiguous():
+            memory = storage_id(tensor)
+            memories[memory] = (-1, 0) if memory in memories else (i, nbytes)
+        else:
+            for block in blocks_of(tensor):
+                if isinstance(block.space, torch.device):
+                    places.append((block.start, block.stop, -1))
+                else:
+                    memories[block.space] = -1, 0
+    for i, nbytes in memories.values():
+        if i >= 0:
+            offset = int(tensors[i].storage_offset())
+            spans[i] = offset * tensors[i].element_size() if offset else 0, nbytes
+    places.sort()
+    reached = 0
+    for at, (start, stop, i) in enumerate(places):
+        follows = places[at + 1][0] if at + 1 < len(places) else stop
+        if i >= 0 and start >= reached and follows >= stop:
+            spans[i] = start, stop - start
+        if stop > reached:
+            reached = stop
+    return spans
+
+
+# -- the tie of a component --------------------------------------------------------------------------------------------
+
+
+def tie_of(component: Component, owner: str | None = None) -> Tie | None:
+    """Return the tie of one component, ``None`` if it has one name; ``owner`` overrides the choice of the owner."""
+    if len(component.names) < 2:
+        return None
+    members = component.members
+    for member in members if len(members) > 1 else ():
+        if member.tensor.is_conj() or member.tensor.is_neg():
+            raise TieError(
+                "is a lazy conjugate or negative of memory that others share, which a tie cannot say",
+                name=member.names[0],
+                fix="Call .resolve_conj().resolve_neg() on it, or tt.untie.",
+            )
+    chosen = members[0] if len(members) == 1 else min(members, key=lambda member: _rank(component, member, owner))
+    names, views, objects = [*_owner_first(chosen.names, owner)], [None] * len(chosen.names), [True] * len(chosen.names)
+    for member in members:
+        if member is not chosen:
+            view = _relative(component, member, chosen)
+            names += member.names
+            views += [view] * len(member.names)  # type: ignore[list-item]
+            objects += [False] * len(member.names)
+    return Tie(tuple(names), tuple(views), tuple(objects))
+
+
+def _owner_first(names: tuple[str, ...], owner: str | None) -> tuple[str, ...]:
+    return (owner, *(name for name in names if name != owner)) if owner in names else names  # type: ignore[return-value]
+
+
+def _rank(component: Component, member: Member, owner: str | None) -> tuple[object, ...]:
+    tensor, view = member.tensor, member.view
+    blocks = blocks_of(tensor)
+    covers = component.nbytes == 0 or (blocks[0].start == component.start and blocks[0].nbytes == component.nbytes)
+    dense = component.nbytes == 0 or blocks[0].is_dense
+    return (
+        owner not in member.names,
+        not (covers and dense and tensor.is_contiguous()),
+        not (covers and dense),
+        view.offset != 0,
+        -sum(block.nbytes for block in blocks),
+        not isinstance(tensor, nn.Parameter),
+        -tensor.element_size(),
+        -tensor.dim(),
+    )
+
+
+def _relative(component: Component, member: Member, owner: Member) -> View | None:
+    """Return the view of ``member`` from the first byte of ``owner``; ``None`` if it is the owner's own."""
+    view, base = member.view, owner.view
+    if component.nbytes == 0:
+        return _relative_weight(member, owner)
+    bytes_in = view.offset * view.dtype.itemsize - base.offset * base.dtype.itemsize
+    if bytes_in < 0 or bytes_in % view.dtype.itemsize:
+        raise TieError(
+            f"begins {bytes_in} bytes from {owner.names[0]}, which a tie cannot say",
+            name=member.names[0],
+            fix="Register the tensor that covers both, or call tt.untie.",
+        )
+    view = replace(view, offset=bytes_in // view.dtype.itemsize)
+    return None if view == replace(base, offset=0) else view
+
+
+def _relative_weight(member: Member, owner: Member) -> View | None:
+    one, two = owner.tensor, member.tensor
+    if same_parts(one, two):
+        return None if one.stride() == two.stride() and one.dtype == two.dtype else member.view
+    if isinstance(one, Weight) and isinstance(two, Weight) and one.scheme == two.scheme:
+        for name, part in one.scheme.layout(one.spec.base).items():
+            held, cut = blocks_of(one.parts[name]), blocks_of(two.parts[name])
+            if part.span and held and cut and held[0].start <= cut[0].start and cut[0].stop <= held[0].stop:
+                entry = held[0].stride[0] * held[0].itemsize
+                return replace(member.view, offset=(cut[0].start - held[0].start) // entry * part.span)
+    raise TieError(
+        f"shares memory with {owner.names[0]} in a way that a tie cannot say", name=member.names[0], fix="Clone one."
+    )
+
+
+def same_parts(one: Tensor, two: Tensor) -> bool:
+    """Return whether two Weights, or two DTensors, lie over the same parts."""
+    if is_sharded(one) and is_sharded(two):
+        return one._spec == two._spec and blocks_of(one) == blocks_of(two)  # type: ignore[attr-defined,no-any-return]
+    return (
+        isinstance(one, Weight)
+        and isinstance(two, Weight)
+        and one.scheme == two.scheme
+        and one.spec.base == two.spec.base
+        and blocks_of(one) == blocks_of(two)
+    )

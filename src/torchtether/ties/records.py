@@ -7,19 +7,15 @@ A live tie is object identity or shared storage.  A record (``spec.tie`` of a We
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from torch import nn
 
 from .._checks import check_module, describe
 from ..errors import ArgumentError, TieError
-from ..geometry.blocks import blocks_of
-from ..geometry.views import View
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .components import Component, Member, find_components, shared_components
+from .components import Component, find_components, shared_components, tie_of
 from .names import named_tensors, nearest
-from .spans import same_parts
 
 
 def find_ties(model: nn.Module) -> tuple[Tie, ...]:
@@ -41,81 +37,6 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
     """
     made = (tie_of(component) for component in shared_components(model))
     return tuple(tie for tie in made if tie is not None)
-
-
-def tie_of(component: Component, owner: str | None = None) -> Tie | None:
-    """Return the tie of one component, ``None`` if it has one name; ``owner`` overrides the choice of the owner."""
-    if len(component.names) < 2:
-        return None
-    members = component.members
-    for member in members if len(members) > 1 else ():
-        if member.tensor.is_conj() or member.tensor.is_neg():
-            raise TieError(
-                "is a lazy conjugate or negative of memory that others share, which a tie cannot say",
-                name=member.names[0],
-                fix="Call .resolve_conj().resolve_neg() on it, or tt.untie.",
-            )
-    chosen = members[0] if len(members) == 1 else min(members, key=lambda member: _rank(component, member, owner))
-    names, views, objects = [*_owner_first(chosen.names, owner)], [None] * len(chosen.names), [True] * len(chosen.names)
-    for member in members:
-        if member is not chosen:
-            view = _relative(component, member, chosen)
-            names += member.names
-            views += [view] * len(member.names)  # type: ignore[list-item]
-            objects += [False] * len(member.names)
-    return Tie(tuple(names), tuple(views), tuple(objects))
-
-
-def _owner_first(names: tuple[str, ...], owner: str | None) -> tuple[str, ...]:
-    return (owner, *(name for name in names if name != owner)) if owner in names else names  # type: ignore[return-value]
-
-
-def _rank(component: Component, member: Member, owner: str | None) -> tuple[object, ...]:
-    tensor, view = member.tensor, member.view
-    blocks = blocks_of(tensor)
-    covers = component.nbytes == 0 or (blocks[0].start == component.start and blocks[0].nbytes == component.nbytes)
-    dense = component.nbytes == 0 or blocks[0].is_dense
-    return (
-        owner not in member.names,
-        not (covers and dense and tensor.is_contiguous()),
-        not (covers and dense),
-        view.offset != 0,
-        -sum(block.nbytes for block in blocks),
-        not isinstance(tensor, nn.Parameter),
-        -tensor.element_size(),
-        -tensor.dim(),
-    )
-
-
-def _relative(component: Component, member: Member, owner: Member) -> View | None:
-    """Return the view of ``member`` from the first byte of ``owner``; ``None`` if it is the owner's own."""
-    view, base = member.view, owner.view
-    if component.nbytes == 0:
-        return _relative_weight(member, owner)
-    bytes_in = view.offset * view.dtype.itemsize - base.offset * base.dtype.itemsize
-    if bytes_in < 0 or bytes_in % view.dtype.itemsize:
-        raise TieError(
-            f"begins {bytes_in} bytes from {owner.names[0]}, which a tie cannot say",
-            name=member.names[0],
-            fix="Register the tensor that covers both, or call tt.untie.",
-        )
-    view = replace(view, offset=bytes_in // view.dtype.itemsize)
-    return None if view == replace(base, offset=0) else view
-
-
-def _relative_weight(member: Member, owner: Member) -> View | None:
-    one, two = owner.tensor, member.tensor
-    if same_parts(one, two):
-        return None if one.stride() == two.stride() and one.dtype == two.dtype else member.view
-    if isinstance(one, Weight) and isinstance(two, Weight) and one.scheme == two.scheme:
-        for name, part in one.scheme.layout(one.spec.base).items():
-            held, cut = blocks_of(one.parts[name]), blocks_of(two.parts[name])
-            if part.span and held and cut and held[0].start <= cut[0].start and cut[0].stop <= held[0].stop:
-                entry = held[0].stride[0] * held[0].itemsize
-                return replace(member.view, offset=(cut[0].start - held[0].start) // entry * part.span)
-    raise TieError(
-        f"shares memory with {owner.names[0]} in a way that a tie cannot say", name=member.names[0], fix="Clone one."
-    )
 
 
 def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:

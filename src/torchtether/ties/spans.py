@@ -9,8 +9,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import TieError
 from ..geometry.blocks import blocks_of
 from ..weights.weight import Weight
-from .components import Component, Member, has_own_memory
-from .names import is_sharded
+from .components import Component, Member, has_own_memory, same_parts
 
 
 def span_tensor(component: Component) -> Tensor:
@@ -69,15 +68,3 @@ def _check_same_parts(component: Component) -> None:
                 name=other.names[0],
                 fix="Call tt.untie on it first.",
             )
-
-
-def same_parts(one: Tensor, two: Tensor) -> bool:
-    if is_sharded(one) and is_sharded(two):
-        return one._spec == two._spec and blocks_of(one) == blocks_of(two)  # type: ignore[attr-defined,no-any-return]
-    return (
-        isinstance(one, Weight)
-        and isinstance(two, Weight)
-        and one.scheme == two.scheme
-        and one.spec.base == two.spec.base
-        and blocks_of(one) == blocks_of(two)
-    )
