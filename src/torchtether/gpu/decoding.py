@@ -17,7 +17,7 @@ MOST_ROWS = 16
 DECODED = (16, 256)
 ONE_ROW = (4, 1024)
 FEW_ROWS = (32, 128)
-"""Rows and columns of codes that a program processes at once, to decode them and in products. Not measured."""
+"""Rows and columns of codes that a program takes at once: to decode them, and in products. Not measured."""
 
 
 class Codes(NamedTuple):
