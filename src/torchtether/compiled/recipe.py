@@ -82,13 +82,16 @@ _NO_SEARCH = {"is_searched": 0, "kept": 0, "smallest": 0.0, "levels": (), "large
 def fit_scales(
     x: Tensor, width: int, peaks: Tensor, scale: Tensor, zero: Tensor | None, fields: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the scales that a search finds for the runs of ``x`` (R, K), (R, groups) float32 as ``peaks``, their largest
-    magnitudes, ``scale``, those of their ranges, and ``zero``, their zero points. ``fields`` are all of a ``Search``.
+    """Return the scales, (R, groups) float32, that a search finds for the runs of ``x`` (R, K).
+
+    ``peaks`` are their largest magnitudes, ``scale`` the scales of their ranges, ``zero`` their zero points,
+    all float32 and (R, groups); ``fields`` are all of a ``Search``.
     """
     library = library_for(x, peaks, scale)
     if library is None or not can_read(x) or len(fields["levels"]) > 16:
         return None
-    given = {name: 0 for name in ("columns", "stride", "is_symmetric", "offset", "zero_offset", "mantissa", "bias")}
+    unused = ("columns", "stride", "is_symmetric", "offset", "zero_offset", "mantissa", "bias")
+    given: dict[str, Any] = dict.fromkeys(unused, 0)
     given |= {"span": 0.0, "order": (), "is_ordered": 1, "dtype": DTYPES[x.dtype], "width": width}
     given |= {"kind": NEAREST if fields["thresholds"] else AFFINE, "edges": _edges(fields["thresholds"])}
     made = library.Recipe(**given, **{name: fields[name] for name in _SEARCHED})

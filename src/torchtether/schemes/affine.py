@@ -272,9 +272,9 @@ class Affine(Blocked):
         fitted = self._fitted(low, high)
         if self.fit == "range" or values.numel() == 0:
             return fitted
-        zero = None if self.symmetric else fitted["zero_point"].float() - self._zero_offset
+        zeros = None if self.symmetric else fitted["zero_point"].float() - self._zero_offset
         peak = torch.maximum(high, -low)
-        return {**fitted, "scale": find_scales(self._search, grid, values, peak, fitted["scale"], zero, g_idx)}
+        return {**fitted, "scale": find_scales(self._search, grid, values, peak, fitted["scale"], zeros, g_idx)}
 
     @property
     def _search(self) -> Search:

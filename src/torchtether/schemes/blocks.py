@@ -121,7 +121,6 @@ class Grid(NamedTuple):
         It runs in the dtype of ``values`` (or of their magnitudes): rounding to float32 is monotone, so the result is
         the extreme of the rounded values; NaN stays visible.
         """
-
         if magnitude and g_idx is None and op is torch.amax and encoders.can_read(values):
             found = encoders.magnitudes(values.view(self.rows, self.columns), self.run)
             if found is not None:
@@ -173,10 +172,10 @@ class Grid(NamedTuple):
         op: Reduction,
         device: torch.device,
         g_idx: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Reduce as ``reduce`` does, or by ``torch.sum``, the rows (R, K) that ``some(start, stop)`` returns."""
-        return self._reduce_all(some, (op,), device, g_idx, dtype=dtype)[0]
+        return self._reduce_all(some, (op,), device, g_idx, None, dtype or torch.float32)[0]
 
     def _reduce_all(
         self,

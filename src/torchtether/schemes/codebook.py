@@ -23,13 +23,11 @@ from .blocks import (
     flat,
     flat_magnitudes,
     flat_ranges,
-    fold,
     grid_over,
-    rows,
     stream_part,
 )
 from .looking import is_true
-from .nearest import count_above, half_gaps, nearest_code, nearest_codes
+from .nearest import half_gaps, nearest_code, nearest_codes
 from .nested import ARITHMETIC, nest, nesting_error, unnest
 from .scales import TINY, reciprocal
 from .scheme import Part, Parts

@@ -1,13 +1,14 @@
 """Scales that lose less than those of the plain range.  The error is the sum of squares of a block.
 
-Clipping the few largest values of a block makes the steps of all others finer.  Three or four scales give codes: that of
-the range, and smaller ones.  For the codes of each the scale that suits them best is known: with numbers ``x`` that codes decode to
-``level * scale`` it is sum(x * level) / sum(level**2), and takes sum(x * level)**2 / sum(level**2) off the sum of squares.
-The best of them is kept, if that is less than what the plain scale loses, by more than rounding could pretend.
+Clipping the few largest values of a block makes the steps of all others finer. Three or four scales give codes: that
+of its range, and smaller ones. For the codes of each the scale that suits them best is known: with numbers ``x``
+whose codes decode to ``level * scale`` it is sum(x * level) / sum(level**2). It takes sum(x * level)**2 /
+sum(level**2) off the sum of squares. The best is kept, if that leaves less than the plain scale does, by more than
+rounding could pretend.
 
-All is counted in integers, so that sums have one result in any order: ``x`` in parts of the largest of its block, 2**15 - 1
-of them.  Products with an integer factor give the codes under the smaller scales.  Where these are not the nearest, encoding
-loses less than is counted; only the codes under the plain scale have to be right.
+All is counted in integers, so that sums have one result in any order: ``x`` in parts of the largest of its block,
+which is 2**15 - 1 of them. Products with an integer factor give the codes under the smaller scales. Where these are
+not the nearest, encoding loses less than is counted; only the codes under the plain scale have to be right.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def find_scales(
     most, product, norm = torch.zeros_like(own), torch.zeros_like(own), torch.ones_like(own)
     for some in pairs:
         gain = some[0].square() / torch.where(some[1] > 0, some[1], 1.0)
+        pairs_of = zip((gain, *some), (most, product, norm), strict=True)
         is_more = gain > most
-        most, product, norm = (torch.where(is_more, a, b) for a, b in zip((gain, *some), (most, product, norm), strict=True))
+        most, product, norm = (torch.where(is_more, new, old) for new, old in pairs_of)
     found = divide((product / (norm * parts.double())).float(), search.unit)
     found = torch.maximum(found, scale.float() * SMALLEST)
     if search.levels:
@@ -114,7 +116,14 @@ class _Sums:
     """The sums over blocks that ``find_scales`` compares, exact, as float64."""
 
     def __init__(
-        self, search: Search, grid: Grid, values: Tensor, parts: Tensor, step: Tensor, zero: Tensor, g_idx: Tensor | None
+        self,
+        search: Search,
+        grid: Grid,
+        values: Tensor,
+        parts: Tensor,
+        step: Tensor,
+        zero: Tensor,
+        g_idx: Tensor | None,
     ) -> None:
         self._search, self._grid, self._values, self._g_idx = search, grid, values, g_idx
         self._shift = 14 - search.bits
