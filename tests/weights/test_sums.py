@@ -90,3 +90,35 @@ def test_products_are_summed_in_float32_and_rounded_as_promised(
                 assert got.dtype == dtype
                 off = (got.double() - expected).abs() / allowed(weight, x, bias, fast)
                 assert off.max() <= 1, (way, rows, choose(weight.kernel_layout, dtype, rows), float(off.max()))
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 6])
+@pytest.mark.parametrize("columns", [256, 608])
+def test_float32_products_lose_nothing_where_values_are_nearly_0(bits, columns):
+    """Biases all but cancel codes: sums of each alone would be a thousand times what is left of them."""
+    scheme = Biased(bits, (1, 32), torch.float16)
+    weight = tt.Weight.encode(rand(40, columns), scheme).to(torch.float32)
+    parts = weight.parts
+    parts["qdata"].fill_(0xFF)  # the highest code everywhere
+    parts["bias"].copy_(-((1 << bits) - 1) * parts["scale"].float() * (1 + 2.0**-10 * rand(*parts["bias"].shape)))
+    x = 1e3 * rand(3, columns)
+    values = weight.dequantize().double()
+    assert values.abs().max() < 2.0**-6 * ((1 << bits) - 1) * parts["scale"].float().abs().max()
+    off = (F.linear(x, weight).double() - F.linear(x.double(), values)).abs()
+    assert (off <= 2.0**-19 * F.linear(x.double().abs(), values.abs()) + 2.0**-40).all()
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_scale_that_is_not_finite_stays_in_its_row(scheme, dtype):
+    weight = tt.Weight.encode(rand(40, 608), scheme).to(dtype)
+    x, name = rand(1, 608).to(dtype), "super_scale" if "super_scale" in weight.parts else "scale"
+    scale = weight.parts.get(name)
+    if scale is None or scale.shape[0] != 40 or scale.itemsize == 1:
+        pytest.skip("its rows have no scales that can be infinite")
+    expected = F.linear(x, weight)
+    scale[7] = float("inf")
+    found = F.linear(x, weight)
+    others = torch.arange(40) != 7
+    assert not found[:, 7].isfinite().any()
+    assert torch.equal(found[:, others], expected[:, others])

@@ -111,7 +111,7 @@ template <int C, int S, int T> struct SpanInputs {
 
     SpanInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
         : in(Spans::of<C, S, T>(L, x, dtype, rows, stride)), count(in.spans * scales_of<S>), wide(in.stride + LANES),
-          each(S == WHOLE ? (T == FLOATS ? 1 : count) : S == WIDE ? L.group / SPAN : 1), sums(T == FLOATS ? 0 : rows * wide) {
+          each(S != WIDE ? 1 : L.group < L.columns ? L.group / SPAN : count), sums(T == FLOATS ? 0 : rows * wide) {
         for (int64_t m = 0; m < rows && T != FLOATS; m++)
             for (int64_t i = 0; i < count; i++) {
                 const int64_t span = i / scales_of<S>, own = i % scales_of<S>;
@@ -227,8 +227,7 @@ template <int C, int T> void spans_linear(const Layout& L, const Parts& P, const
                                           int dtype, const void* bias, void* out) {
     if constexpr (C == INT8)
         if (L.group == 16 && L.columns > 16) return levels_linear<SpanInputs<C, G16, T>>(L, P, x, rows, stride, dtype, bias, out);
-    if (L.group >= L.columns) levels_linear<SpanInputs<C, WHOLE, T>>(L, P, x, rows, stride, dtype, bias, out);
-    else if (L.group % SPAN == 0) levels_linear<SpanInputs<C, WIDE, T>>(L, P, x, rows, stride, dtype, bias, out);
+    if (L.group >= L.columns || L.group % SPAN == 0) levels_linear<SpanInputs<C, WIDE, T>>(L, P, x, rows, stride, dtype, bias, out);
     else if (L.group == 64) levels_linear<SpanInputs<C, G64, T>>(L, P, x, rows, stride, dtype, bias, out);
     else levels_linear<SpanInputs<C, G32, T>>(L, P, x, rows, stride, dtype, bias, out);
 }
