@@ -220,7 +220,8 @@ def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, t
     """Return ``bias`` moved, in each block by at most a step, to where the 3/4-norm of the errors is least.
 
     Errors are measured in steps, of codes up to ``top``. Each round treats large errors in part as outliers, and moves
-    the bias of a block by the mean of the rest. A block keeps the best bias that it has seen. No data is needed.
+    the bias of a block by four times the mean of the rest: the mean alone converges slowly. A block keeps the best bias
+    that it has seen. No data is needed.
 
     Source: Badri and Shaji, Half-Quadratic Quantization (2023). Their power is 0.7. The power 3/4 needs no function
     whose last bits differ between processors, and errors are summed as integers, whose order does not matter.
@@ -265,12 +266,13 @@ def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, t
         better = torch.ones_like(norm, dtype=torch.bool) if least is None else norm < least
         least = norm if least is None else torch.where(better, norm, least)
         best = torch.where(better, now, best)
-        mean = mean.mul_(1 / _MEAN_UNIT).div_(count)
+        mean = mean.mul_(_RELAXATION / _MEAN_UNIT).div_(count)
         moved = now.float() + (mean if bias_first else mean * step)
         now = torch.minimum(torch.maximum(moved, own - limit), own + limit).to(bias.dtype)
     return best
 
 
-_WEIGHTS = tuple(1 / (10 * 1.01**i) for i in range(21))
+_WEIGHTS = tuple(1 / (10 * 1.01**i) for i in range(12))
+_RELAXATION = 4.0  # 12 rounds lose less than 21 rounds with 1 do
 _NORM_UNIT, _MEAN_UNIT = 2.0**16, 2.0**20
 _QUARTER = 0x4F57D000
