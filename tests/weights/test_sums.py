@@ -111,14 +111,14 @@ def test_float32_products_lose_nothing_where_values_are_nearly_0(bits, columns):
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_a_scale_that_is_not_finite_stays_in_its_row(scheme, dtype):
-    weight = tt.Weight.encode(rand(40, 608), scheme).to(dtype)
+    weight = tt.Weight.encode(rand(256, 608), scheme).to(dtype)
     x, name = rand(1, 608).to(dtype), "super_scale" if "super_scale" in weight.parts else "scale"
     scale = weight.parts.get(name)
-    if scale is None or scale.shape[0] != 40 or scale.itemsize == 1:
+    if scale is None or scale.shape[0] != 256 or scale.itemsize == 1:
         pytest.skip("its rows have no scales that can be infinite")
     expected = F.linear(x, weight)
     scale[7] = float("inf")
     found = F.linear(x, weight)
-    others = torch.arange(40) != 7
+    others = torch.arange(256) != 7
     assert not found[:, 7].isfinite().any()
     assert torch.equal(found[:, others], expected[:, others])

@@ -58,17 +58,19 @@ struct FloatInputs {
         F total[M], part[M][A];
         for (int i = 0; i < M; i++) total[i] = F{};
         for (int i = 0; i < M * A; i++) part[i / A][i % A] = F{};
-        for (int64_t k = 0, g = 0; k < L.columns; g++) {
-            const int64_t next = (g + 1) * L.group, end = next < L.columns ? next : L.columns;
-            const F low = all(N == LOW ? row.low[g] : 0), by = all(row.scale[g]), after = all(N == AFTER ? row.after[g] : 0);
+        const uint8_t* codes = row.codes;
+        const float *scale = row.scale, *lows = row.low, *afters = row.after;
+        for (int64_t k = 0, end = L.group; k < L.columns; end += L.group) {
+            end = end < L.columns ? end : L.columns;
+            for (int i = 0; i < M * A && N != AFTER; i++) part[i / A][i % A] = F{};
+            const F by = all(*scale++), low = N == LOW ? all(*lows++) : F{}, after = N == AFTER ? all(*afters++) : F{};
             for (; k + A * LANES <= end; k += A * LANES)
 #pragma GCC unroll 4
-                for (int a = 0; a < A; a++) add<M, A, N>(row.codes, x, k + a * LANES, a, low, by, after, part);
-            for (; k < end; k += LANES) add<M, A, N>(row.codes, x, k, 0, low, by, after, part);
+                for (int a = 0; a < A; a++) add<M, A, N>(codes, x, k + a * LANES, a, low, by, after, part);
+            for (; k < end; k += LANES) add<M, A, N>(codes, x, k, 0, low, by, after, part);
             for (int i = 0; i < M && N != AFTER; i++) {
-                for (int a = 1; a < A; a++) part[i][0] += part[i][a], part[i][a] = F{};
+                for (int a = 1; a < A; a++) part[i][0] += part[i][a];
                 total[i] = fma(by, part[i][0], total[i]);
-                part[i][0] = F{};
             }
         }
         for (int i = 0; i < M; i++) {
@@ -170,6 +172,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
         uint8_t* codes = (uint8_t*)(numbers + 3 * tile * in.wide);
         RowOfLevels own[TILE];
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
+        const int64_t used = (in.count + LANES - 1) / LANES * LANES;  // numbers of a row
         const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
         const bool lifts = is_lifted, writes = adds;
         const F steps = all(step), per = all(per_step), up = all(lift), unit = all(L.unit);
@@ -196,7 +199,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 if (is_lifted && Inputs::adds_low) spread(less, in.each, in.count, low);
                 if (adds) spread(add, in.each, in.count, after);
             } else
-                for (int64_t g = L.groups; g < in.count; g++) scale[g] = low[g] = after[g] = 0;  // of columns that are not there
+                for (int64_t g = groups; g < used; g++) scale[g] = low[g] = after[g] = 0;  // not those of the next row
             const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
             uint8_t* to = codes + i * bytes;
             if (flips) copy_flipped(lie, L.columns, to), lie = to;
