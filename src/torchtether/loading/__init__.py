@@ -1,1 +1,1 @@
-"""A load as a plan: what goes where, every fault before the first change, then the bytes."""
+"""A load as a plan: it finds the source of each tensor and every fault before it changes the model or reads values."""

@@ -1,4 +1,4 @@
-"""New contents for the tensors of one step, or new values in the memory that they have."""
+"""New contents for the tensors of one step, or new values in their present memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .steps import Step
 
 
 def new_contents(step: Step, given: RenamedCheckpoint, tick: Tick, batch: Batch | None = None) -> Sequence[Tensor]:
-    """Return new contents for every member of the component, over one memory; ``batch`` fills it where it can wait."""
+    """Return new contents for every member of the component, over one memory; ``batch`` may fill it."""
     if batch is not None and step.scheme is None and len(step.component.members) == 1:
         made = _make_as_stored(step, given, batch)
         if made is not None:
             return [made]
     if step.is_given:
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
-        if isinstance(step.held, Weight) and step.held.scheme.decoder == weight.scheme:  # a master begins as its values
+        if isinstance(step.held, Weight) and step.held.scheme.decoder == weight.scheme:  # a master begins as the values
             weight = Weight.encode(weight, step.held.scheme)
         return _for_members(step, _computed_in(step.dtype, weight))
     if step.is_encoded:
@@ -61,7 +61,7 @@ def mapped_contents(step: Step, given: RenamedCheckpoint, tick: Tick) -> Sequenc
 
 
 def is_mappable(step: Step, given: RenamedCheckpoint) -> bool:
-    """Return whether the stored bytes can be the memory of the component, on ``meta`` so far, as they are."""
+    """Return whether the stored bytes can be the memory of the component, which is on ``meta``, without conversion."""
     component, held = step.component, step.held
     if not held.is_meta or step.device.type != "cpu" or len(step.sources) != 1 or step.is_encoded:
         return False
@@ -76,7 +76,7 @@ def is_mappable(step: Step, given: RenamedCheckpoint) -> bool:
 
 
 def fill(step: Step, given: RenamedCheckpoint, tick: Tick) -> None:
-    """Write the values into the tensors as they are; the first source is written last, so that it wins."""
+    """Write the values into the present tensors; the first source is written last and takes precedence."""
     for source in reversed(step.sources):
         held = step.component.members[source.member].tensor
         with torch.no_grad():
@@ -91,7 +91,7 @@ def fill(step: Step, given: RenamedCheckpoint, tick: Tick) -> None:
 
 
 def encode_whole(step: Step, given: RenamedCheckpoint, tick: Tick) -> Weight:
-    """Return the owner's values, read in the dtype of the file so that no more memory is needed, encoded.
+    """Read the owner's values, in the dtype of the file to save memory, and return them encoded.
 
     Raises SchemeError, naming the step, if the scheme cannot hold the values.
     """
@@ -118,16 +118,16 @@ def encode_whole(step: Step, given: RenamedCheckpoint, tick: Tick) -> Weight:
 
 
 def _wrap(made: Sequence[Tensor], step: Step) -> Sequence[Tensor]:
-    """Return plain contents as Weights where the rules ask for a transparent scheme, with their tie."""
+    """Return plain contents, as Weights if the step has a transparent scheme; Weights get their tie record."""
     if step.scheme is not None:
         made = [Weight.encode(plain_values(tensor), step.scheme) for tensor in made]
     return [new.map(Tensor.detach, new.spec.replace(tie=step.tie)) if isinstance(new, Weight) else new for new in made]
 
 
 def _computed_in(dtype: torch.dtype, weight: Weight) -> Weight:
-    """Return ``weight``, which is in no other use, with the compute dtype ``dtype``, over the same parts.
+    """Return ``weight`` with the compute dtype ``dtype``, over the same parts, which no other tensor may use.
 
-    ``Weight.to`` would copy them.
+    ``Weight.to`` would copy the parts.
     """
     if weight.dtype is dtype:
         return weight
@@ -135,7 +135,7 @@ def _computed_in(dtype: torch.dtype, weight: Weight) -> Weight:
 
 
 def _for_members(step: Step, weight: Weight) -> Sequence[Tensor]:
-    """Return one Weight per member, all over the parts of ``weight``, which is in no other use."""
+    """Return one Weight per member, all over the parts of ``weight``, which no other tensor may use."""
     if step.tie is None and weight.tie is None and len(step.component.members) == 1:
         return [weight]
     owner, tied, made = step.held, step.tie, []
@@ -151,7 +151,7 @@ def _for_members(step: Step, weight: Weight) -> Sequence[Tensor]:
 
 
 def _read_values(name: str, device: torch.device, given: RenamedCheckpoint, tick: Tick) -> Tensor:
-    """Return the values of ``name`` on ``device``, to be dropped soon; see ``RenamedCheckpoint.read_briefly``."""
+    """Return the values of ``name`` on ``device``, for short use; see ``RenamedCheckpoint.read_briefly``."""
     place = given.rows_in(name)
     if place is None or device.type == "cpu":
         return given.read_briefly(name, tick).to(device)
@@ -168,9 +168,9 @@ def _read_values(name: str, device: torch.device, given: RenamedCheckpoint, tick
 def _read_plain(
     step: Step, given: RenamedCheckpoint, tick: Tick, dtype: torch.dtype | None = None, batch: Batch | None = None
 ) -> list[Tensor]:
-    """Return one tensor per member, all over one new memory, filled from the sources; by ``batch`` where it can wait.
+    """Return one tensor per member, all over one new memory, filled from the sources, or later by ``batch``.
 
-    ``dtype`` replaces that of the step.
+    ``dtype`` overrides the dtype of the step.
     """
     made = _allocate(step, given, dtype or step.dtype)
     if batch is not None and len(step.sources) == 1:
@@ -184,9 +184,9 @@ def _read_plain(
 
 
 def _make_as_stored(step: Step, given: RenamedCheckpoint, batch: Batch) -> Tensor | None:
-    """Return new memory, filled by ``batch``, for a plain tensor with the strides that the file has; ``None`` else.
+    """Return new memory, filled by ``batch``, for a plain tensor with the strides of the file; ``None`` for others.
 
-    ``_read_plain`` gives the same in half as much time again, which counts when there are thousands of tensors.
+    ``_read_plain`` returns the same, but takes 1.5 times as long, which matters for thousands of tensors.
     """
     entry, held = given.stored(step.sources[0].name), step.held
     if entry is None or type(held) not in STOCK or len(step.sources) > 1:
@@ -211,10 +211,10 @@ def _allocate(step: Step, given: RenamedCheckpoint, dtype: torch.dtype) -> list[
 
 
 def _empty(step: Step, member: Member, given: RenamedCheckpoint, dtype: torch.dtype) -> Tensor:
-    """Return new memory with the strides that the file remembers, or else those of the model."""
+    """Return new memory with the strides that the file records, or else with the model's."""
     held, spec = member.tensor, given.spec(step.sources[0].name)
     stride = held.stride()
-    if not held.is_contiguous():  # what is not dense becomes so, in the same order
+    if not held.is_contiguous():  # a tensor with gaps becomes dense, in the same order
         stride = torch.empty_like(torch.empty_strided(held.shape, stride, device="meta")).stride()
     if not spec.is_contiguous and given.find(step.sources[0].name)[1] is None:
         stride = spec.stride
@@ -225,13 +225,13 @@ def _empty(step: Step, member: Member, given: RenamedCheckpoint, dtype: torch.dt
 # -- encoded, some rows at a time, while they are read ----------------------------------------------------------------
 
 _ROWS = 2**21
-"""Elements that are read and then encoded at once. Fewer would have threads wait for each other more often."""
+"""Elements that are read and then encoded at once. With fewer, threads would wait for each other more often."""
 
 _COMPILED_ROWS = 2**23
-"""Bytes of rows for which the compiled loops are called once; they need no scratch of that size."""
+"""Bytes of rows per call of the compiled loops, which need no scratch of that size."""
 
 _READ = 2**19
-"""Bytes that are read at once where the loops read for themselves: they stay in the cache of one core."""
+"""Bytes that the compiled loops read at once: few enough to stay in the cache of one core."""
 
 _LARGEST_ROWS = 2**22
 """Elements beyond which rows that share a block are encoded with the whole tensor."""
@@ -240,10 +240,10 @@ _LARGEST_ROWS = 2**22
 def encode_by_rows(
     step: Step, given: RenamedCheckpoint, batch: Batch, encode_whole: Callable[[], object]
 ) -> Weight | None:
-    """Return a Weight, with its tie, that ``batch`` reads and encodes some rows at a time.
+    """Return a Weight, with its tie record, that ``batch`` reads and encodes some rows at a time.
 
-    ``None`` is returned if its rows cannot be encoded one by one, or if several members would share it.
-    ``encode_whole`` is called for values that cannot be encoded, and raises the error that counts them in all rows.
+    Returns ``None`` if the rows cannot be encoded separately, or if several members share the memory.
+    If values cannot be encoded, ``encode_whole`` is called to raise the error with counts over all rows.
     """
     held, scheme = step.held, step.scheme
     if isinstance(held, Weight) or len(step.component.members) > 1:
@@ -262,9 +262,9 @@ def encode_rows_into(
     encode_whole: Callable[[], object],
     parts: Mapping[str, Tensor] | None = None,
 ) -> Mapping[str, Tensor] | None:
-    """Have ``batch`` read and encode rows of ``step`` into ``parts``, new ones by default, and return those.
+    """Have ``batch`` read and encode rows of ``step`` into ``parts``, new ones by default, and return the parts.
 
-    ``None`` is returned if its rows cannot be encoded one by one. For ``encode_whole`` see ``encode_by_rows``.
+    Returns ``None`` if the rows cannot be encoded separately. For ``encode_whole`` see ``encode_by_rows``.
     """
     scheme, place, shape = step.scheme, given.rows_in(step.sources[0].name), tuple(step.held.shape)
     if place is None or step.kept is not None:
@@ -293,9 +293,9 @@ def encode_rows_into(
 def encode_values_into(
     step: Step, values: Tensor, batch: Batch, encode_whole: Callable[[], object], parts: Mapping[str, Tensor]
 ) -> bool:
-    """Have ``batch`` encode ``values``, which are in memory of the CPU as ``step`` needs them, into ``parts``.
+    """Have ``batch`` encode ``values``, on the CPU and in the shape of ``step``, into ``parts``.
 
-    Return whether their rows can be encoded one by one. For ``encode_whole`` see ``encode_by_rows``.
+    Returns whether the rows can be encoded separately. For ``encode_whole`` see ``encode_by_rows``.
     """
     scheme, shape, dtype = step.scheme, tuple(values.shape), values.dtype
     assert scheme is not None
@@ -316,7 +316,7 @@ def encode_values_into(
 
 
 def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype, *, is_staged: bool) -> int | None:
-    """Return the number of rows that one job encodes, whole blocks; ``None`` if only all rows can be encoded."""
+    """Return the number of rows per job, in whole blocks; ``None`` if the rows cannot be encoded separately."""
     if len(shape) < 2 or 0 in shape or not stored.is_floating_point:
         return None
     if any(part.span == 0 or part.dtype is None for part in layout.values()):
@@ -356,7 +356,7 @@ class _RowEncoder:
         try:
             self.scheme.encode_into(values, {role: part[cuts[role]] for role, part in self.parts.items()})
         except SchemeError as error:
-            self.encode_whole()  # raises it for the whole tensor, with its counts
+            self.encode_whole()  # raises the error with counts over the whole tensor
             raise error.named(self.name) from None
 
     def encode_file(
@@ -375,5 +375,5 @@ class _RowEncoder:
 
 
 def encoder_name() -> str:
-    """Return ``LoadReport.encoder`` of a load that encodes: ``compiled`` loops, or ``torch ops`` and why."""
+    """Return ``LoadReport.encoder`` of a load that encodes: ``compiled``, or ``torch ops`` and the reason."""
     return "compiled" if compiled.native() is not None else f"torch ops ({compiled.state()})"

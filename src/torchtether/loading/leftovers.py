@@ -1,6 +1,6 @@
-"""The checks of a checkpoint as a whole: its ties, its copies, and the names that one side has alone.
+"""Checks of a whole checkpoint: its ties, its copies, and names that are missing or unexpected.
 
-Of what no file has, the model's library may know the values.
+For tensors that no file stores, the model's library may compute the values.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..ties.names import nearest
 from .steps import KEYS_SHOWN, Draft
 
 _GUESSES = 8
-"""Names for which the nearest name is searched; each search takes a while, and more of them help nobody."""
+"""The most names for which a nearest name is searched, because each search is slow."""
 
 
 def check_file_ties(draft: Draft) -> None:
-    """Add a fault for each pair of names that the file ties and the model keeps apart, as ``ties=`` asks."""
+    """Find names that the file ties and the model does not, and add the faults or ties that ``ties=`` asks for."""
     tied = list(draft.given.tied())
     if not tied or draft.targets.options.is_refit:
         return
@@ -35,7 +35,7 @@ def check_file_ties(draft: Draft) -> None:
 
 
 def _keep_apart_or_tie(draft: Draft, owner: str, name: str) -> None:
-    """Add the fault, or with ``ties="file"`` the tie to make, of two names that only the file ties."""
+    """Add the fault for two names that only the file ties, or with ``ties="file"`` the tie to make."""
     ties, is_all = draft.targets.options.ties, draft.given.find(owner) == draft.given.find(name)
     if ties == "match" and is_all:
         draft.add_fault(
@@ -70,7 +70,7 @@ def check_copies(draft: Draft) -> None:
 
 
 def take_initial_values(draft: Draft, model: nn.Module) -> None:
-    """Have ``draft`` fill what no file has with what the model's library computes there, where it always does so."""
+    """Have ``draft`` fill tensors that no file stores with values of the model's library that are not random."""
     if not (draft.lost or draft.missing) or not any(map(is_of_transformers, model.modules())):
         return
     from ..integrations.transformers_values import initial_values, optional_names

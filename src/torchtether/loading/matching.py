@@ -1,4 +1,4 @@
-"""The match of a checkpoint's names with a model's: the steps of a load, with every fault, before anything changes."""
+"""The match of a checkpoint's names with a model's: it finds the steps and faults of a load, and changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .steps import Draft, Source, Step, find_targets
 _CPU = torch.device("cpu")
 
 SAME_VALUES = "Give the same values for both, or call tt.untie on it in the model."
-"""What to do where a source has two values for names that a model ties."""
+"""The advice in errors about a source that has different values for names that a model ties."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,7 +35,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Draft:
     """Return the steps that load ``checkpoint`` into ``model``, and all faults.
 
-    Headers alone are read, and the values of names that must agree.
+    Only headers are read, and the values of names that must agree.
     """
     rename = options.rename
     if rename is None and NAMING in sys.modules:
@@ -44,7 +44,7 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
 
 
 def match_renamed(model: nn.Module, given: RenamedCheckpoint, options: LoadOptions) -> Draft:
-    """Return what ``match`` returns, for a checkpoint that has been renamed already."""
+    """Return the same as ``match``, for a renamed checkpoint."""
     faults = given.faults
     faults += [fault(name, what) for name, what in given.checkpoint.faults.items()]
     if options.ties not in ("match", "file", "model"):
@@ -62,15 +62,15 @@ def match_renamed(model: nn.Module, given: RenamedCheckpoint, options: LoadOptio
 
 
 def match_component(draft: Draft, component: Component) -> Step | None:
-    """Return the step of ``component``; ``None`` if nothing is to be done, or a fault has been added."""
+    """Return the step of ``component``; ``None`` if it needs none, or if a fault was added."""
     return _simple_step(draft, component) or _match(draft, component)
 
 
 def _simple_step(draft: Draft, component: Component) -> Step | None:
-    """Return what ``_match`` would for a plain tensor of one name that the checkpoint stores as the model has it.
+    """Return the step of a plain tensor with one name, if the stored tensor is plain and has its shape.
 
-    ``None`` is returned for anything else, or what needs a closer look. Most tensors are so simple, and by the ten
-    thousand this takes a third of the time.
+    Returns ``None`` in all other cases, for ``_match``. Most tensors are this simple, and this function takes a third
+    of the time of ``_match``, which matters for ten thousands of tensors.
     """
     members = component.members
     if len(members) > 1:
@@ -93,11 +93,11 @@ def _simple_step(draft: Draft, component: Component) -> Step | None:
     is_as_stored = is_meta and target is given and entry.stride == view.stride
     sources = (tuple.__new__(Source, (0, name)),)
     facts = (name, component, None, sources, target, device, None, False, in_place, nbytes, is_as_stored, None)
-    return tuple.__new__(Step, facts)  # in a third of the time
+    return tuple.__new__(Step, facts)  # takes a third of the time of Step(...)
 
 
 def _match(draft: Draft, component: Component) -> Step | None:
-    """Return the step of ``component``; ``None`` if nothing is to be done, or a fault has been added."""
+    """Return the step of ``component``; ``None`` if it needs none, or if a fault was added."""
     given, targets = draft.given, draft.targets
     tie, names = targets.ties.get(id(component)), component.names
     owner, order = (tie.owner, tie.names) if tie else (names[0], names)
@@ -120,10 +120,10 @@ def _match(draft: Draft, component: Component) -> Step | None:
 
 
 def _match_transient(draft: Draft, component: Component, sources: list[Source]) -> Step | None:
-    """Return the step of non-persistent buffers on meta that no record computes; real ones stay as they are.
+    """Return the step of non-persistent buffers on meta that ``tt.on_meta`` did not record; real ones stay.
 
-    The record comes first, because files of old store such buffers in a dtype of their own; from the file a buffer is
-    taken only if dtype and shape are those of the model.
+    A record takes precedence over the file, because old files store such buffers in other dtypes. A stored buffer is
+    used only if it has the dtype and the shape of the model's.
     """
     member = component.members[0]
     if not member.tensor.is_meta:
@@ -142,7 +142,7 @@ def _match_transient(draft: Draft, component: Component, sources: list[Source]) 
 
 
 def _is_like(given: RenamedCheckpoint, name: str, held: Tensor) -> bool:
-    """Return whether ``name`` is stored plain, in dtype and shape of ``held``."""
+    """Return whether ``name`` is stored as a plain tensor with the dtype and the shape of ``held``."""
     spec = given.spec(name)
     return spec.scheme.transparent and spec.dtype == held.dtype and spec.shape == tuple(held.shape)
 
@@ -161,7 +161,7 @@ def _fits_shape(draft: Draft, member: Member, source: Source) -> bool:
 
 
 def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: str) -> Step | None:
-    """Return the step that fills ``component`` from ``sources``; ``None`` if that has a fault, which is added."""
+    """Return the step that fills ``component`` from ``sources``; ``None`` if a fault was added."""
     given, targets, held, name = draft.given, draft.targets, component.member(owner).tensor, sources[0].name
     spec, is_given = given.spec(name), given.is_weight(name)
     try:
@@ -200,13 +200,13 @@ def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: 
 
 
 def _can_share(draft: Draft, component: Component, held: Tensor) -> bool:
-    """Return whether every view of the owner ``held`` is one that a Weight can be."""
+    """Return whether a Weight can represent every view of the owner ``held``."""
     tie = draft.targets.ties[id(component)]
     return all(view is None or order_of(view, held) is not None for view in tie.views)
 
 
 def _dtype(held: Tensor, given: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that ``held`` will have; raise CheckpointError if stored values would not survive in it."""
+    """Return the dtype that ``held`` will have; raise CheckpointError if it cannot hold the stored values."""
     if given in FLOATS and held.dtype in FLOATS:
         return asked or (given if held.is_meta else held.dtype)
     if given == held.dtype:
@@ -233,7 +233,7 @@ def _dtype(held: Tensor, given: torch.dtype, asked: torch.dtype | None) -> torch
 def _choose_sources(draft: Draft, component: Component, sources: list[Source], owner: str) -> list[Source]:
     """Return the sources to read, in order of precedence.
 
-    Faults are added if two disagree; memory without a source counts as missing.
+    Adds a fault if two sources disagree. Memory without a source counts as missing.
     """
     if len(component.members) == 1:
         first, *others = sources
@@ -247,7 +247,7 @@ def _choose_sources(draft: Draft, component: Component, sources: list[Source], o
 
 
 def _disagree(draft: Draft, owner: str, name: str) -> None:
-    """Note that the stored values of ``name`` are not those of ``owner``, to which the model ties it."""
+    """Record that ``name`` and its owner in the model, ``owner``, have different stored values, as ``ties=`` asks."""
     if draft.targets.options.ties == "match":
         fix = "Load with ties='model' (the owner's values), or ties='file' (untied)."
         fix = SAME_VALUES if draft.targets.options.is_refit else fix
@@ -257,7 +257,7 @@ def _disagree(draft: Draft, owner: str, name: str) -> None:
 
 
 def _is_as_recorded(draft: Draft, component: Component, sources: list[Source], owner: str) -> bool:
-    """Return whether the file records for every name the very view that the model has."""
+    """Return whether the file records the same view as the model for every name."""
     given, tie = draft.given, draft.targets.ties[id(component)]
     if owner not in given:
         return False
@@ -290,7 +290,7 @@ def _choose_weight(draft: Draft, component: Component, sources: list[Source], ow
 
 
 def _is_view_of(draft: Draft, component: Component, first: Source, other: Source) -> bool:
-    """Return whether the stored values of ``other`` are those of ``first``, seen as the model sees them."""
+    """Return whether the stored values of ``other`` equal the model's view of it over the values of ``first``."""
     given, tie = draft.given, draft.targets.ties.get(id(component))
     if tie is None or given.is_weight(first.name) or given.is_weight(other.name):
         return False
@@ -302,7 +302,7 @@ def _is_view_of(draft: Draft, component: Component, first: Source, other: Source
 
 
 def _choose_views(draft: Draft, component: Component, sources: list[Source], owner: str) -> list[Source]:
-    """Return ``sources`` after a copy of the memory has been filled from each: where they overlap they must agree."""
+    """Fill a copy of the memory from each source to check that overlapping sources agree; return ``sources``."""
     given = draft.given
     dtypes = {given.spec(source.name).dtype for source in sources}
     if component.dtype is not None and len(dtypes) > 1:
@@ -336,7 +336,7 @@ def _choose_views(draft: Draft, component: Component, sources: list[Source], own
 
 
 def _view_of(memory: Tensor, member: Member, component: Component) -> Tensor:
-    """Return the elements of ``member`` in ``memory``, which counts bytes where a component has several dtypes."""
+    """Return the elements of ``member`` in ``memory``, which has an entry per byte if there are several dtypes."""
     view = member.view
     if component.dtype is not None:
         return memory.as_strided(view.size, view.stride, view.offset)

@@ -22,7 +22,7 @@ Device = torch.device | str | Mapping[str, torch.device | str | None] | None
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Hold the arguments of ``tt.load`` that decide which steps a plan has; ``tt.load`` describes those that it has."""
+    """Hold the arguments of ``tt.load``, which describes them, that decide the steps of a plan, and ``is_refit``."""
 
     quantize: Rules = None
     dtype: Dtype = None
@@ -31,13 +31,13 @@ class LoadOptions:
     ties: Ties = "match"
     rename: Rename = None
     is_refit: bool = False
-    """Whether values alone are wanted: real non-persistent buffers take theirs, and ties of the file do not matter."""
+    """Whether to load only values: real non-persistent buffers are loaded, too, and ties of the file are ignored."""
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes that values may be converted between while they are loaded."""
+"""The dtypes between which a load converts values."""
 
 
 def fault(name: str, what: str) -> str:
-    """Return the one line that says ``what`` is wrong with the tensor or argument ``name``."""
+    """Return the one-line fault ``what`` of the tensor or argument ``name``."""
     return " ".join(f"{name}: {what}".split())

@@ -1,4 +1,4 @@
-"""The plan of a load: printed, checked, and applied, all at once or some names at a time."""
+"""The plan of a load: it can be printed, checked, and applied, all at once or some names at a time."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _CPU = torch.device("cpu")
 
 
 class LoadPlan:
-    """Hold the steps and the faults of a load, found without touching the model; ``apply`` carries it out.
+    """Hold the steps and the faults of a load, found without a change to the model; ``apply`` executes the steps.
 
-    ``faults`` is a tuple of one-line texts, empty if the load can go ahead; ``print(plan)`` shows steps and faults.
-    ``left`` names the tensors that have not been loaded yet; ``bytes`` counts what the steps read.
+    ``faults`` is a tuple of one-line texts, empty if the load is possible; ``print(plan)`` shows steps and faults.
+    ``left`` names the tensors that are not loaded yet; ``bytes`` is the number of bytes that the steps read.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ class LoadPlan:
         self._take(found)
 
     def _take(self, found: Draft) -> None:
-        """Make the steps of ``found`` those of the plan."""
+        """Replace the steps and faults of the plan by those of ``found``."""
         self.steps: tuple[Step, ...] = tuple(found.steps)
         self.faults: tuple[str, ...] = tuple(found.faults)
         self.missing_keys: tuple[str, ...] = tuple(found.missing)
@@ -74,12 +74,12 @@ class LoadPlan:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Return the names that ``apply`` will load, because it has not yet; one of each tied group."""
+        """Return the names that ``apply`` has not loaded yet; one name of each tied group."""
         return tuple(step.name for step in self.steps if not self._done.issuperset(step.component.names))
 
     @property
     def draft(self) -> Draft:
-        """Return the steps with the renamed checkpoint that they read, ties to change, and buffers to compute."""
+        """Return the steps, the renamed checkpoint that they read, ties to change, and buffers to compute."""
         return self._draft
 
     def __str__(self) -> str:
@@ -92,20 +92,19 @@ class LoadPlan:
         return "\n".join([*lines, *([f"  {left}"] if left else [])])
 
     def check(self) -> None:
-        """Raise LoadError, with every fault in its text, if there is one."""
+        """Raise LoadError if there are faults; its ``faults`` attribute has all of them."""
         if self.faults:
             raise_faults(self.faults, str(self.checkpoint.path), "All of them are in tt.plan_load(...).faults.")
 
     def apply(self, *, only: str | Sequence[str] | None = None, progress: Progress = None) -> LoadReport:
-        """Load what is ``left``; with ``only``, the names that a glob matches and the names tied to them.
+        """Load the names in ``left``; with ``only``, those that a glob matches and the names tied to them.
 
-        Everything else stays exactly as it was, tensors on ``meta`` included; a later ``apply`` does the rest.
-        Each step is done once: after an error, ``apply`` goes on with the steps that were not finished. Buffers that
-        ``tt.on_meta`` recorded come back together, with the ``apply`` whose ``only`` covers the last of them and leaves
-        nothing else on ``meta``.
+        All other tensors stay as they were, on ``meta`` or not; a later ``apply`` can load them. Each step is done
+        once: after an error, ``apply`` continues with the unfinished steps. Buffers that ``tt.on_meta`` recorded are
+        computed together, by an ``apply`` whose ``only`` covers all of them, once nothing else is on ``meta``.
 
         Raises LoadError, before anything changes, if there is a fault, a glob matches no name of the model, or the
-        model has changed since.
+        model has changed since it was planned.
 
         >>> import torch, torchtether as tt, tempfile
         >>> with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
@@ -138,7 +137,7 @@ class LoadPlan:
             self.unexpected_keys,
             tuple(step.tie for step in steps if step.tie is not None),
             {s.name: str(s.held.scheme) for s in steps if isinstance(s.held, Weight) and not s.held.scheme.transparent},
-            tuple(name for name, tensor in tensors.items() if tensor.is_meta),  # the objects are those of before
+            tuple(name for name, tensor in tensors.items() if tensor.is_meta),  # the same objects as before the load
             len(steps),
             nbytes - mapped,
             mapped,
@@ -151,18 +150,18 @@ class LoadPlan:
         )
 
     def _computed(self, tensors: Mapping[str, Tensor], wanted: set[str]) -> list[tuple[Tensor, Tensor]]:
-        """Return those of ``wanted`` that are on ``meta`` and computed, each tensor once, with their values."""
+        """Return each wanted tensor on ``meta`` that the model's library computes, once, with its values."""
         devices, made = self._draft.targets.devices, self._draft.computed
         names = {id(tensors[name]): name for name in made if name in wanted and tensors[name].is_meta}
         return [(tensors[name], made[name].to(devices.get(name, _CPU), copy=True)) for name in names.values()]
 
     def _left_of(self, wanted: set[str]) -> list[Step]:
-        """Return the steps that have not been done and have a name in ``wanted``."""
+        """Return the unfinished steps that have a name in ``wanted``."""
         every = ((step, step.component.names) for step in self.steps)
         return [step for step, names in every if not wanted.isdisjoint(names) and not self._done.issuperset(names)]
 
     def _wanted(self, only: str | Sequence[str] | None, names: Sequence[str]) -> set[str]:
-        """Return those of the model's ``names`` that ``only`` matches, with the names that share their memory."""
+        """Return the names of the model that ``only`` matches, and the names that share their memory."""
         if only is None:
             return set(names)
         globs = globs_of(only)
@@ -175,7 +174,7 @@ class LoadPlan:
         return wanted
 
     def _take_file_ties(self, wanted: set[str]) -> None:
-        """Give the model the file's ties, for ``ties="file"``, which makes new Parameters of the names concerned."""
+        """Change the model's ties to the file's, for ``ties="file"``; the names concerned get new Parameters."""
         here = [name for name in self._draft.untie if name in wanted]
         pairs = [pair for pair in self._draft.tie if not wanted.isdisjoint(pair)]
         if not here and not pairs:
@@ -196,9 +195,9 @@ class LoadPlan:
         return self._mmap and is_mappable(step, self._draft.given)
 
     def _replay(self) -> None:
-        """Compute what ``tt.on_meta`` recorded and no file stores again, exactly as the constructors did.
+        """Compute the buffers that ``tt.on_meta`` recorded, exactly as the constructors did.
 
-        If something else is missing too, all of it stays on meta, for ``tt.materialize``.
+        If another tensor is still on meta, these buffers stay there, too, for ``tt.materialize``.
         """
         if not self._draft.recorded:
             return
@@ -210,7 +209,7 @@ class LoadPlan:
             move_buffers(self.model, {n: place for n, place in places.items() if place != first}, self._optimizer)
 
     def close(self) -> None:
-        """Close the files; the plan cannot be applied any more."""
+        """Close the files; the plan cannot be applied afterwards."""
         self.checkpoint.close()
 
 
@@ -228,12 +227,12 @@ def plan_load(
     mmap: bool = False,
     revision: str | None = None,
 ) -> LoadPlan:
-    """Return the plan of a load of ``path`` into ``model``, which stays untouched.
+    """Return the plan of a load of ``path`` into ``model``, which is not changed.
 
     ``load`` explains the arguments ``quantize``, ``dtype``, ``device``, ``strict``, ``ties``, ``rename``,
     ``optimizer``, ``mmap`` and ``revision``. Only headers are read, and the values of names that must agree because
     they are tied.
-    Raises CheckpointError if the files cannot be read; everything else is in ``faults``.
+    Raises CheckpointError if the files cannot be read; all other faults are in ``faults``.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -283,54 +282,52 @@ def load(
     mmap: bool = False,
     revision: str | None = None,
 ) -> LoadReport:
-    """Load the values of the checkpoint at ``path`` into ``model``, in the Parameter objects that it has.
+    """Load the values of the checkpoint at ``path`` into ``model``; its Parameter objects stay.
 
     ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin);
-                  text like ``"org/name"``, where nothing is at that path: a repository of the Hub, as of ``tt.open``
-    ``quantize``  rules as of ``tt.quantize``; a Weight that the model holds stays one without them
-    ``dtype``     float tensors get this (compute) dtype. By default a tensor on ``meta`` takes that of the file, as
-                  ``load_state_dict(assign=True)`` does, and a real one keeps its own, as ``assign=False`` does
-    ``device``    where tensors go. By default real ones stay where they are, and those on ``meta`` go to the CPU.
-                  Both take globs over the model's names too: ``{"*norm*": torch.float32, "*": torch.bfloat16}``; the
-                  first match wins, ``None`` and no match mean the default, tied names are asked for the same
-    ``strict``    a missing or unexpected key is a fault; otherwise it is reported, what is missing stays as it is, and
-                  what a rule cannot complete counts as missing, its pieces as unexpected
-    ``ties``      where file and model disagree about what is tied: ``"match"`` is a fault; ``"model"`` keeps the
-                  model's ties and takes the owner's values; ``"file"`` changes the model's, and the names concerned get
+                  text like ``"org/name"``, if no file has that path: a repository of the Hub, as in ``tt.open``
+    ``quantize``  rules of ``tt.quantize``; without them, a Weight of the model keeps its scheme
+    ``dtype``     the (compute) dtype of float tensors. By default a tensor on ``meta`` takes the file's, as in
+                  ``load_state_dict(assign=True)``, and a real one keeps its own, as in ``assign=False``
+    ``device``    the device of tensors. By default real tensors keep theirs, and those on ``meta`` go to the CPU.
+                  Both take globs over the model's names, too: ``{"*norm*": torch.float32, "*": torch.bfloat16}``. The
+                  first match wins; ``None`` and no match mean the default. Tied names need the same value
+    ``strict``    a missing or unexpected key is a fault. Otherwise such keys are reported, and missing tensors stay as
+                  they are; a tensor whose rule lacks pieces counts as missing, and the pieces as unexpected
+    ``ties``      for ties that differ between file and model: ``"match"`` is a fault; ``"model"`` keeps the model's
+                  ties and loads the owner's values; ``"file"`` changes the model's ties, and the names concerned get
                   new Parameters
-    ``rename``    what the file's names are called in the model: a mapping, a function that may return ``None`` to leave
-                  a name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack``, ``tt.Transpose`` or ``tt.Rotary``, or a list
-                  of these and (regex, replacement) pairs, applied in order, each to the names as the one before has
-                  left them; ``tt.gguf_names`` makes one for a file of llama.cpp
+    ``rename``    the map from the file's names to the model's: a mapping, a function that returns ``None`` to leave a
+                  name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack``, ``tt.Transpose`` or ``tt.Rotary``, or a list of
+                  these and (regex, replacement) pairs, applied in order, each to the result of the one before;
+                  ``tt.gguf_names`` makes one for a file of llama.cpp
     ``progress``  ``True`` for a bar, or a function of (bytes done, bytes in all)
     ``optimizer`` its state follows its parameters' device and dtype
-    ``mmap``      tensors on ``meta`` that go to the CPU as the file has them, plain or quantized by ``tt.save``, are
-                  not read: their memory is private pages of the file, which the system reads when they are first used,
-                  and may drop again. Writing to them, as training does, copies the pages concerned and never reaches
-                  the file. What must be converted, encoded, composed or laid out anew is read as without it
+    ``mmap``      do not read tensors on ``meta`` that go to the CPU unchanged, plain or quantized by ``tt.save``:
+                  their memory is private pages of the file, which the system reads at first use and may drop again. A
+                  write to them, as in training, copies the pages concerned and never changes the file. Tensors to be
+                  converted, encoded, composed or laid out differently are read as without ``mmap``
     ``revision``  the branch, tag or commit of a repository of the Hub
 
-    A mapped file may be deleted or replaced (``tt.save`` replaces): the model keeps the old one. Nobody may write into
-    it or cut it short meanwhile: the model would see the new bytes, or the process end with SIGBUS at the next use.
-    That it has all its bytes is checked when it is mapped, not later. It stays mapped until its last tensor is gone.
+    A mapped file may be deleted or replaced (``tt.save`` replaces): the model keeps the old one. Do not write to it or
+    truncate it: the model would see the new bytes, or the next use would end the process with SIGBUS. The length of the
+    file is checked when it is mapped, not later. The file stays mapped until its last tensor is freed.
 
-    A real tensor that keeps dtype and device is filled where it is, so whatever shares its memory sees the values.
-    Tied names are loaded once; a name that the file leaves out because it is tied to another is satisfied. A weight
-    that the file holds quantized becomes a ``Weight``. Non-persistent buffers that are real are left alone; on ``meta``
-    they come back as ``tt.on_meta`` recorded them, from the file, or as transformers computes them for its models.
+    A real tensor that keeps dtype and device is filled in place, so all tensors that share its memory see the values.
+    Tied names are loaded once; an alias that the file leaves out is not missing. A weight that the file stores
+    quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
+    from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models.
 
-    A model of transformers 5 is loaded from the files that ``save_pretrained`` writes, whose names and shapes are not
-    always the model's: without ``rename`` the rules are then those of its conversion mapping, as in
-    ``torchtether.integrations.transformers_names``.
+    For a model of transformers 5, ``save_pretrained`` writes files whose names and shapes may differ from the model's:
+    without ``rename`` its conversion mapping gives the rules, as in ``torchtether.integrations.transformers_names``.
 
-    With ``quantize`` (or Weights in the model already) real tensors are read and encoded twice, the first time to find
-    values that no scheme can hold before anything changes, without memory for a second model; both are reported and
-    count as progress. A model on ``meta`` is read and encoded once.
+    With ``quantize`` (or Weights in the model) real tensors are read and encoded twice. The first pass finds values
+    that a scheme cannot hold before anything changes, without memory for a second model. Both passes count in the
+    report and the progress. A model on ``meta`` is read and encoded once.
 
     Raises:
-        CheckpointError: a file is absent or damaged; nothing has changed.  A file that is cut short or cannot be read
-            while real tensors are being filled is found too late for that: the error names tensors that are done and
-            those that are not.
+        CheckpointError: a file is absent or damaged; nothing has changed.  If a file turns out to be cut short or
+            unreadable while real tensors are filled, some have changed: the error names finished and unfinished ones.
         LoadError: the checkpoint does not fit the model; all faults are listed, and nothing has changed.
         ConversionError: something holds a parameter that must be exchanged; nothing has changed.
 
@@ -344,7 +341,7 @@ def load(
     (True, 'cpu', ())
     """
     options = LoadOptions(quantize, dtype, device, strict, ties, rename)
-    with uncollected():  # until the plan is gone too: of small tensors, looking through it takes a tenth of the time
+    with uncollected():  # also while the plan is freed: with small tensors, to traverse it takes a tenth of the time
         plan = make_plan(model, path, options, optimizer, mmap, revision)
         try:
             return plan.apply(progress=progress)

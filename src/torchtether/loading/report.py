@@ -1,4 +1,4 @@
-"""The report of a load, in words, numbers and a picture."""
+"""The report of a load: text, numbers and a picture; and the error that lists the faults of a load."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..weights.spec import Tie
 from .steps import describe_left
 
 _SHOWN = 12
-"""Faults that an error lists."""
+"""The most faults that one error lists."""
 
 
 def raise_faults(faults: Sequence[str], name: str, where: str, done: str = "") -> None:
-    """Raise LoadError about ``name`` if there are ``faults``; ``where`` says where all are, if they are too many.
+    """Raise LoadError about ``name`` if there are ``faults``; ``where`` tells the user where to find all of many.
 
-    ``done`` says what has happened in spite of them.
+    ``done`` tells the user which changes took place in spite of the faults.
     """
     if not faults:
         return
@@ -36,7 +36,7 @@ def raise_faults(faults: Sequence[str], name: str, where: str, done: str = "") -
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Report what a load did. ``missing_keys`` and ``unexpected_keys`` are torch's words; both empty if ``strict``.
+    """Report the results of a load. ``missing_keys`` and ``unexpected_keys`` are those of torch; empty if ``strict``.
 
     ``unexpected_keys`` also names non-persistent buffers that the file stores and the model computes itself.
 
@@ -49,23 +49,23 @@ class LoadReport:
     tied: tuple[Tie, ...] = ()
     quantized: Mapping[str, str] = field(default_factory=dict)
     on_meta: tuple[str, ...] = ()
-    """Names of tensors without memory, because the checkpoint did not have it, or ``only`` left it out."""
+    """Names of tensors still on ``meta``, because the checkpoint lacks them, or ``only`` left them out."""
     tensors: int = 0
     bytes: int = 0
-    """Bytes read from the files; of real tensors that are encoded twice, because they are encoded once to try."""
+    """Bytes read from the files; real tensors to be encoded count twice, because a first pass checks their values."""
     mapped: int = 0
-    """Bytes that were not read: parameters lie over private pages of the files, which are read at first use."""
+    """Bytes of parameters that were not read, but mapped to private pages of the files, read at first use."""
     seconds: float = 0.0
     peak: int | None = None
-    """Anonymous memory at its highest, above what there was before; ``None`` where the system does not tell."""
+    """Peak of anonymous memory, above the amount before the load; ``None`` if the system does not report it."""
     mapped_peak: int | None = None
-    """Resident pages of mapped files at their highest, above what there was before: the system can drop those."""
+    """Peak of resident pages of mapped files, above the amount before; the system can drop such pages."""
     encoder: str = ""
-    """Encoder of the weights: ``compiled`` loops, or ``torch ops`` and why; empty if nothing was encoded."""
+    """Encoder of the weights: ``compiled``, or ``torch ops`` and the reason; empty if nothing was encoded."""
     timeline: tuple[Sample, ...] = field(default=(), repr=False, compare=False)
-    """Memory over time, above what there was before; few hundred moments, whatever the load took."""
+    """Memory over time, above the amount before: a few hundred samples, however long the load took."""
     floats: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of each matrix that stayed float, largest first, if ``quantize`` was given: what a rule could choose."""
+    """Bytes of each matrix that stayed float, and that a rule could select, largest first, if ``quantize`` is set."""
 
     def __str__(self) -> str:
         words = [f"{self.tensors} tensors, {describe_bytes(self.bytes)} in {self.seconds:.2f} s"]
@@ -90,10 +90,10 @@ class LoadReport:
         return "; ".join(words)
 
     def to_svg(self, path: str | PathLike[str] | None = None) -> str:
-        """Return memory over the time of the load as an SVG document; write it to ``path`` too, if there is one.
+        """Return an SVG document of memory over the time of the load; write it to ``path``, too, if given.
 
-        Without a timeline, as where the system does not tell, it is an empty frame. Raises CheckpointError if ``path``
-        cannot be written.
+        Without a timeline (the system does not report memory) the picture is an empty frame. Raises CheckpointError if
+        ``path`` cannot be written.
         """
         curves = (
             ("anonymous memory", "parameter", [sample.anonymous for sample in self.timeline]),

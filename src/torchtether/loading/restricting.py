@@ -1,4 +1,4 @@
-"""A plan for the part of a model that one process holds: of each tensor one box, and only its values are read."""
+"""A plan for the part of a model in one process: one box of each tensor, whose values alone are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..ties.components import Component, find_components
 from .steps import Draft, Source, Step
 
 Box = tuple[Range, ...]
-"""The indices of a tensor that are held, by dimension, from the first to one past the last."""
+"""The range of indices that a process holds of a tensor, by dimension: the first, and one past the last."""
 
 
 def restrict(
@@ -27,11 +27,11 @@ def restrict(
     faults: Sequence[str] = (),
     components: tuple[Component, ...] | None = None,
 ) -> Draft:
-    """Return the draft that loads into ``model`` what ``found`` loads into the whole of it.
+    """Return the draft that loads ``model``, a part of the whole model that ``found`` loads.
 
-    ``model`` holds of each name in ``boxes`` that box, of any other tensor all; ``components`` are those of ``model``,
-    if known. ``place`` gives the device of a tensor on ``meta`` for which none was asked. Names that ``model`` lacks
-    are views of what it has, and not read.
+    For each name in ``boxes`` the part has that box, and it has all of any other tensor; ``components`` are its
+    components, if known. ``place`` returns the device of a tensor on ``meta`` for which the user asked none. Names that
+    the part lacks are views of tensors that it has, and are not read.
     """
     components = find_components(model) if components is None else components
     home = {name: component for component in components for name in component.names}
@@ -68,12 +68,12 @@ def restrict(
 
 
 def _cut(value: Tensor, box: Box | None) -> Tensor:
-    """Return the part of ``value`` in ``box``; all of it without one."""
+    """Return the part of ``value`` in ``box``; all of it if ``box`` is ``None``."""
     return value if box is None else value[tuple(slice(*range_) for range_ in box)]
 
 
 def _without_views(step: Step, home: Mapping[str, Component]) -> Step:
-    """Return ``step`` without sources that are views: they have been compared with the owner, or were left out."""
+    """Return ``step`` without the sources that are views, which the whole plan has compared with the owner."""
     sources = [
         Source(next(i for i, member in enumerate(home[name].members) if name in member.names), name)
         for _, name in step.sources
@@ -83,14 +83,14 @@ def _without_views(step: Step, home: Mapping[str, Component]) -> Step:
 
 
 def _needs_all_rows(step: Step) -> bool:
-    """Return whether the values of some rows cannot be encoded without the others."""
+    """Return whether the scheme of ``step`` can encode rows only together with all other rows."""
     if not step.is_encoded or step.scheme is None:
         return False
     return any(part.span == 0 for part in step.scheme.layout(tuple(step.held.shape)).values())
 
 
 def _fault_of_cut(step: Step, whole: RenamedCheckpoint, cut: RenamedCheckpoint, box: Box) -> str:
-    """Return what forbids that ``box`` alone is loaded; empty if nothing does."""
+    """Return the reason that ``box`` alone cannot be loaded; empty if it can."""
     name = step.sources[0].name
     if step.is_given and not whole.spec(name).is_contiguous:
         return (

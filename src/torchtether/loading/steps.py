@@ -1,4 +1,4 @@
-"""The steps of a load: one for each tensor of the model, with the names that fill it and the form asked for it."""
+"""The steps of a load: one per component of the model, with its sources and its target dtype, device and scheme."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .options import FLOATS, LoadOptions, fault
 Value = TypeVar("Value")
 
 KEYS_SHOWN = 6
-"""Keys of one tensor that one line names."""
+"""The most keys that one line lists for one tensor."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Hold the tensors of a model, and by name the dtype, device and scheme that the options ask for."""
+    """The tensors of a model, and by name the dtype, device and scheme that the options ask for."""
 
     options: LoadOptions
     components: tuple[Component, ...]
@@ -48,7 +48,7 @@ class Targets:
 
 
 class Source(NamedTuple):
-    """One name of the model that the renamed checkpoint fills, and the index of the member that has it."""
+    """A name of the model that the renamed checkpoint provides, and the index of its member in the component."""
 
     member: int
     name: str
@@ -57,12 +57,12 @@ class Source(NamedTuple):
 class Step(NamedTuple):
     """The load of one component of the model: its memory is filled, or its tensors get new contents.
 
-    ``sources``     in order of precedence; where they overlap they agree, or the first has been chosen
-    ``scheme``      the scheme that the values are encoded in
-    ``is_given``    the checkpoint holds the Weight already
-    ``is_as_stored`` new memory needs nothing but the stored bytes: a plain tensor of one name, on meta, is to have
-                    dtype, shape and strides of the plain tensor that is stored
-    ``kept``        the rows that the component holds of values that can only be encoded as a whole
+    ``sources``     in order of precedence; overlapping sources agree, or the first takes precedence
+    ``scheme``      the scheme in which the values are encoded
+    ``is_given``    the checkpoint stores the tensor as a Weight
+    ``is_as_stored`` the stored bytes are the new contents: the component is a plain tensor with one name, on meta, and
+                    gets the dtype, shape and strides of a plain stored tensor
+    ``kept``        the range of rows that the component keeps, if values must be encoded as a whole
     """
 
     name: str
@@ -80,22 +80,22 @@ class Step(NamedTuple):
 
     @property
     def held(self) -> Tensor:
-        """Return the tensor of the owner."""
+        """Return the tensor of the owner, whose name the step has."""
         members = self.component.members
         return members[0].tensor if len(members) == 1 else self.component.member(self.name).tensor
 
     @property
     def is_encoded(self) -> bool:
-        """Return whether values of the checkpoint are encoded in ``scheme``."""
+        """Return whether the load encodes the values in ``scheme``."""
         return not self.is_given and self.scheme is not None and not self.scheme.transparent
 
     @property
     def nbytes_read(self) -> int:
-        """Return the bytes that are read: those of real tensors that are encoded twice, once to try; see ``stream``."""
+        """Return the number of bytes to read: twice for real tensors to be encoded, which ``stream`` checks first."""
         return self.nbytes if self.scheme is None or self.held.is_meta or not self.is_encoded else 2 * self.nbytes
 
     def with_form_of_model(self) -> Step:
-        """Return the step, in place if dtype, device and scheme of the tensor are those that it will have."""
+        """Return the step with ``in_place`` set if the tensor keeps its dtype, device and scheme."""
         held, device, dtype = self.held, self.device, self.dtype
         present = held.scheme if isinstance(held, Weight) and not held.scheme.transparent else None
         stays = device == held.device and dtype == held.dtype and not held.is_meta
@@ -105,7 +105,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Draft:
-    """Hold the steps of a load, the faults that forbid it, and what it leaves out; ``given`` is read by the steps."""
+    """The steps of a load of ``given``, its faults, and missing, unexpected and computed names."""
 
     given: RenamedCheckpoint
     targets: Targets
@@ -114,15 +114,15 @@ class Draft:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     recorded: list[str] = field(default_factory=list)
-    """Non-persistent buffers on ``meta`` that ``tt.on_meta`` recorded, and that will be computed again."""
+    """Non-persistent buffers on ``meta`` that ``tt.on_meta`` recorded, and that the load computes again."""
     used: list[str] = field(default_factory=list)
     """Non-persistent buffers on ``meta`` that the checkpoint fills."""
     lost: list[str] = field(default_factory=list)
     """Non-persistent buffers on ``meta`` that have neither a record nor a stored tensor."""
     computed: dict[str, Tensor] = field(default_factory=dict)
-    """Values of tensors on ``meta`` that the checkpoint lacks, and that the model's library computes."""
+    """Values that the model's library computes for tensors on ``meta`` that the checkpoint lacks."""
     optional: set[str] = field(default_factory=set)
-    """Real tensors that the checkpoint lacks, as the model itself says that it may."""
+    """Real tensors that the checkpoint lacks, and that the model declares optional."""
     untie: list[str] = field(default_factory=list)
     """Names to untie in the model first, with ``ties="file"``."""
     tie: list[tuple[str, str]] = field(default_factory=list)
@@ -134,12 +134,12 @@ class Draft:
 
 
 def names_of_weights(steps: Iterable[Step]) -> list[str]:
-    """Return the names under which ``steps`` make Weights."""
+    """Return the names that ``steps`` have loaded as Weights."""
     return [name for step in steps if isinstance(step.held, Weight) for name in step.component.names]
 
 
 def floats_left(steps: Iterable[Step]) -> dict[str, int]:
-    """Return the bytes of the matrices that ``steps`` load as floats, which a rule could quantize, largest first."""
+    """Return the bytes of each matrix that ``steps`` load as float, and that a rule could quantize, largest first."""
     left = {}
     for step in steps:
         is_weight = step.is_given or (step.scheme is not None and not step.scheme.transparent)
@@ -150,7 +150,7 @@ def floats_left(steps: Iterable[Step]) -> dict[str, int]:
 
 
 def describe_left(left: Mapping[str, int]) -> str:
-    """Return what stayed float in words, with the rule for the largest; empty for nothing."""
+    """Return text about the matrices that stay float, with a rule for the largest; empty if there are none."""
     if not left:
         return ""
     first, *others = left
@@ -171,17 +171,17 @@ def describe_step(step: Step, given: RenamedCheckpoint, is_mapped: bool) -> str:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements may lie in one place (``expand``), so that the tensor cannot be written to."""
+    """Return whether two elements may share an address (``expand``), so that the tensor cannot be written to."""
     if isinstance(tensor, Weight) or tensor.is_contiguous() or tensor.numel() == 0:
         return False
     return overlaps_itself(tensor.shape, tensor.stride())
 
 
-# -- what is asked for each tensor -------------------------------------------------------------------------------------
+# -- targets of each tensor --------------------------------------------------------------------------------------------
 
 
 def find_targets(model: nn.Module, options: LoadOptions, faults: list[str]) -> Targets:
-    """Return the tensors of ``model`` with what ``options`` ask for each; append to ``faults`` what does not fit."""
+    """Return the tensors of ``model`` with the targets that ``options`` set; append what is wrong to ``faults``."""
     components = find_components(model)
     ties: dict[int, Tie] = {}
     for component in components:
@@ -211,7 +211,7 @@ def _by_name(
     ties: Mapping[int, Tie],
     faults: list[str],
 ) -> dict[str, Value]:
-    """Return the value that ``asked`` has for each name of each component; names of the default are left out."""
+    """Return the value of ``asked`` by name of the components, without names that take the default."""
     if asked is None:
         return {}
     rules = asked if isinstance(asked, Mapping) else {"*": asked}

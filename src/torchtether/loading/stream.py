@@ -1,4 +1,4 @@
-"""Steps carried out: first all new memory, which can fail without harm, then what is filled where it is."""
+"""The execution of steps: first the tensors that get new memory, where an error does no harm, then those in place."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def stream(
     tick: Tick,
     computed: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
-    """Carry out ``steps``, those whose ids are in ``mapped`` by mapping; add their names to ``done``, each when done.
+    """Execute ``steps``, and add the names of each finished step to ``done``; steps with ids in ``mapped`` map files.
 
-    ``computed`` has tensors on ``meta`` that no step fills, each with its new contents.
+    ``computed`` has tensors on ``meta`` without a step, each with its new contents.
 
-    Values that a scheme cannot hold are found before anything changes: of real tensors they are encoded once to try.
+    The values of real tensors are encoded once before anything changes, to find those that a scheme cannot hold.
     """
     plain: list[Step] = []
     stored: list[tuple[str, Shape]] = []
@@ -86,11 +86,11 @@ def stream(
                 done.update(step.component.names)
     if filled:
         _fill(given, steps, filled, done, tick)
-    store.release()  # so that any stream sees the values from now on
+    store.release()  # so that every CUDA stream sees the values from now on
 
 
 def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer: Any) -> None:
-    """Move the buffers named in ``places``, and what shares their memory, to the devices there."""
+    """Move the buffers named in ``places``, and tensors that share their memory, to the devices given there."""
     components = [component for component in find_components(model) if component.names[0] in places]
     if not components:
         return
@@ -102,14 +102,15 @@ def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer
 
 
 def _put(exchange: Exchange, step: Step, contents: Sequence[Tensor]) -> None:
-    """Put ``contents`` into the members: a function of its own, so that no variable keeps them alive afterwards."""
+    """Put ``contents`` into the members; a separate function, so that no variable keeps the old contents alive."""
     exchange.put_together((member.tensor, new) for member, new in zip(step.component.members, contents, strict=True))
 
 
 def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:
-    """Fill the tensors of ``filled`` where they are, one after the other, after all others of ``steps``.
+    """Fill the tensors of ``filled`` in place, one after the other; the other ``steps`` are done before.
 
-    Raises CheckpointError or LoadError, which say how far it came, if some of ``steps`` have been done.
+    If an error comes after some of ``steps`` are done, it is raised again as one that names finished and unfinished
+    tensors, of its own class if that is a TetherError, else as LoadError.
     """
     try:
         with Deferred() as signals:
@@ -129,4 +130,4 @@ def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step
             fix="Load again from a whole checkpoint: the first of those not done may have values of both.",
         ) from error
     finally:
-        torch.clear_autocast_cache()  # holds casts of the old values, and nothing tells it of the new ones
+        torch.clear_autocast_cache()  # holds casts of the old values, which nothing else invalidates
