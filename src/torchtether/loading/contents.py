@@ -35,7 +35,7 @@ def new_contents(step: Step, given: RenamedCheckpoint, tick: Tick, batch: Batch 
             return [made]
     if step.is_given:
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
-        if isinstance(step.held, Weight) and step.held.scheme.decoder == weight.scheme:  # a master begins as the values
+        if isinstance(step.held, Weight) and step.held.scheme.decoder == weight.scheme:  # the master's initial values
             weight = Weight.encode(weight, step.held.scheme)
         return _for_members(step, _computed_in(step.dtype, weight))
     if step.is_encoded:

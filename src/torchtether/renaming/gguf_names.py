@@ -1,4 +1,4 @@
-"""What llama.cpp's names of tensors are in transformers, and the order of rows that it changes."""
+"""Rename rules from llama.cpp's names of tensors to those of transformers, and for its order of rows."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _DECODER: list[Substitution] = [
 ]
 
 _PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
-"""The architectures that these names are of, and whether their queries and keys have the pairs of Meta."""
+"""The architectures with these names, and whether the rows of their queries and keys are in Meta's pairs."""
 
 
 def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Naming]:
-    """Return the ``rename`` with which ``tt.load`` fills a model of transformers from the GGUF file ``source``.
+    """Return the ``rename`` argument with which ``tt.load`` loads the GGUF file ``source`` into a transformers model.
 
-    For the architectures llama (Mistral and others are written as such), qwen2 and qwen3. The rows of llama's queries
-    and keys, which llama.cpp keeps in pairs, are put in halves, quantized ones without decoding. Frequencies
-    (``rope_freqs``) are left out, the model computes them. A file without a head is that of a tied model.
+    The architectures are llama (Mistral and others are stored as llama), qwen2 and qwen3. llama.cpp stores the rows
+    of llama's queries and keys in pairs; they are reordered into halves, without decoding quantized ones. Frequencies
+    (``rope_freqs``) are left out, because the model computes them. A file without a head belongs to a tied model.
 
-    Raises CheckpointError if ``source`` is no GGUF file or does not say how many heads it has, and RuleError for
-    another architecture; for those write the renames yourself, with ``tt.Rotary`` and the other rules.
+    Raises CheckpointError if ``source`` is not a GGUF file or does not record its number of heads, and RuleError for
+    another architecture: write the rules for it yourself, with ``tt.Rotary`` and others.
 
         tt.load(model, "model.gguf", rename=tt.gguf_names("model.gguf"))
     """

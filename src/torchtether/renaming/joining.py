@@ -1,4 +1,4 @@
-"""The rename rules that join tensors of a checkpoint and cut them: Concat, Split and Stack."""
+"""The rename rules that join and split tensors of a checkpoint: Concat, Split and Stack."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .pieces import CompositeTensor, concatenated, keys_of, narrowed, selected, 
 
 @dataclass(frozen=True)
 class Concat(Rule):
-    """Join tensors of the checkpoint to one of the model: ``torch.cat`` of those that ``sources`` find, in order.
+    """Join tensors of the checkpoint into one of the model: ``torch.cat`` in the order of ``sources``.
 
-    ``sources``  regexes, one per piece, each found anywhere in a name; what it found is replaced by ``target``, as
-                 ``re.sub`` does. Names that become the same are the pieces of one tensor, so layers, weights and biases
-                 need no rule each. The first regex that finds a name has it
-    ``sizes``    those of the pieces along ``dim``; only checked, and needed for ``inverse`` unless all are equal
-    ``groups``   how often the pieces alternate: with ``groups=heads`` the first of ``heads`` equal chunks of every
-                 piece comes first, then the second of every piece, ...
+    ``sources``  regexes, one per piece, searched anywhere in a name. ``target`` replaces the match, as in ``re.sub``.
+                 Names that become equal are the pieces of one tensor, so one rule serves all layers, weights and
+                 biases. A name belongs to the first regex that matches
+    ``sizes``    the sizes of the pieces along ``dim``; only checked, and needed for ``inverse`` unless all are equal
+    ``groups``   the number of chunks per piece, which alternate: with ``groups=heads`` the first of ``heads`` equal
+                 chunks of every piece comes first, then the second of every piece, ...
 
-    Quantized pieces are joined without decoding, where no block is cut.
+    Quantized pieces are joined without decoding, if no block is cut.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -50,14 +50,14 @@ class Concat(Rule):
 
     @property
     def inverse(self) -> Split:
-        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError if a regex is more than a name with groups."""
         pairs = [invert_pattern(source, self.target) for source in self.sources]
         if len({pattern for pattern, _ in pairs}) != 1:
             raise RuleError("its sources have different groups", name=str(self), fix=TURN_BY_HAND)
         return Split(pairs[0][0], [template for _, template in pairs], self.dim, self.sizes, self.groups)
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
-        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it matches none of them."""
 
         def place(name: str) -> tuple[str, int] | None:
             for i, source in enumerate(self.sources):
@@ -100,15 +100,13 @@ class Concat(Rule):
 class Split(Rule):
     """Split a tensor of the checkpoint for the model: ``torch.split``, the inverse of ``Concat``; or ``unbind``.
 
-    ``source``   a regex, found anywhere in a name
-    ``targets``  what it is replaced by, as by ``re.sub``, for every piece; or one text with ``{}`` in it for as many
-                 pieces as there are indices along ``dim``, numbered from 0, each without that dimension: the inverse of
-                 ``Stack``
-    ``sizes``    those of the pieces along ``dim``; equal ones by default
-    ``groups``   how often the pieces alternate, see ``Concat``
+    ``source``   a regex, searched anywhere in a name
+    ``targets``  one replacement for the match per piece, as in ``re.sub``; or one text with ``{}`` for the index along
+                 ``dim``: then each index gives one piece without that dimension, the inverse of ``Stack``
+    ``sizes``    the sizes of the pieces along ``dim``; equal by default
+    ``groups``   the number of chunks per piece, which alternate; see ``Concat``
 
-    Of a tensor that is split along dim 0 each piece reads its own rows alone; quantized ones stay so, where no block is
-    cut.
+    Along dim 0, each piece reads only its own rows. Quantized tensors are split without decoding, if no block is cut.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +140,7 @@ class Split(Rule):
 
     @property
     def inverse(self) -> Concat | Stack:
-        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError if a regex is more than a name with groups."""
         if isinstance(self.targets, str):
             return Stack(*invert_pattern(self.source, self.targets), self.dim)
         pairs = [invert_pattern(self.source, target) for target in self.targets]
@@ -151,7 +149,7 @@ class Split(Rule):
         return Concat([pattern for pattern, _ in pairs], pairs[0][1], self.dim, self.sizes, self.groups)
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
-        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it matches none of them."""
         return change_found(names, self.source, self._cut)
 
     def _cut(self, one: NamedTensor, found: re.Match[str]) -> list[NamedTensor]:
@@ -206,11 +204,11 @@ class Split(Rule):
 class Stack(Rule):
     """Stack numbered tensors of the checkpoint along a new dimension ``dim``: ``torch.stack``.
 
-    ``source``   a regex, found anywhere in a name; its one group that ``target`` leaves out is the number
-    ``target``   what it is replaced by, as by ``re.sub``; names that become the same are stacked
+    ``source``   a regex, searched anywhere in a name; its one group that ``target`` leaves out is the number
+    ``target``   the replacement for the match, as in ``re.sub``; tensors whose names become equal are stacked
 
     Numbers count from 0 in numeric order (2 before 10), and none may be missing. Quantized tensors are stacked without
-    decoding, where no block is cut.
+    decoding, if no block is cut.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -238,11 +236,11 @@ class Stack(Rule):
 
     @property
     def inverse(self) -> Split:
-        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError if a regex is more than a name with groups."""
         return Split(*invert_pattern(self.source, self.target, left_out(self.source, self.target)[0]), self.dim)
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
-        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it matches none of them."""
         (group,) = left_out(self.source, self.target)
 
         def place(name: str) -> tuple[str, int] | None:
@@ -281,7 +279,7 @@ def _chunk(tensor: CompositeTensor, dim: int, i: int, count: int) -> CompositeTe
 
 def _take_many(rule: Concat | Split, field: str, texts: Sequence[str]) -> None:
     if isinstance(texts, Iterable) and not isinstance(texts, (str, bytes)):
-        texts = tuple(texts)  # also of a generator
+        texts = tuple(texts)  # it may be a generator
     are_texts = isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
     if not are_texts or not texts or len(set(texts)) != len(texts):
         raise RuleError(f"{field} {texts!r} are not different texts in a list", name=type(rule).__name__)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint under the names that rename rules gave them so far, and the logic that rules share."""
+"""The tensors of a checkpoint under the names that rename rules have given them, and the common logic of rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .pieces import CompositeTensor, keys_of
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor under the name that the rules so far gave it; ``listed`` ones must not be left over."""
+    """A tensor and its name after the rules so far; ``listed`` ones are unexpected if the model lacks them."""
 
     name: str
     tensor: CompositeTensor
@@ -21,21 +21,21 @@ class NamedTensor:
 
 
 class Rule(ABC):
-    """Say what the tensors of a checkpoint become: ``tt.Concat`` and its like, and the rules of a library's models."""
+    """Change names or tensors of a checkpoint: the base of ``tt.Concat`` and others, and of a library's rules."""
 
     @abstractmethod
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
-        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it matches none of them."""
 
     def prepared(self) -> Rule:
-        """Return the rule, to be applied many times while the model stays as it is."""
+        """Return a form of the rule for many calls of ``apply`` while the model does not change."""
         return self
 
 
 def change_found(
     names: Sequence[NamedTensor], source: str, change: Callable[[NamedTensor, re.Match[str]], list[NamedTensor]]
 ) -> list[NamedTensor] | None:
-    """Replace every tensor whose name ``source`` finds by ``change`` of it; return ``None`` if it finds none."""
+    """Replace every tensor whose name ``source`` matches by the result of ``change``; return ``None`` if none does."""
     made: list[NamedTensor] = []
     is_used = False
     for one in names:
@@ -53,7 +53,7 @@ def join_found(
     place: Callable[[str], tuple[str, int] | None],
     join: Callable[[str, dict[int, list[NamedTensor]]], CompositeTensor],
 ) -> list[NamedTensor] | None:
-    """Join each group that ``place`` puts under one name; the result stands where its first member was."""
+    """Join the tensors to which ``place`` gives the same name; the result takes the place of the first one."""
     made: list[NamedTensor | str] = []
     groups: dict[str, dict[int, list[NamedTensor]]] = {}
     for one in names:
@@ -104,7 +104,7 @@ def find_dim(name: str, one: NamedTensor, dim: int) -> tuple[int, str]:
 
 
 def find_mismatch(name: str, rule: object, given: Sequence[NamedTensor], free: int | None) -> str:
-    """Return why the tensors cannot be joined, or ""; their sizes along ``free`` may differ."""
+    """Return the reason that the tensors cannot be joined, or ""; their sizes along ``free`` may differ."""
     first = given[0]
 
     def rest(shape: Shape) -> Shape:

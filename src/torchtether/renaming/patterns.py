@@ -1,4 +1,4 @@
-"""Regexes over names and the texts that replace what they find: checking them, and turning them around."""
+"""Regexes over names and the replacements of their matches: functions to check and to invert them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from ..errors import RuleError
 
 NUMBER = "{}"
-"""Where a target has the number of a piece."""
+"""The place in a target for the number of a piece."""
 
 TURN_BY_HAND = "Write the rule for the other direction yourself."
 
@@ -15,14 +15,14 @@ _REFERENCE = re.compile(r"\\(?:g<(\w+)>|(\d+))")
 _TOKEN = re.compile(
     r"\\(?P<escaped>[^A-Za-z0-9])|(?P<group>\((?!\?[^P])(?:\\.|[^()\\])*\))|(?P<plain>[^\\()\[\]{}*+?|^$])"
 )
-"""A literal or one group without groups in it: what a pattern may consist of if it is to become a template.
+"""A literal, or a group without nested groups: the tokens of a pattern that can be inverted.
 
-A dot is taken for the dot of a name, as people write it.
+An unescaped dot counts as the dot of a name, because people write it so.
 """
 
 
 def check_pattern(rule: object, pattern: str, target: str) -> None:
-    """Raise RuleError if ``pattern`` is no regex, or ``target`` cannot replace what it finds."""
+    """Raise RuleError if ``pattern`` is not a regex, or ``target`` cannot replace its matches."""
     for text in (pattern, target):
         if not isinstance(text, str):
             raise RuleError(f"{text!r:.40} is no text", name=type(rule).__name__, fix="Give a regex and a name.")
@@ -33,7 +33,7 @@ def check_pattern(rule: object, pattern: str, target: str) -> None:
 
 
 def replaced(found: re.Match[str], target: str) -> str:
-    """Return the name in which ``target`` replaces what was found; nothing else changes."""
+    """Return the name with the match ``found`` replaced by ``target``."""
     return found.string[: found.start()] + found.expand(target) + found.string[found.end() :]
 
 
@@ -50,10 +50,10 @@ def _number(reference: re.Match[str], pattern: re.Pattern[str]) -> int:
 
 
 def invert_pattern(pattern: str, target: str, number: int | None = None) -> tuple[str, str]:
-    """Return the pattern that finds what ``target`` makes, and the text that makes of it what ``pattern`` finds.
+    """Return the pattern and the target of the inverse substitution.
 
-    Group ``number`` of the pattern is ``{}`` in that text; ``{}`` in the target is a group of digits in the pattern.
-    Raises RuleError where the pattern is more than a name with groups in it, all of which the target uses.
+    Group ``number`` of ``pattern`` becomes ``{}`` in the new target; ``{}`` in ``target`` becomes a group of digits.
+    Raises RuleError if ``pattern`` is more than a name with groups, or ``target`` leaves out another group.
 
     >>> print(*invert_pattern(r"(.*)\\.(\\d+)\\.w1", r"\\1.w1", 2))
     (.*)\\.w1 \\1.{}.w1
@@ -71,7 +71,7 @@ def invert_pattern(pattern: str, target: str, number: int | None = None) -> tupl
         elif reference is None:
             made += re.escape(part)
         elif (old := _number(reference, compiled)) in new:
-            made += rf"(?:\{new[old]})"  # the same text again, whatever digit follows
+            made += rf"(?:\{new[old]})"  # a repeated reference; the group separates it from a digit that follows
         else:
             count += 1
             new[old] = count

@@ -1,4 +1,4 @@
-"""Tensors that are put together from parts of stored ones, as arithmetic on boxes: nothing here holds a value."""
+"""Composite tensors, which consist of boxes of stored ones: arithmetic on boxes, without values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..schemes import Scheme
 from ..weights.spec import WeightSpec
 
 Range = tuple[int, int]
-"""From the first index to one past the last."""
+"""The first index, and one past the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the stored tensor ``key``, and where it lies in a composite one.
+    """A box of the stored tensor ``key``, and its position in a composite tensor.
 
-    ``box`` has a range per dimension of the stored tensor.  ``dims[t]`` is the stored dimension that is dimension ``t``
-    of the composite one, ``None`` where that is a new one of size 1; a stored dimension that is named nowhere has one
-    index.  ``at[t]`` is where the box begins.
+    ``box`` has a range per dimension of the stored tensor.  ``dims[t]`` is the stored dimension that becomes dimension
+    ``t`` of the composite tensor, or ``None`` for a new dimension of size 1; the box has size 1 along a stored
+    dimension that is not in ``dims``.  ``at[t]`` is the index at which the box begins in the composite tensor.
 
-    With ``heads`` the box is one of the stored tensor after ``in_halves(heads)`` has put the indices of its dimension
-    ``dim``, its rows, in another order.
+    With ``heads``, the box refers to the stored tensor with the indices of its dimension ``dim`` reordered by
+    ``in_halves(heads)``.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Piece:
 
     @property
     def size(self) -> Shape:
-        """Return the sizes of the box, as the composite tensor sees it."""
+        """Return the sizes of the box in the dimensions of the composite tensor."""
         ranges = [(0, 1) if dim is None else self.box[dim] for dim in self.dims]
         return tuple(stop - start for start, stop in ranges)
 
@@ -49,9 +49,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class CompositeTensor:
-    """A tensor made of pieces that cover it, each element once; or, with ``lacks`` or ``wrong``, why there is none.
+    """A tensor made of pieces that cover each element once; or, with ``lacks`` or ``wrong``, a broken one.
 
-    ``keys`` are the names in the checkpoint that it comes from.
+    ``keys`` are the names of its stored tensors in the checkpoint.
     """
 
     shape: Shape
@@ -60,11 +60,11 @@ class CompositeTensor:
     pieces: tuple[Piece, ...]
     keys: tuple[str, ...]
     lacks: tuple[str, ...] = ()
-    """What the checkpoint would need to have."""
+    """Faults about tensors that the checkpoint lacks."""
     wrong: tuple[str, ...] = ()
-    """What does not fit together."""
+    """Faults about tensors that do not fit together."""
     is_stored: bool = False
-    """Whether it is a stored tensor as it is, which no rule has cut, joined or transposed."""
+    """Whether it is an unchanged stored tensor: no rule has cut, joined or reordered it."""
 
     @property
     def is_broken(self) -> bool:
@@ -72,20 +72,20 @@ class CompositeTensor:
 
 
 def whole(key: str, spec: WeightSpec) -> CompositeTensor:
-    """Return the stored tensor ``key`` as it is."""
+    """Return the whole stored tensor ``key`` as a composite tensor."""
     shape = tuple(spec.shape)
     return CompositeTensor(shape, spec.dtype, spec.scheme, (Piece(key, *_frame(shape)),), (key,), is_stored=True)
 
 
 @lru_cache(maxsize=4096)
 def _frame(shape: Shape) -> tuple[tuple[Range, ...], Shape, Shape]:
-    """Return ``box``, ``dims`` and ``at`` of all of a tensor, cached: thousands of tensors have a few shapes."""
+    """Return ``box``, ``dims`` and ``at`` of a whole tensor; cached, because thousands of tensors have a few shapes."""
     rank = len(shape)
     return tuple((0, size) for size in shape), tuple(range(rank)), (0,) * rank
 
 
 def concatenated(given: Sequence[CompositeTensor], dim: int) -> CompositeTensor:
-    """Return ``torch.cat(given, dim)``; sizes, dtypes and schemes fit."""
+    """Return ``torch.cat(given, dim)``; sizes, dtypes and schemes must fit."""
     pieces, offset = [], 0
     for one in given:
         pieces += [replace(piece, at=_set(piece.at, dim, piece.at[dim] + offset)) for piece in one.pieces]
@@ -96,7 +96,7 @@ def concatenated(given: Sequence[CompositeTensor], dim: int) -> CompositeTensor:
 
 
 def stacked(given: Sequence[CompositeTensor], dim: int) -> CompositeTensor:
-    """Return ``torch.stack(given, dim)``; shapes, dtypes and schemes are equal."""
+    """Return ``torch.stack(given, dim)``; shapes, dtypes and schemes must be equal."""
     pieces = [
         replace(piece, dims=_insert(piece.dims, dim, None), at=_insert(piece.at, dim, i))
         for i, one in enumerate(given)
@@ -123,7 +123,7 @@ def transposed(given: CompositeTensor, dim0: int, dim1: int) -> CompositeTensor:
 
 
 def narrowed(given: CompositeTensor, dim: int, start: int, stop: int) -> CompositeTensor:
-    """Return ``given.narrow(dim, start, stop - start)``: only the pieces that reach in there, cut."""
+    """Return ``given.narrow(dim, start, stop - start)``: the pieces that overlap the range, cut to it."""
     pieces = []
     for piece in given.pieces:
         at = piece.at[dim]
@@ -146,18 +146,18 @@ def selected(given: CompositeTensor, dim: int, index: int) -> CompositeTensor:
 
 
 def reordered(given: CompositeTensor, heads: int, dim: int = 0) -> CompositeTensor:
-    """Return ``given``, whose pieces are whole heads of the stored tensors' dimension ``dim``, after ``in_halves``.
+    """Return ``given`` with the indices of the stored dimension ``dim`` reordered by ``in_halves``.
 
-    ``heads`` counts those of a stored tensor.
+    Each piece has whole heads along ``dim``. ``heads`` is the number of heads of a stored tensor.
     """
     pieces = tuple(replace(piece, heads=heads, dim=dim) for piece in given.pieces)
     return replace(given, is_stored=False, pieces=pieces)
 
 
 def in_halves(rows: int, heads: int) -> torch.Tensor:
-    """Return the order of ``rows`` rows in which the pairs of each head are two halves: even rows, then odd.
+    """Return the order of ``rows`` rows that turns the pairs of each head into two halves: even rows, then odd.
 
-    With negative ``heads`` it is the inverse.
+    Negative ``heads`` give the inverse.
 
     >>> in_halves(8, 2).tolist(), in_halves(8, -2).tolist()
     ([0, 2, 1, 3, 4, 6, 5, 7], [0, 2, 1, 3, 4, 6, 5, 7])
@@ -169,7 +169,7 @@ def in_halves(rows: int, heads: int) -> torch.Tensor:
 
 
 def keys_of(given: Sequence[CompositeTensor]) -> tuple[str, ...]:
-    """Return all their keys, each once."""
+    """Return the keys of all ``given`` tensors, each once."""
     return tuple(dict.fromkeys(key for one in given for key in one.keys))
 
 

@@ -1,4 +1,4 @@
-"""Composing a Weight from rows of stored ones: entries of parts are copied where they belong, nothing is decoded."""
+"""Composition of a Weight from rows of stored Weights: it copies entries of their parts, without decoding."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FIX = "Load it from a float checkpoint, or dequantize it first."
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of a stored Weight, seen in ``shape``, that follow each other in the composite one too.
+    """Rows of a stored Weight, viewed in ``shape``, that are consecutive in the composite Weight, too.
 
-    With ``heads`` they are rows of it after ``in_halves(heads)``.
+    With ``heads``, the indices refer to the stored rows as reordered by ``in_halves(heads)``.
     """
 
     key: str
@@ -38,13 +38,13 @@ class Run:
     heads: int = 0
 
     def cuts(self, scheme: Scheme) -> dict[str, slice | None]:
-        """Return the entries of each stored part that hold the rows; ``None`` for a part that all rows need."""
+        """Return the entries of each stored part that hold the rows; ``None`` for a part that all rows share."""
         return part_rows(scheme.layout(self.shape), self.shape, self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The runs that fill the parts of ``shape``, which are then those of a composite Weight of ``spec``."""
+    """The runs that fill parts laid out for ``shape``, which become those of a composite Weight of ``spec``."""
 
     spec: WeightSpec
     shape: Shape
@@ -71,7 +71,7 @@ class RowPlan:
         return part_rows(layout, self.shape, run.at, run.at + run.stop - run.start)
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise UnsupportedOpError where parts that every row needs, such as one scale for all, differ in values."""
+        """Raise UnsupportedOpError if stored Weights differ in a part that all rows share, such as a global scale."""
         layout = self.spec.scheme.layout(self.shape)
         keys = list(dict.fromkeys(run.key for run in self.runs))
         for name in (name for name, part in layout.items() if part.span == 0):
@@ -83,7 +83,7 @@ class RowPlan:
                     )
 
     def read(self, checkpoint: Checkpoint, device: torch.device | str, tick: Tick) -> Weight:
-        """Read the Weight into new memory on ``device``; beside it no more than one run is held."""
+        """Read the Weight into new memory on ``device``, one run at a time, to limit the memory for reading."""
         scheme = self.spec.scheme
         parts = scheme.empty(self.shape, self.spec.dtype, device)
         for run in self.runs:
@@ -105,9 +105,9 @@ class RowPlan:
 
 
 def plan_rows(made: CompositeTensor, checkpoint: Checkpoint) -> RowPlan:
-    """Plan how to make the Weight ``made`` of stored ones. Raise UnsupportedOpError if blocks would be cut.
+    """Plan the composition of the Weight ``made`` from stored ones. Raise UnsupportedOpError if blocks would be cut.
 
-    The parts are seen with as many leading dimensions merged as the scheme allows.
+    The plan merges as many leading dimensions of the parts as the scheme allows.
     """
     specs = {piece.key: checkpoint.spec(piece.key) for piece in made.pieces}
     orders = {_order(piece, specs[piece.key]) for piece in made.pieces}
@@ -134,7 +134,7 @@ def plan_rows(made: CompositeTensor, checkpoint: Checkpoint) -> RowPlan:
 
 
 def _order(piece: Piece, spec: WeightSpec) -> tuple[int, ...]:
-    """Return the composite dimensions in the order of the parts: new ones, then those of the stored parts."""
+    """Return the composite dimensions: new ones, then the others in the order of the stored parts."""
     place = [-1 if dim is None else spec.order[dim] for dim in piece.dims]
     return tuple(sorted(range(len(place)), key=lambda dim: place[dim]))
 
@@ -165,7 +165,7 @@ def _runs(made: CompositeTensor, order: tuple[int, ...], tail: Shape, specs: dic
 
 
 def _contiguous(sizes: list[int], source: list[int], target: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Return (source offset, target offset, count) of the longest runs that are contiguous in both."""
+    """Yield (source offset, target offset, count) of the longest runs that are contiguous in both."""
     count, depth = 1, len(sizes)
     while depth and (sizes[depth - 1] == 1 or source[depth - 1] == target[depth - 1] == count):
         depth -= 1
@@ -177,7 +177,7 @@ def _contiguous(sizes: list[int], source: list[int], target: list[int]) -> Itera
 
 
 def _check(found: RowPlan) -> None:
-    """Raise UnsupportedOpError where an entry of a part would be cut, here or there, or mean something else."""
+    """Raise UnsupportedOpError if an entry of a part would be cut, or has other blocks in source and target."""
     target = found.spec.scheme.layout(found.shape)
     for run in found.runs:
         source = found.spec.scheme.layout(run.shape)
@@ -192,7 +192,7 @@ def _check(found: RowPlan) -> None:
 
 
 def _rows_are_apart(scheme: Scheme, shape: Shape) -> bool:
-    """Return whether every part has one entry per row, or is needed by all rows."""
+    """Return whether every part has one entry per row, or is shared by all rows."""
     return all(part.span in (0, math.prod(shape[1:])) for part in scheme.layout(shape).values())
 
 

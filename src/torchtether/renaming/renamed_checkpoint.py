@@ -1,4 +1,4 @@
-"""A checkpoint under the names of a model, its tensors joined, cut and reordered as the rename rules say."""
+"""A checkpoint under the names of a model, with its tensors joined, cut and reordered by the rename rules."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .pieces import CompositeTensor, Piece, Range, in_halves, narrowed, whole
 from .quantized_rows import RowPlan, plan_rows
 from .steps import Rename, renamed
 
-_PIECE = 4 * 2**20  # bytes that are read at once where a piece is not a whole tensor
+_PIECE = 4 * 2**20  # bytes per read of a piece that is not a whole tensor
 
 
 class RenamedCheckpoint(Mapping[str, CompositeTensor]):
-    """A checkpoint under the names of a model, read as ``Checkpoint`` reads.
+    """A checkpoint under the names of a model, with the reading methods of ``Checkpoint``.
 
-        renamed[name]      which boxes of which stored tensors make it up
-        renamed.broken     names that the rules promise, and of which something is absent or does not fit
-        renamed.faults     what is wrong with the rules themselves
+        renamed[name]      the boxes of stored tensors that make up ``name``
+        renamed.broken     tensors that the rules cannot compose, because a piece is missing or does not fit
+        renamed.faults     faults of the rules themselves
 
-    A name that no rule composes is read as the checkpoint reads it. Plain tensors are read straight into the place
-    where they belong, piece by piece; Weights are put together from the entries of their parts, without decoding.
+    A tensor that is only renamed is read by the checkpoint. Composite plain tensors are read piece by piece, directly
+    into place; composite Weights get copies of entries of stored parts, without decoding.
     """
 
     def __init__(self, checkpoint: Checkpoint, rename: Rename = None) -> None:
@@ -49,9 +49,9 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         self._made: dict[str, CompositeTensor] = _AsStored(checkpoint)
         self._row_plans: dict[str, RowPlan] = {}
         self._keys: dict[str, str | None] = {key: key for key in (*listed, *hidden)}
-        """The key in the checkpoint that a name is, if it is only called so."""
+        """The key in the checkpoint by name; ``None`` for a composite tensor."""
         self.listed: set[str] = names
-        """Names that must not be left over."""
+        """Names that are unexpected if the model lacks them."""
         if rename is not None:
             self._rename(listed, hidden, rename)
 
@@ -76,7 +76,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
                 first, second = (" with ".join(keys) for keys in (self._made[one.name].keys, one.tensor.keys))
                 self.faults.append(f"{one.name}: the checkpoint's {first} and {second} are both renamed to it")
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- names and specs ------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> CompositeTensor:
         return self._made[name]
@@ -91,31 +91,31 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return name in self._keys
 
     def keys_of(self, name: str) -> tuple[str, ...]:
-        """Return the names in the checkpoint that ``name`` comes from."""
+        """Return the keys in the checkpoint from which ``name`` is composed."""
         key = self._keys[name]
         return self._made[name].keys if key is None else (key,)
 
     def is_as_it_is(self, name: str) -> bool:
-        """Return whether ``name`` is a stored tensor, at most called something else."""
+        """Return whether ``name`` is an unchanged stored tensor, perhaps renamed."""
         return self._keys[name] is not None
 
     def stored(self, name: str) -> Entry | None:
-        """Return the entry of the plain tensor that ``name`` is, as it is stored; ``None`` for anything else."""
+        """Return the entry of ``name`` if it is an unchanged plain tensor and not an alias; else ``None``."""
         entry = self._entries.get(self._keys.get(name))  # type: ignore[arg-type]  # no entry has the key None
         return entry if entry is not None and entry.spec is None else None
 
     def cut(self, boxes: Mapping[str, Sequence[Range]]) -> RenamedCheckpoint:
         """Return this checkpoint with each name in ``boxes`` cut to that box: (start, stop) by dimension.
 
-        Only what lies in a box is read. Weights can be cut at multiples of the rows that share a block; ``check``
-        says where one is not.
+        Only the values in a box are read. Weights can be cut at multiples of the rows that share a block; ``check``
+        raises for other cuts.
         """
         made = copy.copy(self)
         made._made, made._keys, made._row_plans = copy.copy(self._made), dict(self._keys), {}
         for name, box in boxes.items():
             key, one = self._keys[name], self._made[name]
             if key is not None:
-                one = whole(key, self.checkpoint.spec(key))  # its shape may have been found since
+                one = whole(key, self.checkpoint.spec(key))  # ``fit`` may have set its shape since
             if tuple(box) != tuple((0, size) for size in one.shape):
                 for dim, (start, stop) in enumerate(box):
                     one = narrowed(one, dim, start, stop)
@@ -123,7 +123,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return made
 
     def rows_in(self, name: str) -> tuple[str, int | None] | None:
-        """Return the key that holds ``name`` as it is: all of it, or with a number its rows from there on."""
+        """Return (key, ``None``) of a stored tensor ``name``, (key, first row) if it is rows of one; else ``None``."""
         key = self._keys[name]
         if key is not None:
             found = self.checkpoint.whole_key(key)
@@ -139,7 +139,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return found, piece.box[0][0]
 
     def fit(self, name: str, shape: Shape) -> Shape:
-        """Return the shape of ``name``; where its file does not say one, it takes ``shape`` if it can."""
+        """Return the shape of ``name``; if the file stores none, set it to ``shape`` if this is possible."""
         key = self._keys[name]
         return self.spec(name).shape if key is None else self.checkpoint.fit(key, shape)
 
@@ -157,7 +157,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             return WeightSpec.of(made.shape, made.dtype, made.scheme)
 
     def is_weight(self, name: str) -> bool:
-        """Return whether it is stored as a Weight."""
+        """Return whether ``name`` is stored as a Weight."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.entries[self.checkpoint.find(key)[0]].spec is not None
@@ -172,7 +172,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             self._row_plan(name).check(self.checkpoint)
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes that are read for ``name``."""
+        """Return the number of bytes to read for ``name``."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.nbytes(key)
@@ -195,10 +195,10 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             self._row_plans[name] = plan_rows(self._made[name], self.checkpoint)
         return self._row_plans[name]
 
-    # -- where it lies in the file --------------------------------------------------------------------------------
+    # -- places in the file ---------------------------------------------------------------------------------------
 
     def find(self, name: str) -> tuple[Hashable, View | None]:
-        """Return the stored tensor that ``name`` is, and the view of it; several pieces are a home of their own."""
+        """Return the stored tensor of ``name`` and its view of it; a tensor of several pieces stands for itself."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.find(key)
@@ -206,9 +206,9 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return self._place(made.pieces[0]) if len(made.pieces) == 1 else (made, None)
 
     def _place(self, piece: Piece) -> tuple[Hashable, View]:
-        """Return the memory of ``piece``, in strides of the stored tensor that holds it, as a tie would record it.
+        """Return the stored tensor of ``piece``, and its view of it in the form of a tie record.
 
-        A stored tensor with its rows in another order is memory of its own.
+        A stored tensor with reordered rows counts as a different tensor.
         """
         home: Hashable
         home, view = self.checkpoint.find(piece.key)
@@ -221,7 +221,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return home, View(spec.dtype, piece.size, stride, offset)
 
     def shares(self, one: str, other: str) -> bool:
-        """Return whether some stored element is in both."""
+        """Return whether the two names have a stored element in common."""
         return any(mine.overlaps(theirs) for mine in self._blocks(one) for theirs in self._blocks(other))
 
     def _blocks(self, name: str) -> list[MemoryBlock]:
@@ -235,7 +235,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return blocks
 
     def tied(self) -> Iterator[list[str]]:
-        """Yield the names, as the model calls them, of what the file ties or notes as tied, one tie at a time."""
+        """Yield, for each tie that the file records, the names of the tied tensors in the model."""
         groups = [list(tie.names) for tie in self.checkpoint.ties]
         groups += [[owner, alias] for alias, owner in self.checkpoint.flat.items()]
         if not groups:
@@ -248,12 +248,12 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             yield list(dict.fromkeys(name for key in keys for name in users.get(key, ())))
 
     def is_mappable(self, name: str) -> bool:
-        """Return whether a file holds ``name`` as it is in memory; see ``Checkpoint``."""
+        """Return whether a file stores ``name`` in the form that it has in memory; see ``Checkpoint``."""
         key = self._keys[name]
         return key is not None and self.checkpoint.is_mappable(key)
 
     def map(self, name: str) -> Tensor:
-        """Map ``name``, which is mappable, over private pages of its file."""
+        """Map ``name``, which must be mappable, to private pages of its file."""
         key = self._keys[name]
         assert key is not None
         return self.checkpoint.map(key)
@@ -261,7 +261,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read_weight(self, name: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Weight:
-        """Read the Weight ``name``, which is stored as one, into new memory on ``device``."""
+        """Read ``name``, which must be stored as a Weight, into new memory on ``device``."""
         key = self._keys[name]
         if key is None:
             made = self._made[name]
@@ -273,7 +273,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return weight
 
     def _rowless(self, made: CompositeTensor, device: torch.device | str) -> Weight:
-        """Return a Weight that was cut to no rows; it still has the parts that every row needs."""
+        """Return a Weight without rows; it still has the parts that all rows share."""
         scheme, key = made.scheme, made.keys[0]
         parts, layout = scheme.empty(made.shape, made.dtype, device), scheme.layout(made.shape)
         given = self.checkpoint.read_rows(key, self.checkpoint.spec(key).base, 0, 0)
@@ -284,7 +284,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         return Weight(parts, WeightSpec.of(made.shape, made.dtype, scheme))
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
-        """Return the values of ``name`` on the CPU, to be dropped soon; see ``Checkpoint.read_briefly``."""
+        """Return the values of ``name`` on the CPU, for short use; see ``Checkpoint.read_briefly``."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.read_briefly(key, tick)
@@ -338,7 +338,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
 
 
 class _AsStored(dict[str, CompositeTensor]):
-    """Stored tensors as they are, by their keys; each is described when it is first asked for."""
+    """Unchanged stored tensors by key, each made at its first use."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class _AsStored(dict[str, CompositeTensor]):
 
 
 def _key(made: CompositeTensor, stored: Mapping[str, CompositeTensor]) -> str | None:
-    """Return the key of the stored tensor that ``made`` is, from one end to the other."""
+    """Return the key of the stored tensor that ``made`` equals as a whole; ``None`` if there is none."""
     if len(made.pieces) != 1:
         return None
     given = stored[made.pieces[0].key]
@@ -358,7 +358,7 @@ def _key(made: CompositeTensor, stored: Mapping[str, CompositeTensor]) -> str | 
 
 
 def _laid(out: Tensor, piece: Piece) -> Tensor:
-    """Return the place of ``piece`` in ``out``, with the dimensions of the stored tensor."""
+    """Return the view of ``out`` that ``piece`` fills, with the dimensions of the stored tensor."""
     for dim, (start, size) in enumerate(zip(piece.at, piece.size, strict=True)):
         out = out.narrow(dim, start, size)
     for dim in reversed(range(len(piece.dims))):
@@ -373,7 +373,7 @@ def _laid(out: Tensor, piece: Piece) -> Tensor:
 
 
 def _bounded(box: tuple[tuple[int, int], ...], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield boxes of at most ``limit`` elements that make up ``box``, in the order in which they are stored."""
+    """Yield boxes of at most ``limit`` elements that make up ``box``, in storage order."""
     count = 1
     for start, stop in box:
         count *= stop - start

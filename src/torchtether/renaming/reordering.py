@@ -17,8 +17,8 @@ from .pieces import CompositeTensor, reordered, transposed
 class Transpose(Rule):
     """Exchange two dimensions of a tensor of the checkpoint for the model: ``torch.transpose``.
 
-    ``source``   a regex, found anywhere in a name
-    ``target``   what it is replaced by, as by ``re.sub``; ``None`` leaves the name
+    ``source``   a regex, searched anywhere in a name
+    ``target``   the replacement for the match, as in ``re.sub``; ``None`` keeps the name
     ``dims``     the two dimensions
 
     A quantized tensor becomes a transposed ``Weight``.
@@ -44,11 +44,11 @@ class Transpose(Rule):
 
     @property
     def inverse(self) -> Transpose:
-        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError if a regex is more than a name with groups."""
         return self if self.target is None else Transpose(*invert_pattern(self.source, self.target), self.dims)
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
-        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it matches none of them."""
         return change_found(names, self.source, partial(_with_tensor, self.target, self._transposed))
 
     def _transposed(self, one: NamedTensor) -> CompositeTensor:
@@ -68,14 +68,14 @@ class Transpose(Rule):
 class Rotary(Rule):
     """Reorder the rows of each head of a query or key between the two orders of rotary embeddings.
 
-    ``source``    a regex, found anywhere in a name
-    ``heads``     how many heads the rows belong to, in equal numbers
-    ``target``    what the name is replaced by, as by ``re.sub``; ``None`` leaves it
-    ``to_pairs``  the checkpoint has the halves of transformers and the model the pairs of Meta and llama.cpp; by
-                  default it is the other way round
+    ``source``    a regex, searched anywhere in a name
+    ``heads``     the number of heads, each with the same number of rows
+    ``target``    the replacement for the match, as in ``re.sub``; ``None`` keeps the name
+    ``to_pairs``  the checkpoint has the halves of transformers, and the model has the pairs of Meta and llama.cpp; the
+                  default is the opposite direction
 
-    Quantized tensors are reordered without decoding, where no block spans rows. The rule comes before others that join
-    or cut the tensor.
+    Quantized tensors are reordered without decoding, if no block spans rows. Put this rule before rules that join or
+    split the tensor.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -98,12 +98,12 @@ class Rotary(Rule):
 
     @property
     def inverse(self) -> Rotary:
-        """Return the inverse rule. Raise RuleError where a regex is more than names with groups in them."""
+        """Return the inverse rule. Raise RuleError if a regex is more than a name with groups."""
         source, target = (self.source, None) if self.target is None else invert_pattern(self.source, self.target)
         return Rotary(source, self.heads, target, not self.to_pairs)
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
-        """Return ``names`` after this rule; ``None`` if it finds none of them."""
+        """Return ``names`` after this rule; ``None`` if it matches none of them."""
         return change_found(names, self.source, partial(_with_tensor, self.target, self._reordered))
 
     def _reordered(self, one: NamedTensor) -> CompositeTensor:
@@ -125,6 +125,6 @@ class Rotary(Rule):
 def _with_tensor(
     target: str | None, change: Callable[[NamedTensor], CompositeTensor], one: NamedTensor, found: re.Match[str]
 ) -> list[NamedTensor]:
-    """Return ``one`` with the tensor that ``change`` makes of it, and ``target`` in its name unless that is None."""
+    """Return ``one`` with the tensor that ``change`` returns for it, renamed with ``target`` if given."""
     name = one.name if target is None else replaced(found, target)
     return [replace(one, name=name, tensor=change(one))]

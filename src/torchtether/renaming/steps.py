@@ -1,4 +1,4 @@
-"""What a checkpoint's names are called in a model: the steps that a load is given, applied in order."""
+"""The ``rename`` argument of a load: steps, applied in order, that change a checkpoint's names to a model's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Rename = Mapping[str, str] | Naming | Rule | Sequence[Substitution | Rule | Mapp
 
 
 def renamed(names: Iterable[NamedTensor], rename: Rename) -> tuple[list[NamedTensor], list[str]]:
-    """Return ``names`` after every step of ``rename`` in order, each on the result of the last; and the faults.
+    """Return ``names`` after all steps of ``rename``, each applied to the result of the last; and the faults.
 
-    A rule that finds no name is a fault; a substitution, a mapping and a function need not find one.
+    A rule that matches no name is a fault; a substitution, a mapping and a function need not match.
 
     >>> import torch
     >>> from torchtether.renaming.pieces import whole
@@ -81,7 +81,7 @@ def _step(step: Substitution | Rule | Mapping[str, str] | Naming) -> Rule | Nami
 
 
 def _called(function: Naming, name: str) -> str | None:
-    """Return ``function(name)``. Raise RuleError if it fails, or returns no name."""
+    """Return ``function(name)``. Raise RuleError if it fails, or returns neither a name nor ``None``."""
     try:
         made = function(name)
     except TetherError:
