@@ -1,1 +1,1 @@
-"""Checkpoints as they lie on the disk, read lazily and written whole."""
+"""Checkpoints on disk: lazy reading and atomic saving."""

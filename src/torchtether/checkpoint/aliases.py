@@ -1,4 +1,4 @@
-"""Aliases of a stored tensor: the views that ties record, and whether two tensors are the same."""
+"""Aliases of stored tensors: the views that ties record, and the comparison of two tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..weights.weight import Weight
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same, bit for bit: shape, dtype, and for Weights scheme and parts."""
+    """Return whether two tensors have the same bits, shape and dtype; Weights, the same parts and spec but the tie."""
     if isinstance(one, Weight) or isinstance(other, Weight):
         return (
             isinstance(one, Weight)

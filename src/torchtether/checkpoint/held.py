@@ -1,4 +1,4 @@
-"""Tensors in memory as a checkpoint: a state dict, read by name as files are, and not copied."""
+"""A state dict in memory as a checkpoint: tensors are read by name, as from files, without copies."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Ranges = tuple[slice, ...]
 
 
 class Shards(Protocol):
-    """Read sharded tensors, of which this process has a part."""
+    """A reader of sharded tensors, of which this process has a part."""
 
     def read(self, tensor: Any, box: Ranges) -> Tensor:
-        """Return the values of ``box``; no slices at all mean all of it."""
+        """Return the values of ``tensor`` in ``box``; all of them if ``box`` is empty."""
 
     def holds(self, tensor: Any, test: Callable[[Tensor], bool]) -> bool:
-        """Return whether ``test`` holds for every shard that ``read`` would read from."""
+        """Return whether ``test`` is true of every shard from which ``read`` would read."""
 
 
 class HeldCheckpoint(Checkpoint):
-    """Read the tensors of a mapping as ``Checkpoint`` reads those of files; what is read whole is the tensor itself.
+    """Read the tensors of a mapping as ``Checkpoint`` reads those of files; a whole tensor is not copied.
 
-    ``shards`` reads sharded tensors. Two names are never tied, their values are compared.
+    ``shards`` reads sharded tensors. The checkpoint has no ties: the values of two names are compared instead.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], shards: Shards | None = None) -> None:
@@ -48,24 +48,24 @@ class HeldCheckpoint(Checkpoint):
         self.entries = {name: _entry(name, tensor) for name, tensor in tensors.items()}
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of ``name``, of all its shards."""
+        """Return the number of bytes of ``name`` in all its shards."""
         tensor = self._tensors[name]
         return tensor.numel() * tensor.element_size() if is_sharded(tensor) else tensor.nbytes
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor ``name`` as the mapping has it."""
+        """Return the tensor object ``name`` of the mapping."""
         return self._tensors[name]
 
     def read(self, owner: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """Return ``owner``, which is not to be changed, on the device that it is on."""
+        """Return ``owner`` on its present device, over shared memory: the caller must not change it."""
         return self._values(owner, ())
 
     def read_whole(self, name: str, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """Return ``name``, which is not to be changed, on the device that it is on."""
+        """Return ``name`` on its present device, over shared memory: the caller must not change it."""
         return self._values(name, ())
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
-        """Return ``name``, which is not to be changed, on the device that it is on, with the strides that it has."""
+        """Return ``name`` on its present device, with its strides, over shared memory: it must not be changed."""
         return self._values(name, ())
 
     def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:
@@ -74,7 +74,7 @@ class HeldCheckpoint(Checkpoint):
         out.detach().copy_(values.dequantize() if isinstance(values, Weight) else values)
 
     def get_slice(self, name: str) -> Any:
-        """Return ``name``, of which ``[...]`` gives a part."""
+        """Return an object whose ``[...]`` returns a part of ``name``."""
         return _Slice(self, name)
 
     def _values(self, name: str, box: Ranges) -> Tensor:
@@ -86,7 +86,7 @@ class HeldCheckpoint(Checkpoint):
         return values.detach()[box] if box else values.detach()
 
     def holds(self, name: str, test: Callable[[Tensor], bool]) -> bool:
-        """Return whether ``test`` holds for all values of ``name``, shard by shard where it is sharded."""
+        """Return whether ``test`` is true of all values of ``name``, shard by shard if it is sharded."""
         tensor = self._tensors[name]
         if not is_sharded(tensor):
             return test(self._values(name, ()))
@@ -94,7 +94,7 @@ class HeldCheckpoint(Checkpoint):
         return self._shards.holds(tensor, test)
 
     def read_rows(self, name: str, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``."""
+        """Return the parts of rows ``start:stop`` of the Weight ``name``, whose base is viewed in ``shape``."""
         weight = self._values(name, ())
         assert isinstance(weight, Weight)
         parts = view_parts(weight.scheme, dict(weight.parts), shape)
@@ -102,7 +102,7 @@ class HeldCheckpoint(Checkpoint):
         return {role: parts[role] if cut is None else parts[role][cut] for role, cut in cuts.items()}
 
     def rows_nbytes(self, name: str, shape: Shape, start: int, stop: int) -> int | None:
-        """Return ``None``: ``read_rows`` needs the parts of those rows."""
+        """Return ``None``: ``read_rows`` reads no more than the parts of those rows."""
         return None
 
     def is_part_equal(self, one: str, other: str, part: str) -> bool:
@@ -138,7 +138,7 @@ class HeldCheckpoint(Checkpoint):
 
 
 class _Slice:
-    """A tensor of which ``[...]`` gives a part."""
+    """A tensor whose ``[...]`` returns a part."""
 
     def __init__(self, checkpoint: HeldCheckpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
@@ -148,7 +148,7 @@ class _Slice:
 
 
 def _entry(name: str, tensor: Tensor) -> Entry:
-    """Return the entry of ``tensor``, all of it where this process has a part."""
+    """Return the entry of the whole ``tensor``, also if this process has only a shard of it."""
     local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     shape = tuple(tensor.shape)
     if isinstance(local, Weight) and not local.scheme.transparent:

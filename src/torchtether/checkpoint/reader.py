@@ -1,4 +1,4 @@
-"""A checkpoint, opened: a lazy mapping from names to tensors, whatever its files and its format are."""
+"""An open checkpoint: a lazy mapping from names to tensors, for all kinds of files and formats."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ..weights.weight import Weight
 from .aliases import is_equal, view_of
 from .slices import TensorSlice
 
-_SMALL = 16 * 2**20  # bytes that a format may read to find out how others are to be read
+_SMALL = 16 * 2**20  # the most bytes of a tensor that a format may read to recognise a checkpoint
 
 
 class Checkpoint(Closing, Mapping[str, Tensor]):
-    """Read a checkpoint by name, aliases included; nothing is read before it is asked for.
+    """Read tensors of a checkpoint by name, aliases included; each tensor is read at its first use.
 
-        checkpoint.ties      which names are one tensor, owner first
-        checkpoint.format    how quantized weights are spelled: "native", "gptq", ...; "safetensors" without any
-        checkpoint.faults    what is wrong with quantized weights that cannot be read, by name
+        checkpoint.ties      the ties: names of one tensor, owner first
+        checkpoint.format    the format of quantized weights: "native", "gptq", ...; "safetensors" if there are none
+        checkpoint.faults    the faults of quantized weights that cannot be read, by name
         checkpoint.spec(n)   shape, stride, dtype and scheme of ``n``, without reading it
         checkpoint.get_slice(n)[2:5]    rows of ``n``, without reading the rest
 
-    Tied names give the same memory, in any order of asking; for that, tied tensors stay in memory until ``close``.
-    Every other tensor is read anew each time, into memory of its own. Quantized weights come as ``Weight``.
+    Tied names share memory, in any order of access; to this end, tied tensors stay in memory until ``close``. Every
+    other tensor is read at each access, into new memory. Quantized weights are ``Weight`` objects.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
             for alias in tie.aliases
             if tie.owner in found.faults and alias not in entries
         }
-        """What is wrong with quantized weights that cannot be read, by name, aliases included."""
+        """The faults of quantized weights that cannot be read, by name, aliases included."""
         self._padding = found.padding
         self._alias: dict[str, tuple[str, View | None]] = {
             alias: (tie.owner, view)
@@ -82,11 +82,11 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
             for alias, view in zip(tie.aliases, tie.views[1:], strict=True)
         }
         self.entries: dict[str, Entry] = {name: e for name, e in entries.items() if name not in self._alias}
-        """What is stored, by name: owners, and what is not tied."""
+        """The entries of stored tensors by name: owners, and tensors that are not tied."""
         self.copies: Mapping[str, Entry] = {name: e for name, e in entries.items() if name in self._alias}
-        """Aliases that are stored too."""
+        """The entries of aliases that are stored, too."""
         self.flat: Mapping[str, str] = {a: owner for a, owner in store.flat.items() if owner in self.entries}
-        """``alias: owner`` as other writers note it; there to be found, never listed."""
+        """``alias: owner`` in the records of other writers; iteration leaves these aliases out."""
         self._tied = {tie.owner: tie for tie in self.ties}
         self._kept: dict[str, Tensor] = {}
 
@@ -112,9 +112,9 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         return view_of(whole, view).detach()
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Return ``name``, of which ``[...]`` reads a part without the rest; always into memory of its own.
+        """Return an object whose ``[...]`` reads a part of ``name`` without the rest, always into new memory.
 
-        Aliases are sliced as they are, whatever view of their owner they are. Raises KeyError.
+        The indices of an alias are those of its own shape. Raises KeyError.
 
         >>> import torch, torchtether as tt, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +135,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         )
 
     def find(self, name: str) -> tuple[str, View | None]:
-        """Return the owner that is stored, and the view of it that ``name`` is. Raise KeyError."""
+        """Return the stored owner of ``name``, and the view of ``name`` over it. Raise KeyError."""
         if name in self.entries:
             return name, None
         if name in self._alias:
@@ -155,25 +155,25 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         return whole.replace(shape=view.size, stride=view.stride, dtype=view.dtype)
 
     def fit(self, name: str, shape: Shape) -> Shape:
-        """Return the shape of ``name``: from now on ``shape``, if its format stores none and this one is possible."""
+        """Return the shape of ``name``; if its format stores none, set it to ``shape`` if this is possible."""
         owner, view = self.find(name)
         if view is None and self._fitting is not None:
             self.entries[owner] = self._fitting.fit(self.entries[owner], shape) or self.entries[owner]
         return self.spec(name).shape
 
     def is_padding(self, name: str) -> bool:
-        """Return whether ``name`` is stored by its format where a model has none, and all of it is 0."""
+        """Return whether ``name`` is a tensor that its format adds to those of a model, and is all zeros."""
         return name in self._padding and not bool(self.read_briefly(name).any())
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes that are read for ``name``."""
+        """Return the number of bytes to read for ``name``."""
         entry = self.entries[self.find(name)[0]]
         return sum(self.store.stored(key).nbytes for key in entry.keys.values())
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     def _read_small(self, key: str) -> Tensor:
-        """Read a stored tensor that says how others are to be read."""
+        """Read a small stored tensor that a format needs to recognise a checkpoint."""
         nbytes = self.store.stored(key).nbytes
         if nbytes > _SMALL:
             raise CheckpointError(f"takes {nbytes} bytes, too many for what it should say", name=f"{self.path}: {key}")
@@ -208,14 +208,14 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
             raise CheckpointError(error.what, name=f"{self.path}: {next(iter(entry.keys.values()))}") from None
 
     def read_whole(self, name: str, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """Read ``name`` into new memory on ``device``, as the view of its owner that it is."""
+        """Read the owner of ``name`` into new memory on ``device``; return the view of it that is ``name``."""
         owner, view = self.find(name)
         return view_of(self.read(owner, device=device, tick=tick), view)
 
     def read_rows(self, name: str, shape: Shape, start: int, stop: int) -> dict[str, Tensor]:
-        """Read the parts of rows ``start:stop`` of the Weight ``name``, its base seen in ``shape``.
+        """Read the parts of rows ``start:stop`` of the Weight ``name``, whose base is viewed in ``shape``.
 
-        A format whose rows cannot be told apart is read whole. Raises UnsupportedOpError if a block is cut.
+        If its format does not allow reading rows, all of it is read. Raises UnsupportedOpError if a block is cut.
         """
         owner, view = self.find(name)
         entry = self.entries[owner]
@@ -249,7 +249,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         }
 
     def _entries_of(self, key: str, shape: Shape, cut: slice | None) -> Tensor:
-        """Read the entries ``cut`` along dim 0 of the tensor ``key``, seen in ``shape``; all without a cut."""
+        """Read the entries ``cut`` along dim 0 of the tensor ``key``, viewed in ``shape``; all for ``None``."""
         stride = contiguous_stride(shape)
         first, size = (0, shape) if cut is None else (cut.start, (cut.stop - cut.start, *shape[1:]))
         return self.store.read_view(
@@ -257,7 +257,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         )
 
     def _cut(self, entry: Entry, shape: Shape, start: int, stop: int) -> Cut | None:
-        """Return the rows of ``entry`` that hold rows ``start:stop`` of ``shape``; ``None`` if all are to be read."""
+        """Return the cut of ``entry`` that contains rows ``start:stop`` of ``shape``; ``None`` to read all rows."""
         assert entry.spec is not None
         base, tensors = entry.spec.base, self.store.header.tensors
         along = self._format.rows(entry, tensors) if isinstance(self._format, ByRows) else None
@@ -267,7 +267,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         return cut_rows(entry, tensors, along, start // each, -(-stop // each))
 
     def rows_nbytes(self, name: str, shape: Shape, start: int, stop: int) -> int | None:
-        """Return the bytes that ``read_rows`` needs, where it reads other tensors than the parts; else ``None``."""
+        """Return the bytes that ``read_rows`` reads if the format does not store parts; else ``None``."""
         entry = self.entries[self.find(name)[0]]
         assert entry.spec is not None
         if is_in_parts(entry, self.store.header.tensors):
@@ -284,7 +284,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         return all(isinstance(m, Weight) for m in made) and same_bits(*(m.parts[part] for m in made))  # type: ignore[attr-defined]
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
-        """Read ``name`` to the CPU, contiguous if plain, to be dropped soon; see ``files.scratch``."""
+        """Read ``name`` to the CPU, contiguous if plain, for short use; see ``files.scratch``."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         if entry.spec is None and view is None:
@@ -304,14 +304,14 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         out.detach().copy_(values.dequantize() if isinstance(values, Weight) else values)
 
     def is_mappable(self, name: str) -> bool:
-        """Return whether the file holds ``name`` as in memory: a contiguous tensor, or a Weight of our own format."""
+        """Return whether the file stores ``name`` as in memory: a contiguous tensor, or a Weight in native format."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         as_it_is = view is None and entry.kind.is_contiguous if entry.spec is None else self._format is native
         return as_it_is and all(self.store.is_mappable(key) for key in entry.keys.values())
 
     def map(self, name: str) -> Tensor:
-        """Map ``name``, which is mappable, over private pages of its file."""
+        """Map ``name``, which must be mappable, to private pages of its file."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         tensors = {role: self.store.map(key) for role, key in entry.keys.items()}
@@ -320,20 +320,20 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         return view_of(Weight(tensors, entry.spec.replace(tie=self._tied.get(owner))), view)
 
     def whole_key(self, name: str) -> str | None:
-        """Return the key of the stored values of ``name``; ``None`` for a view, and for a Weight."""
+        """Return the key of the stored values of ``name``; ``None`` for views and Weights."""
         owner, view = self.find(name)
         entry = self.entries[owner]
         return entry.keys["tensor"] if view is None and entry.spec is None else None
 
     def is_same(self, one: str, other: str) -> bool:
-        """Return whether two names hold the same bits in the same shape and dtype, tied or compared."""
+        """Return whether two names have the same bits, shape and dtype: by their tie, or by comparison."""
         (home, view), (other_home, other_view) = self.find(one), self.find(other)
         if (home, view) == (other_home, other_view):
             return True
         return self._is_equal(self.entries[home], view, self.entries[other_home], other_view)
 
     def check_copy(self, alias: str) -> None:
-        """Raise CheckpointError if the stored copy of ``alias`` is not what its tie says."""
+        """Raise CheckpointError if the stored copy of ``alias`` differs from the view in its tie."""
         owner, view = self._alias[alias]
         if not self._is_equal(self.entries[owner], view, self.copies[alias], None):
             raise CheckpointError(
@@ -353,7 +353,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         return is_equal(view_of(self._read(one), view), view_of(self._read(other), other_view))
 
     def close(self) -> None:
-        """Close the files: nothing can be read afterwards; tensors that were handed out stay."""
+        """Close the files: nothing can be read afterwards; tensors already returned stay valid."""
         self._kept.clear()
         self.store.close()
 
@@ -364,13 +364,13 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
 def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:
     """Open the checkpoint at ``path``: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
 
-    Text like ``"org/name"``, where nothing is at that path, is a repository of the Hugging Face Hub, at ``revision`` (a
-    branch, a tag or a commit): huggingface_hub fetches what is needed, and is not in its cache; no pickles.
+    Text like ``"org/name"``, if no file has that path, is a repository of the Hugging Face Hub at ``revision`` (a
+    branch, a tag or a commit). huggingface_hub downloads the necessary files that its cache lacks, but no pickles.
 
-    Of a ``.pt``, ``.pth`` or ``.bin`` file only a state dict is read, with ``weights_only=True``; tensors that shared
-    storage when it was saved are tied.
+    A ``.pt``, ``.pth`` or ``.bin`` file must contain a state dict, read with ``weights_only=True``; tensors that shared
+    storage when they were saved are tied.
 
-    Raises CheckpointError, naming file and key, if a file is absent, damaged, or lies.
+    Raises CheckpointError, naming file and key, if a file is absent, damaged or inconsistent.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -383,7 +383,7 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpo
 
 
 def _check_owners(ties: tuple[Tie, ...], names: AbstractSet[str], path: str) -> None:
-    """Raise CheckpointError for an owner that no format made of the stored keys."""
+    """Raise CheckpointError for an owner of ``ties`` that is not one of ``names``."""
     for tie in ties:
         if tie.owner not in names:
             raise CheckpointError("the record ties names to it, and it is not stored", name=f"{path}: {tie.owner}")

@@ -1,4 +1,4 @@
-"""Saving a model so that it comes back the same, and so that other tools can read it."""
+"""Saving of a model, with its ties, strides and schemes, in formats of this and other tools."""
 
 from __future__ import annotations
 
@@ -40,35 +40,36 @@ def save(
     metadata: Pairs | None = None,
     progress: Progress = None,
 ) -> None:
-    """Save the tensors of ``model`` (or of a state dict) at ``path``, each once, with ties, strides and schemes.
+    """Save the tensors of ``model`` (or of a state dict) to ``path``, each once, with ties, strides and schemes.
 
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``; ``name.gguf`` for GGUF
-    ``format``          ``"native"``: a quantized weight ``n`` is stored as plain tensors, ``n.qdata`` and so on. Others
-                        spell quantized weights as a package does, and say so in the ``config.json`` of the folder,
-                        which keeps what else it says: ``"compressed-tensors"``, ``"bitsandbytes"``, ``"sinq"``; those
-                        for ComfyUI, ``"comfy"``, say it themselves. Ties of whole tensors stay for us (other readers
-                        know what their config says), views are an error
-    ``aliases``         ``"drop"`` stores tied tensors once, and the other names as a record; ``"copy"`` stores all, for
-                        readers that want every key. Either way they are one tensor again when we read them
+    ``format``          ``"native"`` stores a quantized weight ``n`` as plain tensors, ``n.qdata`` and so on. Others
+                        store quantized weights as another package does: ``"compressed-tensors"``, ``"bitsandbytes"``
+                        and ``"sinq"`` describe them in the ``config.json`` of the folder, and keep its other entries;
+                        ``"comfy"``, for ComfyUI, describes them in the tensor file. Only this package reads the ties of
+                        whole tensors (other readers take them from their config); views are an error
+    ``aliases``         ``"drop"`` stores tied tensors once, and records the other names; ``"copy"`` stores all names,
+                        for readers that need every key. This package reads both as one tensor
     ``masters``         ``"keep"`` stores the float masters of ``Mastered`` Weights, ``"drop"`` only their codes
-    ``max_shard_size``  a number of bytes, or ``"5GB"``: beyond it, shards and an index. No tensor is cut
-    ``metadata``        for GGUF, its key-value pairs: text, numbers, bools and lists of them. ``general.architecture``
-                        is "unknown" without it. Names are written as they are, and of tied ones the first alone
+    ``max_shard_size``  a number of bytes, or ``"5GB"``: more are written as shards and an index. No tensor is cut
+    ``metadata``        for GGUF, its key-value pairs: text, numbers, bools and lists of them. Without it,
+                        ``general.architecture`` is "unknown". Names are not converted; a tied tensor has its first name
     ``progress``        ``True`` for a bar, or a function of (bytes done, bytes in all)
 
-    Equal tensors give equal bytes. Each file is written beside its target and renamed when all are written. A process
-    that dies leaves the old checkpoint or the new one; between the renames of several files, a folder that says that it
-    is torn, which is an error to read until the next save. Two saves to one folder take turns at the renames; one that
-    waits for more than a minute is refused. A file without write permission is not replaced.
+    Equal tensors give equal bytes. Each file is written beside its target and renamed when all are written. If the
+    process dies, the old or the new checkpoint is there; if it dies between the renames of several files, the folder is
+    marked as torn, and reading it is an error until the next save. Two saves to one folder take turns at the renames; a
+    save that waits for more than a minute raises. A file without write permission is not replaced.
 
-    Pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``, if you pass a mapping.
-    A scheme that changes no value (``Plain``) is not recorded: its tensor is stored as it is.
+    If you pass a mapping, pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``.
+    A scheme that changes no value (``Plain``) is not recorded: its tensor is stored unchanged.
 
     Raises:
-        CheckpointError: a tensor has no values or no dtype in the format, two keys collide, the disk refuses, or
-            another save does not end.
-        TieError: Weights of a state dict say that they are tied, and differ; or ``format`` has no words for a view.
-        SchemeError: ``format`` has no words for the scheme of a Weight, or its readers none for a quantized embedding.
+        CheckpointError: a tensor has no values or a dtype that the format lacks, two keys collide, the system cannot
+            write, or another save does not end.
+        TieError: tie records of Weights in a state dict tie names with different values; or ``format`` cannot record a
+            view.
+        SchemeError: ``format`` cannot store the scheme of a Weight, or its readers cannot load a quantized embedding.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -84,20 +85,20 @@ def save(
     write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress, metadata=pairs)
 
 
-# -- what is to be stored ---------------------------------------------------------------------------------------------
+# -- the tensors to store ---------------------------------------------------------------------------------------------
 
 
 def plan_groups(
     model: nn.Module | Mapping[str, Tensor], format: Writable, aliases: Aliases, masters: Masters = "keep"
 ) -> list[HeldGroup]:
-    """Plan what ``save`` stores, in groups that stay in one shard; raise what ``save`` does."""
+    """Return the groups of tensors that ``save`` stores, each in one shard. Raise the errors of ``save``."""
     if aliases not in ("drop", "copy"):
         raise CheckpointError(f"{aliases!r} is neither 'drop' nor 'copy'", name="aliases")
     if masters not in ("keep", "drop"):
         raise CheckpointError(f"{masters!r} is neither 'keep' nor 'drop'", name="masters")
     named = _named(model)
     if masters == "drop":
-        alone = {id(tensor): _without_master(tensor) for tensor in named.values()}  # tied names stay one object
+        alone = {id(tensor): _without_master(tensor) for tensor in named.values()}  # tied names share one object
         named = {name: alone[id(tensor)] for name, tensor in named.items()}
     groups = _groups(named, format, copy=aliases == "copy")
     found = model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ()
@@ -110,7 +111,7 @@ def plan_groups(
 
 @dataclass
 class HeldGroup(ShardGroup):
-    """One component, whose tensors are there already: ``stored`` by key, and ``packed``, the Weights by name."""
+    """One component with its tensors: ``stored``, plain tensors by key, and ``packed``, Weights by name."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
     packed: dict[str, Weight] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class HeldGroup(ShardGroup):
             yield from self.format.pack(name, weight).items()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Store ``tensor`` as ``name``: its parts, or itself with its strides."""
+        """Add ``tensor`` as ``name``: a Weight, or a plain tensor with its strides."""
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
             self.put_weight(name, tensor.spec.replace(tie=None))
             self.packed[name] = tensor
@@ -129,20 +130,20 @@ class HeldGroup(ShardGroup):
         tensor = plain_values(tensor)
         self.put(name, tensor)
         if tensor.numel() and not tensor.is_contiguous():
-            # what has gaps becomes dense in the same order, as ``clone`` would have it
+            # a tensor with gaps becomes dense in the same order, as by ``clone``
             stride = tuple(torch.empty_like(tensor, device="meta").stride())
             if stride != contiguous_stride(tuple(tensor.shape)):
                 self.strides[name] = stride
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Store ``tensor`` under ``key``."""
+        """Add the plain ``tensor`` under ``key``."""
         check_writable(key, tensor)
         self.stored[key] = tensor
         self.layout[key] = (tensor.dtype, tuple(tensor.shape))
 
 
 def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the live objects that a state dict holds, by name."""
+    """Return the tensor objects of ``model`` (not detached) by name. Raise an error for those that cannot be saved."""
     found: Mapping[str, Any] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     if not isinstance(found, Mapping):
         raise ArgumentError(
@@ -163,7 +164,7 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_master(tensor: Tensor) -> Tensor:
-    """Return the codes of a Weight with a master, over the same memory; any other tensor as it is."""
+    """Return the codes of a Weight with a master, over the same memory; return any other tensor unchanged."""
     if not isinstance(tensor, Weight) or tensor.scheme.decoder is tensor.scheme:
         return tensor
     codes = tensor.scheme.decoder
@@ -211,7 +212,7 @@ def _group(
 
 
 def _check_recordable(component: Component) -> None:
-    """Raise TieError, naming it, if a member is a view that no record can hold: readers would refuse it."""
+    """Raise TieError or CheckpointError for a member whose view a record cannot hold: readers would refuse it."""
     for member in component.members if component.nbytes else ():
         name = member.names[0]
         others = [other for other in component.names if other not in member.names]
@@ -229,7 +230,7 @@ def _check_recordable(component: Component) -> None:
 
 
 def _is_whole(component: Component, owner: str, named: Mapping[str, Tensor]) -> bool:
-    """Return whether the owner covers the component without a gap, so that storing it stores all."""
+    """Return whether the owner covers the component without a gap, so that the other members need no storage."""
     if component.nbytes == 0 or len(component.members) == 1:
         return True
     (block,) = blocks_of(named[owner])
@@ -237,7 +238,7 @@ def _is_whole(component: Component, owner: str, named: Mapping[str, Tensor]) -> 
 
 
 def _span(component: Component) -> Tensor:
-    """Return the memory that the members cover, flat; gaps between them are nobody's, and stay zero."""
+    """Return the memory that the members cover as one flat tensor; gaps between members are zeros."""
     dtype = component.dtype or torch.uint8
     made = torch.zeros(component.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
     for member in component.members:
@@ -245,13 +246,13 @@ def _span(component: Component) -> Tensor:
     return made
 
 
-# -- ties that only the records know ----------------------------------------------------------------------------------
+# -- ties in records alone --------------------------------------------------------------------------------------------
 
 
 def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) -> list[Tie]:
-    """Return ties that Weights carry and that are not live, because a state dict was moved tensor by tensor.
+    """Return recorded ties of Weights that share no memory, because a state dict was moved tensor by tensor.
 
-    Each is believed if the tensors are still equal; raises TieError if they are not.
+    A recorded tie is used if its tensors are still equal. Raises TieError if they differ.
     """
     home = {name: component for component in components for name in component.names}
     found: dict[str, Tie] = {}
@@ -274,7 +275,7 @@ def _check_still(owner: str, whole: Tensor, name: str, alias: Tensor, view: View
         wanted = whole if view is None else view_of(seen, view)
         one, two = (_bits(tensor) for tensor in (wanted, alias))
         same = len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    except RuntimeError:  # the view reaches past what is left of its owner
+    except RuntimeError:  # the view reaches past the end of its owner
         same = False
     if not same:
         raise TieError(

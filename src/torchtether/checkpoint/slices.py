@@ -1,4 +1,4 @@
-"""Reading a part of a stored tensor: rows, columns, one expert of many, without the rest."""
+"""Reading of a part of a stored tensor (rows, columns, one of many experts) without the rest."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..weights.weight import Weight
 
 Index = int | slice | EllipsisType
 Rows = Callable[[Entry, Shape, int, int], dict[str, Tensor]]
-"""Reads the parts of rows from the one to before the other of a stored Weight, seen in some shape."""
+"""A function of (entry, shape, start, stop) that reads the parts of rows of a stored Weight, viewed in the shape."""
 
 
 class TensorSlice:
     """Read parts of a tensor of a checkpoint by ``[...]``, as from a plain tensor: integers, slices, ``...``.
 
-        piece.shape, piece.dtype    those of the whole tensor
-        piece[2:5]                  rows, on the CPU, in memory of their own, contiguous
-        piece[:, :8]                columns: the rows are read in bounded pieces, and cut
+        piece.shape, piece.dtype    shape and dtype of the whole tensor
+        piece[2:5]                  rows, on the CPU, in new memory, contiguous
+        piece[:, :8]                columns: rows are read in bounded pieces, and cut
 
-    What lies before the first and after the last element asked for is not read.  Of a quantized tensor whole rows are
-    read, as a ``Weight``, at multiples of the rows that share a block; of a format that lays its codes out otherwise
-    than we do, everything.
+    Elements before the first and after the last requested one are not read.  A quantized tensor can be sliced by whole
+    rows, at multiples of the rows that share a block, which gives a ``Weight``. If its format lays out codes
+    differently from the native one, all of it is read.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class TensorSlice:
         view = self._view
         if view is None:  # values are stored in row-major order, whatever their strides in memory
             view = View(self.dtype, self.shape, contiguous_stride(self.shape))
-        elif self._entry.stride != contiguous_stride(self._entry.shape):  # the alias counts in strides of its owner
+        elif self._entry.stride != contiguous_stride(self._entry.shape):  # the alias has strides over that memory
             return self._whole()[entries].clone(memory_format=torch.contiguous_format)
         part = _meta(view.size, view.stride)[entries]
         made = View(view.dtype, tuple(part.shape), tuple(part.stride()), view.offset + int(part.storage_offset()))
         return self._store.read_view(next(iter(self._entry.keys.values())), made)
 
     def _checked(self, index: tuple[Any, ...]) -> tuple[int | slice, ...]:
-        """Return one entry per dimension, all within the shape; torch itself says what is out of range."""
+        """Return one index or slice per dimension; torch raises IndexError for one out of range."""
         entries: list[int | slice] = []
         for one in index:
             if one is Ellipsis and index.count(Ellipsis) == 1:
@@ -91,7 +91,7 @@ class TensorSlice:
         return tuple(entries)
 
     def _rows(self, entries: tuple[int | slice, ...]) -> Tensor:
-        """Read rows of a Weight: the rows of its parts, if no block is cut."""
+        """Read rows of a Weight: those rows of its parts. Raise UnsupportedOpError if a block would be cut."""
         whole, order = self._entry.spec, self._spec.order
         assert whole is not None
         start, stop, only = 0, whole.base[0] if whole.base else 1, None

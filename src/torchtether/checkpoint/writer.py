@@ -1,4 +1,4 @@
-"""Checkpoints as they are written: groups of tensors, each made when its turn comes, to one file or to shards."""
+"""Writing of checkpoints: groups of tensors, each made just before it is written, to one file or to shards."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from ..progress import Progress, Tick, ticking
 from ..weights.spec import Tie, WeightSpec
 
 _NO_DIGEST = "0" * 32
-"""As long as a digest of a header."""
+"""A placeholder with the length of a header's digest."""
 
 
 @dataclass
 class ShardGroup:
-    """A tensor with all that is tied to it, which stays in one shard: its keys, and what the record says.
+    """A tensor and all that is tied to it, which go to one shard: their keys, and their entries of the record.
 
-    ``layout`` is known before any tensor is made, because the header comes first. ``weights`` are the quantized ones,
-    in the words of ``format``.
+    ``layout`` must be known before the tensors are made, because the header comes first. ``weights`` are the specs of
+    quantized weights, which ``format`` stores.
     """
 
     format: Writable = native
@@ -59,16 +59,16 @@ class ShardGroup:
     strides: dict[str, Shape] = field(default_factory=dict)
     copies: set[str] = field(default_factory=set)
     is_embedding: bool = False
-    """Whether one of the names is that of an embedding, which some readers have no quantized module for."""
+    """Whether one of the names belongs to an embedding: some readers have no quantized module for it."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are written for it."""
+        """Return the number of bytes of its tensors."""
         made = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in self.layout.values()]
         return sum(tensor.nbytes for tensor in made)
 
     def put_weight(self, name: str, spec: WeightSpec) -> None:
-        """Note ``name`` as a Weight of ``spec``. Raise SchemeError if the format has no words for it."""
+        """Add ``name`` as a Weight of ``spec``. Raise SchemeError if the format cannot store it."""
         if self.format is not native and spec.stride != contiguous_stride(spec.shape):
             raise SchemeError(
                 f"{self.format.name} has no words for a quantized weight with the strides {spec.stride}",
@@ -79,7 +79,7 @@ class ShardGroup:
         self.layout |= self.format.layout(name, spec)
 
     def put_tie(self, tie: Tie) -> None:
-        """Note names that are one tensor. Raise TieError for views, which only our own format remembers."""
+        """Add a tie. Raise TieError for a view, which only the native format records."""
         view = next((pair for pair in zip(tie.names, tie.views, strict=True) if pair[1] is not None), None)
         if view is not None and self.format is not native:
             raise TieError(
@@ -90,7 +90,7 @@ class ShardGroup:
         self.ties.append(tie)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of ``layout``, made now."""
+        """Yield every key of ``layout`` with its tensor, made on demand."""
         raise NotImplementedError(f"{type(self).__name__}.tensors")
 
 
@@ -104,13 +104,13 @@ def write_groups(
     verb: str = "save",
     metadata: Pairs | None = None,
 ) -> None:
-    """Write all of ``groups`` to ``path``, a ``.safetensors`` file or a folder, in shards where it must be.
+    """Write ``groups`` to ``path``, a ``.safetensors`` file or a folder, in shards of at most ``max_shard_size``.
 
-    A format that has files of its own writes one of those, with ``metadata`` in it.
+    A format with its own kind of file (GGUF) writes one such file, with ``metadata`` in it.
 
-    What ``format`` has to say beside the tensors goes into the JSON files of the folder, which keep what else they say.
-    Every file is written beside its target, and put in place when all are written (``files/replacing.py``). Raises
-    CheckpointError if two tensors have one key, before anything is written, or where the disk refuses.
+    Metadata of ``format`` that is not in the tensor files goes into the JSON files of the folder, whose other entries
+    stay. Every file is written beside its target, and renamed when all are written (``files/replacing.py``). Raises
+    CheckpointError if two tensors have the same key, before anything is written, or if the system cannot write.
     """
     check_target(path, format, max_shard_size=max_shard_size, metadata=metadata)
     check_keys(groups)
@@ -129,9 +129,9 @@ def write_groups(
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files that a save makes: a shard for each of ``targets``, and others, whole, the index among them.
+    """The files of a save: a shard for each of ``targets``, and text files, such as the index.
 
-    ``texts`` returns those others, as they are to be now, by path, given the digests of the shards' headers.
+    ``texts`` takes the digests of the shards' headers, and returns the contents of the text files by path.
     """
 
     folder: Path
@@ -142,14 +142,14 @@ class FilePlan:
     texts: Callable[[Mapping[str, str]], dict[Path, bytes]]
 
     def change(self, written: Sequence[tuple[Path, Path]], headers: Mapping[str, str]) -> FolderChange:
-        """Return what puts the shards in place: hidden paths and targets, and the digests of their headers by name."""
+        """Return the change that renames ``written``, (hidden path, target); ``headers`` has digests by name."""
         return FolderChange(self.folder, self.stem, written, partial(self.texts, headers), is_whole=self.is_folder)
 
 
 def plan_files(
     groups: Sequence[ShardGroup], path: Path, format: Writable = native, max_shard_size: int | str | None = None
 ) -> FilePlan:
-    """Plan where each of ``groups`` goes, and what is written beside."""
+    """Plan the file of each group, and the text files."""
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
@@ -162,14 +162,14 @@ def plan_files(
             found[f"{stem}{INDEX_SUFFIX}"] = _index(groups, shards, headers, name=str(folder / f"{stem}{INDEX_SUFFIX}"))
         return {folder / name: text for name, text in found.items()}
 
-    texts(dict.fromkeys(names, _NO_DIGEST))  # what cannot be written is found before anything is
+    texts(dict.fromkeys(names, _NO_DIGEST))  # raises errors before anything is written
     return FilePlan(folder, stem, is_folder, [folder / name for name in names], shards, texts)
 
 
 def check_target(
     path: Path, format: Writable, *, max_shard_size: int | str | None = None, metadata: Pairs | None = None
 ) -> None:
-    """Raise CheckpointError if ``path`` is not what ``format`` writes to, or cannot take what is given."""
+    """Raise CheckpointError if ``format`` cannot write to ``path``, or does not support the other arguments."""
     if isinstance(format, Contained):
         if path.suffix != format.suffix:
             raise CheckpointError(
@@ -184,7 +184,7 @@ def check_target(
         raise CheckpointError(
             f"{format.name} does not write GGUF files", name=str(path), fix="Give format='gguf', or another name."
         )
-    if path.suffix in PICKLED and not is_folder(path):  # a new folder of such a name is nobody's wish
+    if path.suffix in PICKLED and not is_folder(path):  # nobody would want a new folder of such a name
         raise CheckpointError(
             f"{path.suffix} files are for torch.save to write",
             name=str(path),
@@ -197,7 +197,7 @@ def check_target(
 def _write_contained(
     groups: Sequence[ShardGroup], path: Path, format: Contained, metadata: Pairs | None, progress: Progress, verb: str
 ) -> None:
-    """Write all of ``groups`` to the one file ``path``; names of one tensor are stored once, under the first."""
+    """Write all of ``groups`` to the file ``path``; a tied tensor is stored once, under its first name."""
     layout = {key: what for group in groups for key, what in group.layout.items()}
     packings = {name: format.packing(name, spec).name for group in groups for name, spec in group.weights.items()}
     for key, (dtype, shape) in layout.items():
@@ -209,7 +209,7 @@ def _write_contained(
 
 
 def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:
-    """Return the JSON files beside the tensors that ``format`` changes, whole, without words of other formats."""
+    """Return the new JSON files that ``format`` changes, without entries of other formats about quantization."""
     specs = {name: spec for group in groups for name, spec in group.weights.items()}
     taken = {key for name, spec in specs.items() for key in format.layout(name, spec)}
     aliases = [name for group in groups for tie in group.ties for name in tie.aliases if tie.owner not in specs]
@@ -226,7 +226,7 @@ def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_fol
             )
         return {}
     there = read_beside(folder)
-    if format is native:  # its files say all, and tools that need a config.json have one there
+    if format is native:  # its tensor files have all metadata, so no JSON file is added
         said = {name: what for name, what in said.items() if name in there}
     made = {}
     for name in sorted({*said, *(["config.json"] if "config.json" in there else [])}):
@@ -240,7 +240,7 @@ def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_fol
 def _json(value: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half a character, which a config may spell by an escape, and only so
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can only store as an escape
         return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
@@ -289,7 +289,7 @@ def _record(groups: Sequence[ShardGroup]) -> Record:
 
 
 def shard_tensors(shard: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the groups, by key, each made when its turn comes."""
+    """Return an iterator over the tensors of the groups, by key, each made on demand."""
     return (pair for group in shard for pair in group.tensors())
 
 
@@ -308,9 +308,9 @@ def write_shard(
 def _index(
     groups: Sequence[ShardGroup], shards: list[list[ShardGroup]], headers: Mapping[str, str], *, name: str
 ) -> bytes:
-    """Return the index of several shards, with the whole record and, for other readers, ``alias: owner``.
+    """Return the index of several shards, with the record of all groups and, for other readers, ``alias: owner``.
 
-    ``headers`` has the digest of each shard's header by the name of its file.
+    ``headers`` has the digest of each shard's header by file name.
     """
     record = _record(groups)
     record.check_extent(sum(len(group.layout) for group in groups), name=name)
