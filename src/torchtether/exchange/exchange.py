@@ -277,9 +277,9 @@ class Exchange:
             ) from error
 
     def keep_loading(self, names: Iterable[str]) -> None:
-        """Have stock ``load_state_dict`` keep the Parameters ``names``, which are Weights or were; see ``keep_policy``.
+        """Register the hook ``keep_policy`` on the modules of the Parameters ``names``, which are or were Weights.
 
-        If everything is taken back, so is this.
+        With it, stock ``load_state_dict`` keeps these Parameter objects. A rollback removes the hook.
         """
         for path in {name.rpartition(".")[0] for name in names}:
             handle = add_load_hook(self._model.get_submodule(path))
@@ -287,7 +287,7 @@ class Exchange:
                 self.on_rollback(handle.remove)
 
     def know_weights(self, names: Collection[str]) -> None:
-        """Have stock loads and ``LISTENERS`` know the new Weights ``names``."""
+        """Register the new Weights ``names``: with stock ``load_state_dict`` and with ``LISTENERS``."""
         self.keep_loading(names)
         for undo in tell_listeners(self._model, names):
             self.on_rollback(undo)
@@ -301,8 +301,11 @@ class Exchange:
 
 
 LISTENERS: dict[str, Callable[[nn.Module, str], Callable[[], None] | None]] = {}
-"""By the name of a module of another library, and called once the user has imported that: with a model and the path of
-a module in it that has got a Weight; what each returns takes it back."""
+"""Functions to call for new Weights, by the module name of another library: called only if that is imported.
+
+Each takes a model and the path of a module in it that has a new Weight, and returns a function that undoes its effect,
+or ``None``.
+"""
 
 
 def tell_listeners(model: nn.Module, names: Iterable[str]) -> list[Callable[[], None]]:

@@ -1,6 +1,6 @@
-"""Components: the tensors of a model that share elements now, found by object identity and memory address; their ties.
+"""Components: the tensors of a model that share elements at present, by object identity and address; and their ties.
 
-Nothing here is keyed by tensor or weak reference, and a data pointer of 0 means that the address is unknown.
+No dict here has tensors or weak references as keys. A data pointer of 0 means that the address is unknown.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _unshared_spans(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
 
 
 def tie_of(component: Component, owner: str | None = None) -> Tie | None:
-    """Return the tie of one component, ``None`` if it has one name; ``owner`` overrides the choice of the owner."""
+    """Return the tie of a component, ``None`` if it has one name; ``owner`` overrides the choice of the owner."""
     if len(component.names) < 2:
         return None
     members = component.members
@@ -295,7 +295,7 @@ def _rank(component: Component, member: Member, owner: str | None) -> tuple[obje
 
 
 def _relative(component: Component, member: Member, owner: Member) -> View | None:
-    """Return the view of ``member`` from the first byte of ``owner``; ``None`` if it is the owner's own."""
+    """Return the view of ``member``, relative to the first byte of ``owner``; ``None`` if it equals the owner's."""
     view, base = member.view, owner.view
     if component.nbytes == 0:
         return _relative_weight(member, owner)
@@ -326,7 +326,7 @@ def _relative_weight(member: Member, owner: Member) -> View | None:
 
 
 def same_parts(one: Tensor, two: Tensor) -> bool:
-    """Return whether two Weights, or two DTensors, lie over the same parts."""
+    """Return whether two Weights, or two DTensors, consist of the same tensors in memory."""
     if is_sharded(one) and is_sharded(two):
         return one._spec == two._spec and blocks_of(one) == blocks_of(two)  # type: ignore[attr-defined,no-any-return]
     return (
