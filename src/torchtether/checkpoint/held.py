@@ -33,7 +33,7 @@ class Shards(Protocol):
 
 
 class HeldCheckpoint(Checkpoint):
-    """Read the tensors of a mapping as ``Checkpoint`` reads those of files; a whole tensor is not copied.
+    """Read the tensors of a mapping as ``Checkpoint`` reads those of files, without copies of whole tensors.
 
     ``shards`` reads sharded tensors. The checkpoint has no ties: the values of two names are compared instead.
     """
@@ -57,15 +57,15 @@ class HeldCheckpoint(Checkpoint):
         return self._tensors[name]
 
     def read(self, owner: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """Return ``owner`` on its present device, over shared memory: the caller must not change it."""
+        """Return ``owner`` on its present device; the caller must not change it, because it may share memory."""
         return self._values(owner, ())
 
     def read_whole(self, name: str, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """Return ``name`` on its present device, over shared memory: the caller must not change it."""
+        """Return ``name`` on its present device; the caller must not change it, because it may share memory."""
         return self._values(name, ())
 
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
-        """Return ``name`` on its present device, with its strides, over shared memory: it must not be changed."""
+        """Return ``name`` on its present device, with its strides; the caller must not change it."""
         return self._values(name, ())
 
     def read_into(self, name: str, out: Tensor, tick: Tick = no_tick) -> None:

@@ -27,7 +27,7 @@ _SMALL = 16 * 2**20  # the most bytes of a tensor that a format may read to reco
 
 
 class Checkpoint(Closing, Mapping[str, Tensor]):
-    """Read tensors of a checkpoint by name, aliases included; each tensor is read at its first use.
+    """Read tensors of a checkpoint by name, aliases included; nothing is read before it is accessed.
 
         checkpoint.ties      the ties: names of one tensor, owner first
         checkpoint.format    the format of quantized weights: "native", "gptq", ...; "safetensors" if there are none
@@ -114,7 +114,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
     def get_slice(self, name: str) -> TensorSlice:
         """Return an object whose ``[...]`` reads a part of ``name`` without the rest, always into new memory.
 
-        The indices of an alias are those of its own shape. Raises KeyError.
+        Indices of an alias count in the alias, not in its owner. Raises KeyError.
 
         >>> import torch, torchtether as tt, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +199,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         return self._unpack(entry, tensors, tie)
 
     def _unpack(self, entry: Entry, tensors: dict[str, Tensor], tie: Tie | None = None) -> Weight:
-        """Return the Weight of ``entry`` whose stored tensors are ``tensors``, by role."""
+        """Return the Weight of ``entry`` from its stored ``tensors``, by role."""
         assert self._format is not None
         assert entry.spec is not None
         try:
@@ -364,7 +364,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
 def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:
     """Open the checkpoint at ``path``: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
 
-    Text like ``"org/name"``, if no file has that path, is a repository of the Hugging Face Hub at ``revision`` (a
+    Text like ``"org/name"``, if nothing has that path, is a repository of the Hugging Face Hub at ``revision`` (a
     branch, a tag or a commit). huggingface_hub downloads the necessary files that its cache lacks, but no pickles.
 
     A ``.pt``, ``.pth`` or ``.bin`` file must contain a state dict, read with ``weights_only=True``; tensors that shared

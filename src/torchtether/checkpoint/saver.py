@@ -143,7 +143,7 @@ class HeldGroup(ShardGroup):
 
 
 def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensor objects of ``model`` (not detached) by name. Raise an error for those that cannot be saved."""
+    """Return the tensor objects of ``model`` (not detached) by name. Raise an error if one cannot be saved."""
     found: Mapping[str, Any] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     if not isinstance(found, Mapping):
         raise ArgumentError(
@@ -250,7 +250,7 @@ def _span(component: Component) -> Tensor:
 
 
 def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) -> list[Tie]:
-    """Return recorded ties of Weights that share no memory, because a state dict was moved tensor by tensor.
+    """Return recorded ties of Weights that no longer share memory: a state dict was moved tensor by tensor.
 
     A recorded tie is used if its tensors are still equal. Raises TieError if they differ.
     """

@@ -91,7 +91,7 @@ class TensorSlice:
         return tuple(entries)
 
     def _rows(self, entries: tuple[int | slice, ...]) -> Tensor:
-        """Read rows of a Weight: those rows of its parts. Raise UnsupportedOpError if a block would be cut."""
+        """Read rows of a Weight, as rows of its parts. Raise UnsupportedOpError if a block would be cut."""
         whole, order = self._entry.spec, self._spec.order
         assert whole is not None
         start, stop, only = 0, whole.base[0] if whole.base else 1, None

@@ -104,12 +104,12 @@ def write_groups(
     verb: str = "save",
     metadata: Pairs | None = None,
 ) -> None:
-    """Write ``groups`` to ``path``, a ``.safetensors`` file or a folder, in shards of at most ``max_shard_size``.
+    """Write ``groups`` to ``path``, a ``.safetensors`` file or a folder, in shards if they exceed ``max_shard_size``.
 
     A format with its own kind of file (GGUF) writes one such file, with ``metadata`` in it.
 
-    Metadata of ``format`` that is not in the tensor files goes into the JSON files of the folder, whose other entries
-    stay. Every file is written beside its target, and renamed when all are written (``files/replacing.py``). Raises
+    Metadata of ``format`` that is not in the tensor files goes into the JSON files of the folder, and replaces no other
+    entries. Every file is written beside its target, and renamed when all are written (``files/replacing.py``). Raises
     CheckpointError if two tensors have the same key, before anything is written, or if the system cannot write.
     """
     check_target(path, format, max_shard_size=max_shard_size, metadata=metadata)

@@ -97,7 +97,7 @@ class LoadPlan:
             raise_faults(self.faults, str(self.checkpoint.path), "All of them are in tt.plan_load(...).faults.")
 
     def apply(self, *, only: str | Sequence[str] | None = None, progress: Progress = None) -> LoadReport:
-        """Load the names in ``left``; with ``only``, those that a glob matches and the names tied to them.
+        """Load the names in ``left``; with ``only``, names that one of its globs matches, and names tied to these.
 
         All other tensors stay as they were, on ``meta`` or not; a later ``apply`` can load them. Each step is done
         once: after an error, ``apply`` continues with the unfinished steps. Buffers that ``tt.on_meta`` recorded are
@@ -285,15 +285,15 @@ def load(
     """Load the values of the checkpoint at ``path`` into ``model``; its Parameter objects stay.
 
     ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin);
-                  text like ``"org/name"``, if no file has that path: a repository of the Hub, as in ``tt.open``
-    ``quantize``  rules of ``tt.quantize``; without them, a Weight of the model keeps its scheme
+                  text like ``"org/name"``, if nothing has that path: a repository of the Hub, as in ``tt.open``
+    ``quantize``  rules of ``tt.quantize``; a Weight of the model stays a Weight without them
     ``dtype``     the (compute) dtype of float tensors. By default a tensor on ``meta`` takes the file's, as in
                   ``load_state_dict(assign=True)``, and a real one keeps its own, as in ``assign=False``
     ``device``    the device of tensors. By default real tensors keep theirs, and those on ``meta`` go to the CPU.
                   Both take globs over the model's names, too: ``{"*norm*": torch.float32, "*": torch.bfloat16}``. The
                   first match wins; ``None`` and no match mean the default. Tied names need the same value
     ``strict``    a missing or unexpected key is a fault. Otherwise such keys are reported, and missing tensors stay as
-                  they are; a tensor whose rule lacks pieces counts as missing, and the pieces as unexpected
+                  they are; if a rule lacks pieces of a tensor, it counts as missing, and its other pieces as unexpected
     ``ties``      for ties that differ between file and model: ``"match"`` is a fault; ``"model"`` keeps the model's
                   ties and loads the owner's values; ``"file"`` changes the model's ties, and the names concerned get
                   new Parameters
@@ -318,7 +318,7 @@ def load(
     quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
     from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models.
 
-    For a model of transformers 5, ``save_pretrained`` writes files whose names and shapes may differ from the model's:
+    For a model of transformers 5, the names and shapes in files of ``save_pretrained`` may differ from the model's:
     without ``rename`` its conversion mapping gives the rules, as in ``torchtether.integrations.transformers_names``.
 
     With ``quantize`` (or Weights in the model) real tensors are read and encoded twice. The first pass finds values

@@ -20,7 +20,7 @@ _SHOWN = 12
 
 
 def raise_faults(faults: Sequence[str], name: str, where: str, done: str = "") -> None:
-    """Raise LoadError about ``name`` if there are ``faults``; ``where`` tells the user where to find all of many.
+    """Raise LoadError about ``name`` if there are ``faults``; ``where`` tells where to find all of them, if not shown.
 
     ``done`` tells the user which changes took place in spite of the faults.
     """

@@ -1,4 +1,4 @@
-"""A plan for the part of a model in one process: one box of each tensor, whose values alone are read."""
+"""A plan for the part of a model in one process: one box of each tensor, of which no other values are read."""
 
 from __future__ import annotations
 

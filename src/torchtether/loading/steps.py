@@ -80,7 +80,7 @@ class Step(NamedTuple):
 
     @property
     def held(self) -> Tensor:
-        """Return the tensor of the owner, whose name the step has."""
+        """Return the tensor of the owner, which has the name of the step."""
         members = self.component.members
         return members[0].tensor if len(members) == 1 else self.component.member(self.name).tensor
 
@@ -181,7 +181,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def find_targets(model: nn.Module, options: LoadOptions, faults: list[str]) -> Targets:
-    """Return the tensors of ``model`` with the targets that ``options`` set; append what is wrong to ``faults``."""
+    """Return the tensors of ``model`` with the targets that ``options`` set; append faults to ``faults``."""
     components = find_components(model)
     ties: dict[int, Tie] = {}
     for component in components:

@@ -198,7 +198,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
     # -- places in the file ---------------------------------------------------------------------------------------
 
     def find(self, name: str) -> tuple[Hashable, View | None]:
-        """Return the stored tensor of ``name`` and its view of it; a tensor of several pieces stands for itself."""
+        """Return the stored tensor of ``name`` and its view of it; for several pieces, itself and ``None``."""
         key = self._keys[name]
         if key is not None:
             return self.checkpoint.find(key)
