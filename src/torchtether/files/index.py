@@ -57,7 +57,7 @@ def read_index(path: Path) -> Index:
 
 
 def parse_index(path: Path) -> Index:
-    """Return the index at ``path``; raise CheckpointError if a name is not that of a file beside it; it need not exist."""
+    """Return the index at ``path``; raise CheckpointError if it names a path elsewhere; files need not exist."""
     name = str(path)
     try:
         text = read_file(path, HEADER_LIMIT)

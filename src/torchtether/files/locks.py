@@ -23,9 +23,9 @@ PATIENCE = 60.0
 
 
 def hold(descriptor: int) -> None:
-    """Lock the file, so that no process takes it for a leftover, until ``descriptor`` is closed or this process ends."""
+    """Lock the file, so that no process removes it as a leftover, until ``descriptor`` closes or this process ends."""
     if fcntl is not None:
-        with contextlib.suppress(OSError):  # some file systems have no locks; ``remove_leftovers`` removes nothing there
+        with contextlib.suppress(OSError):  # a file system without locks; ``remove_leftovers`` does nothing there
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
