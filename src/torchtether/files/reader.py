@@ -219,7 +219,7 @@ class TensorFile(Closing):
 
     @property
     def descriptor(self) -> int | None:
-        """Return the descriptor of the file with all tensors, at the positions by ``stored``; ``None`` for several files.
+        """Return the descriptor of the file with all tensors, at the bytes by ``stored``; ``None`` for several files.
         """
         return self._descriptor
 
@@ -246,7 +246,7 @@ class TensorFile(Closing):
     def close(self) -> None:
         """Close the file: nothing can be read afterwards; tensors that were read or mapped stay."""
         self._map = None  # the last tensor over the mapping frees it
-        descriptor, self._descriptor = self._descriptor, -1  # an interrupt may leave it open, but not close another file
+        descriptor, self._descriptor = self._descriptor, -1  # an interrupt may leave it open, not close another file
         if descriptor >= 0:
             os.close(descriptor)
 

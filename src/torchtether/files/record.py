@@ -81,7 +81,7 @@ class Record:
         return Record(tuple(sorted(ties, key=lambda tie: tie.owner)), weights, strides, frozenset(copies), checksums)
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata for a file of these tensors: this record, and ``alias: owner`` pairs for other readers."""
+        """Return the metadata of a file of these tensors: this record, and ``alias: owner`` pairs for other readers."""
         made = {KEY: self._text(), "format": "pt"}  # accelerate and huggingface_hub refuse files without the latter
         for tie in self.ties:
             for alias, view in zip(tie.aliases, tie.views[1:], strict=True):
