@@ -147,7 +147,7 @@ def put_in_place(*changes: FolderChange) -> None:
     nothing has changed; after it, the folders are marked as torn.
     """
     with contextlib.ExitStack() as stack:
-        for change in sorted(changes, key=lambda change: str(change.folder)):  # one order for all saves, against deadlocks
+        for change in sorted(changes, key=lambda change: str(change.folder)):  # one order, against deadlocks
             stack.enter_context(locked(change.folder))
         steps: list[Callable[[], Path]] = []
         is_torn = len(changes) > 1

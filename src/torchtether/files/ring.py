@@ -73,7 +73,7 @@ class StreamLane:
         self._module: Any = torch.get_device_module(device)
         self._work = self._copies = self._module.current_stream(device)
         self._turn = threading.Lock()
-        self._kind = {"blocking": True} if device.type == "cuda" else {}  # so that a waiting thread sleeps instead of spinning
+        self._kind = {"blocking": True} if device.type == "cuda" else {}  # a waiting thread sleeps, not spins
 
     def begin(self) -> None:
         self._work = self._module.current_stream(self._device)
@@ -225,7 +225,7 @@ class Passage:
     def hand(
         self, read: Fill, key: str, at: int, shape: Shape, dtype: torch.dtype, use: Callable[[Tensor], Any]
     ) -> None:
-        """Read a tensor from byte ``at`` of a file, and queue ``use(tensor)`` on the device; it must not keep the tensor."""
+        """Read a tensor from byte ``at`` of a file, and queue ``use(tensor)`` on the device; it must not keep it."""
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         scratch, free = self._scratch(nbytes)
         if free is not None:
