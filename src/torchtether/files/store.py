@@ -191,7 +191,7 @@ def _check_index(files: list[TensorFile], index: Index) -> None:
     """Raise CheckpointError unless the index names exactly the keys of each file."""
     named: dict[str, str] = {}
     for file in files:
-        keys = file.names if isinstance(file, PickledFile) else file.header.tensors  # with aliases, which its index names, too
+        keys = file.names if isinstance(file, PickledFile) else file.header.tensors  # its index has aliases
         named.update(dict.fromkeys(keys, file.path.name))
     if named == index.weight_map:
         return
