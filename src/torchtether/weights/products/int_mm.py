@@ -46,7 +46,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 def _multiply(inputs: Tensor, codes: Tensor) -> Tensor:
     """Return ``inputs @ codes.T``, (M, K) and (N, K) int8, as int32.
 
-    torch 2.13 passes the strides of both to oneDNN, also the meaningless ones of dimensions of size 1. If oneDNN refuses
+    torch 2.13 passes the strides of both to oneDNN, also the arbitrary ones of dimensions of size 1. If oneDNN refuses
     them, the result is uninitialised memory. Views of a flat tensor have strides that oneDNN accepts.
     """
     rows, columns = codes.shape
