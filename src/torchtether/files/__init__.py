@@ -1,4 +1,4 @@
-"""The only room with a door to the disk: safetensors files, their index, and the record of ties and weights."""
+"""All access to files: checkpoint formats, indexes of shards, and the record of ties and weights."""
 
 from .batch import Batch, Scratch
 from .companions import CarriedOver, carry_over

@@ -1,4 +1,4 @@
-"""Reads and other work, collected and then done together by a few threads, in the order of the files."""
+"""Batches of reads and other jobs, which a few threads run together, in file order."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from .system import read_at_once
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 THREADS = max(1, min(4, _CORES))
-"""How many threads read. Two saturate the memory of small machines, four that of most larger ones."""
+"""The number of reading threads. Two saturate the memory of small machines, four that of most larger ones."""
 
 DEVICE_THREADS = max(2, min(8, _CORES))
-"""How many threads read what goes on to a device: one copies 6 to 10 GB/s, a link takes 25 to 55 (not measured)."""
+"""The number of threads that read for a device: one copies 6 to 10 GB/s, a link takes 25 to 55 (not measured)."""
 
 
 class Scratch:
-    """Scratch of one thread, used again by each of its jobs, so that its pages are touched for the first time once."""
+    """A scratch buffer of one thread. All its jobs reuse it, so that its pages fault only once."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def take(self, shape: Shape, dtype: torch.dtype, at: int) -> Tensor:
-        """Return an uninitialised CPU tensor, until the next ``take``, for what a file has from byte ``at`` on."""
+        """Return an uninitialised CPU tensor for bytes of a file from ``at`` on, valid until the next ``take``."""
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         if self._memory is None or self._memory.nbytes < nbytes + SHIFT:
-            self._memory = None  # the old one goes before the new one comes
+            self._memory = None  # free the old buffer before the new one is allocated
             self._memory = scratch((nbytes + SHIFT,), torch.uint8)
         first = clear_of(at, self._memory.data_ptr())
         return self._memory[first : first + nbytes].view(dtype).view(shape)
 
 
 Job = Callable[[Scratch], int]
-"""Does its work and says how many bytes that was."""
+"""A function that does its work and returns the number of bytes processed."""
 
 
 _TOLD = 16 * 2**20
-"""Bytes after which a thread says what it did: the calling thread wakes then, and takes a core from the others."""
+"""Bytes after which a thread reports progress: each report wakes the calling thread, which takes a core."""
 
 
 class Crew:
-    """Threads that do jobs together, again and again: begun when they are first needed, gone after ``close``."""
+    """A reusable pool of threads, which start at the first use and end at ``close``."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -64,10 +64,10 @@ class Crew:
         self._end: _End = weakref.ref(self, self._turns.put)
 
     def do(self, jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
-        """Do every job, by ``most`` threads, begun in the order given; ``tick`` is told how much, on this thread.
+        """Run all jobs on at most ``most`` threads, starting them in order; report bytes to ``tick`` on this thread.
 
-        After the first error, of a job or of ``tick``, and after an interrupt no job is begun, those that run are
-        waited for, and the error is raised.
+        After the first error, of a job or of ``tick``, or an interrupt, no further job starts; the running jobs finish,
+        and then the error is raised.
         """
         count = min(most or THREADS, len(jobs))
         if count < 2:
@@ -102,7 +102,7 @@ class Crew:
         try:
             if not self._threads:
                 self._turns = queue.SimpleQueue()
-                # without Python code: an interrupt may keep ``close`` from its work, and would be lost in a ``__del__``
+                # a callback without Python code: an interrupt may abort ``close``, and ``__del__`` would swallow it
                 self._end = weakref.ref(self, self._turns.put)
             while len(self._threads) < count:
                 ours = self._turns, self._end
@@ -125,16 +125,16 @@ class Crew:
             raise
 
     def close(self) -> None:
-        """Let the threads end, after what they do."""
+        """End the threads after their current jobs, and wait for them."""
         threads, self._threads = self._threads, []
         self._turns.put(self._end)
         for thread in threads:
-            if thread.ident is not None:  # it has been started
+            if thread.ident is not None:  # only a started thread can be joined
                 thread.join()
 
 
 _End = weakref.ref[Crew]
-"""Says that no turn follows."""
+"""The queue entry that ends a thread."""
 
 _Turns = queue.SimpleQueue[Callable[[Scratch], None] | _End]
 
@@ -143,11 +143,11 @@ def _take_turns(turns: _Turns, end: _End) -> None:
     space = Scratch()
     while (turn := turns.get()) is not end:
         cast(Callable[[Scratch], None], turn)(space)
-    turns.put(end)  # the others end too
+    turns.put(end)  # for the next thread
 
 
 def together(jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
-    """Do every job as ``Crew.do`` does. No thread is left in any case."""
+    """Run all jobs as ``Crew.do`` does. All threads have ended on return, also after an error."""
     crew = Crew()
     try:
         crew.do(jobs, tick, most)
@@ -159,23 +159,23 @@ SLICE = SLOT
 """Bytes that one thread reads at once."""
 
 _NEIGHBOURS = 512
-"""Tensors that one call reads into; systems allow 1024, and old ones fewer."""
+"""The most tensors that one ``preadv`` reads into; systems allow 1024, old ones fewer."""
 
 _FEW = 4
-"""Tensors below which it does not matter how their memory is named."""
+"""The least tensors for which ``read_at_once`` is used: for fewer, the cost of ``memoryview`` objects is small."""
 
 _WORTHWHILE = 2 * SLICE
 """Bytes below which threads cost more than they save."""
 
 Buffer = tuple[str, memoryview]
-"""A key, and memory that some of its bytes are for."""
+"""A key, and memory to fill with some of its bytes."""
 
 Straight = Callable[[int, int, Scratch], bool]
-"""Reads and uses some bytes itself, from an open file and a place in it, with scratch; says whether it did."""
+"""A function of (descriptor, byte offset, scratch) that reads and uses the bytes itself; returns whether it did."""
 
 
 class ReadableFile(Protocol):
-    """What a batch asks of an open file: where each tensor lies in it, and bytes of it."""
+    """The interface of an open file to a batch: the location of each tensor, and its bytes."""
 
     @property
     def descriptor(self) -> int | None: ...
@@ -186,16 +186,16 @@ class ReadableFile(Protocol):
 
 
 _Read = tuple[int, int, int, int, ReadableFile, str, Tensor, Passage | None]
-"""In the order of the files: which file, the place in it, a number of its own, how many bytes are for whom, the way."""
+"""A read, sortable by file: id of the file, byte offset, serial number, bytes, file, key, target, passage."""
 
 _Part = tuple[str, Tensor, int, int]
-"""A key, the tensor that it is for, and which of its bytes."""
+"""A key, the target tensor, and the first and last byte of the target."""
 
 
 class Batch:
-    """What is to be read or done, in any order; ``run`` does it. Until then the memory is not touched.
+    """A collection of reads and jobs, which ``run`` executes. Until then the target memory is not touched.
 
-    After an error in ``run`` the memory holds anything.
+    After an error in ``run`` the contents of the memory are undefined.
     """
 
     def __init__(self, ring: Ring | None = None, crew: Crew | None = None) -> None:
@@ -207,12 +207,12 @@ class Batch:
         self._passages: dict[torch.device, Passage] = {}
 
     def do(self, job: Job, nbytes: int) -> None:
-        """Have ``job``, which takes about as long as ``nbytes`` to read, done beside the reads, before those."""
+        """Add ``job``, which starts before the reads; it takes about as long as reading ``nbytes``."""
         self._jobs.append((0, len(self._jobs), job))
         self._nbytes += nbytes
 
     def passage(self, device: torch.device) -> Passage | None:
-        """Return the way to the memory of ``device``; ``None`` if threads fill it without one."""
+        """Return the passage to the memory of ``device``; ``None`` if threads can fill that memory directly."""
         found = self._passages.get(device)
         if found is not None or (self._ring is None and device.type == "cpu"):
             return found
@@ -222,10 +222,10 @@ class Batch:
         return found
 
     def read(self, file: ReadableFile, key: str, out: Tensor, first: int = 0) -> None:
-        """Have ``out``, of any strides, dtype and device, filled with ``key`` from its row ``first`` on.
+        """Add a read of ``key``, from its row ``first`` on, into ``out`` of any strides, dtype and device.
 
-        Bytes that need no change go straight there, unseen by autograd; others go through scratch of at most ``SLICE``
-        per thread. What is for a device with streams goes through the ring, and is converted there.
+        Bytes that need no conversion are read directly into ``out``, unseen by autograd; others go through scratch of
+        at most ``SLICE`` per thread. Bytes for a device with streams go through the ring, and are converted there.
         """
         stored = file.stored(key)
         at = first * (stored.nbytes // stored.shape[0]) if first else 0
@@ -242,10 +242,9 @@ class Batch:
             at += piece.numel() * stored.dtype.itemsize
 
     def fill(self, places: Iterable[tuple[ReadableFile, str, int, Tensor]], passage: Passage | None = None) -> None:
-        """Have each tensor filled with the bytes of the file from that place on.
+        """Add reads for (file, key, byte offset, target): fill each target with bytes of the file from the offset on.
 
-        It is contiguous and on the CPU; or it is bytes of the device that ``passage`` goes to. The key is the one that
-        an error names.
+        Targets are contiguous CPU tensors, or uint8 tensors on the device of ``passage``. Errors name the key.
         """
         reads, number, total = self._reads, len(self._reads), 0
         for file, key, at, out in places:
@@ -265,11 +264,11 @@ class Batch:
         straight: Straight | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Have ``use`` called, on some thread, with those rows of ``key``, which it must not keep.
+        """Add a call of ``use``, on some thread, with the rows ``start`` to ``stop`` of ``key``; it must not keep them.
 
-        With ``device``, to which there is a ``passage``, they are there, and ``use`` computes there.
-        ``straight`` may do it all itself: it is given the open file, where in it the rows begin, and the scratch of its
-        thread, and says whether it has. If not, the rows are read.
+        If ``device`` has a ``passage``, the rows are on that device, and ``use`` computes there.
+        ``straight`` is tried first: it can read and use the rows itself, and returns whether it did. If not, the rows
+        are read.
         """
         shape = file.stored(key).shape
         row = file.stored(key).nbytes // shape[0]
@@ -305,9 +304,9 @@ class Batch:
         self._nbytes += nbytes
 
     def run(self, tick: Tick) -> None:
-        """Read everything, and use it. Raise CheckpointError, naming the file and the key.
+        """Run all reads and jobs. Raise CheckpointError, naming the file and the key.
 
-        What goes to a device with streams is there for all that its current stream does from now on.
+        Work that is queued afterwards on the current stream of a device sees the values read.
         """
         jobs = [job for _, _, job in sorted([*self._jobs, *self._joined()], key=itemgetter(0, 1))]
         self._reads, self._jobs = [], []
@@ -328,9 +327,7 @@ class Batch:
                 passage.end(is_whole=is_whole)
 
     def _joined(self) -> list[tuple[int, int, Job]]:
-        """Return the reads as jobs: what follows each other in a file is one, of at most ``SLICE``.
-
-        What is larger is cut.
+        """Return the reads as jobs of at most ``SLICE`` bytes: adjacent reads are merged, larger ones split.
         """
         jobs: list[tuple[int, int, Job]] = []
         parts: list[_Part] = []
@@ -355,7 +352,7 @@ class Batch:
 
 
 def _spans(parts: list[_Part]) -> list[int]:
-    """Return address and length of each of the parts."""
+    """Return the address and the length of each part, flattened."""
     found: list[int] = []
     for _, out, start, stop in parts:
         found += out.data_ptr() + start, stop - start

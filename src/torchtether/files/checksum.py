@@ -1,4 +1,4 @@
-"""CRC-32 of bytes in memory; of what is being written, by two threads: one that writes, and one aside."""
+"""CRC-32 of bytes in memory; while a file is written, a second thread shares the work with the writing thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import compiled
 
 _POLYNOMIAL = 0xEDB88320
 _FOLDED = 4096  # bytes; below it zlib is as fast
-_WORTH = 2**20  # bytes; below it a checksum is done before a thread has begun
+_WORTH = 2**20  # bytes; a checksum of fewer takes less time than starting a job on the thread
 _WAITING = 3
 
 
@@ -30,10 +30,10 @@ class _Part:
 
 
 class Checksum:
-    """The CRC-32 of pieces that are given one after the other; of each, some thread reads the bytes once.
+    """The CRC-32 of consecutive pieces; one thread reads the bytes of each piece once.
 
-    ``aside`` computes what it can while the caller does other work, and the caller the rest.  A piece must stay as it
-    is until ``value`` is asked for, or three others have come.
+    ``aside`` computes pieces while the caller does other work; the caller computes the rest.  A piece must not change
+    until ``value`` is called or three more pieces have been added.
     """
 
     def __init__(self, aside: ThreadPoolExecutor) -> None:
@@ -55,7 +55,7 @@ class Checksum:
             self._waiting.append(part)
 
     def value(self) -> int:
-        """Return the checksum of all pieces, none of which is held any more; the next is that of other pieces."""
+        """Return the checksum of all pieces so far; drop them, so that the next checksum starts anew."""
         for part in reversed(self._waiting):
             if part.later is not None and part.piece is not None and part.later.cancel():
                 part.found, part.later = crc32(part.piece), None
@@ -67,7 +67,7 @@ class Checksum:
 
 
 def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
-    """Return ``zlib.crc32(data, start)``, while other threads run.
+    """Return ``zlib.crc32(data, start)``; other Python threads run meanwhile.
 
     >>> crc32(bytes(range(250)) * 99, 5) == zlib.crc32(bytes(range(250)) * 99, 5)
     True
@@ -81,9 +81,9 @@ def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
 
 
 def joined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two runs of bytes one after the other, the second of ``length``, from the CRC-32 of each.
+    """Return the CRC-32 of two concatenated runs of bytes from the CRC-32 of each; the second has ``length`` bytes.
 
-    A CRC is a polynomial modulo another: bytes that follow multiply it by a power of x (as zlib's crc32_combine does).
+    A CRC is a remainder of polynomials: appended bytes multiply it by a power of x (as in zlib's crc32_combine).
 
     >>> joined(zlib.crc32(b"one"), zlib.crc32(b"and two"), 7) == zlib.crc32(b"oneand two")
     True

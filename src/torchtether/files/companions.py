@@ -1,4 +1,4 @@
-"""What stands beside the tensors of a checkpoint, carried over to another folder: all of it, but for other weights."""
+"""Copies of the other files of a checkpoint, such as configs and tokenizers, to another folder, without weights."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ _SHARDS = (".distcp",)
 _WEIGHTS = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".ckpt", *_SHARDS)
 _EXPORTS = (".onnx", ".onnx_data", ".h5", ".msgpack", ".tflite", ".ot", ".gguf", ".mlmodel")
 _FOLDERS = re.compile(r"onnx|openvino|coreml|original|checkpoint-\d+", re.IGNORECASE)
-"""Folders in which the weights of the source are there again, for other programs or from earlier in training."""
+"""Folders with the same weights in formats of other programs, or from earlier in training."""
 
 _HIDDEN = "hidden"
 
 
 @dataclass
 class CarriedOver:
-    """Hold what was copied, and what was left out and why, by path below the source; folders end in ``/``."""
+    """Hold the files copied, and the reason for each one left out, by path below the source; folders end in ``/``."""
 
     files: list[str] = field(default_factory=list)
     weights: list[str] = field(default_factory=list)
-    """Those of ``files`` that hold weights: of modules in folders of their own, copied as they are."""
+    """The ``files`` that hold weights: those of modules in subfolders, copied unchanged."""
     left_out: dict[str, str] = field(default_factory=dict)
 
 
 def carry_over(source: Path, target: Path, read: frozenset[str] = frozenset()) -> CarriedOver:
-    """Copy what stands in ``source`` beside its tensors to ``target``, byte for byte, folders in it too; return what.
+    """Copy the files and folders in ``source`` other than its tensors to ``target``; return a report of the files.
 
-    Left out, because the tensors of ``target`` replace them: the files ``read``, what only says how these are
-    quantized, other weights beside them, and the same model for other programs or from earlier in training. Left out,
-    because they may be anybody's: what is hidden, what is no regular file, and links, unless to a file in ``source``
-    or to a blob of the cache of which ``source`` is a snapshot. Files in folders of modules are copied with weights.
+    Some are left out because the tensors of ``target`` replace them: the files ``read``, the files that only describe
+    their quantization, other weights beside them, and the same model for other programs or from earlier in training.
+    Others are left out because they may not belong to the checkpoint: hidden files, files that are not regular, and
+    links, unless to a file in ``source`` or to a blob of the Hub cache of which ``source`` is a snapshot. Subfolders of
+    modules are copied with their weights.
 
     Raises CheckpointError for a file that cannot be read; OSError where ``target`` cannot be written.
     """
@@ -60,7 +61,7 @@ def carry_over(source: Path, target: Path, read: frozenset[str] = frozenset()) -
 
 
 def _walk(root: Path, done: CarriedOver, read: frozenset[str]) -> Iterator[tuple[str, Path]]:
-    """Yield each file to copy, by its path below ``root``, with the place of its bytes; note the rest in ``done``."""
+    """Yield the path of each file to copy, relative to ``root``, and its resolved path; note the rest in ``done``."""
     folders = [""]
     while folders:
         folder = folders.pop()
@@ -78,7 +79,7 @@ def _walk(root: Path, done: CarriedOver, read: frozenset[str]) -> Iterator[tuple
 
 
 def _reason(root: Path, folder: str, entry: os.DirEntry[str], place: Path) -> str:
-    """Return why ``entry`` of ``folder`` is left out; empty if it is not."""
+    """Return the reason to leave out ``entry`` of ``folder``; empty if there is none."""
     is_folder = entry.is_dir(follow_symlinks=False)
     why = why_left_out(f"{folder}{entry.name}{'/x' if is_folder else ''}")
     if entry.is_symlink() and why != _HIDDEN:
@@ -90,7 +91,7 @@ def _reason(root: Path, folder: str, entry: os.DirEntry[str], place: Path) -> st
 
 
 def why_left_out(path: str) -> str:
-    """Return why the file at ``path`` below a checkpoint is not carried over, as far as its name tells; or nothing."""
+    """Return the reason in its name to leave out the file at ``path`` below a checkpoint; empty if there is none."""
     *folders, name = path.lower().split("/")
     if any(one.startswith(".") for one in (*folders, name)):
         return _HIDDEN

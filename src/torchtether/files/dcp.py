@@ -1,4 +1,4 @@
-"""Reading a folder by torch.distributed.checkpoint as if it were one file: any bytes of any tensor, nothing run."""
+"""A reader of folders by torch.distributed.checkpoint as one file: any bytes of any tensor; no code in it is run."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from .record import KEY, layout_of, part_key
 from .strict_json import short_repr
 
 METADATA = ".metadata"
-"""The file in such a folder that says what the others hold."""
+"""The file in such a folder that describes the contents of the others."""
 
 OPTIMIZER = "torchtether.optimizer."
-"""How the keys begin under which we store an optimizer's state."""
+"""The prefix of the keys under which torchtether stores the state of an optimizer."""
 
-_LIMIT = 2**30  # bytes of a .metadata file; that of a model of 10,000 tensors on 1,000 ranks has some hundred million
+_LIMIT = 2**30  # bytes of a .metadata file; one for 10,000 tensors on 1,000 ranks has some hundred million
 
 
 @dataclass
 class _Chunk:
-    """A box of a tensor, and the part of a file that holds it as ``torch.save`` wrote it."""
+    """A box of a tensor, and the byte range of a file that holds it as an archive by ``torch.save``."""
 
     offsets: Shape
     sizes: Shape
@@ -52,13 +52,13 @@ class _Chunk:
     start: int
     nbytes: int
     place: int | None = field(default=None)
-    """Where in the file its values begin, once somebody has looked."""
+    """The byte of the file at which its values begin; ``None`` until ``_place`` has read it."""
     held: memoryview | None = field(default=None)
     """Its values, if the file does not hold them in row-major order."""
 
 
 def _is_overlapping(chunks: Sequence[_Chunk]) -> bool:
-    """Return whether two of the boxes share an element; swept along the dimension that cuts most of them apart."""
+    """Return whether two of the boxes share an element; sweep along the dimension that separates most of them."""
     if len(chunks) < 2 or not chunks[0].sizes:
         return len(chunks) > 1
     along = max(range(len(chunks[0].sizes)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
@@ -73,10 +73,10 @@ def _is_overlapping(chunks: Sequence[_Chunk]) -> bool:
 
 class DcpFile(TensorFile):
     """An open folder by ``torch.distributed.checkpoint`` (``FileSystemWriter``), with the tensors whose keys begin with
-    ``prefix``, which is left off; without one, all that are not of an optimizer that we stored.
+    ``prefix``, which is removed; without a prefix, all but the optimizer state that torchtether stored.
 
-    ``.metadata`` is a pickle, of which only the dataclasses of torch's package are believed, as bags of fields. Values
-    that are not tensors are left alone. Only the bytes that are asked for are read.
+    ``.metadata`` is a pickle, in which only the dataclasses of torch's package are accepted, as bags of fields. Values
+    that are not tensors are ignored. Only requested bytes are read.
     """
 
     def __init__(self, path: Path | str, prefix: str = "") -> None:
@@ -101,7 +101,7 @@ class DcpFile(TensorFile):
             tensors = self._tensors(found)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a damaged pickle makes Python raise
+        except Exception as error:  # a damaged pickle can make Python raise any error
             words = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{METADATA} cannot be read: {words}", name=str(self._folder)) from None
         record = tensors.pop(KEY, None)
@@ -117,7 +117,7 @@ class DcpFile(TensorFile):
     def _tensors(self, found: Any) -> dict[str, Stored]:
         places = {}
         for index, info in found.storage_data.items():
-            if getattr(index, "offset", None) is not None and isinstance(index.fqn, str):  # what is no tensor has none
+            if getattr(index, "offset", None) is not None and isinstance(index.fqn, str):  # only tensors have an offset
                 places[index.fqn, _counts(index.offset, f"{self._folder}: {index.fqn}")] = info
         tensors: dict[str, Stored] = {}
         at = 0
@@ -176,7 +176,7 @@ class DcpFile(TensorFile):
         if _is_overlapping(chunks):
             raise CheckpointError("its chunks overlap", name=where)
         covered = sum(math.prod(chunk.sizes) for chunk in chunks)
-        if covered != math.prod(shape):  # apart from each other, so that nothing is left out
+        if covered != math.prod(shape):  # chunks are disjoint: equal counts mean full coverage
             raise CheckpointError(f"its chunks hold {covered} of {math.prod(shape)} elements", name=where)
         return chunks
 
@@ -190,7 +190,7 @@ class DcpFile(TensorFile):
         return None
 
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
-        """Fill the buffers, one after the other, from a file that held all tensors, one behind the other by key."""
+        """Fill the buffers in order, from byte ``at`` of a virtual file of all tensors, sorted by key."""
         for key, memory in buffers:
             self._fill(key, memory, at - self.header.tensors[key].start)
             at += len(memory)
@@ -231,7 +231,7 @@ class DcpFile(TensorFile):
             return self._open[file]
 
     def _place(self, chunk: _Chunk, key: str) -> int:
-        """Return where the values of ``chunk`` begin, which only the small pickle in front of them tells."""
+        """Return the byte of the file at which the values of ``chunk`` begin, from the pickle in front of them."""
         if chunk.place is None:
             where = f"{self._folder}: {key}"
             source = _Slice(self._file(chunk.file, key), chunk.start, chunk.nbytes)
@@ -261,7 +261,7 @@ class DcpFile(TensorFile):
         return chunk.place
 
     def close(self) -> None:
-        """Close the file: nothing can be read afterwards."""
+        """Close the files: nothing can be read afterwards."""
         for descriptor in getattr(self, "_open", {}).values():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -270,7 +270,7 @@ class DcpFile(TensorFile):
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
         self._descriptor, self._start, self._nbytes, self._at = descriptor, start, nbytes, 0
@@ -315,7 +315,7 @@ def _counts(values: Any, where: str) -> tuple[int, ...]:
 def _runs(shape: Shape, offsets: Shape, sizes: Shape, first: int, last: int) -> Iterator[tuple[int, int, int]]:
     """Yield (element of the tensor, element of the box, count) for each run of a box that is contiguous in both.
 
-    Rows of the first dimension that do not reach into ``first:last`` are left out.
+    Rows of the first dimension outside of the elements ``first:last`` are left out.
 
     >>> list(_runs((4, 6), (2, 0), (2, 6), 0, 24)), list(_runs((2, 6), (0, 3), (2, 3), 0, 12))
     ([(12, 0, 12)], [(3, 0, 3), (9, 3, 3)])
@@ -343,14 +343,17 @@ def _runs(shape: Shape, offsets: Shape, sizes: Shape, first: int, last: int) -> 
 
 
 def _in_layout(tensors: dict[str, Stored], record: str) -> dict[str, Stored]:
-    """Return the parts of Weights in the shapes that their schemes give them; some are stored with a row per row."""
+    """Return ``tensors``, with parts of Weights in the shapes of their schemes.
+
+    Some parts are stored in another shape, with one row per row of the Weight.
+    """
     try:
         weights = {
             name: WeightSpec.from_json({k: v for k, v in entry.items() if k != "parts"})
             for name, entry in json.loads(record)["weights"].items()
         }
     except Exception:
-        return tensors  # whoever reads the record says what is wrong with it
+        return tensors  # the parser of the record reports the error
     for name, spec in weights.items():
         for part, (dtype, shape) in layout_of(spec).items():
             key = part_key(name, part)

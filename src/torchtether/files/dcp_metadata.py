@@ -1,4 +1,4 @@
-"""The pickle that torch.distributed.checkpoint writes as ``.metadata``, read without running anything it names."""
+"""A reader of the pickle ``.metadata`` by torch.distributed.checkpoint; it runs nothing that the pickle names."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class _Bag:
 
 
 class _Ignored:
-    """Ignores what a pickle says of layouts and memory formats; no instruction can set anything on it."""
+    """A stand-in for layouts, memory formats and paths, which are ignored; no instruction can set attributes on it."""
 
     __slots__ = ()
 
     def __call__(self, *given: Any) -> None:
-        """Return nothing, whatever is given."""
+        """Return ``None`` for any arguments."""
 
 
 _IGNORE = _Ignored()
 
 
 def _empty_dict() -> dict[Any, Any]:
-    """Return an OrderedDict as a pickle calls for it; what it holds comes afterwards, key by key."""
+    """Return a dict in place of an OrderedDict, which a pickle creates empty and fills key by key."""
     return {}
 
 
 _KEYS = (str, int, _Bag)
-"""What the keys of a dict can be: short to hash and to print."""
+"""Types allowed as keys of dicts: they are fast to hash and to print."""
 
 _BAGS = {
     "torch.distributed.checkpoint.metadata": (
@@ -50,7 +50,7 @@ _IGNORED = {
     ("torch.serialization", "_get_layout"),
     *(
         (module, name)
-        for module in ("pathlib", "pathlib._local")  # the latter is what Python 3.13 writes
+        for module in ("pathlib", "pathlib._local")  # Python 3.13 writes the latter
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
     ),
 }
@@ -60,19 +60,19 @@ _UnpicklerInPython: Any = pickle._Unpickler
 
 
 class MetadataUnpickler(_UnpicklerInPython):  # type: ignore[misc]
-    """Knows the classes that the metadata is made of, as bags of fields, and no others.
+    """An unpickler that accepts only the classes of the metadata, as bags of fields.
 
-    It is Python's own in Python: that in C keeps a list as long as the largest number of a PUT, which a file of ten
-    bytes makes fill the memory, and hashes any key, which takes for ever where tuples hold each other.
+    It derives from Python's unpickler in Python. The one in C allocates a list as long as the largest index of a PUT,
+    so that a file of ten bytes can fill the memory, and hashes any key, which never ends for deeply nested tuples.
     """
 
     stack: list[Any]
-    dispatch: ClassVar = {  # without sets, whose items would be hashed too, and bytearrays, filled before they are read
+    dispatch: ClassVar = {  # without sets, whose items are hashed, too, and bytearrays, allocated before they are read
         code: run for code, run in _UnpicklerInPython.dispatch.items() if code not in b"\x8f\x90\x91\x96\x97\x98"
     }
 
     def load_setitems(self) -> None:
-        """Put pairs into a dict, whose keys are text, numbers or bags."""
+        """Put pairs into a dict; keys must be of ``_KEYS``."""
         pairs = self.pop_mark()
         if type(self.stack[-1]) is not dict or not all(type(key) in _KEYS for key in pairs[::2]):
             raise pickle.UnpicklingError("it puts other things into a dict than a checkpoint needs")

@@ -1,4 +1,4 @@
-"""The dtypes of the safetensors format, and what torch calls them."""
+"""The dtypes of the safetensors format and of torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-"""Safetensors code to torch dtype. ``F4`` counts elements, torch counts pairs: its last size is half of the file's."""
+"""Safetensors code to torch dtype. ``F4`` counts elements, torch counts pairs: torch's last size is half the file's."""
 
 WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
-"""Codes of the format that torch has no dtype for."""
+"""Codes of the format without a dtype in torch."""
 
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}

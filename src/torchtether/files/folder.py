@@ -1,4 +1,4 @@
-"""Folders of checkpoints: made when needed, or all at once."""
+"""Folders of checkpoints: created when needed, or put in place by one rename."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .replacing import sync_folder
 
 @contextlib.contextmanager
 def folder_for(path: Path) -> Iterator[None]:
-    """Make ``path`` a folder; a new one goes after an error, with its new parents, if it is empty.
+    """Create the folder ``path`` and its parents; after an error remove the new ones that are empty.
 
-    Raises CheckpointError if it cannot be one.
+    Raises CheckpointError if it cannot be created.
     """
     new = [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
     try:
@@ -39,9 +39,9 @@ def folder_for(path: Path) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill, and put it at ``path`` by one rename: no reader sees a part of it.
 
-    After an error or an interrupt nothing is left; a killed process leaves a hidden folder beside ``path``, which the
-    next that is to be there takes with it.
-    Raises CheckpointError if ``path`` is there already and not an empty folder, or where the disk refuses.
+    After an error or an interrupt nothing is left. A killed process leaves a hidden folder beside ``path``, which the
+    next call for the same ``path`` removes.
+    Raises CheckpointError if ``path`` exists and is not an empty folder, or if the disk refuses.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -60,7 +60,7 @@ def new_folder(path: Path) -> Iterator[Path]:
                 raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-        finally:  # what an interrupt has kept from it
+        finally:  # again, because an interrupt may have aborted the first removal
             shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""The tensor types of GGUF: how many elements share a block, and the bytes that it takes."""
+"""The tensor types of GGUF: the elements and bytes of a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Packing(NamedTuple):
-    """A type of GGUF: its number and name, elements and bytes of a block, and torch's dtype where it has one."""
+    """A type of GGUF: its number and name, elements and bytes of a block, and the torch dtype, if there is one."""
 
     number: int
     name: str
@@ -62,4 +62,4 @@ PACKINGS: dict[str, Packing] = {packing.name: packing for packing in (*_PLAIN, *
 NUMBERED: dict[int, Packing] = {packing.number: packing for packing in PACKINGS.values()}
 
 PLAIN: dict[torch.dtype, Packing] = {packing.dtype: packing for packing in _PLAIN if packing.dtype is not None}
-"""The types that torch has too, by dtype."""
+"""The types that are torch dtypes, by dtype."""

@@ -1,4 +1,4 @@
-"""Reading a GGUF file: its key-value pairs and tensor infos once, believed only after every check.
+"""A reader of GGUF files: key-value pairs and tensor infos are read once, and used only after every check.
 
     "GGUF"  version u32 (2 or 3)  tensors u64  pairs u64
     pairs   key string, type u32, value
@@ -29,7 +29,7 @@ from .record import HIDDEN
 MAGIC = b"GGUF"
 
 PAIRS = "gguf"
-"""The key of the metadata under which the scalar pairs of a file are, as JSON."""
+"""The key of the metadata with the scalar pairs of a file, as JSON."""
 
 ALIGNMENT = 32
 _COUNT_LIMIT = 2**16  # tensors, pairs, bytes of a name: ten times what large models have
@@ -46,7 +46,7 @@ _UINT32 = 4
 class GgufFile(TensorFile):
     """An open GGUF file: quantized tensors are uint8 (*lead, bytes per row), ``Stored.packing`` names their type.
 
-    ``header.metadata`` has one key, ``PAIRS``; arrays (the vocabulary of a tokenizer) are passed over.
+    ``header.metadata`` has one key, ``PAIRS``; arrays (the vocabulary of a tokenizer) are skipped.
     """
 
     def _parse(self) -> Header:
@@ -82,7 +82,7 @@ class GgufFile(TensorFile):
 
 
 class _Cursor:
-    """Reads one value after the other; nothing is allocated before the file is known to hold it."""
+    """A sequential reader of values; it allocates memory for a value only if the file is large enough to hold it."""
 
     def __init__(self, file: GgufFile, size: int) -> None:
         self.file, self.name, self.size = file, file.name, size
@@ -107,7 +107,7 @@ class _Cursor:
         return self._piece[skipped : skipped + count]
 
     def number(self, code: str, what: str) -> Any:
-        """Return the next number, by its code of ``struct``."""
+        """Return the next number, of the ``struct`` type ``code``."""
         (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))
         return value
 
@@ -122,7 +122,7 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
 
     def counts(self) -> int:
-        """Return the number of tensors, after the magic and the version; that of the pairs is then in ``pairs``."""
+        """Check the magic and the version; return the number of tensors, and set ``pairs`` to the number of pairs."""
         if bytes(self.take(min(4, self.size), "magic")) != MAGIC:
             self.fail("it does not begin with 'GGUF'", fix="Is it a GGUF file?")
         version = self.number("I", "version")
@@ -138,7 +138,7 @@ class _Cursor:
         return int(counts[0])
 
     def pair(self) -> tuple[str, tuple[int, Any]]:
-        """Return the next key with the type of its value, and the value: ``None`` for an array."""
+        """Return the next key, the type of its value, and the value: ``None`` for an array."""
         key = self.text("a key", _COUNT_LIMIT)
         kind = self.number("I", key)
         return key, (kind, self._value(kind, key))
@@ -175,20 +175,20 @@ class _Cursor:
             self.fail(what, key)
 
     def _fitting(self, count: int, size: int, key: str) -> int:
-        """Return the bytes that ``count`` values take at least, now that the file has them."""
+        """Return the least bytes of ``count`` values; raise CheckpointError if fewer are left in the file."""
         if count * size > self.size - self.at:
             self.fail(f"it is an array of {count} values, the file has {self.size - self.at} bytes left", key)
         return count * size
 
     def _spent(self, count: int, key: str) -> int:
-        """Return ``count``, unless there are too many values to walk over."""
+        """Return ``count``; raise CheckpointError if the arrays of the file have too many values to skip one by one."""
         self._values += count
         if self._values > _VALUES_LIMIT:
             self.fail(f"it has more than {_VALUES_LIMIT} strings in arrays", key)
         return count
 
     def info(self) -> tuple[str, Stored, int]:
-        """Return the next tensor: its name, what it is, and its offset in the data."""
+        """Return the name of the next tensor, its dtype and shape, and its offset in the data."""
         key = self.text("a name", _COUNT_LIMIT)
         if not key or key.startswith(HIDDEN):
             self.fail(f"names that are empty or begin with {HIDDEN} are not read", key or "a tensor")
@@ -232,7 +232,7 @@ def _refuse_parts(pairs: Mapping[str, tuple[int, Any]], name: str) -> None:
 
 
 def _check_places(tensors: Mapping[str, Stored], size: int, name: str) -> None:
-    """Raise CheckpointError if a tensor reaches beyond the file or into another."""
+    """Raise CheckpointError if a tensor extends beyond the file or overlaps another one."""
     at, before = 0, ""
     for key, stored in sorted(tensors.items(), key=lambda one: (one[1].start, one[1].nbytes)):
         stop = stored.start + stored.nbytes

@@ -1,4 +1,4 @@
-"""Writing a GGUF file, tensor by tensor: the same tensors and pairs give the same bytes."""
+"""A writer of GGUF files, tensor by tensor: the same tensors and pairs give the same bytes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def write_gguf(
     name: str,
     tick: Tick = no_tick,
 ) -> None:
-    """Write tensors that are made one at a time, in any order, to ``file``, in the order of ``layout``.
+    """Write tensors, which ``made`` yields one at a time in any order, to ``file`` in the order of ``layout``.
 
-    ``layout`` is dtype and shape by key; ``packings`` names the type of each quantized one, which is bytes (*lead,
-    bytes per row). Raises CheckpointError for what GGUF cannot hold, or if a tensor is not what ``layout`` says.
+    ``layout`` has dtype and shape by key; ``packings`` has the type of each quantized tensor, which is uint8 (*lead,
+    bytes per row). Raises CheckpointError if GGUF cannot hold a tensor, or if it does not agree with ``layout``.
     """
     head, start, stop = _header(layout, packings, pairs, name)
     write_bytes(file, memoryview(head))
@@ -70,7 +70,7 @@ def gguf_packing(key: str, dtype: torch.dtype, shape: Shape, packing: str | None
 def _header(
     layout: Mapping[str, tuple[torch.dtype, Shape]], packings: Mapping[str, str], pairs: Pairs, name: str
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return the bytes before the data, where each tensor begins, and where the file ends."""
+    """Return the bytes before the data, the start of each tensor in the file, and the size of the file."""
     infos, offsets, at = [], {}, 0
     for key, (dtype, shape) in layout.items():
         packing, elements = gguf_packing(key, dtype, shape, packings.get(key))
@@ -91,7 +91,7 @@ def _header(
 
 
 def _rank(pair: tuple[str, object]) -> tuple[bool, str]:
-    """Return where a pair stands: the architecture first, as the format asks, all others in the order of their keys."""
+    """Return the sort key of a pair: the architecture first, as the format requires, then all others by key."""
     return pair[0] != "general.architecture", pair[0]
 
 
@@ -101,7 +101,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(value: Scalar | Sequence[Scalar], where: str) -> bytes:
-    """Return a value with its type; a list has the type of its first that holds all."""
+    """Return the bytes of a value and its type; a list has the first type that can hold all its values."""
     if isinstance(value, str | bool | int | float):
         kind, (raw,) = _typed([value], where)
         return struct.pack("<I", kind) + raw

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it stores and where, believed only after every check."""
+"""The header of a safetensors file: dtype, shape and location of each tensor, used only after every check."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _METADATA = "__metadata__"
 _RANK_LIMIT = 64  # torch's own
 _TENSOR_LIMIT = VALUES // 8  # a tensor of rank 2 takes eight values
 _METADATA_LIMIT = 2**17  # keys of the metadata
-_ALIGNMENT = 64  # bytes; of the first tensor, as torch aligns memory, so that mapped tensors are no worse off
+_ALIGNMENT = 64  # bytes; of the first tensor, as torch aligns memory, so that mapped tensors are aligned, too
 
 
 class Stored(NamedTuple):
-    """One tensor as a file stores it: contiguous, ``nbytes`` from ``start``, counted from the file's first byte.
+    """One tensor in a file: contiguous, ``nbytes`` bytes from byte ``start`` of the file.
 
-    ``packing`` is what a file that has types of its own calls that of the tensor (GGUF: "Q4_K"); others leave it empty.
+    ``packing`` is the type of the tensor in a format with its own types (GGUF: "Q4_K"), and empty in others.
     """
 
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What one file stores. ``metadata`` is what its writer added, strings only."""
+    """The tensors of one file, and ``metadata``: strings that its writer added."""
 
     tensors: Mapping[str, Stored]
     metadata: Mapping[str, str]
@@ -51,21 +51,21 @@ class Header:
 def parse_header(text: bytes, size: int, *, name: str) -> Header:
     """Return the header of a file of ``size`` bytes, of which ``text`` is the JSON after the 8 bytes of its length.
 
-    Afterwards every tensor lies within the file, no two overlap, and no byte is left over.
-    Raises CheckpointError, naming the file and the tensor, for anything else.
+    Raises CheckpointError, naming the file and the tensor, unless every tensor lies within the file, no two overlap,
+    and every byte belongs to one.
     """
     if text[:1] != b"{":
         raise CheckpointError("the header does not begin with '{'", name=name, fix="Is it a safetensors file?")
     entries = parse_object(text, name=name, what="header", floats=False, widest=_METADATA_LIMIT)
     metadata = entries.pop(_METADATA, None)
-    metadata = {} if metadata is None else metadata  # other readers take null for none
+    metadata = {} if metadata is None else metadata  # other readers accept null, too
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{_METADATA} is not an object of strings", name=name)
     first = 8 + len(text)
     tensors: dict[str, Stored] = {}
     kinds: dict[tuple[str, Shape], _Kind] = {}
-    at, is_in_order, new = 0, True, tuple.__new__  # which makes a Stored in a third of the time
-    for key in list(entries):  # each entry goes as its tensor comes: there may be a quarter of a million
+    at, is_in_order, new = 0, True, tuple.__new__  # it makes a Stored in a third of the time
+    for key in list(entries):  # frees each entry as soon as it is parsed: there may be a quarter of a million
         try:
             dtype, shape, start, stop = _parsed(entries.pop(key), kinds)
         except CheckpointError as error:
@@ -81,7 +81,7 @@ def parse_header(text: bytes, size: int, *, name: str) -> Header:
 
 
 def _end(tensors: Mapping[str, Stored], first: int, name: str) -> int:
-    """Return where the last of ``tensors`` ends; raise CheckpointError unless each begins where another ends."""
+    """Return the end of the last tensor; raise CheckpointError if there is a gap or an overlap between two."""
     at = first
     for start, stop, key in sorted((one.start, one.start + one.nbytes, key) for key, one in tensors.items()):
         if start != at:
@@ -98,7 +98,7 @@ _Kind = tuple[torch.dtype, Shape, int]
 def _parsed(entry: Any, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[torch.dtype, Shape, int, int]:
     """Return dtype and shape of an entry of the header, and its two offsets; raise CheckpointError without a name.
 
-    ``kinds`` holds what the dtypes and shapes come to that there have been so far: most tensors share a few.
+    ``kinds`` caches the results of ``_kind``: most tensors share a few dtypes and shapes.
     """
     try:
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -117,13 +117,13 @@ def _parsed(entry: Any, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[torch.dt
 
 
 def _kind(code: Any, shape: Any) -> _Kind:
-    """Return what a dtype and a shape come to, as a header has them; raise CheckpointError for what they cannot be."""
+    """Return dtype, shape and bytes for the dtype and shape of a header; raise CheckpointError if they are invalid."""
     if not isinstance(code, str) or code not in DTYPES:
         known = "a dtype that torch does not have" if code in WITHOUT_TORCH else "no dtype of the format"
         raise CheckpointError(f"it has dtype {short_repr(code)}, {known}")
     if not are_counts(shape) or len(shape) > _RANK_LIMIT:
         raise CheckpointError(f"it has the bad shape {short_repr(shape)}")
-    if math.prod(shape if 0 not in shape else [n for n in shape if n]) >= 2**60:  # also beside a 0 torch takes 64 bits
+    if math.prod(shape if 0 not in shape else [n for n in shape if n]) >= 2**60:  # torch needs 64 bits beside a 0, too
         raise CheckpointError(f"it has the impossible shape {shape}")
     if code == "F4":
         if not shape or shape[-1] % 2:
@@ -134,18 +134,18 @@ def _kind(code: Any, shape: Any) -> _Kind:
 
 
 def digest(text: bytes) -> str:
-    """Return what stands for a header in an index: it has the checksums of the tensors, so it tells files apart."""
+    """Return the digest of a header for an index; headers hold the checksums of the tensors, so digests differ."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def format_header(
     tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str], *, name: str
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes that open a file of ``tensors``, with their length, and the byte at which each begins.
+    """Return the first bytes of a file of ``tensors``, length and header, and the byte at which each tensor begins.
 
     The same arguments give the same bytes: metadata sorted by key, tensors by item size (largest first, which keeps
-    every one aligned) and then by name. The first begins at a multiple of 64 bytes: processors copy best between places
-    that are alike. Raises CheckpointError for what the format cannot hold.
+    every one aligned) and then by name. The first begins at a multiple of 64 bytes: processors copy fastest between
+    equally aligned addresses. Raises CheckpointError if the format cannot hold a tensor.
     """
     if len(tensors) > _TENSOR_LIMIT:
         raise CheckpointError(

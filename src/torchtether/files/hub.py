@@ -1,7 +1,7 @@
-"""Checkpoints of the Hugging Face Hub by their names: fetched by huggingface_hub into its cache, which is read here.
+"""Checkpoints of the Hugging Face Hub by name: huggingface_hub fetches them to its cache, from which they are read.
 
-Nothing of what comes from there is run: of the tensors only safetensors and GGUF files are fetched and read, and no
-link out of the cache of the repository is followed.
+No fetched code is run: weights are fetched and read only as safetensors and GGUF files, and no link out of the cache
+of the repository is followed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FILES = (SUFFIX, GGUF_SUFFIX, ".json", *PICKLED)
 def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool = False) -> Path:
     """Return ``path``, or, if nothing is there and it is text like ``org/name``, a folder with that repository's files.
 
-    These are the files of the checkpoint; with ``is_whole`` also those that ``carry_over`` takes along. ``revision`` is
-    a branch, a tag or a commit, and may stand in the text: ``org/name@revision``. What the cache of huggingface_hub has
-    is not fetched again; offline (``HF_HUB_OFFLINE=1``) nothing is. Raises CheckpointError if there are none.
+    These are the files of the checkpoint; with ``is_whole`` also those that ``carry_over`` copies. ``revision`` is a
+    branch, a tag or a commit, and may be part of the text: ``org/name@revision``. Files in the cache of huggingface_hub
+    are not fetched again; offline (``HF_HUB_OFFLINE=1``) nothing is. Raises CheckpointError if there are none.
     """
     found = _NAME.fullmatch(path) if isinstance(path, str) else None
     if found is None or found["name"].endswith(_FILES) or os.path.lexists(path):
@@ -54,7 +54,7 @@ def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool 
             made = hub.snapshot_download(
                 found["name"], revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored, **options
             )
-        except Exception as error:  # of huggingface_hub, or of the library of its version that speaks HTTP
+        except Exception as error:  # of huggingface_hub, or of the HTTP library that its version uses
             raise _explained(hub, error, str(path)) from None
         return Path(made)
 
@@ -62,7 +62,7 @@ def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool 
 
 
 def _silent_bar() -> type:
-    """Return the class of a progress bar that is not drawn: nobody watches one in a pipe."""
+    """Return the class of a progress bar that is not drawn, for output that is not a terminal."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Silent(tqdm):  # type: ignore[misc]
@@ -73,12 +73,12 @@ def _silent_bar() -> type:
 
 
 def _fetched(hub: Any, name: str, revision: str | None, fetch: Callable[..., Path], is_whole: bool) -> Path:
-    """Return the folder of the snapshot, once it has all that is wanted of it."""
+    """Fetch the wanted files, and return the folder of the snapshot."""
     folder = fetch(revision, [f"*{INDEX_SUFFIX}", *BESIDE], "*/*")
-    commit = folder.name  # from now on, lest the branch moves in between
+    commit = folder.name  # all further calls use the commit, because the branch may move meanwhile
     try:
         names = list(hub.HfApi().list_repo_files(name, revision=commit))
-    except Exception:  # offline: what the cache has of it
+    except Exception:  # offline: list the files in the cache
         names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()]
     wanted = wanted_weights(name, folder, [one for one in names if "/" not in one])
     wanted += [one for one in names if one in BESIDE or (is_whole and not why_left_out(one))]
@@ -110,7 +110,7 @@ def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def _explained(hub: Any, error: Exception, path: str) -> CheckpointError:
-    """Return ``error`` in one line."""
+    """Return ``error`` as a CheckpointError of one line."""
     kinds = {one.__name__ for one in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return CheckpointError("the repository is gated", name=path, fix="Ask for access on its page, and log in.")

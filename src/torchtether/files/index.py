@@ -1,4 +1,4 @@
-"""The index of a checkpoint in several files: which shard holds which tensor."""
+"""The index of a checkpoint in several files: the shard of each tensor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .strict_json import check_extent, parse_object, short_repr
 GGUF_SUFFIX = ".gguf"
 
 PICKLED = (".pt", ".pth", ".bin")
-"""How the names of files by ``torch.save`` end."""
+"""The suffixes of files by ``torch.save``."""
 
 HEADERS = "torchtether.headers"
-"""The key in an index's metadata under which our shards, by name, have the digests of their headers."""
+"""The key in the metadata of an index for the digests of the headers of torchtether's shards, by file name."""
 
 _VALUES = 2**20  # names; each takes some three hundred bytes
 
 
 @dataclass(frozen=True)
 class Index:
-    """What ``model.safetensors.index.json``, or ``pytorch_model.bin.index.json``, says: where each tensor is."""
+    """The contents of ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``: the file of each tensor."""
 
     path: Path
     weight_map: Mapping[str, str]
@@ -35,9 +35,7 @@ class Index:
 
     @property
     def headers(self) -> Mapping[str, str] | None:
-        """Return the digests that the headers of the shards have, by file name.
-
-        ``None`` in an index of another writer.
+        """Return the digests of the headers of the shards, by file name; ``None`` in an index of another writer.
         """
         return self.metadata.get(HEADERS)
 
@@ -48,7 +46,7 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """Return the index at ``path``; raise CheckpointError unless it names files beside it, all of them there."""
+    """Return the index at ``path``; raise CheckpointError unless all files that it names exist beside it."""
     index = parse_index(path)
     for file in index.files:
         if not file.is_file():
@@ -59,7 +57,7 @@ def read_index(path: Path) -> Index:
 
 
 def parse_index(path: Path) -> Index:
-    """Return the index at ``path``; raise CheckpointError unless it names files beside it, there or not."""
+    """Return the index at ``path``; raise CheckpointError if it names a path elsewhere; files need not exist."""
     name = str(path)
     try:
         text = read_file(path, HEADER_LIMIT)
@@ -69,7 +67,7 @@ def parse_index(path: Path) -> Index:
     weight_map, metadata = found.get("weight_map"), found.get("metadata") or {}
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
         raise CheckpointError("the index needs an object weight_map", name=name, fix="Is it the index of a checkpoint?")
-    plain: set[str] = set()  # many tensors are in few files
+    plain: set[str] = set()  # checked names: many tensors are in few files
     for key, file in weight_map.items():
         if isinstance(file, str) and (file in plain or _is_plain_name(file)):
             plain.add(file)
@@ -94,7 +92,7 @@ def _is_plain_name(name: str) -> bool:
 def format_index(weight_map: Mapping[str, str], metadata: Mapping[str, Any], *, name: str) -> bytes:
     """Return the bytes of the index ``name``; equal arguments give equal bytes.
 
-    Raises CheckpointError if it would be larger than what is read.
+    Raises CheckpointError if it would exceed the limits of ``parse_index``.
     """
     record = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
     text = (json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

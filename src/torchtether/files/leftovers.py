@@ -1,4 +1,4 @@
-"""What killed processes have left of hidden files and folders in which targets come into being."""
+"""Removal of leftovers: hidden temporary files and folders of killed processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .names import parse_hidden
 
 
 def remove_leftovers(folder: Path, is_target: Callable[[str], object]) -> None:
-    """Remove what killed processes left in ``folder`` of the targets that ``is_target`` names, as ``short`` has them.
+    """Remove temporary files that killed processes left in ``folder``, if ``is_target(target)``, a name by ``short``.
 
-    A leftover is one whose process no longer runs here, and which nobody holds: on a shared file system its process may
-    run on another machine. What cannot be told, or not be removed, stays.
+    A temporary file is a leftover if its process does not run on this machine and no process holds its lock: on a
+    shared file system the process may run on another machine. Files that cannot be locked or removed stay.
     """
     if not HAS_LOCKS:
         return
@@ -41,7 +41,7 @@ def _remove(path: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Return whether a process of this number runs here, perhaps another one that has been given the number since."""
+    """Return whether a process with this number runs on this machine; it may be another one that reuses the number."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Locks on files and folders that leave nothing behind, and go when their process does."""
+"""Locks on files and folders; they leave no files behind, and end with their process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ except ImportError:  # Windows
 HAS_LOCKS = fcntl is not None
 
 PATIENCE = 60.0
-"""Seconds for which a save waits until another one has put its files in place, which takes a few renames."""
+"""Seconds that a save waits for another one to put its files in place, which takes a few renames."""
 
 
 def hold(descriptor: int) -> None:
-    """Keep other processes from taking the file for a leftover, until ``descriptor`` is closed or this process gone."""
+    """Lock the file, so that no process removes it as a leftover, until ``descriptor`` closes or this process ends."""
     if fcntl is not None:
-        with contextlib.suppress(OSError):  # some file systems have no locks; ``remove_leftovers`` sees to that
+        with contextlib.suppress(OSError):  # a file system without locks; ``remove_leftovers`` does nothing there
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other processes from taking ``folder`` for a leftover, inside the block."""
+    """Lock ``folder`` during the block, so that no process takes it for a leftover."""
     if fcntl is None:
         yield
         return
@@ -50,10 +50,10 @@ def try_to_own(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other threads and processes out for the same folder, as far as the locks of its file system reach.
+    """Exclude other threads and processes that lock ``folder``, as far as its file system supports locks.
 
-    The lock is on the folder itself. A hidden folder that this process fills is its alone, and held already. Raises
-    CheckpointError if another has been inside for ``PATIENCE`` seconds.
+    The lock is on the folder itself. A hidden folder that this process fills needs none: it is locked by ``held``.
+    Raises CheckpointError if the lock is not free within ``PATIENCE`` seconds.
     """
     hidden = parse_hidden(folder.name)
     if fcntl is None or (hidden is not None and hidden[1] == os.getpid()):
@@ -71,16 +71,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child has the descriptor, too
         os.close(descriptor)
 
 
 def _takes(descriptor: int) -> bool:
-    """Return whether the lock is taken, or there is none to take."""
+    """Try to lock; return ``False`` if another has the lock, ``True`` also if the file system has no locks."""
     try:
         try_to_own(descriptor)
     except BlockingIOError:
         return False
-    except OSError:  # NFS has none for folders
+    except OSError:  # NFS has no locks for folders
         pass
     return True

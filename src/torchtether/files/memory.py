@@ -1,4 +1,4 @@
-"""Tensors as bytes: the memory of a contiguous one, and any other in contiguous pieces of bounded size."""
+"""Memory for tensors, and tensors as bytes: whole if contiguous, else in contiguous pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .system import HUGE_PAGE, ask_for_huge_pages
 PIECE = 16 * 2**20  # bytes of scratch; large enough for the disk, small beside any checkpoint
 
 _OWN_MAPPING = 2**20  # bytes; below it a mapping costs more than it saves
-MOST_MAPPINGS = 2**14  # a process may have 65,530 mappings (Linux), and one of which a part is on huge pages takes two
+MOST_MAPPINGS = 2**14  # a process may have 65,530 mappings (Linux); one that is partly on huge pages counts as two
 
-_PAGE = 4096  # bytes; two addresses that are alike within it look alike to a processor that copies
-SHIFT = 64  # bytes; what torch aligns memory to
+_PAGE = 4096  # bytes; copying processors compare addresses modulo this size only
+SHIFT = 64  # bytes; torch's alignment of memory
 
 MAPPINGS: WeakSet[mmap.mmap] = WeakSet()
-"""The mappings that tensors have for themselves now."""
+"""The mappings that each belong to one live tensor."""
 
 
 def scratch(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised CPU tensor for a short while; its memory is the system's again as soon as it is dropped.
+    """Return an uninitialised CPU tensor for temporary use; its memory returns to the system when it is freed.
 
-    ``torch.empty`` allocates with malloc, which keeps up to 64 MB of what is freed for itself.
+    ``torch.empty`` allocates with malloc, which may keep up to 64 MB of freed memory.
     """
     made = torch.empty(shape, dtype=dtype, device="meta")
     if made.nbytes < _OWN_MAPPING:
@@ -46,14 +46,12 @@ def _anonymous(nbytes: int) -> mmap.mmap:
 
 
 def clear_of(at: int, address: int = 0) -> int:
-    """Return how far behind ``address``, by default any begin of a page, to read what a file has from byte ``at`` on.
+    """Return the offset, 0 or 64, from ``address`` at which to store the bytes of a file from ``at`` on.
 
-    0 or 64.
-
-    The system copies from pages of its own, in which a byte lies as far behind the begin of a page as in the file.
-    Where a copy begins less than 32 bytes behind its original, as far as addresses within a page tell, processors may
-    be slow: AMD's Zen 4 then copies 2.4 or 6 GB/s instead of 8.5. Of files with headers of any length, that is one in
-    170.
+    ``address`` 0 is the start of any page. The system copies from its page cache, in which a byte has the same offset
+    within its page as in the file. If the target begins less than 32 bytes after the source, modulo a page, processors
+    may be slow: AMD's Zen 4 then copies 2.4 or 6 GB/s instead of 8.5. One in 170 files with headers of any length is
+    affected.
     """
     return SHIFT if 0 < (address - at) % _PAGE < SHIFT // 2 else 0
 
@@ -66,27 +64,25 @@ def allocate(
     *,
     at: int = 0,
 ) -> Tensor:
-    """Return an uninitialised tensor, contiguous unless its strides are given.
+    """Return an uninitialised tensor, contiguous unless its strides are given; a large one on the CPU is on huge pages.
 
-    A large one on the CPU lies on huge pages.
-
-    Half of the time of a load can go into the first touch of 4 KB pages. Memory of ``torch.empty`` begins somewhere
-    within a huge page, so a part of every tensor would still lie on small ones: this begins on one, in a mapping of its
-    own, of which there are at most 16,384 at a time. Its storage cannot be resized. ``at`` is the byte of the file that
-    its first is going to come from; see ``clear_of``.
+    Page faults of 4 KB pages can take half of the time of a load. Memory by ``torch.empty`` begins within a huge page,
+    so that a part of every tensor would still be on small pages. This memory begins at a huge page, in a mapping of its
+    own; at most 16,384 of these exist at a time. Its storage cannot be resized. ``at`` is the byte of the file from
+    which its first byte will be read; see ``clear_of``.
     """
     laid, nbytes = _layout(shape, stride, dtype)
     if nbytes < HUGE_PAGE or torch.device(device).type != "cpu" or len(MAPPINGS) >= MOST_MAPPINGS:
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     try:
         mapping = _anonymous(nbytes + HUGE_PAGE)
-    except OSError:  # torch says what is wanting, if it cannot have it either
+    except OSError:  # if torch cannot allocate it either, it raises the error
         return torch.empty_strided(shape, laid, dtype=dtype, device=device)
     MAPPINGS.add(mapping)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     start = -address % HUGE_PAGE
     bare = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=start + clear_of(at))
-    ask_for_huge_pages(address + start, nbytes // HUGE_PAGE * HUGE_PAGE)  # no more than what the tensor fills
+    ask_for_huge_pages(address + start, nbytes // HUGE_PAGE * HUGE_PAGE)  # only pages that the tensor fills
     with torch.no_grad():
         return torch.empty(0, dtype=dtype, device="cpu").set_(bare.untyped_storage(), 0, shape, laid)
 
@@ -94,7 +90,7 @@ def allocate(
 def allocate_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> list[Tensor]:
     """Return ``allocate`` on the CPU for each shape, dtype, strides and byte of a file, in half of the time.
 
-    Small memory comes past torch's dispatcher, if nothing looks on there.
+    Small tensors bypass torch's dispatcher, unless a mode or tracer observes it.
     """
     if is_observed():
         return [allocate(shape, dtype, "cpu", stride, at=at) for shape, dtype, stride, at in kinds]
@@ -108,7 +104,7 @@ def allocate_each(kinds: Sequence[tuple[Shape, torch.dtype, Shape, int]]) -> lis
 
 @lru_cache(maxsize=4096)
 def _layout(shape: Shape, stride: Shape | None, dtype: torch.dtype) -> tuple[Shape, int]:
-    """Return the strides and the bytes of such a tensor. Thousands have a few shapes, and most are small."""
+    """Return the strides and the bytes of such a tensor; cached, because thousands of tensors share a few shapes."""
     if stride is None:
         made = torch.empty(shape, dtype=dtype, device="meta")
     else:
@@ -117,9 +113,9 @@ def _layout(shape: Shape, stride: Shape | None, dtype: torch.dtype) -> tuple[Sha
 
 
 def private_map(descriptor: int) -> mmap.mmap:
-    """Return the whole file, in memory when it is used; what is written there stays there and never reaches the file.
+    """Return a private mapping of the whole file: pages are read on first use, and writes never reach the file.
 
-    Without a reservation, because a file that is larger than the memory could not be mapped otherwise.
+    No swap space is reserved, because a file larger than the memory could not be mapped otherwise.
     """
     if hasattr(mmap, "MAP_PRIVATE"):
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
@@ -130,7 +126,7 @@ def private_map(descriptor: int) -> mmap.mmap:
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, writable, not copied; they keep the tensor alive.
 
-    In a sixth of the time that torch and numpy take for it, which counts when there are thousands of tensors.
+    It takes a sixth of the time of torch and numpy, which matters for thousands of tensors.
     """
     nbytes = tensor.nbytes
     if not nbytes:

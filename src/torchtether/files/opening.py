@@ -1,6 +1,6 @@
-"""Files that come from strangers, opened to be read: regular ones only, and no more bytes than are expected.
+"""Untrusted files, opened for reading: regular files only, and at most an expected number of bytes.
 
-So are read whole the JSON files beside the tensors, in which published formats keep what the tensors do not say.
+Also the JSON files beside the tensors, in which published formats keep their settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a dev
 
 
 class Closing:
-    """Give its subclass, which has ``close``, to ``with``, and close it at the end."""
+    """Close an object of a subclass, which defines ``close``, at the end of a ``with`` block."""
 
     def __enter__(self) -> Self:
         return self
@@ -34,7 +34,8 @@ class Closing:
 def open_file(path: Path | str) -> int:
     """Open ``path`` and return its descriptor; raises OSError, or CheckpointError unless it is a regular file.
 
-    What was opened is asked, not the name, so that nobody can exchange it between; and nothing waits for a writer.
+    The check is on the open descriptor, not the name, so that the file cannot be exchanged between check and open.
+    Opening a FIFO does not wait for a writer.
     """
     descriptor = os.open(path, _FLAGS)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -45,13 +46,13 @@ def open_file(path: Path | str) -> int:
 
 
 def read_file(path: Path | str, limit: int) -> bytes:
-    """Return what ``path`` holds; raises as ``open_file``, and CheckpointError if that is more than ``limit`` bytes."""
+    """Return the bytes of ``path``; raises as ``open_file``, and CheckpointError for more than ``limit`` bytes."""
     made = bytearray()
     descriptor = open_file(path)
     try:
         while piece := os.read(descriptor, min(2**20, limit + 1 - len(made))):
             made += piece
-            if len(made) > limit:  # whatever its size was said to be
+            if len(made) > limit:  # the size by ``stat`` may be wrong
                 raise CheckpointError(f"it has more than {limit} bytes", name=str(path))
     finally:
         os.close(descriptor)
@@ -64,15 +65,15 @@ BESIDE = (
     *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json"),
     SINQ_SETTINGS,
 )
-"""Their names; all but the first speak of nothing else."""
+"""The names of JSON files that may announce a format; all but the first hold nothing else."""
 
 _LIMIT = 64 * 2**20  # bytes
 
 
 def read_beside(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the objects in those of ``BESIDE`` that are in ``folder``, by file name.
+    """Return the JSON objects of the files ``BESIDE`` that exist in ``folder``, by file name.
 
-    Raises CheckpointError for one that cannot be read or is no JSON.
+    Raises CheckpointError for a file that cannot be read or is not JSON.
     """
     found: dict[str, Mapping[str, Any]] = {}
     for name in BESIDE:

@@ -1,4 +1,4 @@
-"""What a pickle would call, told from its instructions without running any of them."""
+"""A check of the calls in a pickle, found in its instructions without running them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError
 
 _LIMIT = 2**23
-"""Instructions: those of about two hundred thousand tensors. Each can take Python some hundred bytes."""
+"""The most instructions: about two hundred thousand tensors. Each can take Python some hundred bytes."""
 
 _TUPLE_LIMIT = 2**12
-"""Values in a tuple, tuples within it counted whole: forty instructions make one of 2**40, which nobody can hash."""
+"""The most values in a tuple, nested ones included: forty instructions can make 2**40, which cannot be hashed."""
 
 _CALLED = {
     "collections.OrderedDict",
@@ -25,7 +25,7 @@ _CALLED = {
     "torch._utils._rebuild_parameter_with_state",
     "torch._utils._rebuild_qtensor",
     "torchtether.rebuild_weight",
-    # what stands beside the tensors in the checkpoint of a training
+    # other values in the checkpoint of a training
     "_codecs.encode",
     "builtins.complex",
     "builtins.set",
@@ -44,26 +44,26 @@ _OTHERS = set(
 
 
 class _Value(NamedTuple):
-    """Stands for a value on the stack of the unpickler."""
+    """A stand-in for a value on the stack of the unpickler."""
 
     name: str = ""
     """The full name of a global; empty for anything else."""
     text: str = ""
-    """What a string says; empty for anything else."""
+    """The text of a string; empty for anything else."""
     parts: tuple[_Value, ...] = ()
-    """What is in a tuple."""
+    """The items of a tuple."""
     size: int = 1
-    """How many values a tuple holds, those in its tuples and itself counted; 1 for anything else."""
+    """The number of values in a tuple, with nested ones and itself; 1 for anything else."""
 
 
 _ANYTHING = _Value()
 
 
 def check_calls(pickle: bytes, *, name: str) -> None:
-    """Raise CheckpointError if reading ``pickle`` would call what a state dict has no need of.
+    """Raise CheckpointError if reading ``pickle`` would call a function that no state dict needs.
 
-    ``weights_only`` runs nothing foreign, but lets a file call ``bytearray(2**40)``, or ``torch.Tensor``. Nor may it
-    hold a tuple that takes for ever to hash or to print.
+    ``weights_only`` runs no foreign code, but lets a file call ``bytearray(2**40)`` or ``torch.Tensor``. Tuples that
+    would take forever to hash or to print are refused, too.
     """
     for called, given in _calls(pickle, name):
         if called == "torch._utils._rebuild_sparse_tensor":  # torch 2.15 cannot load one to meta
@@ -79,7 +79,7 @@ def check_calls(pickle: bytes, *, name: str) -> None:
 
 
 def _calls(pickle: bytes, name: str) -> Iterator[tuple[str, _Value]]:
-    """Yield each callable by its full name, and what it is called with; runs on stand-ins for the values."""
+    """Yield the full name and the arguments of each call; values on the stack are stand-ins."""
     stack: list[_Value] = []
     marks: list[int] = []
     memo: dict[int, _Value] = {}

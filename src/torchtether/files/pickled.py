@@ -1,4 +1,4 @@
-"""Reading what ``torch.save`` wrote: tensors by position, ties by shared storage; nothing in the file is run."""
+"""A reader of files by ``torch.save``: tensors by position, ties by shared storage; no code in the file is run."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .reader import TensorFile
 from .record import HIDDEN, Record, layout_of, part_key
 
 NESTED = ("state_dict", "model_state_dict", "model", "module")
-"""Where the checkpoint of a training keeps the state dict of its model: Lightning, PyTorch's tutorials, DeepSpeed."""
+"""Keys for the state dict of the model in training checkpoints of Lightning, PyTorch's tutorials and DeepSpeed."""
 
 _ALONE = "Save model.state_dict() alone."
 
 
 class PickledFile(TensorFile):
-    """An open file by ``torch.save`` that holds a state dict, as if it were a safetensors file with our record.
+    """An open file by ``torch.save`` with a state dict, presented as a safetensors file with a torchtether record.
 
-    The pickle is read with ``weights_only=True`` and on ``meta``, which gives the places of the storages; values are
+    The pickle is read with ``weights_only=True`` to ``meta``, which gives the positions of the storages; values are
     read from there as from any other file.  Memory that no tensor covers whole is a hidden storage of the record.
-    A Weight is read by its parts, and stays one.
+    A Weight is read by its parts, and stays a Weight.
 
-    A dict in which one of ``NESTED`` is itself a dict is the checkpoint of a training: that one is the state dict, and
-    what stands beside it (optimizer, epoch) is left alone.
+    A dict in which one key of ``NESTED`` holds a dict is a training checkpoint: that dict is the state dict, and other
+    entries (optimizer, epoch) are ignored.
     """
 
     names: frozenset[str]
-    """What the state dict names, aliases included."""
+    """The keys of the state dict, with aliases."""
 
     def _parse(self) -> Header:
         try:
@@ -59,7 +59,7 @@ class PickledFile(TensorFile):
                 found = torch.load(file, map_location="meta", weights_only=True)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a damaged pickle makes torch raise
+        except Exception as error:  # a damaged pickle can make torch raise any error
             words = " ".join(str(error).split())
             raise CheckpointError(f"torch.load cannot read it: {words[:200]}", name=self.name) from None
         named = _state(found, self.name)
@@ -115,7 +115,7 @@ def _stored(part: Tensor, start: int, where: str) -> Stored:
 
 
 def _state(found: Any, name: str) -> dict[str, Tensor]:
-    """Return the state dict in ``found``, of tensors and Weights whose values lie in the file as they are."""
+    """Return the state dict in ``found``; raise CheckpointError unless the file holds all its values uncompressed."""
     if not isinstance(found, dict):
         raise CheckpointError(f"it holds a {type(found).__name__}, not a state dict", name=name, fix=_ALONE)
     nested = [key for key in NESTED if isinstance(found.get(key), dict)]
@@ -147,9 +147,9 @@ def _check_plain(tensor: Tensor, where: str) -> None:
 
 
 def _shared(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors over one storage for each place in the file.
+    """Return the tensors with one storage per position in the file.
 
-    Torch makes a new one on ``meta`` for every tensor.
+    Torch makes a new storage on ``meta`` for every tensor.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     made: dict[int, Tensor] = {}
@@ -177,9 +177,9 @@ def _shared(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def _checked(weight: Weight, where: str) -> tuple[WeightSpec, dict[str, Tensor]]:
-    """Return what a Weight from a file is, once its parts are those that its spec asks for.
+    """Return the spec and the parts of a Weight from a file; raise CheckpointError unless they agree.
 
-    The file could set any of it.
+    The check is needed because the file can set any attribute of it.
     """
     try:
         spec, parts = weight.spec.replace(tie=None), dict(weight.parts)
@@ -196,9 +196,9 @@ def _checked(weight: Weight, where: str) -> tuple[WeightSpec, dict[str, Tensor]]
 
 
 def _place(tensor: Tensor, where: str) -> int:
-    """Return where in the file the storage of ``tensor`` begins.
+    """Return the byte of the file at which the storage of ``tensor`` begins.
 
-    Torch notes it on storages that it loads to ``meta``.
+    Torch records it on storages that it loads to ``meta``.
     """
     if not tensor.numel():
         return 0

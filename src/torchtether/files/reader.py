@@ -1,4 +1,4 @@
-"""Reading a safetensors file: the header once, then any tensor by position, straight into the memory it is for."""
+"""A reader of safetensors files: the header once, then any tensor by position, directly into the target memory."""
 
 from __future__ import annotations
 
@@ -41,13 +41,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 _SEEK = 4096
-"""Bytes that lie in one from which on a read of its own is cheaper than what lies around them."""
+"""The least bytes of a contiguous run for which separate reads are cheaper than reading the gaps, too."""
 
 
 def _is_worth_apart(size: Shape, stride: Shape, item: int, reach: int) -> bool:
-    """Return whether elements with gaps between them are to be read piece by piece.
-
-    Pieces are long, and gaps are much.
+    """Return whether to read elements with gaps run by run: if the runs are long, and gaps a quarter of all or more.
     """
     run, order = 1, sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1)
     for step, count in order:
@@ -60,7 +58,7 @@ def _is_worth_apart(size: Shape, stride: Shape, item: int, reach: int) -> bool:
 class TensorFile(Closing):
     """An open safetensors file: ``header`` is checked, and tensors are read by position. Threads may share it.
 
-    Raises CheckpointError, naming the file and the tensor, if the file is not what it says, also if it shrinks.
+    Raises CheckpointError, naming the file and the tensor, if the file is invalid or shrinks.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -104,11 +102,11 @@ class TensorFile(Closing):
         return bytes(text), size
 
     def header_digest(self) -> str:
-        """Return the digest of the header, which an index of ours has, too."""
+        """Return the digest of the header, to compare with the one in an index by torchtether."""
         return digest(self._header_text()[0])
 
     def check_in_place(self) -> None:
-        """Raise CheckpointError if the file that is open here is not the one that is there under its name."""
+        """Raise CheckpointError if the path now names another file than the open one."""
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
@@ -123,7 +121,7 @@ class TensorFile(Closing):
             )
 
     def stored(self, key: str) -> Stored:
-        """Return where and what ``key`` is."""
+        """Return dtype, shape and location of ``key``."""
         return self.header.tensors[key]
 
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
@@ -136,18 +134,16 @@ class TensorFile(Closing):
     def read_into(self, key: str, out: Tensor, tick: Tick = no_tick, ring: Ring | None = None) -> None:
         """Fill ``out``, of the shape of ``key`` and any strides, dtype and device, with its values.
 
-        Where ``out`` is contiguous, on the CPU and of the stored dtype, the bytes go straight there; otherwise they go
-        through pieces of bounded size, to a device with streams through ``ring``.
+        If ``out`` is contiguous, on the CPU and of the stored dtype, bytes are read directly into it; otherwise they go
+        through pieces of bounded size; those for a device with streams go through ``ring``.
         """
         batch = Batch(ring)
         self.read_later(key, out, batch)
-        torch.autograd.graph.increment_version(out)  # autograd will not see the bytes arrive
+        torch.autograd.graph.increment_version(out)  # autograd does not see the write
         batch.run(tick)
 
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
-        """Have ``read_into`` done when ``batch`` runs.
-
-        With ``first`` the rows of ``key`` from there on, as many as fit.
+        """Add ``read_into`` to ``batch``; with ``first``, for as many rows of ``key`` from there on as ``out`` has.
         """
         stored, shape = self.stored(key), out.shape
         wanted = stored.shape if first is None else (min(shape[0], stored.shape[0] - first), *stored.shape[1:])
@@ -157,18 +153,16 @@ class TensorFile(Closing):
             batch.read(self, key, out, first or 0)
 
     def is_mappable(self, key: str) -> bool:
-        """Return whether ``key`` lies where memory of its dtype can.
-
-        That is: it is not empty, and begins at a multiple of its item size.
+        """Return whether ``map`` can return ``key``: it is not empty, and aligned to its item size.
         """
         stored = self.stored(key)
         return stored.nbytes > 0 and stored.start % stored.dtype.itemsize == 0
 
     def map(self, key: str) -> Tensor:
-        """Return the tensor ``key`` over private pages of the file, which the system reads when they are first used.
+        """Return the tensor ``key`` over private pages of the file, which the system reads on first use.
 
-        Its storage is its own bytes, and no others. Writing to it makes copies of the pages, the file stays as it is;
-        it may be deleted or replaced, but whoever cuts it short ends this process at the next use (SIGBUS).
+        Its storage has only the bytes of the tensor. Writes copy the pages; the file does not change. The file may be
+        deleted or replaced, but if it is truncated, the next use of a lost page ends this process (SIGBUS).
         """
         stored = self.stored(key)
         if self._map is None:
@@ -182,12 +176,12 @@ class TensorFile(Closing):
         return made.view(stored.dtype).view(stored.shape)
 
     def read_view(self, key: str, view: View) -> Tensor:
-        """Return the elements of ``key`` that ``view`` names over its stored bytes, contiguous, in memory of their own.
+        """Return the elements of ``key`` that ``view`` selects from its stored bytes, contiguous, in new memory.
 
-        Nothing before the first or after the last of them is read; what lies between goes through bounded pieces.
+        No bytes before the first or after the last element are read; gaps are read through scratch of bounded size.
         """
-        bits = _BITS.get(view.dtype.itemsize, view.dtype)  # some dtypes have no copies of their own
-        made = allocate(view.size, bits)  # of malloc, pieces of 4 MiB that come and go would each leave a hole
+        bits = _BITS.get(view.dtype.itemsize, view.dtype)  # torch cannot copy some dtypes
+        made = allocate(view.size, bits)  # not malloc, where freed pieces of 4 MiB would leave holes
         if made.numel():
             item = view.dtype.itemsize
             if (view.offset + extent(view.size, view.stride)) * item > self.stored(key).nbytes:
@@ -204,14 +198,14 @@ class TensorFile(Closing):
             given = scratch((reach,), out.dtype)
             self._read(memory_of(given), at, key)
             out.copy_(given.as_strided(size, stride))
-        else:  # along the longest stride, so that the halves hardly overlap in the file
+        else:  # cut along the longest stride, so that the halves hardly overlap in the file
             dim = max((d for d in range(out.dim()) if size[d] > 1), key=lambda d: stride[d])
             half = size[dim] // 2
             self._gather(key, out.narrow(dim, 0, half), stride, at)
             self._gather(key, out.narrow(dim, half, size[dim] - half), stride, at + half * stride[dim] * item)
 
     def pieces(self, key: str) -> Iterator[bytearray]:
-        """Yield the bytes of ``key``, a bounded piece at a time."""
+        """Yield the bytes of ``key`` in pieces of bounded size."""
         stored = self.stored(key)
         for at in range(0, stored.nbytes, PIECE):
             piece = bytearray(min(PIECE, stored.nbytes - at))
@@ -225,14 +219,12 @@ class TensorFile(Closing):
 
     @property
     def descriptor(self) -> int | None:
-        """Return the open file in which tensors lie whole, each where ``stored`` says.
-
-        ``None`` if they are in several.
+        """Return the descriptor of the file with all tensors, at the bytes by ``stored``; ``None`` for several files.
         """
         return self._descriptor
 
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
-        """Fill the buffers, one after the other, with what the file holds from byte ``at``."""
+        """Fill the buffers in order with the bytes of the file from ``at`` on."""
         rest = list(buffers)
         while rest:
             key, memory = rest[0]
@@ -253,8 +245,8 @@ class TensorFile(Closing):
 
     def close(self) -> None:
         """Close the file: nothing can be read afterwards; tensors that were read or mapped stay."""
-        self._map = None  # the mapping goes with the last tensor over it
-        descriptor, self._descriptor = self._descriptor, -1  # an interrupt between may leave it open, not close another
+        self._map = None  # the last tensor over the mapping frees it
+        descriptor, self._descriptor = self._descriptor, -1  # an interrupt may leave it open, not close another file
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -1,21 +1,21 @@
-"""What a file remembers beyond its tensors: ties, quantized weights and strides, in one metadata key.
+"""The record of a file about its tensors: ties, quantized weights, strides and checksums, in one metadata key.
 
     "torchtether": {"v": 1, "ties": [...], "weights": {...}, "strides": {...}, "copies": [...], "crc32": {...}}
 
     ties     Tie.to_json() each; the owner is a stored tensor, a weight, or a hidden storage (below)
     weights  name: WeightSpec.to_json() and "parts"; part p of weight n is the tensor n.p
     strides  name: the strides of a stored tensor that is dense and not contiguous; its data are in row-major order
-    copies   aliases that are stored too, for readers that want every key; equal to what the tie says
+    copies   aliases that are also stored, for readers that need every key; equal to the view in the tie
     crc32    key: the CRC-32 of its bytes in the file, as zlib and PNG compute it, in 8 lower-case hex digits
 
-Each file has the checksums of its own tensors, all that we write; an index has none. ``torchtether verify`` computes
-them again, loading and opening do not: the disk, the file system and the network have their own.
+Each file that torchtether writes has the checksums of all its tensors; an index has none. ``torchtether verify``
+compares them; loading and opening do not, because disks, file systems and networks have their own checksums.
 
-Views count from the first byte of their owner *as it lies in memory*, that is after its strides are restored. A tie
+Offsets of views count from the first byte of their owner *in memory*, that is, after its strides are restored. A tie
 whose owner begins with ``torchtether.storage.`` is memory that no named tensor covers whole: stored flat, gaps zero.
 
-Reading believes nothing: an alias cannot chain, shadow a stored tensor, reach past its owner, overlap itself or be
-larger than its owner, so a small file stays small.
+The reader validates every entry: an alias cannot chain, shadow a stored tensor, reach past its owner, overlap itself or
+be larger than its owner, so that a small file cannot need much memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RESERVED = {"", "__metadata__"}
 
 @dataclass(frozen=True)
 class Record:
-    """The facts about some stored tensors that the safetensors header has no place for."""
+    """The facts about stored tensors that a safetensors header cannot express."""
 
     ties: tuple[Tie, ...] = ()
     weights: Mapping[str, WeightSpec] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Record:
     checksums: Mapping[str, int] = field(default_factory=dict)
 
     def with_checksums(self, checksums: Mapping[str, int]) -> Record:
-        """Return the same record with these CRC-32 of stored tensors, by key."""
+        """Return the same record with these CRC-32 values of stored tensors, by key."""
         return replace(self, checksums=checksums)
 
     @staticmethod
     def union(records: Iterable[Record], *, name: str) -> Record:
-        """Return all of ``records`` as one; raise CheckpointError if two speak of one name."""
+        """Return the union of ``records``; raise CheckpointError if two of them contain one name."""
         ties: list[Tie] = []
         weights: dict[str, WeightSpec] = {}
         strides: dict[str, Shape] = {}
@@ -81,7 +81,7 @@ class Record:
         return Record(tuple(sorted(ties, key=lambda tie: tie.owner)), weights, strides, frozenset(copies), checksums)
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata that a file of these tensors carries: this record, and for others ``alias: owner``."""
+        """Return the metadata of a file of these tensors: this record, and ``alias: owner`` pairs for other readers."""
         made = {KEY: self._text(), "format": "pt"}  # accelerate and huggingface_hub refuse files without the latter
         for tie in self.ties:
             for alias, view in zip(tie.aliases, tie.views[1:], strict=True):
@@ -90,7 +90,7 @@ class Record:
         return made
 
     def check_extent(self, count: int, *, name: str) -> None:
-        """Raise CheckpointError, naming the file, if it says more about ``count`` tensors than would be read back."""
+        """Raise CheckpointError, naming the file, if it is too large for ``parse_record`` with ``count`` tensors."""
         check_extent(self._text().encode(), _values(count), VALUES, name=name, what=_WHAT)
 
     def _text(self) -> str:
@@ -109,10 +109,10 @@ class Record:
 
 
 def _values(count: int) -> int:
-    """Return how many JSON values a record of ``count`` stored tensors may hold: a small file asks for little memory.
+    """Return the most JSON values in a record of ``count`` stored tensors: a small file must need little memory.
 
-    A tensor takes one for its checksum, and one of the parts of a Weight a share of twenty or so; views of one tensor
-    take a dozen each, and there may be twenty thousand of them.
+    A tensor needs one value for its checksum; a Weight needs about twenty for all its parts. A view needs a dozen, and
+    there may be twenty thousand views of one tensor.
     """
     return min(VALUES, 2**18 + 32 * count)
 
@@ -125,7 +125,7 @@ def part_key(name: str, part: str) -> str:
 def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Record:
     """Return the record in the metadata of the file ``name``, which stores ``stored``.
 
-    Raise CheckpointError if it lies.
+    Raises CheckpointError if the record is invalid or contradicts ``stored``.
     """
     found = parse_object(text, name=name, what=_WHAT, floats=True, values=_values(len(stored)))
     if found.get("v") != 1 or not found.keys() <= _FIELDS:
@@ -153,21 +153,21 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
 
 
 def weight_to_json(spec: WeightSpec) -> dict[str, Any]:
-    """Return the record of a Weight of ``spec``, which ``parse_weights`` reads."""
+    """Return the JSON entry of a Weight of ``spec``, for ``parse_weights``."""
     return {**spec.replace(tie=None).to_json(), "parts": list(spec.scheme.layout(spec.base))}
 
 
 def parse_weights(entries: Mapping[str, Any], stored: Mapping[str, Stored], *, name: str) -> dict[str, WeightSpec]:
-    """Return the specs in the records ``entries`` by the names of their Weights, whose parts ``stored`` has.
+    """Return the spec of each Weight in ``entries``, by name; ``stored`` has their parts.
 
-    Raises CheckpointError, naming the file ``name`` and the Weight, for a record that cannot be, or a part that is
-    absent or of another dtype or shape.
+    Raises CheckpointError, naming the file ``name`` and the Weight, for an invalid entry, or a part that is absent or
+    has another dtype or shape.
     """
     return {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in entries.items()}
 
 
 def check_parts(key: str, spec: WeightSpec, found: Mapping[str, Stored | Tensor], *, name: str) -> None:
-    """Raise CheckpointError unless ``found`` has each part of the Weight ``key`` under its key, as it must be."""
+    """Raise CheckpointError unless ``found`` has each part of the Weight ``key``, with the right dtype and shape."""
     for part, (dtype, shape) in layout_of(spec).items():
         one = found.get(part_key(key, part))
         if one is None:
@@ -189,7 +189,7 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
         layout = layout_of(spec)
     except TetherError as error:
         raise CheckpointError(f"the weight record cannot be: {str(error)[:200]}", name=where) from None
-    except Exception as error:  # a scheme, perhaps not ours, was given fields of the wrong type
+    except Exception as error:  # a scheme, perhaps of another package, got fields of the wrong type
         raise CheckpointError(
             f"the weight record cannot be: {type(error).__name__}: {str(error)[:200]}", name=where
         ) from None
@@ -204,7 +204,7 @@ def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -
 def layout_of(spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
     """Return the dtype and shape of each part of a Weight of ``spec``, in order.
 
-    Raises CheckpointError if its strides do not go with its shape, and what a scheme raises for fields that cannot be.
+    Raises CheckpointError if its strides do not match its shape, and the errors of its scheme for invalid fields.
     """
     if spec.stride != contiguous_stride(spec.shape) and not _is_dense(spec.shape, spec.stride):
         raise CheckpointError(f"shape {spec.shape} does not go with stride {spec.stride}")
@@ -225,7 +225,7 @@ def _strides(entry: Any, stored: Stored | None, *, where: str) -> Shape:
 
 
 def _is_dense(shape: Shape, stride: Shape) -> bool:
-    """Return whether the strides visit every place of ``prod(shape)`` places once."""
+    """Return whether the strides visit each of ``prod(shape)`` elements once."""
     if 0 in shape:
         return True
     step = 1
@@ -260,7 +260,7 @@ def _ties(entries: list[Any], name: str) -> tuple[Tie, ...]:
 
 
 def _owner(key: str) -> str:
-    """Return the name of the weight that is stored under ``key``: as ``weight_packed``, or as SINQ's ``W_q``."""
+    """Return the weight that other formats store under ``key``, such as ``weight_packed``, or ``W_q`` of SINQ."""
     return f"{key[:-4]}.weight" if key.endswith(".W_q") else key.rpartition("_")[0]
 
 
@@ -276,7 +276,7 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
         elif tie.owner in stored and tie.owner not in parts:
             spec, nbytes = None, stored[tie.owner].nbytes
         elif tie.owner in spelled and not any(tie.views):
-            spec, nbytes = None, 0  # a format of others may store it as ``_owner`` says: whoever knows it has to look
+            spec, nbytes = None, 0  # another format may store it under a key of ``_owner``; its reader checks that
         else:
             raise CheckpointError("the record ties names to it, this file does not store it", name=where)
         for alias, view in zip(tie.names, tie.views, strict=True):
@@ -305,7 +305,7 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
 
 
 def _check_view(view: View, nbytes: int, where: str) -> None:
-    """Check that the alias stays within its owner's bytes and visits no byte twice, in Python integers."""
+    """Check in Python integers that the alias stays within its owner's bytes and visits no byte twice."""
     if view.dtype not in CODES or len(view.size) > 64:
         raise CheckpointError(f"an alias of {view.dtype} and rank {len(view.size)} cannot be", name=where)
     item = view.dtype.itemsize
@@ -319,7 +319,7 @@ def _check_view(view: View, nbytes: int, where: str) -> None:
 
 
 def _check_weight_view(view: View, spec: WeightSpec, limit: int, where: str) -> None:
-    """Check that the alias is the Weight with its dimensions in another order, or some of its rows."""
+    """Check that the alias is the Weight with permuted dimensions, or a range of its rows."""
     if view.dtype != spec.dtype and not view.dtype.is_floating_point:
         raise CheckpointError(f"an alias of {view.dtype} of a {spec.dtype} weight cannot be", name=where)
     dims = sorted(zip(view.size, view.stride, strict=True))

@@ -1,22 +1,22 @@
-"""Writing files so that readers see the old ones or the new ones, and nothing between, whoever dies or writes too.
+"""Atomic replacement of files: readers see the old or the new files, also after a crash or beside other writers.
 
-One file is written beside its target, under a hidden name, and renamed over it when it is on the disk. What a save
-writes in a folder may be several files: shards, their index, ``config.json``; and others, of an older save, have to go.
-``put_in_place`` makes of them one change:
+A single file is written beside its target, under a hidden name, synced, and renamed over it. A save to a folder may
+write several files (shards, their index, ``config.json``), and must remove those of an older save. ``put_in_place``
+makes them one change:
 
-1. All new files are beside their targets, on the disk. Until here only hidden names have come into being.
-2. The folder is locked (``locked``), so that two saves take turns. Now ``config.json``, which keeps what it says at
-   this moment, and the index are written beside their targets.
-3. The mark ``STEM.safetensors.torn`` is put beside the targets, unless one rename decides: new shards lie beside the
-   old ones until their index replaces the old one, or there is but one file.
-4. An old index over whose shards new ones come goes, so that other readers, who know no mark, find none.
+1. All new files of tensors are beside their targets, on the disk. Until here only hidden names are new.
+2. The folder is locked (``locked``), so that two saves take turns. Now ``config.json``, based on its current contents,
+   and the index are written beside their targets.
+3. The mark ``STEM.safetensors.torn`` is put beside the targets, unless one rename suffices: there is only one file, or
+   no new shard replaces an old one, so that the rename of the index is the change.
+4. An old index is removed if new shards replace some of its own: other readers, which do not know the mark, find none.
 5. The renames: first ``config.json``, then the shards, last the index or the single file.
-6. What an older save under the same stem left goes: its index first, then its files.
-7. The mark goes, then the lock.
+6. Files of an older save under the same stem are removed: its index first, then the others.
+7. The mark is removed, then the lock is released.
 
-Readers refuse what has a mark (``check_whole``). So who dies before 3 leaves the old checkpoint, who dies after 7 has
-left the new one, and between a folder says that it is torn; ``config.json`` is the old or the new one at every moment,
-and no other file is touched. The next save under the stem finds the mark, does all steps, and removes what was left.
+Readers refuse marked files (``check_whole``). So a crash before 3 leaves the old checkpoint, a crash after 7 the new
+one, and a crash between a folder that is marked as torn; ``config.json`` is the old or the new one at every moment, and
+no other file is touched. The next save under the stem finds the mark, does all steps, and removes the leftovers.
 
 Where the file system has no locks, two saves may mix their renames. The index therefore has a digest of the header of
 every shard, which has the checksums of its tensors; readers compare them, and refuse the shard of another save.
@@ -45,12 +45,12 @@ _MARK = b"A save that exchanges the files here has not ended. Save again.\n"
 
 @contextlib.contextmanager
 def replacing(*paths: Path) -> Iterator[list[FileIO]]:
-    """Yield one open file per path to write to; afterwards they are at ``paths``, in that order, durable.
+    """Yield one open file per path for writing; at the end sync them, and rename them to ``paths`` in order.
 
-    An error, a full disk or a killed process leaves the old files as they were; each is exchanged by itself. A symbolic
-    link is followed. A new file gets the mode that the umask asks for, a replaced one keeps its own. A killed process
-    leaves hidden files beside the targets, which the next to write there removes. Raises CheckpointError where the disk
-    refuses.
+    After an error, a full disk or a killed process the old files are unchanged; each file is replaced by a rename of
+    its own. Symbolic links are followed. A new file gets the mode of the umask, a replaced one keeps its mode. A killed
+    process leaves hidden files beside the targets, which the next write to these targets removes. Raises
+    CheckpointError if the disk refuses.
     """
     with beside(*paths) as written:
         yield written.files
@@ -60,19 +60,19 @@ def replacing(*paths: Path) -> Iterator[list[FileIO]]:
 
 
 class Beside:
-    """Files that are being written beside their targets: ``files`` to write to; ``pairs``, hidden path and target."""
+    """Temporary files beside their targets: ``files``, open for writing, and ``pairs`` of hidden path and target."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Path, Path]] = []
         self.files: list[FileIO] = []
 
     def sync(self) -> None:
-        """Bring all to the disk. The files stay open, and held, until they are in place."""
+        """Sync all files to the disk. They stay open, and so locked, until they are in place."""
         for file in self.files:
             os.fsync(file.fileno())
 
     def remove(self) -> None:
-        """Close all, and remove those that are hidden still."""
+        """Close all files, and remove those that have not been renamed."""
         for file in self.files:
             file.close()
         for temporary, _ in self.pairs:
@@ -81,9 +81,9 @@ class Beside:
 
 @contextlib.contextmanager
 def beside(*paths: Path) -> Iterator[Beside]:
-    """Yield one open file beside each of ``paths``; those that nobody has put in place are removed.
+    """Yield one open temporary file beside each of ``paths``; remove those that have not been renamed at the end.
 
-    What killed processes left of the same targets is removed first. Raises CheckpointError where the disk refuses.
+    First, remove the leftovers of killed processes for the same targets. Raises CheckpointError if the disk refuses.
     """
     made = Beside()
     targets = [Path(os.path.realpath(path)) for path in paths]
@@ -95,7 +95,7 @@ def beside(*paths: Path) -> Iterator[Beside]:
                 if target.is_dir():
                     raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
                 temporary = name_beside(target)
-                made.pairs.append((temporary, path))  # before the file is there: an interrupt may come in between
+                made.pairs.append((temporary, path))  # before the file exists: an interrupt may come in between
                 made.files.append(_create(temporary, target))
             yield made
         except OSError as error:
@@ -103,12 +103,12 @@ def beside(*paths: Path) -> Iterator[Beside]:
             raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
         finally:
             made.remove()
-    finally:  # what an interrupt has kept from it
+    finally:  # again, because an interrupt may have aborted the first removal
         made.remove()
 
 
 def _create(temporary: Path, target: Path) -> FileIO:
-    if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
+    if target.exists() and not os.access(target, os.W_OK):  # a rename would ignore its mode
         raise CheckpointError("cannot be written: Permission denied", name=str(target), fix="Give another name.")
     try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
@@ -116,7 +116,7 @@ def _create(temporary: Path, target: Path) -> FileIO:
         file = FileIO(descriptor, "wb", closefd=True)
         with contextlib.suppress(FileNotFoundError):
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
-    except OSError as error:  # it would name the file beside, which nobody knows
+    except OSError as error:  # the error would name the temporary file, which the caller does not know
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(target)) from error
     return file
 
@@ -126,11 +126,11 @@ def _create(temporary: Path, target: Path) -> FileIO:
 
 @dataclass(frozen=True)
 class FolderChange:
-    """What a save does to a folder, once its tensors are written; see ``put_in_place``.
+    """The changes of a save to a folder, after its tensors are written; see ``put_in_place``.
 
     written    hidden path and target of each file of tensors, on the disk
-    texts      called when the folder is locked, returns the other files whole, the index among them
-    is_whole   whether this is all that the folder has under ``stem``, so that what else there is goes
+    texts      called when the folder is locked; returns the bytes of the other files by path, including the index
+    is_whole   whether these are all files under ``stem``, so that any others under it are removed
     """
 
     folder: Path
@@ -141,13 +141,13 @@ class FolderChange:
 
 
 def put_in_place(*changes: FolderChange) -> None:
-    """Make ``changes`` one change, as the docstring of this module says; the folders of several are different ones.
+    """Apply ``changes``, each to another folder, as one change; the docstring of this module lists the steps.
 
-    Raises CheckpointError where the disk refuses, or another save does not end; before the first rename nothing has
-    changed then, and after it the folders say that they are torn.
+    Raises CheckpointError if the disk refuses, or another save does not end. If that happens before the first rename,
+    nothing has changed; after it, the folders are marked as torn.
     """
     with contextlib.ExitStack() as stack:
-        for change in sorted(changes, key=lambda change: str(change.folder)):  # so that two saves do not wait in a ring
+        for change in sorted(changes, key=lambda change: str(change.folder)):  # one order, against deadlocks
             stack.enter_context(locked(change.folder))
         steps: list[Callable[[], Path]] = []
         is_torn = len(changes) > 1
@@ -175,7 +175,7 @@ def _is_of(stem: str | None, name: str) -> bool:
 
 
 def _perform(steps: Sequence[Callable[[], Path]], marks: Sequence[Path]) -> None:
-    """Do ``steps``, each of which returns what it has changed, under ``marks``."""
+    """Put up ``marks``, do ``steps``, each of which returns the path that it changed, and remove the marks."""
     were_torn = any(map(os.path.lexists, marks))
     try:
         for mark in marks:
@@ -185,7 +185,7 @@ def _perform(steps: Sequence[Callable[[], Path]], marks: Sequence[Path]) -> None
                 sync_folder(_rename(*made.pairs[0]).parent)
         changed = {steps[0]().parent}
     except (OSError, CheckpointError):
-        for mark in marks if not were_torn else ():  # nothing has changed
+        for mark in marks if not were_torn else ():  # nothing has changed yet
             mark.unlink(missing_ok=True)
         raise
     changed |= {step().parent for step in steps[1:]}
@@ -230,7 +230,7 @@ def _remove(path: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk, where the file system can say so."""
+    """Sync the directory ``folder`` to the disk, if the file system supports that."""
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:

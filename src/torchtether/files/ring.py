@@ -1,4 +1,4 @@
-"""Bytes on their way to a device: through a few pinned buffers, copied beside the reads and beside what it computes."""
+"""Transfers to a device through a few pinned buffers; copies overlap with reads and with computation on the device."""
 
 from __future__ import annotations
 
@@ -14,66 +14,66 @@ from ..geometry.views import Shape
 from .memory import memory_of
 
 SLOT = 4 * 2**20
-"""Bytes of one pinned buffer: what one thread reads at once."""
+"""Bytes of one pinned buffer, which one thread reads at once."""
 
 SLOTS = 16
-"""Pinned buffers at most. Four threads fill as many; the others are on their way."""
+"""The most pinned buffers. Four threads fill four of them; the others are being copied."""
 
 STAGED = 16 * 2**20
-"""Bytes that are encoded, or converted, at once on the device; each reading thread has such a scratch there."""
+"""Bytes that the device encodes or converts at once; each reading thread has a scratch of this size there."""
 
 
 class Event(Protocol):
-    """A place in the order of what a device does."""
+    """A point in the order of work on a device, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Return whether the device has come there."""
+        """Return whether the device has reached the event."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come there."""
+        """Wait until the device has reached the event."""
 
 
 class Lane(Protocol):
-    """Two orders in which a device works: that of copies into its memory, and that of what it computes.
+    """Two queues of work on a device: copies into its memory, and computation.
 
-    Each is kept; between the two nothing is promised but what is asked for here. All calls return at once, but for
-    ``synchronize``, and may come from any thread.
+    Each runs in order; between the two, only the methods here impose an order. All calls but ``synchronize`` return at
+    once, and may come from any thread.
     """
 
     def begin(self) -> None:
-        """Have copies wait for what the device computes so far: their memory may have been in use there."""
+        """Make copies wait for the computation queued so far, which may still use their target memory."""
 
     def copy(self, out: Tensor, given: Tensor) -> None:
-        """Have ``given``, pinned, copied to ``out``, on the device, both contiguous bytes."""
+        """Queue a copy of ``given``, pinned, to ``out`` on the device; both are contiguous bytes."""
 
     def copied(self) -> Event:
-        """Return the event after all copies so far."""
+        """Return the event after all copies queued so far."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return uninitialised bytes of the device, for the use of what it computes."""
+        """Return uninitialised bytes on the device, for use by computation."""
 
     def compute(self, use: Callable[[], object], after: Event) -> Event:
-        """Have ``use`` computed when the device has come to ``after``; return the event after it."""
+        """Queue the computation ``use`` after the event ``after``; return the event at its end."""
 
     def wait(self, event: Event) -> None:
-        """Have further copies wait for ``event``."""
+        """Make further copies wait for ``event``."""
 
     def end(self) -> None:
-        """Have what is computed from now on wait for all copies so far."""
+        """Make further computation wait for all copies queued so far."""
 
     def synchronize(self) -> None:
-        """Wait until the device has copied and computed all that it was given here."""
+        """Wait until the device has finished all queued copies and computation."""
 
 
 class StreamLane:
-    """A lane of a device that has streams: copies have one of their own, and the caller's computes."""
+    """A lane of a device with streams: copies use a stream of their own, computation uses the caller's current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._work = self._copies = self._module.current_stream(device)
         self._turn = threading.Lock()
-        self._kind = {"blocking": True} if device.type == "cuda" else {}  # so that who waits leaves its core to others
+        self._kind = {"blocking": True} if device.type == "cuda" else {}  # a waiting thread sleeps, not spins
 
     def begin(self) -> None:
         self._work = self._module.current_stream(self._device)
@@ -91,11 +91,11 @@ class StreamLane:
     def allocate(self, nbytes: int) -> Tensor:
         with self._module.stream(self._work):
             made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self.wait(self._work.record_event())  # the allocator may have it from what is still being computed
+            self.wait(self._work.record_event())  # the allocator may return memory that queued computation still uses
         return made
 
     def compute(self, use: Callable[[], object], after: Event) -> Event:
-        with self._turn, self._module.stream(self._work):  # one at a time, so that there is the scratch of one
+        with self._turn, self._module.stream(self._work):  # one at a time, so that only one needs scratch
             self._work.wait_event(after)
             use()
             return self._work.record_event()  # type: ignore[no-any-return]
@@ -124,9 +124,9 @@ def _has_streams(device: torch.device) -> bool:
 
 
 class Ring:
-    """A few pinned buffers, made when they are needed; each is used again as soon as the copies out of it are done.
+    """A few pinned buffers, allocated on demand; each is reused as soon as the copies from it are done.
 
-    One serves all devices of a load, and all threads.
+    One ring serves all devices of a load, and all threads.
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
@@ -136,23 +136,23 @@ class Ring:
         self._used: dict[torch.device, Lane] = {}
 
     def lane(self, device: torch.device) -> Lane | None:
-        """Return a lane of ``device``; ``None`` if its memory is filled without one."""
+        """Return a lane of ``device``; ``None`` if the device has no streams."""
         return StreamLane(device) if _has_streams(device) else None
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Return a pinned buffer; one that is not where the system has no more to pin: copies are slower then."""
+        """Return a pinned buffer, or a pageable one, with slower copies, if the system cannot pin more memory."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def take(self) -> Tensor:
-        """Return a buffer that no copy reads from, to be given back."""
+        """Return a buffer that no copy reads; pass it to ``give`` afterwards."""
         with self._changed:
             while not self._idle and not self._left:
                 self._changed.wait()
             if self._idle and (not self._left or self._idle[0][1].query()):
-                slot, event = self._idle.popleft()  # the one that has waited longest
+                slot, event = self._idle.popleft()  # the one idle for the longest time
             else:
                 self._left -= 1
                 slot = None
@@ -168,23 +168,23 @@ class Ring:
         return slot
 
     def give(self, slot: Tensor, copied: Event) -> None:
-        """Take back a buffer, in use until ``copied``."""
+        """Take back a buffer, which copies read until the event ``copied``."""
         with self._changed:
             self._idle.append((slot, copied))
             self._changed.notify()
 
     def note(self, device: torch.device, lane: Lane) -> None:
-        """Remember that ``lane`` is in use, for ``drain``."""
+        """Remember ``lane`` as in use, for ``drain``."""
         self._used[device] = lane
 
     def drain(self) -> None:
-        """Wait until every device has copied and computed all that came through here."""
+        """Wait until every device has finished the copies and computation of this ring."""
         for lane in self._used.values():
             lane.synchronize()
         self._used.clear()
 
     def close(self) -> None:
-        """Let the buffers go, when nothing is under way any more; new ones are made if they are needed again."""
+        """Finish all work and free the buffers; new ones are allocated on the next use."""
         self.drain()
         with self._changed:
             self._left += len(self._idle)
@@ -192,16 +192,16 @@ class Ring:
 
 
 Fill = Callable[[Sequence[tuple[str, memoryview]], int], None]
-"""Fills buffers, each with the key that an error names, with what a file has from a byte on."""
+"""A function that fills (key, buffer) pairs with the bytes of a file from an offset on; errors name the key."""
 
 
 class Passage:
-    """The way of bytes to one device, during one run of a batch."""
+    """The transfer of bytes to one device, during one run of a batch."""
 
     def __init__(self, ring: Ring, device: torch.device, lane: Lane) -> None:
         self._ring, self._device, self._lane = ring, device, lane
         self._idle: deque[tuple[Tensor, Event | None]] = deque()
-        self._every: list[Tensor] = []  # so that none is freed while a copy to it may be under way
+        self._every: list[Tensor] = []  # so that none is freed while a copy to it may be running
 
     def begin(self) -> None:
         """Begin a run."""
@@ -209,7 +209,7 @@ class Passage:
         self._lane.begin()
 
     def bring(self, read: Fill, parts: Sequence[tuple[str, Tensor, int, int]], at: int) -> None:
-        """Read what a file has from byte ``at``, at most ``SLOT``, for ranges of bytes of tensors on the device."""
+        """Read up to ``SLOT`` bytes of a file from ``at`` on into (key, tensor, start, stop) ranges on the device."""
         slot = self._ring.take()
         try:
             memory, places, first = memory_of(slot), [], 0
@@ -225,7 +225,7 @@ class Passage:
     def hand(
         self, read: Fill, key: str, at: int, shape: Shape, dtype: torch.dtype, use: Callable[[Tensor], Any]
     ) -> None:
-        """Read a tensor, of which a file has the bytes from ``at``, and have the device ``use`` it, not keep it."""
+        """Read a tensor from byte ``at`` of a file, and queue ``use(tensor)`` on the device; it must not keep it."""
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         scratch, free = self._scratch(nbytes)
         if free is not None:
@@ -236,7 +236,7 @@ class Passage:
         self._idle.append((scratch, self._lane.compute(lambda: use(values), self._lane.copied())))
 
     def _scratch(self, nbytes: int) -> tuple[Tensor, Event | None]:
-        """Return bytes of the device, and the event from which on they may be written."""
+        """Return scratch on the device, and the event after which it may be written, ``None`` for at once."""
         try:
             scratch, free = self._idle.popleft()
         except IndexError:
@@ -249,7 +249,7 @@ class Passage:
         return made, None
 
     def end(self, *, is_whole: bool) -> None:
-        """End a run; where it was broken off, wait for what is under way."""
+        """End a run; if it was aborted, wait for queued work."""
         if is_whole:
             self._lane.end()
         else:

@@ -1,4 +1,4 @@
-"""All files of one checkpoint as one: its stored tensors by key, and the record that goes with them."""
+"""All files of a checkpoint as one store: its tensors by key, and their record."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from .strict_json import short_repr
 _ZIP = b"PK\x03\x04"
 
 _PICKLED_STEM = "pytorch_model"
-"""What transformers calls files by ``torch.save`` in a folder, with ``.bin`` or ``.bin.index.json``.
+"""The stem of files by ``torch.save`` that transformers writes, with ``.bin`` or ``.bin.index.json``.
 
-Others there are other things."""
+Other ``.bin`` files in a folder are not checkpoints."""
 
 
 class Store(Closing):
-    """The open files of a checkpoint, checked against each other; keys are those that are stored, nothing is resolved.
+    """The open files of a checkpoint, checked against each other; keys are stored keys, aliases are not resolved.
 
-    header   what all files store, and their metadata
-    record   what they remember: ties, weights, strides, checksums
-    flat     ``alias: owner`` pairs of other writers, to be believed for a name that somebody asks for, never listed
+    header   the tensors and the metadata of all files
+    record   the union of their records: ties, weights, strides, checksums
+    flat     ``alias: owner`` pairs of other writers: valid for lookups of an alias, never listed as keys
     """
 
     index: Index | None
@@ -71,12 +71,12 @@ class Store(Closing):
 
     @cached_property
     def ring(self) -> Ring:
-        """Return the pinned buffers through which everything goes that is read to a device, made when first needed."""
+        """Return the pinned buffers for all reads to devices; they are allocated on first use."""
         return Ring()
 
     @property
     def folder(self) -> Path:
-        """Return where the files are."""
+        """Return the folder of the files."""
         return self.files[0].path.parent
 
     def file_of(self, key: str) -> TensorFile:
@@ -84,7 +84,7 @@ class Store(Closing):
         return self._home[key]
 
     def stored(self, key: str) -> Stored:
-        """Return where and what ``key`` is."""
+        """Return dtype, shape and location of ``key``."""
         return self.header.tensors[key]
 
     def read(self, key: str, tick: Tick = no_tick) -> Tensor:
@@ -96,15 +96,13 @@ class Store(Closing):
         self._home[key].read_into(key, out, tick, self.ring)
 
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
-        """Have ``read_into`` done, from row ``first`` on, when ``batch`` runs."""
+        """Add ``read_into``, from row ``first`` on, to ``batch``."""
         self._home[key].read_later(key, out, batch, first)
 
     def make_later(self, wanted: Iterable[tuple[str, Shape]], batch: Batch) -> list[Tensor]:
-        """Return a new CPU tensor for each key, in its dtype and those dense strides.
+        """Return a new CPU tensor for each (key, dense strides), in the stored dtype; ``batch`` fills it when it runs.
 
-        They have its bytes when ``batch`` runs.
-
-        As ``allocate`` and ``read_later`` do, in a third of the time, which counts when there are thousands of them.
+        It takes a third of the time of ``allocate`` and ``read_later``, which matters for thousands of tensors.
         """
         homes, tensors = self._home, self.header.tensors
         places = [(homes[key], key, tensors[key], stride) for key, stride in wanted]
@@ -113,7 +111,7 @@ class Store(Closing):
         return made
 
     def is_mappable(self, key: str) -> bool:
-        """Return whether ``map`` can give ``key``; see ``TensorFile``."""
+        """Return whether ``map`` can return ``key``; see ``TensorFile``."""
         return self._home[key].is_mappable(key)
 
     def map(self, key: str) -> Tensor:
@@ -121,7 +119,7 @@ class Store(Closing):
         return self._home[key].map(key)
 
     def read_view(self, key: str, view: View) -> Tensor:
-        """Return the elements of ``key`` that ``view`` names, contiguous, in memory of its own."""
+        """Return the elements of ``key`` that ``view`` selects, contiguous, in new memory."""
         return self._home[key].read_view(key, view)
 
     def is_equal(self, key: str, other: str) -> bool:
@@ -137,7 +135,8 @@ class Store(Closing):
     def beside(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the JSON objects beside the files that may announce a format, by file name; see ``read_beside``.
 
-        Raises CheckpointError also if a save has exchanged the files since they were opened: those speak of others.
+        Raises CheckpointError also if a save has replaced the files since they were opened, because the JSON files may
+        then describe the new ones.
         """
         found = read_beside(self.folder)
         _check_ended(self.path)
@@ -151,7 +150,7 @@ class Store(Closing):
             file.check_size()
 
     def release(self) -> None:
-        """Let the pinned buffers go, when nothing is under way any more."""
+        """Finish the work of the pinned buffers and free them."""
         if "ring" in self.__dict__:
             self.ring.close()
 
@@ -163,9 +162,9 @@ class Store(Closing):
 
 
 def _kind(path: Path) -> type[TensorFile]:
-    """Return who reads the file at ``path``: by its name, or by a magic that no safetensors file has.
+    """Return the reader for the file at ``path``, by its name or by a magic number that no safetensors file has.
 
-    ``torch.save`` writes zip files, whatever they are called: Lightning's end in ``.ckpt``, others in nothing.
+    ``torch.save`` writes zip files under any name: those of Lightning end in ``.ckpt``, others have no suffix.
     """
     if path.suffix in PICKLED or (path.suffix != SUFFIX and begins_with(path, _ZIP)):
         return PickledFile
@@ -189,10 +188,10 @@ def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile
 
 
 def _check_index(files: list[TensorFile], index: Index) -> None:
-    """Raise CheckpointError unless the index names what each file stores, and nothing else."""
+    """Raise CheckpointError unless the index names exactly the keys of each file."""
     named: dict[str, str] = {}
     for file in files:
-        keys = file.names if isinstance(file, PickledFile) else file.header.tensors  # its aliases have keys too
+        keys = file.names if isinstance(file, PickledFile) else file.header.tensors  # its index has aliases
         named.update(dict.fromkeys(keys, file.path.name))
     if named == index.weight_map:
         return
@@ -207,7 +206,7 @@ def _check_index(files: list[TensorFile], index: Index) -> None:
 
 
 def _check_headers(files: list[TensorFile], index: Index) -> None:
-    """Raise CheckpointError if the index was written for other shards than these; see ``replacing``."""
+    """Raise CheckpointError if the index is of another save than the shards; see ``replacing``."""
     if index.headers is None:
         return
     for file in files:
@@ -238,7 +237,7 @@ def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]
     if index is not None and isinstance(index.metadata.get(KEY), str):
         everything = {key: one for file in files for key, one in file.header.tensors.items()}
         whole = parse_record(index.metadata[KEY], everything, name=str(index.path))
-        if whole.metadata() != record.with_checksums({}).metadata():  # each file has those of its own tensors
+        if whole.metadata() != record.with_checksums({}).metadata():  # only the records of files have checksums
             raise CheckpointError("its record is not that of the shards", name=str(index.path), fix="Save it again.")
     return record, bool(found)
 
@@ -258,11 +257,10 @@ def _flat_pairs(header: Header, index: Index | None) -> dict[str, str]:
 def _find_files(path: Path) -> tuple[tuple[Path, ...], Index | None]:
     """Return the files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
 
-    In a folder safetensors files go before ``pytorch_model.bin``, as in transformers, which writes either.
-    Without either it may hold one GGUF file.
+    In a folder, safetensors files have precedence over ``pytorch_model.bin``, as in transformers. A folder with neither
+    may hold one GGUF file.
 
-    Raises CheckpointError if there is none, if it is not clear which of several is meant, or if a save of it has not
-    ended.
+    Raises CheckpointError if there is no checkpoint, if there are several, or if a save of it has not ended.
     """
     _check_ended(path)
     if path.is_dir():
@@ -276,7 +274,7 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], Index | None]:
 
 
 def _check_ended(path: Path) -> None:
-    """Raise CheckpointError if a save of what is at ``path``, a file or a folder, has not ended."""
+    """Raise CheckpointError if a save to ``path``, a file or a folder, has not ended."""
     if path.is_dir():
         check_whole(path)
     elif stem := stem_of(path.name):
@@ -312,7 +310,7 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
     if pickled.is_file():
         return (pickled,), None
     others = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if not file.name.startswith("."))
-    if len(others) > 1:  # mostly one model in several types
+    if len(others) > 1:  # usually one model in several quantized types
         names = ", ".join(file.name for file in others)
         raise CheckpointError(
             f"the folder holds several GGUF files: {names}", name=str(folder), fix="Give the path of one."

@@ -1,4 +1,4 @@
-"""JSON from strangers, read strictly: no duplicate keys, no floats, no NaN, and nothing without bounds."""
+"""A strict parser for untrusted JSON: no duplicate keys, no floats, no NaN, and limits on every size."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 from ..errors import CheckpointError
 
 VALUES = 2**21
-"""Numbers, strings, lists and objects in one text: a quarter of a million tensors. Each takes some hundred bytes."""
+"""The most values in one text: enough for a quarter of a million tensors. Each value takes some hundred bytes."""
 
 _DEPTH = 32
-_NAME_LIMIT = 2**16  # characters of a key; every error about it repeats them
+_NAME_LIMIT = 2**16  # characters of a key, which errors repeat
 _PIECE = 2**16
 _COUNT_LIMIT = 2**48
 _UNMARKED = bytes(byte for byte in range(256) if byte not in b'"{}[],:')
@@ -26,18 +26,18 @@ _UNMARKED = bytes(byte for byte in range(256) if byte not in b'"{}[],:')
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlist = _SHORT.maxtuple = 10
-_SHORT.maxlevel = 3  # a pickle can put one list into another ten times, and that one again
+_SHORT.maxlevel = 3  # a pickle can nest one list ten times in another, and so on
 _HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(
     text: bytes | str, *, name: str, what: str, floats: bool = False, values: int = VALUES, widest: int = VALUES
 ) -> dict[str, Any]:
-    """Return the JSON object in ``text``; ``name`` is the file and ``what`` the place in it that an error is about.
+    """Return the JSON object in ``text``; errors name the file ``name`` and the place ``what`` in it.
 
     Raises CheckpointError for anything but one object in UTF-8 with unique keys; for fractions unless ``floats``;
-    for NaN and infinities always; and, before it is parsed, for more than ``values`` values, or more than ``widest`` in
-    one of the objects and lists that it consists of.
+    for NaN and infinities always; and, before parsing, for more than ``values`` values, or more than ``widest`` in one
+    of its direct objects and lists.
 
     >>> parse_object('{"a": [1, null]}', name="f", what="header")
     {'a': [1, None]}
@@ -67,7 +67,7 @@ def parse_object(
         found = read(words)
         if not _is_unique(found, pairs):
             found = read(words, object_pairs_hook=unique)
-        if _HALVES.search(words):  # an escape can spell half a character, which nobody can print
+        if _HALVES.search(words):  # an escape can be half a surrogate pair, which cannot be encoded
             json.dumps(found, ensure_ascii=False).encode()
     except CheckpointError:
         raise
@@ -85,10 +85,10 @@ def parse_object(
 
 
 def _is_unique(found: Any, pairs: int) -> bool:
-    """Return whether ``found``, of a text with so many pairs, surely has them all, under short keys.
+    """Return whether ``found`` has all ``pairs`` pairs of its text, so no duplicates, under keys of allowed length.
 
-    Asking here takes a third of what it takes to look at every object while it is made. What is nested more deeply than
-    the objects of a header is not looked for, and counts as absent.
+    This takes a third of the time of a check in an ``object_pairs_hook``. Objects nested more deeply than in a header
+    are not counted, so that the result is ``False`` if there are any.
     """
     if type(found) is not dict:
         return False
@@ -99,15 +99,13 @@ def _is_unique(found: Any, pairs: int) -> bool:
 
 
 def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) -> int:
-    """Return the pairs of a key and a value in ``text``.
+    """Return the number of key-value pairs in ``text``; raise CheckpointError if it exceeds the limits.
 
-    Raise CheckpointError if it says more than ``parse_object`` reads.
-
-    Writers ask too, of what they write. Counts without making any value: a list takes two bytes in a file and sixty in
-    memory. What follows a syntax error may be counted wrongly; the parser stops before it.
+    Writers call it, too, for their own text. It counts without making values: a list takes two bytes in a file and
+    sixty in memory. Counts after a syntax error may be wrong, but the parser stops there.
     """
     if b"\\" in text:
-        text = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # so that every quote begins or ends a string
+        text = text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")  # the remaining quotes begin or end a string
     values = pairs = depth = is_inside = width = 0
     for at in range(0, len(text), _PIECE):
         marks = np.frombuffer(text[at : at + _PIECE].translate(None, _UNMARKED), np.uint8)
@@ -134,13 +132,13 @@ def check_extent(text: bytes, limit: int, widest: int, *, name: str, what: str) 
 
 
 def check_length(key: str, *, name: str) -> None:
-    """Raise CheckpointError if ``key``, which the file ``name`` holds, is no name but a way to fill memory."""
+    """Raise CheckpointError if ``key``, of the file ``name``, is too long."""
     if len(key) > _NAME_LIMIT:
         raise CheckpointError(f"{short_repr(key)} has {len(key)} characters, more than {_NAME_LIMIT}", name=name)
 
 
 def short_repr(value: Any) -> str:
-    """Return ``value`` as an error shows it: of what is long only a part.
+    """Return the repr of ``value`` for an error message, shortened if it is long.
 
     >>> short_repr("a"), len(short_repr("x" * 1000))
     ("'a'", 80)
@@ -149,7 +147,7 @@ def short_repr(value: Any) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether ``value`` is an integer that can be a size, a stride or an offset (``True`` is not).
+    """Return whether ``value`` is an int (not a bool) that can be a size, a stride or an offset.
 
     >>> is_count(3), is_count(True), is_count(-1)
     (True, False, False)
@@ -158,14 +156,14 @@ def is_count(value: Any) -> bool:
 
 
 def are_counts(values: Any) -> bool:
-    """Return whether ``values`` is a list of such integers.
+    """Return whether ``values`` is a list of integers that ``is_count`` accepts.
 
     >>> are_counts([3, 0]), are_counts([3, None]), are_counts(3)
     (True, False, False)
     """
     if type(values) is not list:
         return False
-    for value in values:  # noqa: SIM110 - headers ask half a million times, and a generator takes twice as long
+    for value in values:  # noqa: SIM110 - a header calls this half a million times; a generator takes twice as long
         if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
             return False
     return True

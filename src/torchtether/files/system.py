@@ -1,4 +1,4 @@
-"""Advice to the operating system that Python's library cannot give; systems that do not take it do without."""
+"""System calls that Python's library lacks, by ctypes; on systems without them the functions do nothing."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ HUGE_PAGE = 2 * 2**20
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Let the system back these bytes, from whole pages around them, with huge pages where it has none yet."""
+    """Advise the system to back the pages of these bytes with huge pages, where they are not backed yet."""
     if _madvise is not None:
         page = mmap.PAGESIZE
         start, stop = address // page * page, -(-(address + nbytes) // page) * page
-        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: what it returns changes nothing
+        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)  # only advice: its result is ignored
 
 
 def begin_writing_back(descriptor: int, at: int, nbytes: int) -> None:
-    """Begin to bring these bytes of the file to the disk, so that a later ``fsync`` has less to wait for.
+    """Start to write these bytes of the file to the disk, so that a later ``fsync`` takes less time.
 
-    Unlike ``posix_fadvise`` it leaves them in the page cache, for the next to read the file.
+    Unlike ``posix_fadvise`` it leaves them in the page cache, for later readers of the file.
     """
     if _sync_file_range is not None:
-        _sync_file_range(descriptor, at, nbytes, 2)  # SYNC_FILE_RANGE_WRITE; advice again
+        _sync_file_range(descriptor, at, nbytes, 2)  # SYNC_FILE_RANGE_WRITE; only advice, too
 
 
 def read_at_once(descriptor: int, spans: Sequence[int], at: int, nbytes: int) -> bool:
-    """Return whether the ``nbytes`` from ``at`` on have been read into ``spans``, an address and a length each.
+    """Read ``nbytes`` bytes from ``at`` on into ``spans``, pairs of address and length; return whether all were read.
 
-    If not, for whatever reason, the memory holds anything, and ``os.preadv`` may be asked, which tells the reason. It
-    needs an object for each span, and these take four times as long to make as the bytes of a small tensor to read.
+    If not, for any reason, the contents of the memory are undefined, and the caller can use ``os.preadv``, which raises
+    the error. ``os.preadv`` needs an object per span, which takes four times as long to make as a small tensor to read.
     """
     if _preadv is None:
         return False
@@ -51,7 +51,7 @@ def _find(name: str, *arguments: Any) -> Any:
 
 
 def _find_preadv() -> Any:
-    if ctypes.sizeof(ctypes.c_void_p) != 8:  # elsewhere an offset in a file may have another size than we say
+    if ctypes.sizeof(ctypes.c_void_p) != 8:  # elsewhere file offsets may have another size than the declared one
         return None
     found = _find("preadv", ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
     if found is not None:

@@ -1,4 +1,4 @@
-"""Writing a safetensors file, tensor by tensor: the same tensors and metadata give the same bytes."""
+"""A writer of safetensors files, tensor by tensor: the same tensors and metadata give the same bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .memory import memory_of, pieces
 from .system import begin_writing_back
 
 Layout = Mapping[str, tuple[torch.dtype, Shape]]
-"""What a file is going to hold: dtype and shape by key."""
+"""The tensors of a file to write: dtype and shape by key."""
 
 Metadata = Callable[[Mapping[str, int]], Mapping[str, str]]
-"""What a file says besides, given the CRC-32 of every tensor by key; as many bytes whatever they are."""
+"""A function from the CRC-32 of every tensor, by key, to the metadata; their size must not depend on the values."""
 
 PIECE = 4 * 2**20
-"""Bytes that are written at once: a copy of so many, if the tensor is not contiguous, waits for its checksum."""
+"""Bytes that are written at once. A copy of a piece, if the tensor is not contiguous, is held for its checksum."""
 
 
 def write_made(
@@ -36,13 +36,13 @@ def write_made(
     name: str,
     tick: Tick = no_tick,
 ) -> str:
-    """Write tensors that are made one at a time, in any order, to ``file``; return the digest of the header.
+    """Write tensors, which ``made`` yields one at a time in any order, to ``file``; return the digest of the header.
 
-    What a tensor of any strides, on any device, shows is written: conjugated and negated views are resolved, others put
-    in row-major order, in scratch below one piece. Each is dropped before the next is asked for, and the order leaves
-    no trace in the file. The header comes first in the file and is written twice: with checksums of 0 to know where
-    the tensors begin, and with those that they had.
-    Raises CheckpointError if they are not what ``layout`` says.
+    Tensors may have any strides and any device: conjugated and negated views are resolved, others are written in
+    row-major order, with scratch of at most one piece. Each tensor is dropped before the next one is requested, and
+    their order does not change the file. The header is written twice: first with checksums of 0, because its size
+    determines where tensors begin, and at the end with the real ones.
+    Raises CheckpointError if the tensors do not agree with ``layout``.
     """
     header, start = format_header(layout, metadata(dict.fromkeys(layout, 0)), name=name)
     write_bytes(file, memoryview(header))
@@ -80,7 +80,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 
 def write_tensor(file: FileIO, tensor: Tensor, tick: Tick, checksum: Checksum | None = None) -> None:
-    """Write ``tensor``, the values that it shows in row-major order; ``checksum`` gets what is written."""
+    """Write the values of ``tensor`` in row-major order; add the written bytes to ``checksum``."""
     for piece in pieces(tensor.detach(), PIECE):
         flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
         if checksum is not None:
@@ -92,7 +92,7 @@ def write_tensor(file: FileIO, tensor: Tensor, tick: Tick, checksum: Checksum | 
 
 
 def write_bytes(file: FileIO, memory: memoryview) -> None:
-    """Write all of ``memory`` to ``file``, where it stands."""
+    """Write all of ``memory`` to ``file`` at its current position."""
     while memory:
         count = file.write(memory)
         memory = memory[count or 0 :]

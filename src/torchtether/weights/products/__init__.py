@@ -1,11 +1,11 @@
-"""Kernels: products with quantized weights, and decoding, that read the parts as they lie.
+"""Kernels for decoding and for products with quantized weights, which read the parts in place.
 
-``table.py`` says which kernel is used when, with its measurement. No layout but the scheme's own exists, so nothing is
-derived, kept, or invalidated: moving, saving, ties, in-place writes and rows of embeddings see the same storage.
+``table.py`` selects the kernels, with measurements. The layout of the scheme is the only one, so no copy in another
+layout must be kept or invalidated: moving, saving, ties, in-place writes and rows of embeddings use the same storage.
 
-Where no kernel suits, and on all devices but CPUs and CUDA's, weights are decoded, a chunk of rows at a time, and
-multiplied by torch; in a compiled graph the compiler fuses the decoding. No GPU has run any of that: fake tensors say
-that the calls fit, and the CPU that their numbers are right, where torch has the op there, too.
+If no kernel fits, and on all devices but CPUs and CUDA, weights are decoded in chunks of rows and multiplied by torch;
+in a compiled graph the compiler fuses the decoding. No GPU has run these calls: tests check with fake tensors that they
+are valid, and on the CPU that their results are right, for the ops that torch has there, too.
 """
 
 from . import bitsandbytes_4bit, chunks, cpu, decoding, fitting, gpu, int8pack, int_mm, rounding, scaled_mm

@@ -1,8 +1,8 @@
-"""bitsandbytes' kernels for nf4 and fp4, on our parts as they lie; the library is imported when the first is needed.
+"""Calls of bitsandbytes' kernels for nf4 and fp4, on the parts in place; the library is imported at the first call.
 
-The two codes of a byte lie the other way round there: it decodes the columns 2i and 2i + 1 exchanged. So products
-exchange the columns of their inputs, and read the codes once, as they lie. Decoding exchanges the codes first, which
-is a pass over them.
+bitsandbytes has the two codes of a byte in the other order: it decodes the columns 2i and 2i + 1 exchanged. So products
+exchange the columns of their inputs, and read the codes in place. Decoding exchanges the codes first, in a pass over
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ops() -> Any:
     """Return the namespace of bitsandbytes' ops, ``None`` if it is not installed, lacks these two, or is broken."""
     try:
         import bitsandbytes  # noqa: F401
-    except Exception:  # what it raises where a part of CUDA is missing is its own affair
+    except Exception:  # it can raise any error if a part of CUDA is missing
         return None
     found = torch.ops.bitsandbytes
     return found if hasattr(found, "gemm_4bit") and hasattr(found, "dequantize_4bit") else None
@@ -37,19 +37,19 @@ def ops() -> Any:
 
 @cache
 def is_installed() -> bool:
-    """Return whether bitsandbytes is there; it is not imported, which takes seconds."""
+    """Return whether bitsandbytes is installed, without importing it, which takes seconds."""
     return find_spec("bitsandbytes") is not None
 
 
 def takes(layout: Layout) -> bool:
-    """Return whether codes are nf4 or fp4 in blocks of a size that bitsandbytes has, whole ones in each row."""
+    """Return whether codes are nf4 or fp4, and rows consist of whole blocks of a size that bitsandbytes supports."""
     fields = layout.fields
     fills = fields["group"] * fields["groups"] == layout.columns and fields["group"] in _SIZES
     return layout.kind == "TABLE4" and fields["table"] in _NAMES and fills and is_installed()
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` by ``gemm_4bit``; ``None`` where the call does not suit.
+    """Return ``x @ weight.T + bias`` by ``gemm_4bit``; ``None`` if it does not support the arguments.
 
     x (..., K) float32, bfloat16 or float16    result (..., N)
     """
@@ -71,11 +71,11 @@ def decode(
     stop: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``; ``None`` where that does not suit.
+    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``; ``None`` if not supported.
 
         (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
 
-    ``out`` is not used: the op makes its result.
+    ``out`` is not used: the op allocates its result.
     """
     if dtype not in DTYPES or not takes(layout) or not all(part.is_contiguous() for part in parts) or ops() is None:
         return None

@@ -1,4 +1,4 @@
-"""Products with a weight that is decoded a few rows at a time into one piece of scratch, which stays in the cache."""
+"""Products with a weight decoded a few rows at a time into one scratch buffer, which stays in the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...torch_private.observers import is_observed
 from . import table
 
 Decode = Callable[[int, int, Tensor | None], Tensor]
-"""``decode(start, stop, out)``: rows of the weight, which may be written into the beginning of ``out``."""
+"""``decode(start, stop, out)`` returns rows of the weight, perhaps written to the beginning of ``out``."""
 
 
 def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
@@ -19,7 +19,7 @@ def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, d
 
     x (..., columns)    result (..., rows)
     """
-    if not x.is_cpu and not is_observed():  # transforms, and forward AD, do not follow writes to ``out``
+    if not x.is_cpu and not is_observed():  # transforms and forward AD do not support ``out``
         return in_place(x, bias, rows, columns, step, decode)
     outs, scratch = [], x.new_empty(step, columns)
     for start in range(0, rows, step):
@@ -30,11 +30,11 @@ def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, d
 
 
 def in_place(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, decode: Decode) -> Tensor:
-    """Return what ``linear`` does; each product is written where it belongs, for joining them is a pass over all.
+    """Return the result of ``linear``; write each product directly to its columns, which saves concatenation.
 
-    Nothing is decoded into a scratch of ours: on a GPU the memory of one piece is that of the next one at once.
+    No scratch is needed: on a GPU the allocator reuses the memory of one chunk for the next at once.
     """
-    inputs = x.reshape(-1, x.shape[-1]) if x.dim() > 0 else x  # of another size they are torch's to refuse
+    inputs = x.reshape(-1, x.shape[-1]) if x.dim() > 0 else x  # torch raises the error for other sizes
     out = x.new_empty(*x.shape[:-1], rows)
     made = out.view(-1, rows)
     for start in range(0, rows, step):
@@ -61,7 +61,7 @@ def product(x: Tensor, rows: int, columns: int, step: int, decode: Decode) -> Te
 
 
 def times(x: Tensor, values: Tensor) -> Tensor:
-    """Return ``x @ values``, in float32 where torch has no vectors for 16-bit floats (300 times as slow).
+    """Return ``x @ values``, in float32 if torch has no vectorized product of 16-bit floats (300 times as slow).
 
     x (M, K)    values (K, N) of the same dtype    result (M, N) of it, or float32
     """
@@ -69,5 +69,5 @@ def times(x: Tensor, values: Tensor) -> Tensor:
 
 
 def is_slow(x: Tensor) -> bool:
-    """Return whether torch multiplies ``x`` faster, and no less exactly, when it is float32."""
+    """Return whether torch multiplies ``x`` faster, and not less exactly, in float32."""
     return x.dtype in table.HALVES and x.is_cpu and not table.has_fast_halves(x.dtype)

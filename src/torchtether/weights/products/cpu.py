@@ -1,7 +1,7 @@
 """Calls of the compiled kernels, which check every size, stride, dtype, device and address themselves.
 
-Each answers ``None``, with nothing computed, where the kernel is missing or does not suit: the general path is right.
-A microsecond here is a fifth of a product with a small weight: hence nothing is asked in Python that they can ask.
+Each returns ``None``, without computing, if the kernel is missing or does not fit; callers take the general path then.
+A microsecond here is a fifth of a product with a small weight: so Python repeats none of the kernels' checks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def _nothing(*_: Any) -> None:
 Shortcut = Callable[[tuple[Any, ...], dict[str, Any] | None], Tensor | None]
 
 shortcut_linear: Shortcut = _nothing
-"""Of the arguments ``(x, weight, bias)`` what ``linear`` gives for a Weight whose kernel has been called before.
+"""A function of ``(x, weight, bias)``: ``linear`` for a Weight whose kernel has been called before.
 
-It runs no Python of ours. ``None`` for all others, where a graph is recorded, and where something looks on: then the
-rules find out what to do.
+It runs no Python code of this package. It returns ``None`` for other Weights, if a graph is recorded, and if a mode or
+tracer observes ops: then the dispatch rules decide.
 """
 shortcut_gather: Shortcut = _nothing
-"""Of the arguments ``(index, weight)`` what ``gather`` gives, likewise."""
+"""A function of ``(index, weight)``: ``gather``, likewise."""
 
 
 def _found() -> ModuleType | None:
@@ -42,13 +42,13 @@ def _found() -> ModuleType | None:
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` by the kernel that reads the parts as they lie, without a graph.
+    """Return ``x @ weight.T + bias`` by a kernel that reads the parts in place, outside of autograd.
 
         x (..., K) float32, bfloat16 or float16, any strides; bias (N,) of the same dtype    result (..., N)
 
     ``parts`` are in the order of ``layout.parts``. Sums, with the bias, are float32 and rounded once to the dtype of
-    ``x``; where codes are integers and inputs have 16 bits, these move by at most 2**-15 of the largest of their block
-    of columns. Inputs that are not finite give nan.
+    ``x``; if codes are integers and inputs have 16 bits, the inputs are rounded, by at most 2**-15 of the largest in
+    their block of columns. Inputs that are not finite give NaN.
     """
     module = _found()
     if module is None:
@@ -72,7 +72,7 @@ def decode(
 
         (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
 
-    Written into the beginning of ``out`` where that is given.
+    The result is written to the beginning of ``out`` if that is given.
     """
     module, stop = _found(), layout.rows if stop is None else stop
     if module is None or dtype not in DTYPES:
@@ -82,11 +82,11 @@ def decode(
 
 
 def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
-    """Return the rows that ``index`` (int64 or int32, any shape and strides) names, as ``Scheme.decode`` does.
+    """Return the decoded rows at ``index`` (int64 or int32, any shape and strides), with the bits of ``Scheme.decode``.
 
         (*index.shape, K) of ``dtype``, which is float32, bfloat16 or float16
 
-    Raises IndexError where an index names no row.
+    Raises IndexError for an index out of range.
     """
     module, number = _found(), DTYPES.get(dtype)
     if module is None or number is None:
@@ -98,9 +98,9 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
 
 def remember(weight: str, layout: Layout, parts: int, order: Sequence[int]) -> None:
-    """Let the op ``torchtether::linear`` multiply ``weight`` without Python from now on.
+    """Register ``weight``, so that the op ``torchtether::linear`` multiplies it without Python from now on.
 
-    It is given that many ``parts``; ``order`` says which of them the kernels take, in the order in which they do.
+    ``parts`` is the number of parts that the op gets; ``order`` has the indices of those for the kernels, in order.
     """
     if (module := _found()) is not None:
         module.remember(weight, layout.bound(), parts, tuple(order))

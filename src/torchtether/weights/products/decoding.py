@@ -1,4 +1,4 @@
-"""Decoding by the kernels of the device on which the parts lie: all rows, some rows, rows by their numbers."""
+"""Decoding by the kernels of the device of the parts: all rows, ranges of rows, and indexed rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DECODERS: dict[str, tuple[Callable[..., Tensor | None], ...]] = {
     "cpu": (cpu.decode,),
     "cuda": (gpu.decode, bitsandbytes_4bit.decode),
 }
-"""What decodes rows by type of device, best first, with the signature of ``cpu.decode``."""
+"""The decoders of ranges of rows, by device type, best first; with the signature of ``cpu.decode``."""
 
 GATHERERS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.gather, "cuda": gpu.gather}
-"""What decodes rows by their numbers, with the signature of ``cpu.gather``."""
+"""The decoder of indexed rows, by device type; with the signature of ``cpu.gather``."""
 
 
 def decode(
@@ -34,9 +34,9 @@ def decode(
     stop: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``; ``None`` if no kernel takes them.
+    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``; ``None`` if no kernel fits.
 
-    (stop - start, K) of ``dtype``; perhaps in the beginning of ``out``, where that is given
+    (stop - start, K) of ``dtype``; perhaps at the beginning of ``out``, if that is given
     """
     for kernel in DECODERS.get(parts[0].device.type, ()):
         made = kernel(layout, parts, dtype, start=start, stop=stop, out=out)
@@ -46,7 +46,7 @@ def decode(
 
 
 def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
-    """Return the rows that ``index`` names, as ``Scheme.gather`` does; ``None`` if no kernel takes them.
+    """Return the rows at ``index``, with the bits of ``Scheme.gather``; ``None`` if no kernel fits.
 
     (*index.shape, K) of ``dtype``
     """
@@ -55,7 +55,7 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
 
 def values(scheme: Scheme, parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return what ``scheme.decode`` does, which has the compiled loops itself; elsewhere by a kernel that takes it."""
+    """Return the result of ``scheme.decode``, which has loops for the CPU; elsewhere by a kernel, if one fits."""
     if next(iter(parts.values())).is_cpu or is_observed() or (layout := _rows_of(scheme, tuple(shape))) is None:
         return scheme.decode(parts, shape, dtype)
     made = decode(layout, [parts[name] for name in layout.parts], dtype)
@@ -64,7 +64,7 @@ def values(scheme: Scheme, parts: Mapping[str, Tensor], shape: Shape, dtype: tor
 
 @lru_cache(maxsize=4096)
 def _rows_of(scheme: Scheme, shape: Shape) -> Layout | None:
-    """Return the layout of a tensor of ``shape`` seen as a matrix of its rows, if its parts are those of one."""
+    """Return the layout of ``shape`` viewed as a matrix of rows; ``None`` if the scheme does not allow that view."""
     if not shape:
         return None
     matrix = (math.prod(shape[:-1]), shape[-1])

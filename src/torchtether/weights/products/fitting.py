@@ -1,4 +1,4 @@
-"""Whether torch's and other libraries' products can take a call, asked of tensors on any device, real or fake."""
+"""Checks of arguments for products of torch and other libraries, for tensors on any device, real or fake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def fits(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> bool:
-    """Return whether all are contiguous parts of one device, and of the sizes and dtypes that the product has."""
+    """Return whether all tensors are on one device, parts are contiguous, and sizes and dtypes match the product."""
     if x.shape[-1:] != (layout.columns,) or x.numel() == 0:
         return False
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != (layout.rows,) or bias.device != x.device):
@@ -22,12 +22,12 @@ def fits(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether none is of a subclass, whose memory may be something else than what its ops say."""
+    """Return whether no tensor is of a subclass, whose memory need not hold the values that its ops return."""
     return all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of NVIDIA's GPU, (0, 0) without one: fake tensors have absent devices."""
+    """Return the compute capability of an NVIDIA GPU; (0, 0) if absent, as it may be for fake tensors."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.get_device_capability(device)

@@ -1,6 +1,6 @@
 """Calls of the Triton kernels, with the signatures of ``cpu.py``: products of few rows, and decoding, on a GPU.
 
-Each answers ``None``, with nothing computed, where the kernels do not suit: torch ops are right.
+Each returns ``None``, without computing, if the kernels do not fit; callers use torch ops then.
 None of them waits for the GPU.
 """
 
@@ -26,13 +26,13 @@ _TINY = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` by the kernel that reads the parts as they lie, without a graph.
+    """Return ``x @ weight.T + bias`` by a kernel that reads the parts in place, outside of autograd.
 
         x (..., K) float32, bfloat16 or float16, up to 16 rows, any strides; bias (N,) of the same dtype
         result (..., N)
 
-    Sums, with the bias, are float32 and rounded once to the dtype of ``x``. From two rows on, values are rounded to it
-    before they are multiplied.
+    Sums, with the bias, are float32 and rounded once to the dtype of ``x``. For two or more
+    rows, decoded values are rounded to that dtype before the product.
     """
     rows, columns = layout.rows, layout.columns
     if x.dtype not in DTYPES or x.shape[-1:] != (columns,) or x.numel() > decoding.MOST_ROWS * columns:
@@ -66,7 +66,7 @@ def decode(
 
         (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
 
-    Written into the beginning of ``out`` where that is given.
+    The result is written to the beginning of ``out`` if that is given.
     """
     stop = layout.rows if stop is None else stop
     if dtype not in DTYPES or not 0 <= start <= stop <= layout.rows:
@@ -82,11 +82,11 @@ def decode(
 
 
 def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: Tensor) -> Tensor | None:
-    """Return the rows that ``index`` (int64 or int32, any shape and strides) names, as ``Scheme.decode`` does.
+    """Return the decoded rows at ``index`` (int64 or int32, any shape and strides), with the bits of ``Scheme.decode``.
 
         (*index.shape, K) of ``dtype``, which is float32, bfloat16 or float16
 
-    An index that names no row gives a row of nan.
+    An index out of range gives a row of NaN.
     """
     if dtype not in DTYPES or index.dtype not in (torch.int64, torch.int32):
         return None
@@ -99,11 +99,11 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
 
 _FORMS: dict[CodeFormat, CodeFormat] = {}
-"""One of those that are equal, for Triton finds a kernel sooner by the very object that it was compiled for."""
+"""One object per value, because Triton finds a kernel faster by the same object as at compilation."""
 
 
 class _Known(NamedTuple):
-    """What calls need of a layout: what kernels are compiled for, sizes, and how many elements which parts have."""
+    """The facts about a layout for calls: the code format, the sizes, the parts present, and their element counts."""
 
     form: CodeFormat
     sizes: tuple[int, int, int, int]
@@ -113,7 +113,7 @@ class _Known(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _known(layout: Layout) -> _Known | None:
-    """Return what follows from a layout, ``None`` where columns are too many for 32 bits."""
+    """Return the facts about a layout; ``None`` if it has too many columns for 32 bits."""
     fields = layout.fields
     if layout.columns > WHOLE:
         return None
@@ -140,7 +140,7 @@ def _known(layout: Layout) -> _Known | None:
 
 
 def _codes(layout: Layout, parts: Sequence[Tensor]) -> decoding.Codes | None:
-    """Return the parts as the kernels take them, ``None`` if they are not where the layout says."""
+    """Return the parts as arguments of the kernels; ``None`` if they do not match the layout or have no memory."""
     known = _known(layout)
     if known is None:
         return None
@@ -148,7 +148,7 @@ def _codes(layout: Layout, parts: Sequence[Tensor]) -> decoding.Codes | None:
     for part, count in zip(parts, known.counts, strict=True):
         if part.numel() != count or not part.is_contiguous() or not part.data_ptr():
             return None
-        # Triton knows no e8m0, and old GPUs no float8: all are bytes
+        # as bytes: Triton does not support e8m0, and old GPUs no float8
         found.append(part.view(torch.uint8) if part.dtype in _TINY else part)
     given = iter(found)
     slots = [next(given) if there else None for there in known.is_there]

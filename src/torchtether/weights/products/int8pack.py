@@ -1,4 +1,4 @@
-"""torch's own product of floats with 8-bit integers: for CPUs without the compiled room, and GPUs without Triton."""
+"""torch's product of floats with 8-bit integers, for CPUs without the compiled module and GPUs without Triton."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .layout import Layout
 
 
 def takes(layout: Layout) -> bool:
-    """Return whether codes are int8 with one scale for each row, and no zero points."""
+    """Return whether codes have one scale per row and no zero points."""
     fields = layout.fields
     return all(fields[name] == 1 for name in ("groups", "height", "unit")) and fields["zero"] < 0
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` where it would crash or be wrong.
+    """Return ``x @ weight.T + bias`` by ``torch._weight_int8pack_mm``; ``None`` if that would crash or be wrong.
 
-    On the CPU it reads beyond the end where K is not a multiple of 16, crashes where a storage does not begin at a
-    multiple of 16 bytes, and rounds its sums to the dtype of ``x``. On CUDA it computes in float32, whatever ``x`` is,
-    and takes any K. Scales, which it would round on the CPU, and the bias come after, in float32.
+    On the CPU the op reads beyond the end if K is not a multiple of 16, crashes if memory is not aligned to 16 bytes,
+    and rounds its sums to the dtype of ``x``. On CUDA the product is computed in float32 for any ``x``, and K is
+    arbitrary. Scales, which the op would round on the CPU, and the bias are applied afterwards, in float32.
     """
     codes, scale = parts[0], parts[1]
     if not takes(layout) or codes.shape != (layout.rows, layout.columns) or not fits(layout, parts, x, bias):

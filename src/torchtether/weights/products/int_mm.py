@@ -1,4 +1,4 @@
-"""torch's own product of 8-bit integers with 8-bit integers, for inputs that are rounded to int8."""
+"""torch's product of 8-bit integers with 8-bit integers, for inputs that are rounded to int8."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from . import fitting, rounding
 from .layout import Layout
 
 LEAST = 17
-"""With fewer rows of input, ``torch._int_mm`` refuses to multiply on CUDA."""
+"""The least rows of input that ``torch._int_mm`` accepts on CUDA."""
 
 
 def takes(layout: Layout) -> bool:
-    """Return whether codes are int8 with one scale for each row, or for all, and inputs are rounded to int8."""
+    """Return whether codes are int8 with one scale per row, or one for all, and inputs are rounded to int8."""
     fields = layout.fields
     is_plain = layout.kind == "INT8" and fields["groups"] == 1 and fields["zero"] < 0 and fields["offset"] == 0
     return is_plain and fields["activations"] == 1 and fields["height"] in (1, layout.rows)
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` by ``torch._int_mm``; ``None`` where the call does not suit.
+    """Return ``x @ weight.T + bias`` by ``torch._int_mm``; ``None`` if it does not support the arguments.
 
-    Sums are exact, then float32 with the scales and the bias, and rounded once to the dtype of ``x``. On CUDA sides
-    must be multiples of 8, and the capability 7.5 or more.
+    Sums are exact; scales and bias are applied in float32, and the result is rounded once to the dtype of ``x``. On
+    CUDA, sides must be multiples of 8, and the compute capability at least 7.5.
     """
     codes, scale = parts[0], parts[1]
     if not takes(layout) or codes.shape != (layout.rows, layout.columns) or not fitting.fits(layout, parts, x, bias):
         return None
-    if x.is_cpu and not codes.data_ptr():  # its storage is freed, or it holds zeros without memory
+    if x.is_cpu and not codes.data_ptr():  # its storage is freed, or a tensor of zeros without memory
         return None
     x2 = x.reshape(-1, layout.columns)
     if not x.is_cpu and not _takes_on_cuda(layout, x2):
@@ -46,8 +46,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 def _multiply(inputs: Tensor, codes: Tensor) -> Tensor:
     """Return ``inputs @ codes.T``, (M, K) and (N, K) int8, as int32.
 
-    torch 2.13 gives the strides of both to oneDNN, also those of dimensions of size 1, which say nothing. Where oneDNN
-    refuses them, the result is memory that nobody has written. Views from a flat tensor have the strides that it takes.
+    torch 2.13 passes the strides of both to oneDNN, also the arbitrary ones of dimensions of size 1. If oneDNN refuses
+    them, the result is uninitialised memory. Views of a flat tensor have strides that oneDNN accepts.
     """
     rows, columns = codes.shape
     flat = codes.reshape(-1)

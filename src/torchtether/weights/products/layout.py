@@ -1,4 +1,4 @@
-"""What the compiled kernels need to know of a Weight, found from its scheme and shape alone."""
+"""The descriptions of Weights for the compiled kernels, derived from scheme and shape alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...schemes.scaled_float import ELEMENTS
 from ...schemes.tables import DYNAMIC
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the kernels take as inputs and give as outputs, by their number in ``layout.h``."""
+"""The dtypes of inputs and outputs of the kernels, with their numbers in ``layout.h``."""
 
 _NUMBERS = {
     torch.uint8: 0,
@@ -36,7 +36,7 @@ _NUMBERS = {
 """torch's own numbers of the dtypes of parts."""
 
 PREFIX = "_part_"
-"""Parts are attributes of a Weight under their names with this in front, which keeps them clear of Tensor's own."""
+"""The prefix of the attributes of a Weight that hold its parts, so that they cannot clash with those of Tensor."""
 
 SCALES = {**DTYPES, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _ZEROS = {torch.int8: 5, torch.uint8: 6}
@@ -46,11 +46,11 @@ _FAMILY = {"BIASED": 1, "BIASED_FIRST": 2, "SUPER_BLOCKS": 3, "ORDERED": 4}
 _TYPES = {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "TABLE4"}
 
 SLOTS = 5
-"""How many parts the kernels take at most: codes, scale, zero points, and two more."""
+"""The most parts that the kernels take: codes, scale, zero points, and two more."""
 
 
 STREAM = "STREAM"
-"""The kind of all codes of 1 to 8 bits that no other kind suits; the others take the groups of ``rows_avx2.h``."""
+"""The general kind, for codes of 1 to 8 bits; the other kinds are limited to the group sizes of ``rows_avx2.h``."""
 
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", STREAM)
 """Kinds of codes, in the order of ``Codes`` in ``layout.h``."""
@@ -58,21 +58,21 @@ KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", STREAM)
 
 @dataclass(eq=False, slots=True)
 class Layout:
-    """How the kernels see the parts of a two-dimensional Weight.
+    """The description of a two-dimensional Weight for the kernels.
 
-    ``parts`` names the parts in the order in which the kernels take them; which dtype and how many elements each must
-    have stands in ``fields``, which are those of ``Layout`` in ``layout.h``. ``native`` is the same for the compiled
-    room, made when it is first asked for (``bound``).
+    ``parts`` has the names of the parts in the order of the kernels' arguments; ``fields`` are those of ``Layout`` in
+    ``layout.h``, with the dtype and the number of elements of each part. ``native`` is the same object in the compiled
+    module, made at the first call of ``bound``.
     """
 
     kind: str
     parts: tuple[str, ...]
     fields: dict[str, Any]
     activations: str | None = None
-    """What products round their inputs to; ``fields`` say whether the compiled room knows it."""
+    """The format to which products round their inputs; ``fields`` say whether the compiled module supports it."""
     native: Any = None
     choices: dict[Any, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    """What ``table.py`` has answered about it: by dtype on the CPU, by dtype and type of device elsewhere."""
+    """The cached choices of ``table.py``: by dtype for the CPU, by dtype and device type for other devices."""
     values_of: Callable[[Any], tuple[Tensor, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,25 +88,25 @@ class Layout:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Return the names under which a Weight holds the parts."""
+        """Return the names of the attributes of a Weight that hold the parts."""
         return tuple(sys.intern(PREFIX + name) for name in self.parts)
 
     def pick_from(self, weight: Any) -> tuple[Tensor, ...]:
-        """Return the parts of a Weight, in the order in which the kernels take them."""
+        """Return the parts of a Weight in the order of the kernels' arguments."""
         return self.values_of(weight.__dict__)
 
     def bound(self) -> Any:
-        """Return ``native``, or ``None`` where nothing compiled is there."""
+        """Return ``native``; ``None`` without the compiled module."""
         if self.native is None and (module := compiled.native()) is not None:
             made = module.Layout(self.attributes, **self.fields)
-            self.native = self.native or made  # of another thread, which may have set its rows already
+            self.native = self.native or made  # keep the one that another thread made, and may have set rows in, meanwhile
         return self.native
 
 
 def layout_of(scheme: Scheme, shape: Shape, activations: str | None = None) -> Layout | None:
-    """Return the layout of a Weight of ``scheme`` and ``shape``; ``None`` for what the kernels do not know.
+    """Return the layout of a Weight of ``scheme`` and ``shape``; ``None`` if the kernels do not support them.
 
-    ``activations`` are what products round their inputs to; of those that no kernel knows, all refuse to multiply.
+    ``activations`` is the format to which products round their inputs; if a kernel does not support it, it refuses.
 
     >>> from torchtether.schemes import int4
     >>> layout_of(int4(), (8, 256)).kind, layout_of(int4(16), (8, 256)).kind
@@ -132,7 +132,7 @@ def _found(scheme: Scheme, shape: Shape, activations: str | None) -> Layout | No
 
 def _affine(scheme: Affine, shape: Shape) -> Layout | None:
     is_signed = scheme.signed and scheme.bits == 8
-    above = 0 if is_signed else 1 << (scheme.bits - 1)  # stored codes over signed ones
+    above = 0 if is_signed else 1 << (scheme.bits - 1)  # the offset of stored codes from signed ones
     source = "INT8" if is_signed else "UINT8"
     fields: dict[str, Any] = {
         "scale": SCALES[scheme.scale_dtype],
@@ -187,7 +187,7 @@ def _codebook(scheme: Codebook, shape: Shape) -> Layout | None:
     names = ("qdata", "absmax", None, "nested_absmax", "nested_offset")
     columns, size = shape[1], scheme.block_size
     kind = "TABLE4" if scheme.bits == 4 else STREAM
-    if scheme.flat and (columns % size or columns * scheme.bits % 8):  # blocks, or bytes, that lie across rows
+    if scheme.flat and (columns % size or columns * scheme.bits % 8):  # blocks or bytes cross the ends of rows
         kind = STREAM
         fields |= {"is_flat": 1, "row_bytes": 0, "group": size, "groups": (columns - 1) // size + 2}
     return _made(kind, scheme, shape, (1, size), names, fields, scheme.bits, "TABLE", scheme.table)
@@ -213,7 +213,7 @@ def _made(
     source: str,
     table: tuple[float, ...] = (),
 ) -> Layout:
-    """Describe codes of ``bits`` bits, each of which means itself (``UINT8``, say) or what ``table`` has for it."""
+    """Return the layout for codes of ``bits`` bits, which are integers (``UINT8``, say) or indices of ``table``."""
     rows, columns = shape
     height, group = block[0] or rows, min(block[1] or columns, columns)
     if not (group >= columns or group % 128 == 0 or group in (32, 64)):
@@ -257,7 +257,7 @@ def _made(
 
 
 def _levels(table: tuple[float, ...]) -> dict[str, Any]:
-    """Return what codes stand for: as floats, and where all are small multiples of a power of two as those."""
+    """Return the values of codes as floats and, if all are small multiples of a power of two, as integers."""
     is_short = len(table) <= 16
     parts = max((value.as_integer_ratio()[1] for value in table), default=1)
     is_whole = 0 < len(table) <= 64 and parts <= 1 << 30 and max(map(abs, table)) * parts <= 127

@@ -1,4 +1,4 @@
-"""Dynamic activations: inputs of products rounded to 8 or 4 bits as they come.
+"""Dynamic activations: inputs of products, rounded to 8 or 4 bits at each call.
 
     int8      codes of -127 to 127, each row with a scale: largest of the row / 127
     float8    float8_e4m3fn, each row with a scale: largest of the row / 448
@@ -6,12 +6,12 @@
     mxfp4     as ``mxfp4()`` does: e2m1, 32 of a row with a power of two
     nvfp4     e2m1, 16 of a row with a scale in e4m3, each row with a power of two
 
-The global scale of ``nvfp4()`` would be one of all rows, so that a row would be rounded by what else is in its batch:
+The global scale of ``nvfp4()`` covers all rows, so that the rounding of a row would depend on the rest of its batch:
 here each row has one of its own, a power of two, by which a product can be multiplied without rounding.
 
 The compiled kernels round to int8 themselves. On CUDA devices torch multiplies codes with codes (``int_mm.py`` and
-``scaled_mm.py``), which no GPU has run yet; elsewhere the rounded inputs go where all inputs go, which gains no time
-and gives the same numbers.
+``scaled_mm.py``), which no GPU has run yet; elsewhere the rounded inputs take the path of all inputs, which gives the
+same numbers and saves no time.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch import Tensor
 from ...schemes.scales import divide
 
 ROWS, BLOCKS = ("int8", "float8"), {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
-"""Kinds with a scale for each row, and with one for so many columns of a row."""
+"""Kinds with one scale per row, and kinds with one scale per block of so many columns."""
 
 _LARGEST = {"int8": 127, "float8": 448}
 _ONE = {"int8": 128.0, "float8": 512.0}
 _SMALLEST = torch.finfo(torch.float32).tiny
-_E4M3 = (2.0**-6, 448.0)  # normal scales of blocks, as the scheme has them
+_E4M3 = (2.0**-6, 448.0)  # the range of block scales, without subnormals, as in the scheme
 _E2M1 = 6.0
 
 
 class Blocks(NamedTuple):
-    """Rows of inputs, rounded to ``values * scale * power``, filled up with zeros to whole blocks.
+    """Rows of inputs, rounded to ``values * scale * power``, padded with zeros to whole blocks.
 
         values (M, G, block) float32, each a number of e4m3 or e2m1    scale (M, G) float32, each of e8m0 or e4m3
         power (M, 1) float32, or ``None`` for 1
 
-    Where a row is not finite, a scale of it is nan.
+    If a row is not finite, one of its scales is NaN.
     """
 
     values: Tensor
@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
 def codes_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the codes of ``x`` (..., K), as float32 or float8_e4m3fn, and their (..., 1) float32 scales.
 
-    float64 inputs are rounded in float64, and have such codes and scales. Where a row is not finite, none of it is.
+    float64 inputs are rounded in float64, to float64 codes and scales. If a row is not finite, its scale is NaN.
     """
     wide = x if x.dtype is torch.float64 else x.float()
     scale = divide(wide.abs().amax(-1, keepdim=True), _LARGEST[kind]).clamp_min(_SMALLEST)
@@ -60,7 +60,7 @@ def codes_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(x: Tensor, kind: str) -> Blocks:
-    """Round ``x`` (M, K) in blocks; in float32, whatever ``x`` is."""
+    """Round ``x`` (M, K) in blocks, computed in float32 for any dtype."""
     size = BLOCKS[kind]
     wide = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
     largest = wide.abs().amax(-1)
@@ -71,7 +71,7 @@ def blocks_of(x: Tensor, kind: str) -> Blocks:
         scale = divide(largest / power, _E2M1).clamp(*_E4M3).to(torch.float8_e4m3fn).float()
     elif kind == "mxfp8":
         scale = _power_above(divide(largest, _E4M3[1]))
-    else:  # a number that is rounded to the significand of e2m1 may have the next exponent
+    else:  # rounding to the significand of e2m1 may raise the exponent
         scale = (_power_below(largest, 1 << 21) * 0.25).clamp_min(2.0**-127)
     scale = scale.where(largest > 0, 1.0) if power is None else scale
     codes = (wide / scale.unsqueeze(-1)).nan_to_num(0.0)
@@ -80,12 +80,12 @@ def blocks_of(x: Tensor, kind: str) -> Blocks:
 
 
 def _power_below(x: Tensor, more: int = 0) -> Tensor:
-    """Return the largest power of two that ``x``, of which the bits are so many ``more``, reaches; 0 for subnormal."""
+    """Return the largest power of two up to ``x``, after adding ``more`` to its bits; 0 for subnormal numbers."""
     return ((x.contiguous().view(torch.int32) + more) & 0x7F800000).view(torch.float32)
 
 
 def _power_above(x: Tensor) -> Tensor:
-    """Return the smallest normal power of two that ``x`` does not exceed."""
+    """Return the smallest normal power of two that is not less than ``x``."""
     below = _power_below(x)
     return torch.where(below < x, below * 2, below).clamp_min(_SMALLEST)
 
@@ -98,7 +98,7 @@ def _nearest_e2m1(x: Tensor) -> Tensor:
 
 
 def e2m1_codes(values: Tensor) -> Tensor:
-    """Return the codes of ``values`` (..., K) of e2m1, two to a byte, the first one in its low half: (..., K / 2)."""
+    """Return the e2m1 codes of ``values`` (..., K), two to a byte, the first in the low half: (..., K / 2)."""
     y = values.abs()
     codes = torch.where(y < 2, y * 2, torch.where(y < 5, y + 2, 7.0)).to(torch.uint8) | (
         values.signbit().to(torch.uint8) << 3
@@ -107,9 +107,9 @@ def e2m1_codes(values: Tensor) -> Tensor:
 
 
 def units_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Round ``x`` (..., K) to ``units * scale``, with one scale for each row; units are between -4 and 4.
+    """Round ``x`` (..., K) to ``units * scale``, with one scale per row; units are between -4 and 4.
 
-    They are exact in its dtype, but for float16 in blocks: 2**-24 of the row's largest value is too small for it.
+    Units are exact in the dtype of ``x``, except for float16 in blocks: it cannot hold all units below 2**-24.
     """
     if kind in ROWS:
         codes, scale = codes_of(x, kind)
@@ -117,7 +117,7 @@ def units_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     rows = x.reshape(-1, x.shape[-1])
     blocks = blocks_of(rows, kind)
     power = _power_below(rows.abs().amax(-1, keepdim=True).float()).clamp_min(_SMALLEST)
-    power = power.where(power < torch.inf, 1.0)  # a scale is nan then
+    power = power.where(power < torch.inf, 1.0)  # a block scale is NaN then
     scale = blocks.scale if blocks.power is None else blocks.scale * (blocks.power / power)
     by = scale / power if blocks.power is None else scale
     units = (blocks.values * by.unsqueeze(-1)).flatten(1)[:, : x.shape[-1]]
@@ -126,7 +126,7 @@ def units_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor, kind: str) -> Tensor:
-    """Round ``x``, in its own dtype, which may round once more. Gradients pass as if nothing were."""
+    """Round ``x``; the conversion to its dtype may round once more. Gradients pass unchanged."""
     units, scale = units_of(x.detach(), kind)
     made = (units.to(scale.dtype) * scale).to(x.dtype)
     return x + (made - x.detach()) if torch.is_grad_enabled() and x.requires_grad else made

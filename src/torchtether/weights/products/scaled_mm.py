@@ -1,6 +1,6 @@
-"""torch's own products of small floats with small floats on GPUs, for inputs that are rounded to the same kind.
+"""torch's products of small floats with small floats on GPUs, for inputs that are rounded to the same kind.
 
-    weight's scales        recipe of the weight          of the inputs           compute capability
+    weight's scales        recipe of the weight          recipe of the inputs    compute capability
     one for each row       RowWise                       RowWise                 8.9, and 9.0 on
     one for all            RowWise, repeated             RowWise                 8.9, and 9.0 on
     one for 128 of a row   BlockWise1x128                BlockWise1x128          9.0 alone, CUDA 12.9
@@ -10,9 +10,9 @@
     nvfp4                  BlockWise1x16, swizzled,      the same                10.0 on, CUDA 12.8
                            and TensorWise
 
-The scale of a row of inputs is repeated where blocks of 128 are asked for, so that all compute with the same codes.
-Scales of weights are laid out anew for each call, from a 128th to an eighth of the bytes of its codes: a copy that is
-kept would have to follow every write to the weight, also those that a CUDA graph, replayed, must see.
+For blocks of 128, the scale of a row of inputs is repeated, so that all recipes compute with the same codes. Scales of
+weights, a 128th to an eighth of the bytes of the codes, are rearranged at each call: a cached copy would have to follow
+every write to the weight, also between replays of a CUDA graph.
 Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
 """
 
@@ -33,12 +33,12 @@ _SWIZZLED = SwizzleType.SWIZZLE_32_4_4
 
 
 def takes(layout: Layout) -> bool:
-    """Return whether a recipe is for codes and scales as these, and for what inputs are rounded to."""
+    """Return whether there is a recipe for the codes, the scales and the activations of the layout."""
     return recipe_of(layout) is not None
 
 
 def recipe_of(layout: Layout) -> str | None:
-    """Return which products take a layout: by "rows", by "strips" or "squares" of 128, or the name of its kind."""
+    """Return the recipe for a layout: "rows", "strips" or "squares" of 128, or the kind of its activations."""
     fields, kind = layout.fields, layout.activations
     if layout.rows % 16 or layout.columns % (32 if kind in rounding.BLOCKS else 16):
         return None
@@ -67,9 +67,9 @@ def _recipe_of_float8(layout: Layout) -> str | None:
 
 
 def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` by ``F.scaled_mm``; ``None`` where the call does not suit, or on the CPU.
+    """Return ``x @ weight.T + bias`` by ``F.scaled_mm``; ``None`` on the CPU, or if not supported.
 
-    x bfloat16    result bfloat16, rounded once more before the bias where scales are of blocks
+    x bfloat16    result bfloat16, rounded once more before the bias if scales are per block
     """
     recipe = recipe_of(layout)
     if x.dtype is not torch.bfloat16 or recipe is None or not x.is_cuda or not fitting.fits(layout, parts, x, bias):
@@ -87,7 +87,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
 
 def by_rows(layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product where the weight has one scale for each row, or for all.
+    """Return the product for a weight with one scale per row, or one for all.
 
     inputs (M, K), codes (N, K) float8_e4m3fn    steps (M, 1), scale (N or 1 elements) float32    result (M, N) bfloat16
     """
@@ -99,11 +99,11 @@ def by_rows(layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps:
 def by_blocks(
     layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Return the product where the weight has one scale for each 1 x 128, or 128 x 128, codes."""
+    """Return the product for a weight with one scale per 1 x 128 or 128 x 128 codes."""
     groups, is_square = layout.fields["groups"], layout.fields["height"] == BLOCK
     each = steps.expand(-1, groups).t().contiguous().t()  # (M, K / 128), columns first
     grid = scale.view(-1, groups)
-    # (K / 128, filled up to a multiple of 4, N / 128), or (N, K / 128), columns first
+    # (K / 128 padded to a multiple of 4, N / 128), or (N, K / 128), columns first
     grid = torch.nn.functional.pad(grid, (0, -groups % 4)).t() if is_square else grid.t().contiguous().t()
     recipe = ScalingType.BlockWise128x128 if is_square else ScalingType.BlockWise1x128
     made = scaled_mm(inputs, codes.t(), each, ScalingType.BlockWise1x128, grid, recipe, output_dtype=torch.bfloat16)
@@ -111,9 +111,9 @@ def by_blocks(
 
 
 def by_small_blocks(layout: Layout, parts: Sequence[Tensor], inputs: rounding.Blocks, bias: Tensor | None) -> Tensor:
-    """Return the product where weights and inputs have scales of 16 or 32 columns: mxfp8, mxfp4, nvfp4.
+    """Return the product for weights and inputs with scales per 16 or 32 columns: mxfp8, mxfp4, nvfp4.
 
-    result (M, N) bfloat16. The bias comes after: torch has none for mxfp4, and inputs may have powers of two.
+    result (M, N) bfloat16. The bias is added last: torch supports none for mxfp4, and inputs may have powers of two.
     """
     codes, scale = parts[0].view(layout.rows, -1), parts[1].view(layout.rows, -1)
     if layout.activations == "mxfp8":
@@ -143,7 +143,7 @@ def _e8m0(steps: Tensor) -> Tensor:
 
 
 def _global_scale(layout: Layout, parts: Sequence[Tensor], one: Tensor) -> Tensor:
-    """Return by what all scales of a weight are multiplied, (1,) float32."""
+    """Return the factor of all scales of a weight, (1,) float32."""
     how = layout.fields["global_scale"]
     return one if how == 0 else parts[2].view(1) if how == 1 else parts[2].view(1).reciprocal()
 
@@ -151,8 +151,8 @@ def _global_scale(layout: Layout, parts: Sequence[Tensor], one: Tensor) -> Tenso
 def swizzled(scale: Tensor) -> Tensor:
     """Return the scales (R, G), of one byte each, in the order in which tensor cores read them.
 
-    Tiles of 128 x 4, filled up with zeros, lie one behind the other, those of a row of tiles first. In a tile the scale
-    of row r and column c is at ``r % 32 * 16 + r // 32 * 4 + c``. Source: cuBLAS, "1D Block Scaling Factors Layout".
+    Tiles of 128 x 4, padded with zeros, are contiguous, in row-major order of tiles. In a tile the scale of row r and
+    column c is at ``r % 32 * 16 + r // 32 * 4 + c``. Source: cuBLAS, "1D Block Scaling Factors Layout".
     """
     rows, groups = scale.shape
     filled = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
@@ -165,7 +165,7 @@ def _is_able(recipe: str, capability: tuple[int, int]) -> bool:
         return capability >= (9, 0) or capability == (8, 9)
     if recipe in ("strips", "squares"):
         return capability[0] == 9 and _cuda_version() >= (12, 9)
-    if recipe == "mxfp4":  # what torch 2.13 says of shapes to the compiler counts half of the scales
+    if recipe == "mxfp4":  # the shape function of torch 2.13 for the compiler expects half of the scales
         is_built = "USE_MSLK" in torch.__config__.show()
         return capability[0] == 10 and is_built and not torch.compiler.is_compiling()
     return capability >= (10, 0) and _cuda_version() >= (12, 8)

@@ -1,6 +1,6 @@
-"""Which kernel multiplies: one small table, with the measurement that put each row where it is.
+"""The table that selects the kernel for a product, with the measurement behind each row.
 
-Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype, medians of interleaved runs; again with
+Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype, medians of interleaved runs, by
 ``python -m tests.benchmarks.bench_compute``. EPYC is family 26 with AVX-512 BF16 and VNNI, beside other work: processor
 time, the least of many calls, 2026-11-24. "Fast halves" are dtypes of 16 bits that torch multiplies with the vectors
 of this processor (``has_fast_halves``); elsewhere dense products of many such rows take ten times as long as float32.
@@ -25,10 +25,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class KernelChoice(NamedTuple):
-    """``kernel`` is for at most ``rows`` rows of input and at least ``elements`` of weight, where all else fits.
+    """A row of the table: ``kernel`` is for at most ``rows`` rows of input, and weights of ``elements`` or more.
 
-    ``rounds`` is whether inputs are rounded, ``blocks`` whether processors have what products in blocks take, ``None``
-    for either; ``device`` is the type of the device.
+    It applies if ``rounds`` says whether inputs are rounded, ``blocks`` is ``has_blocks()``, and ``fast_halves`` is
+    ``has_fast_halves``; ``None`` matches either. ``device`` is the type of the device.
     """
 
     kernel: str
@@ -143,7 +143,7 @@ TABLE = (
         4,
         "AVX-512: not measured; chunks in torch: 1.66 at batch 1",
     ),
-    # float32 on all processors; above these rows it is what F.linear of the decoded values is, bit for bit
+    # float32 on all processors; for more rows the result has the bits of F.linear of the decoded values
     KernelChoice(
         "compiled",
         KINDS,
@@ -166,7 +166,7 @@ TABLE = (
         " Batch 16: 1.2, decoding first 2.6; small layers keep their bits there. EPYC of family 23, 1 thread, batch 1,"
         " 576 x 576: int8 1.6, int4, nf4, fp8, Q8_0 2.1 to 2.3, Q4_1 2.8, Q4_K 3.6: dense reads from the cache",
     ),
-    # without the compiled room
+    # without the compiled module
     KernelChoice(
         "int8pack",
         ("INT8",),
@@ -176,7 +176,7 @@ TABLE = (
         4,
         "AVX-512, batch 1: .47, 8: .82, 32: 1.7; AVX2, batch 1: .7; float16, AVX2, 2048 x 2048: 1.6 to 3 of chunks",
     ),
-    # CUDA; above these rows, and where the function of a row answers None, weights are decoded in pieces
+    # CUDA; for more rows, and if the function of a row returns None, weights are decoded in pieces
     KernelChoice(
         "int_mm",
         ("INT8",),
@@ -207,7 +207,7 @@ TABLE = (
         "not measured",
         device="cuda",
     ),
-    # without Triton, or where its kernels do not suit
+    # without Triton, or if its kernels do not fit
     KernelChoice(
         "bitsandbytes",
         ("TABLE4",),
@@ -230,7 +230,7 @@ TABLE = (
         device="cuda",
     ),
 )
-"""The first row that fits is taken; where none does, weights are decoded in chunks of rows and multiplied by torch."""
+"""The first row that fits is used; if none does, weights are decoded in chunks of rows and multiplied by torch."""
 
 TAKES: dict[str, Callable[[Layout], bool]] = {
     "compiled": lambda layout: compiled.native() is not None,
@@ -241,13 +241,13 @@ TAKES: dict[str, Callable[[Layout], bool]] = {
     "scaled_mm": scaled_mm.takes,
     "bitsandbytes": bitsandbytes_4bit.takes,
 }
-"""Whether a kernel is there and takes a layout."""
+"""For each kernel, the test of whether it is available and supports a layout."""
 
 
 def has_blocks() -> bool:
-    """Return whether the compiled room multiplies many rows of bfloat16, and no faster product of torch's is there.
+    """Return whether the compiled module multiplies many rows of bfloat16, faster than torch.
 
-    That is so with AVX-512 BF16 and VNNI. With AMX, oneDNN's products of many rows are faster.
+    It does with AVX-512 BF16 and VNNI. With AMX, oneDNN's products of many rows are faster.
     """
     return compiled.native() is not None and compiled.level() == "avx512_bf16" and not has_tiles()
 
@@ -256,14 +256,15 @@ def has_blocks() -> bool:
 def has_fast_halves(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
 
-    bfloat16 with AVX-512 (measured on a Xeon); float16 where oneDNN says so, too: AVX512-FP16, say (not measured).
+    It does for bfloat16 with AVX-512 (measured on a Xeon); for float16 if oneDNN also supports it, as with AVX512-FP16
+    (not measured).
     """
     has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
     return has_vectors and (dtype is torch.bfloat16 or has_fast_float16())
 
 
 def kernels_for(layout: Layout, dtype: torch.dtype, device: str = "cpu") -> tuple[tuple[str, int], ...]:
-    """Return the kernels for a weight on a type of device, best first, each with the most rows of input it is for."""
+    """Return the kernels for a layout on a device type, best first, each with its most rows of input."""
     key = dtype if device == "cpu" else (dtype, device)
     found = layout.choices.get(key)
     if found is None:
@@ -276,7 +277,7 @@ def kernels_for(layout: Layout, dtype: torch.dtype, device: str = "cpu") -> tupl
 
 
 def _rows_of(found: tuple[tuple[str, int], ...]) -> tuple[int, int]:
-    """Return the most rows that the compiled room is for, and from how many on it takes them in blocks; 0: never."""
+    """Return the most rows for the compiled kernels, and the least that they multiply in blocks; 0 for never."""
     by_row = found[0][1]
     most = next((most for kernel, most in found if kernel == "blocks"), 0)
     return (most, by_row + 1) if most else (by_row, 0)
