@@ -122,7 +122,7 @@ def is_answered(rows: Tensor, base: Weight, offs: Tensor) -> bool:
 
 
 def torch_multiplies(rows: Tensor, base: Weight) -> bool:
-    """Return whether ``torch._grouped_mm`` supports the arguments: only bfloat16, and sides that are multiples of 16."""
+    """Return whether ``torch._grouped_mm`` supports the arguments: bfloat16, and sides that are multiples of 16."""
     return rows.dtype is torch.bfloat16 and not any(side % _ALIGNED for side in base.spec.shape[1:])
 
 

@@ -256,8 +256,8 @@ def has_blocks() -> bool:
 def has_fast_halves(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
 
-    It does for bfloat16 with AVX-512 (measured on a Xeon); for float16 if oneDNN also reports support, as with AVX512-FP16
-    (not measured).
+    It does for bfloat16 with AVX-512 (measured on a Xeon); for float16 if oneDNN also reports support, such as with
+    AVX512-FP16 (not measured).
     """
     has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
     return has_vectors and (dtype is torch.bfloat16 or has_fast_float16())
