@@ -154,7 +154,7 @@ class _Sums:
         return self._grid.reduce_rows(some, torch.sum, device, self._g_idx, torch.int64).double()
 
     def _in_parts(self, start: int, stop: int, *others: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows in integer units, int64 (R, K), the rows in float32, and ``others``, both aligned to blocks."""
+        """Return the rows in integer units, int64 (R, K), and, aligned to blocks, the float32 rows and ``others``."""
         picked = (self._grid.pick(one, start, stop) for one in (self._parts, *others))
         x, parts, *rest = self._grid.align(rows(self._values, start, stop).float(), *picked, g_idx=self._g_idx)
         return (x * parts).round_().long().reshape(stop - start, self._grid.columns), x, *rest
