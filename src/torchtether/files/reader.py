@@ -216,7 +216,7 @@ class TensorFile(Closing):
 
     @property
     def descriptor(self) -> int | None:
-        """Return the descriptor of the file with all tensors, at the bytes by ``stored``; ``None`` for several files."""
+        """Return the descriptor of the file with all tensors, as placed by ``stored``; ``None`` for several files."""
         return self._descriptor
 
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:

@@ -47,7 +47,7 @@ class Codebook(TableUpdates):
     With ``flat=False`` blocks end with their row: qdata (*lead, ceil(K * bits / 8)), absmax (*lead, blocks of K); not
     nested.  A table whose bits (3, 5, 6, 7) do not divide 8 keeps its flat stream as (ceil(n / 8), bits).
 
-    ``table`` holds 2 to 256 values within [-1, 1], in any order; numbers are rounded to the nearest, halfway cases down.
+    ``table`` holds 2 to 256 values within [-1, 1], in any order; numbers are rounded to the nearest, ties down.
     Codes of other writers beyond the end of a shorter table decode to 0: a check would need one more pass at load.
     Double quantization follows bitsandbytes: the offset is the mean absmax.  If some absmax is more than 16 times the
     mean, an offset would make small blocks inexact; so it is 0, and their error depends on their ``nested_absmax``.
