@@ -113,7 +113,7 @@ def encode_biased(
 def fit_biased(
     x: Tensor, width: int, scale: Tensor, bias: Tensor, *, bias_first: bool, top: int, weights: tuple[float, ...]
 ) -> Tensor | None:
-    """Return ``bias`` (R, groups) as moved by ``half_quadratic``, in one round for each of ``weights``."""
+    """Return ``bias`` (R, groups) moved as by ``half_quadratic``, with one round per entry of ``weights``."""
     library = library_for(x, scale)
     if library is None or not can_read(x):
         return None

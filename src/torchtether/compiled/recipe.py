@@ -45,7 +45,7 @@ def recipe(
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
-    NEAREST ``thresholds`` and ``order``, as ``encode_nearest`` has them; and those of ``Search.fields``.
+    NEAREST ``thresholds`` and ``order``, as in ``encode_nearest``; and those of ``Search.fields``.
     """
     module = native()
     if dtype not in DTYPES or columns < 1 or bits not in (4, 8):
@@ -82,10 +82,10 @@ _NO_SEARCH = {"is_searched": 0, "kept": 0, "smallest": 0.0, "levels": (), "large
 def fit_scales(
     x: Tensor, width: int, peaks: Tensor, scale: Tensor, zero: Tensor | None, fields: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the scales, (R, groups) float32, that a search finds for the runs of ``x`` (R, K).
+    """Return the scales, (R, groups) float32, found by a search for the runs of ``x`` (R, K).
 
-    ``peaks`` are their largest magnitudes, ``scale`` the scales of their ranges, ``zero`` their zero points,
-    all float32 and (R, groups); ``fields`` are all of a ``Search``.
+    ``peaks`` are the largest magnitudes of the runs, ``scale`` the scales of their ranges, ``zero`` their zero points,
+    all float32 and (R, groups); ``fields`` are the fields of a ``Search``, with those of ``Search.fields``.
     """
     library = library_for(x, peaks, scale)
     if library is None or not can_read(x) or len(fields["levels"]) > 16:

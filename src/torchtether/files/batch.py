@@ -327,8 +327,7 @@ class Batch:
                 passage.end(is_whole=is_whole)
 
     def _joined(self) -> list[tuple[int, int, Job]]:
-        """Return the reads as jobs of at most ``SLICE`` bytes: adjacent reads are merged, larger ones split.
-        """
+        """Return the reads as jobs of at most ``SLICE`` bytes: adjacent reads are merged, larger ones split."""
         jobs: list[tuple[int, int, Job]] = []
         parts: list[_Part] = []
         first = size = 0

@@ -35,8 +35,7 @@ class Index:
 
     @property
     def headers(self) -> Mapping[str, str] | None:
-        """Return the digests of the headers of the shards, by file name; ``None`` in an index of another writer.
-        """
+        """Return the digests of the headers of the shards, by file name; ``None`` in an index of another writer."""
         return self.metadata.get(HEADERS)
 
     @property

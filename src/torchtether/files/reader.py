@@ -45,8 +45,7 @@ _SEEK = 4096
 
 
 def _is_worth_apart(size: Shape, stride: Shape, item: int, reach: int) -> bool:
-    """Return whether to read elements with gaps run by run: if the runs are long, and gaps a quarter of all or more.
-    """
+    """Return whether to read elements with gaps run by run: if the runs are long, and gaps a quarter of all or more."""
     run, order = 1, sorted((step, count) for count, step in zip(size, stride, strict=True) if count > 1)
     for step, count in order:
         if step != run:
@@ -143,8 +142,7 @@ class TensorFile(Closing):
         batch.run(tick)
 
     def read_later(self, key: str, out: Tensor, batch: Batch, first: int | None = None) -> None:
-        """Add ``read_into`` to ``batch``; with ``first``, for as many rows of ``key`` from there on as ``out`` has.
-        """
+        """Add ``read_into`` to ``batch``; with ``first``, for as many rows of ``key`` from there on as ``out`` has."""
         stored, shape = self.stored(key), out.shape
         wanted = stored.shape if first is None else (min(shape[0], stored.shape[0] - first), *stored.shape[1:])
         if shape != wanted:
@@ -153,8 +151,7 @@ class TensorFile(Closing):
             batch.read(self, key, out, first or 0)
 
     def is_mappable(self, key: str) -> bool:
-        """Return whether ``map`` can return ``key``: it is not empty, and aligned to its item size.
-        """
+        """Return whether ``map`` can return ``key``: it is not empty, and aligned to its item size."""
         stored = self.stored(key)
         return stored.nbytes > 0 and stored.start % stored.dtype.itemsize == 0
 
@@ -219,8 +216,7 @@ class TensorFile(Closing):
 
     @property
     def descriptor(self) -> int | None:
-        """Return the descriptor of the file with all tensors, at the bytes by ``stored``; ``None`` for several files.
-        """
+        """Return the descriptor of the file with all tensors, as placed by ``stored``; ``None`` for several files."""
         return self._descriptor
 
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:

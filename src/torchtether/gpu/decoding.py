@@ -25,11 +25,11 @@ Not measured: ``python -m tests.gpu --only tiles`` tries others.
 
 
 class Codes(NamedTuple):
-    """A weight as the kernels take it.
+    """The arguments of the kernels for one weight.
 
-    ``arguments`` are those of the kernels: the parts, ``None`` where there is none (codes, scale, zero points and two
-    more, ``extra`` and ``offset``, of which ``decoding_kernels.py`` says what they are), then the sizes: columns, the
-    bytes of a row of codes, the groups of columns in a row, and how many rows have one scale.
+    ``arguments`` are the parts, ``None`` for absent ones (codes, scale, zero points, ``extra`` and ``offset``, whose
+    meaning depends on the scale and the family: see ``CodeFormat``), then the sizes: columns, bytes of a row of codes,
+    groups of columns in a row, and the number of rows that share a scale.
     """
 
     form: CodeFormat
@@ -38,7 +38,7 @@ class Codes(NamedTuple):
 
 
 def decode(codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tensor | None = None) -> None:
-    """Write the rows from ``start``, or those that ``index`` names, to ``out``.
+    """Write the rows from ``start`` on, or the rows at ``index``, to ``out``.
 
         out (count, K) float32, bfloat16 or float16, contiguous    index (count,) int64 or int32, contiguous
 

@@ -26,7 +26,7 @@ def has_triton() -> bool:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Return whether the kernels can read and write these tensors: plain memory of one GPU that nothing looks on."""
+    """Return whether the kernels can use these tensors: plain tensors on one GPU, no mode or tracer observes ops."""
     device = tensors[0].device
     if device.type not in DEVICES or not has_triton() or not is_direct():
         return False

@@ -186,7 +186,7 @@ class Grid(NamedTuple):
         back: Callable[[Tensor], Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
-        """Return ``reduce_rows`` with each of ``ops``; ``back`` makes numbers of the reduced rows."""
+        """Return ``reduce_rows`` with each of ``ops``; ``back`` converts reduced rows, such as bits, to numbers."""
         outs = [torch.zeros(self.scale_shape, dtype=dtype, device=device) for _ in ops]
         if 0 in self.shape:
             return outs

@@ -47,18 +47,17 @@ class Codebook(TableUpdates):
     With ``flat=False`` blocks end with their row: qdata (*lead, ceil(K * bits / 8)), absmax (*lead, blocks of K); not
     nested.  A table whose bits (3, 5, 6, 7) do not divide 8 keeps its flat stream as (ceil(n / 8), bits).
 
-    ``table`` holds 2 to 256 values within [-1, 1], in any order; numbers are rounded to the nearest, halfway ones down.
-    A code of another writer that is beyond a shorter table decodes to 0: a check would cost loads one more pass.
-    Double quantization follows bitsandbytes: the offset is the mean absmax.  Where some absmax is more than 16 times
-    the mean, that would drown the small blocks, so the offset is 0 and only their own ``nested_absmax`` limits them.
-    ``fit="mse"`` gives each block an absmax, at most its own, under which the sum of its squared errors is less, as
-    ``Affine`` does.
+    ``table`` holds 2 to 256 values within [-1, 1], in any order; numbers are rounded to the nearest, ties down.
+    Codes of other writers beyond the end of a shorter table decode to 0: a check would need one more pass at load.
+    Double quantization follows bitsandbytes: the offset is the mean absmax.  If some absmax is more than 16 times the
+    mean, an offset would make small blocks inexact; so it is 0, and their error depends on their ``nested_absmax``.
+    ``fit="mse"`` reduces the absmax of a block if that reduces the sum of its squared errors, as in ``Affine``.
 
     Error: ``absmax`` times half the gap around the value, plus the error of a nested absmax; at the ends of the table
-    also the part that was clipped.
+    also the clipped amount.
 
-    Encoding decoded values keeps the codes where the table holds -1 and 1 (the largest value is kept exactly); the
-    codes of a nested absmax may move.
+    Encoding decoded values keeps the codes if the table holds -1 and 1 (the largest value is kept exactly); the codes
+    of a nested absmax may change.
 
     >>> parts = Codebook((-1.0, 0.0, 0.5, 1.0), block_size=4).encode(torch.tensor([2.0, -2.0, 1.1, 0.1]))
     >>> parts["qdata"].tolist(), parts["absmax"].tolist()
@@ -90,7 +89,7 @@ class Codebook(TableUpdates):
             raise SchemeError(f"fit must be one of {', '.join(FITS)}, got {self.fit!r}", name="Codebook")
         if self.nested and not self.flat:
             raise SchemeError("nested needs flat blocks", name="Codebook", fix="Use flat=True.")
-        object.__setattr__(self, "_nearest", nearest_codes(self.table))  # not in compiled graphs
+        object.__setattr__(self, "_nearest", nearest_codes(self.table))  # here, not in compiled graphs
 
     # -- the interface ------------------------------------------------------------------------------------------
 
@@ -129,7 +128,7 @@ class Codebook(TableUpdates):
         )
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Return the parts as ``encode`` does, with the held absmax in blocks whose largest value still matches it."""
+        """Return the parts as by ``encode``; keep the held absmax in blocks whose largest value still matches it."""
         grid = self._grid(tuple(values.shape))
         amax, absmax = self._amax(grid, values), held["absmax"]
         if self.flat:
@@ -137,7 +136,7 @@ class Codebook(TableUpdates):
         # the largest value decodes to absmax times one of these
         ends = [end for end in (max(self.table), -min(self.table)) if end > 0]
         keep = (amax >= absmax * (min(ends) * (1 - _KEEP))) & (amax <= absmax * (1 + _KEEP))
-        if self.nested and 0.0 in self.table:  # a nested absmax of a block of zeros is not 0, and fits as any would
+        if self.nested and 0.0 in self.table:  # the nested absmax of a block of zeros is not 0, and any absmax fits
             keep |= amax == 0
         if is_true(keep.all(), unseen=False):
             return self.encode(values, like=held)
@@ -324,7 +323,7 @@ class Codebook(TableUpdates):
         return Search(4, 0, 0, _UNIT, torch.float32, tuple(self.table[code] for code in order), thresholds)
 
     def _searched(self, grid: Grid, values: Tensor, amax: Tensor) -> Tensor:
-        """Return, for each block, what is found between half of its ``amax`` and all of it."""
+        """Return, for each block, the absmax found by the search between half of its ``amax`` and ``amax``."""
         if not self.flat:
             return find_scales(self._search, grid, values, amax, amax, None)
         found = torch.empty_like(amax)
@@ -370,5 +369,5 @@ class Codebook(TableUpdates):
                 stream[at + packed.shape[0] :].zero_()
 
 
-_UNIT = 2.0**-13  # what a search for scales counts the values of the table in
+_UNIT = 2.0**-13  # the unit of the values of the table in a search for scales
 _KEEP = 2.0**-10  # how far, relative to absmax, the largest value of a block may move before absmax follows

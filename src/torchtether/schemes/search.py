@@ -1,14 +1,14 @@
-"""Scales that lose less than those of the plain range.  The error is the sum of squares of a block.
+"""Searches for scales with less error than those of the range of a block. The error is the sum of squares of a block.
 
-Clipping the few largest values of a block makes the steps of all others finer. Three or four scales give codes: that
-of its range, and smaller ones. For the codes of each the scale that suits them best is known: with numbers ``x``
-whose codes decode to ``level * scale`` it is sum(x * level) / sum(level**2). It takes sum(x * level)**2 /
-sum(level**2) off the sum of squares. The best is kept, if that leaves less than the plain scale does, by more than
-rounding could pretend.
+Clipping the few largest values of a block makes the steps of all others finer. Three or four candidate scales, that of
+the range and smaller ones, give codes. For each set of codes the best scale is known: for numbers ``x`` whose codes
+decode to ``level * scale`` it is sum(x * level) / sum(level**2), which reduces the sum of squares by
+sum(x * level)**2 / sum(level**2). The best candidate is kept if its error is less than that of the plain scale by more
+than rounding errors could explain.
 
-All is counted in integers, so that sums have one result in any order: ``x`` in parts of the largest of its block,
-which is 2**15 - 1 of them. Products with an integer factor give the codes under the smaller scales. Where these are
-not the nearest, encoding loses less than is counted; only the codes under the plain scale have to be right.
+Sums are over integers, so that they do not depend on the order: ``x`` is in units of the largest magnitude of its block
+divided by 2**15 - 1. Products with an integer factor give the codes under the smaller scales. Where these are not the
+nearest, encoding loses less than computed here; only the codes under the plain scale must be exact.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .nearest import count_above
 from .scales import divide, smallest_scale
 
 FITS = ("range", "mse")
-"""How scales are found: from the extremes of a block, or by its squared error."""
+"""The methods to find scales: from the extremes of a block, or by its squared error."""
 
 SMALLEST = 0.5
-"""What part of its range a block keeps at least."""
+"""The least fraction of its range that a block keeps."""
 
 RATIOS = tuple(1 - 0.02 * i for i in range(26))
-"""What part of its range a block of ``least_squares`` may keep; 1 comes first, and wins where others are no better."""
+"""The fractions of its range that ``least_squares`` tries for a block; 1 is first, and wins ties."""
 
 Fitted = dict[str, Tensor]
 
 
 class Search(NamedTuple):
-    """What codes stand for: integers, or, where there are ``levels``, the values of a codebook."""
+    """The values of codes: integers, or the values of a codebook if there are ``levels``."""
 
     bits: int
     lowest: int
@@ -51,13 +51,13 @@ class Search(NamedTuple):
 
     @property
     def larger(self) -> tuple[float, ...]:
-        """Return the reciprocals of the parts of its range with which a block is tried."""
+        """Return the reciprocals of the candidate fractions of the range of a block."""
         each = 0.08 if 3 <= self.bits <= 6 else 0.14
         return tuple(1 / (1 - i * each) for i in range(3 if self.levels else 4))
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Return the fields of ``compiled.Recipe`` that say that scales are searched for."""
+        """Return the fields of ``compiled.Recipe`` for a search for scales."""
         return {
             "is_searched": 1,
             "kept": compiled.DTYPES[self.scale_dtype],
@@ -78,7 +78,7 @@ def find_scales(
 ) -> Tensor:
     """Return, for each block, the ``scale`` of its range or a better one, in its dtype.
 
-    ``peak``, float32, are the largest magnitudes, and ``zero`` the zero points, as float32.
+    ``peak``, float32, has the largest magnitude of each block, and ``zero`` its zero point, as float32.
     """
     if grid.height == 1 and g_idx is None and compiled.can_read(values):
         flat, x = (grid.rows, grid.groups), values.view(grid.rows, grid.columns)
@@ -113,7 +113,7 @@ def find_scales(
 
 
 class _Sums:
-    """The sums over blocks that ``find_scales`` compares, exact, as float64."""
+    """The exact sums over blocks that ``find_scales`` compares, as float64."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Sums:
         return self._sum(lambda start, stop: one.expand(stop - start, self._grid.columns))
 
     def of(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return sum(x * level) and sum(level**2) under the scale number ``i``."""
+        """Return sum(x * level) and sum(level**2) under candidate scale ``i``."""
 
         def products(start: int, stop: int) -> Tensor:
             x, level = self._levels(i, start, stop)
@@ -154,7 +154,7 @@ class _Sums:
         return self._grid.reduce_rows(some, torch.sum, device, self._g_idx, torch.int64).double()
 
     def _in_parts(self, start: int, stop: int, *others: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows in parts, int64 (R, K), and with them as they are ``others`` to broadcast."""
+        """Return the rows in integer units, int64 (R, K), and, aligned to blocks, the float32 rows and ``others``."""
         picked = (self._grid.pick(one, start, stop) for one in (self._parts, *others))
         x, parts, *rest = self._grid.align(rows(self._values, start, stop).float(), *picked, g_idx=self._g_idx)
         return (x * parts).round_().long().reshape(stop - start, self._grid.columns), x, *rest
@@ -217,11 +217,11 @@ def _error(
 
 
 def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, top: int, bias_first: bool) -> Tensor:
-    """Return ``bias`` moved, in each block by at most a step, to where the 3/4-norm of the errors is least.
+    """Return ``bias``, moved in each block by at most one step to reduce the 3/4-norm of the errors.
 
     Errors are measured in steps, of codes up to ``top``. Each round treats large errors in part as outliers, and moves
-    the bias of a block by four times the mean of the rest: the mean alone converges slowly. A block keeps the best bias
-    that it has seen. No data is needed.
+    the bias of a block by four times the mean of the rest: the mean alone converges slowly. Each block keeps its best
+    bias of all rounds. No calibration data is needed.
 
     Source: Badri and Shaji, Half-Quadratic Quantization (2023). Their power is 0.7. The power 3/4 needs no function
     whose last bits differ between processors, and errors are summed as integers, whose order does not matter.
@@ -273,6 +273,6 @@ def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, t
 
 
 _WEIGHTS = tuple(1 / (10 * 1.01**i) for i in range(12))
-_RELAXATION = 4.0  # 12 rounds lose less than 21 rounds with 1 do
+_RELAXATION = 4.0  # 12 rounds give less error than 21 rounds with a factor of 1
 _NORM_UNIT, _MEAN_UNIT = 2.0**16, 2.0**20
 _QUARTER = 0x4F57D000

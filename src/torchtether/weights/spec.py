@@ -17,7 +17,7 @@ from ..schemes import Plain, Scheme, scheme_from_json
 from ..torch_private.observers import cached
 
 ACTIVATIONS = ("int8", "float8", "mxfp8", "mxfp4", "nvfp4")
-"""What a Weight can have the inputs of its products rounded to."""
+"""The formats to which a Weight can round the inputs of its products."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class WeightSpec:
     """Describe a Weight: everything but its parts.
 
     ``shape`` and ``stride`` are what the outside sees; ``dtype`` is the compute dtype, to which it decodes.
-    ``activations`` is what inputs of ``F.linear`` are rounded to, one of ``ACTIVATIONS``, if they are.
-    ``trained`` says of a tensor that is no Parameter, such as ``.data`` or a shard, that it comes of one that requires
-    grad: in-place ops on it are updates. Comparisons of specs ignore it.
+    ``activations`` is the format, one of ``ACTIVATIONS``, to which inputs of ``F.linear`` are rounded, or ``None``.
+    ``trained`` marks a tensor, such as ``.data`` or a shard, that was derived from a Parameter that requires grad:
+    in-place ops on it are updates. Comparisons of specs ignore it.
 
     >>> import torch, torchtether as tt
     >>> spec = WeightSpec.of((4, 2), torch.bfloat16, tt.int8())
@@ -172,7 +172,7 @@ class WeightSpec:
 
     @staticmethod
     def from_json(record: Any) -> WeightSpec:
-        """Return what ``to_json`` wrote. Raises SchemeError for anything else."""
+        """Return the spec from a record by ``to_json``. Raises SchemeError for anything else."""
         if not isinstance(record, dict) or not {"shape", "dtype", "scheme"} <= record.keys():
             raise SchemeError("a weight record needs shape, dtype and scheme")
         shape = _numbers(record["shape"], "shape")

@@ -170,8 +170,8 @@ class Weight(Exporting):
         return found
 
     def set_activations(self, activations: str | None) -> None:
-        """Let ``F.linear`` round its inputs to ``activations``, one of ``spec.ACTIVATIONS``; ``None``: not at all."""
-        self._kernel_layout = None  # meanwhile no kernel is called from another thread
+        """Set the format to which ``F.linear`` rounds its inputs: one of ``spec.ACTIVATIONS``, or ``None`` for none."""
+        self._kernel_layout = None  # so that other threads call no kernel with the old layout
         self._spec = self._spec.replace(activations=activations)
         self._kernel_layout = _UNKNOWN
 

@@ -1,8 +1,7 @@
-"""The rule for ``F.grouped_mm``: groups of rows, each times a matrix of its own, as mixtures of experts call it.
+"""The rule for ``F.grouped_mm``: products of groups of rows, each with its own matrix, for mixtures of experts.
 
-Only the matrices of groups that have rows are decoded: on the CPU one at a time, on CUDA as many as can be in use, in
-pieces that torch's own op multiplies. Autograd calls the same op for the gradient of the rows, with the Weight
-transposed.
+Only the matrices of groups that have rows are decoded: on the CPU one at a time; on CUDA as many as can have rows, in
+pieces that torch's op multiplies. Autograd calls the same op for the gradient of the rows, with the Weight transposed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``rows[offs[i - 1]:offs[i]] @ weight[i]`` for each group i, one below the other.
+    """Return ``rows[offs[i - 1]:offs[i]] @ weight[i]`` for each group i, concatenated by rows.
 
     rows (M, K)    weight (G, K, N)    offs (G,) int32, on the device of ``rows``    result (M, N), zeros after the
     last group. Any other call of the op runs on the decoded values.
@@ -109,28 +108,28 @@ def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: T
 # -- on CUDA ----------------------------------------------------------------------------------------------------------
 
 FEW = 16
-"""Rows for each of which a matrix may be decoded: more of them are worth a look at the groups. Not measured."""
+"""The most rows for which one matrix per row is decoded; for more, reading the groups pays off. Not measured."""
 
 _ALIGNED = 16
-"""Sides of the matrices must be multiples of it, so that rows that ``torch._grouped_mm`` reads are 16-byte aligned."""
+"""The factor of all sides of matrices for ``torch._grouped_mm``, which needs rows aligned to 16 bytes."""
 
 
 def is_answered(rows: Tensor, base: Weight, offs: Tensor) -> bool:
-    """Return whether the product needs no look at the groups: torch has an op for it, or there are few rows."""
+    """Return whether the product needs no transfer of ``offs`` to the host: torch has an op, or there are few rows."""
     if offs.dtype is not torch.int32 or rows.shape[0] == 0 or matrix_of(base) is None:
         return False
     return torch_multiplies(rows, base) or rows.shape[0] <= FEW
 
 
 def torch_multiplies(rows: Tensor, base: Weight) -> bool:
-    """Return whether ``torch._grouped_mm`` takes them, in bfloat16 alone."""
+    """Return whether ``torch._grouped_mm`` supports the arguments: bfloat16, and sides that are multiples of 16."""
     return rows.dtype is torch.bfloat16 and not any(side % _ALIGNED for side in base.spec.shape[1:])
 
 
 def matrix_of(base: Weight) -> Weight | None:
-    """Return (G, N, K) as a matrix of G * N rows, ``None`` where a block of its scheme lies across rows.
+    """Return (G, N, K) as a matrix of G * N rows; ``None`` if blocks of its scheme do not allow that view.
 
-    Of scaled columns, which each matrix has its own of, it is what they scale, in float32.
+    For ``ColumnScaled``, whose column scales differ per matrix, return the unscaled Weight, in float32.
     """
     groups, count, columns = base.spec.shape
     if isinstance(base.scheme, ColumnScaled):
@@ -143,7 +142,7 @@ def matrix_of(base: Weight) -> Weight | None:
 
 
 def on_cuda(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
-    """Return the product of each group with its matrix of ``base``, of rows that are rounded where it says so."""
+    """Return the product of each group with its matrix of ``base``, after rounding rows to its activations, if any."""
     kind = base.spec.activations
     if kind is None or not is_transposed:
         return without_waiting(rows, base, offs, is_transposed)
@@ -154,9 +153,9 @@ def on_cuda(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Te
 
 
 def multiplies_codes(base: Weight, capability: tuple[int, int]) -> bool:
-    """Return whether ``torch._scaled_grouped_mm`` takes ``base``: float8 by row, on GPUs of capability 9.0.
+    """Return whether ``torch._scaled_grouped_mm`` supports ``base``: float8 by row, on GPUs of capability 9.0.
 
-    Sides are multiples of 16, as ``torch_multiplies`` says.
+    ``torch_multiplies`` must hold, so that sides are multiples of 16.
     """
     groups, count, columns = base.spec.shape
     layout = layout_of(base.scheme.decoder, (groups * count, columns), base.spec.activations)
@@ -165,9 +164,9 @@ def multiplies_codes(base: Weight, capability: tuple[int, int]) -> bool:
 
 
 def by_codes(rows: Tensor, base: Weight, offs: Tensor) -> Tensor:
-    """Return the product of the codes of ``rows`` with those of ``base`` (G, N, K), by torch's own op.
+    """Return the product of the codes of ``rows`` with those of ``base`` (G, N, K), by torch's op.
 
-    It reads the matrices of groups that have rows, as they lie.
+    It reads the matrices of groups that have rows, in place.
     """
     codes, steps = rounding.codes_of(rows, "float8")
     matrices, scale = base.parts["qdata"].transpose(1, 2), base.parts["scale"].view(base.shape[:2])
@@ -176,17 +175,17 @@ def by_codes(rows: Tensor, base: Weight, offs: Tensor) -> Tensor:
 
 
 def zeros_behind(made: Tensor, offs: Tensor) -> Tensor:
-    """Set the rows behind the last group to 0."""
+    """Set the rows after the last group to 0."""
     behind = torch.arange(made.shape[0], device=made.device) >= offs[-1]
     return made.masked_fill_(behind.unsqueeze(1), 0)
 
 
 def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Tensor:
-    """Return the product of each group with its matrix of ``base``; the GPU is not asked which groups have rows.
+    """Return the product of each group with its matrix of ``base``, without waiting for the GPU.
 
-    No more groups have rows than there are rows: the matrices of so many, those in use first, are decoded, in pieces
-    of rows of each, and torch multiplies. Where it has no op, a matrix is decoded for each row, for few rows. Sizes
-    follow from those of the arguments alone, as CUDA graphs need.
+    The number of groups with rows is at most the number of rows. So many matrices, those with rows first, are decoded,
+    in pieces of some rows of each, and torch multiplies. If torch has no op, there are few rows, and one matrix per row
+    is decoded. All sizes depend only on those of the arguments, as CUDA graphs require.
     """
     groups, count, columns = base.spec.shape
     matrix, used, is_one_op = matrix_of(base), min(rows.shape[0], groups), torch_multiplies(rows, base)
@@ -213,24 +212,24 @@ def without_waiting(rows: Tensor, base: Weight, offs: Tensor, is_transposed: boo
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Return ``rows``, or a copy, in which each row begins at a multiple of 16 bytes of the storage."""
+    """Return ``rows``, or a copy, in which each row is aligned to 16 bytes of the storage."""
     fits = rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and rows.stride(0) % 8 == 0
     return rows if fits and rows.storage_offset() % 8 == 0 else rows.clone(memory_format=torch.contiguous_format)
 
 
 def group_of_each(rows: Tensor, offs: Tensor) -> Tensor:
-    """Return the number of the group of each row, that of the last group for rows behind it."""
+    """Return the index of the group of each row; rows after the last group get its index."""
     places = torch.arange(rows.shape[0], device=rows.device, dtype=offs.dtype)
     return torch.searchsorted(offs, places, right=True).clamp_max(offs.shape[0] - 1)
 
 
 def _by_row(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Return each of the rows (M, K) times a matrix of its own (M, K, N)."""
+    """Return the product of each row of (M, K) with its own matrix of (M, K, N)."""
     return torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)
 
 
 def in_use(offs: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of ``used`` groups, in order, those that have rows first; and the end of the rows of each.
+    """Return the indices of ``used`` groups, those with rows first, in order; and the end of the rows of each.
 
     >>> in_use(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 3)
     (tensor([1, 3, 0]), tensor([2, 5, 5], dtype=torch.int32))

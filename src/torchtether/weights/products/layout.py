@@ -99,7 +99,7 @@ class Layout:
         """Return ``native``; ``None`` without the compiled module."""
         if self.native is None and (module := compiled.native()) is not None:
             made = module.Layout(self.attributes, **self.fields)
-            self.native = self.native or made  # keep the one that another thread made, and may have set rows in, meanwhile
+            self.native = self.native or made  # another thread may have made one meanwhile, and set its rows
         return self.native
 
 

@@ -109,7 +109,7 @@ def e2m1_codes(values: Tensor) -> Tensor:
 def units_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Round ``x`` (..., K) to ``units * scale``, with one scale per row; units are between -4 and 4.
 
-    Units are exact in the dtype of ``x``, except for float16 in blocks: it cannot hold all units below 2**-24.
+    Units are exact in the dtype of ``x``, except for float16 in blocks, where units may be below 2**-24.
     """
     if kind in ROWS:
         codes, scale = codes_of(x, kind)

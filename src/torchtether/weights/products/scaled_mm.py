@@ -165,7 +165,7 @@ def _is_able(recipe: str, capability: tuple[int, int]) -> bool:
         return capability >= (9, 0) or capability == (8, 9)
     if recipe in ("strips", "squares"):
         return capability[0] == 9 and _cuda_version() >= (12, 9)
-    if recipe == "mxfp4":  # the shape function of torch 2.13 for the compiler expects half of the scales
+    if recipe == "mxfp4":  # the shape function of torch 2.13 for the compiler counts half of the scales
         is_built = "USE_MSLK" in torch.__config__.show()
         return capability[0] == 10 and is_built and not torch.compiler.is_compiling()
     return capability >= (10, 0) and _cuda_version() >= (12, 8)

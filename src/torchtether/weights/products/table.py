@@ -27,8 +27,8 @@ HALVES = (torch.bfloat16, torch.float16)
 class KernelChoice(NamedTuple):
     """A row of the table: ``kernel`` is for at most ``rows`` rows of input, and weights of ``elements`` or more.
 
-    It applies if ``rounds`` says whether inputs are rounded, ``blocks`` is ``has_blocks()``, and ``fast_halves`` is
-    ``has_fast_halves``; ``None`` matches either. ``device`` is the type of the device.
+    ``fast_halves`` is the required ``has_fast_halves(dtype)``, ``rounds`` whether inputs are rounded, ``blocks`` the
+    required ``has_blocks()``; ``None`` matches either value. ``device`` is the type of the device.
     """
 
     kernel: str
@@ -256,8 +256,8 @@ def has_blocks() -> bool:
 def has_fast_halves(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
 
-    It does for bfloat16 with AVX-512 (measured on a Xeon); for float16 if oneDNN also supports it, as with AVX512-FP16
-    (not measured).
+    It does for bfloat16 with AVX-512 (measured on a Xeon); for float16 if oneDNN also reports support, such as with
+    AVX512-FP16 (not measured).
     """
     has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
     return has_vectors and (dtype is torch.bfloat16 or has_fast_float16())
