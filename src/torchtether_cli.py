@@ -23,3 +23,7 @@ def main() -> int:
 def _end(*_: Any) -> NoReturn:
     os.write(2, b"torchtether: interrupted\n")
     os._exit(130)
+
+
+if __name__ == "__main__":  # python -m torchtether_cli
+    raise SystemExit(main())
