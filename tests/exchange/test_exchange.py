@@ -8,7 +8,7 @@ import torchtether as tt
 from tests.conversion.models import KINDS, Tagged, rig, snapshot
 from torchtether import ConversionError
 from torchtether.conversion.converting import convert
-from torchtether.exchange.exchange import Exchange
+from torchtether.exchange.exchange import LISTENERS, Exchange
 from torchtether.torch_private import versions
 
 
@@ -85,6 +85,32 @@ def test_full_takes_everything_back(start, turn):
     assert snapshot(made, optimizer) == before
     made(torch.ones(2, 64)).sum().backward()
     optimizer.step()
+
+
+def test_full_takes_back_what_makes_stock_loads_and_libraries_know_of_weights(monkeypatch):
+    prepared = []
+
+    def prepare(model, path):
+        prepared.append(path)
+        return lambda: prepared.remove(path)
+
+    monkeypatch.setitem(LISTENERS, "torch", prepare)
+    model = nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 64))
+    with Exchange(model) as exchange:
+        exchange.put(model[1].weight, int8(model[1].weight))
+        exchange.know_weights(("1.weight",))
+    with pytest.raises(ZeroDivisionError), Exchange(model, atomic="full") as exchange:  # noqa: PT012
+        exchange.put(model[0].weight, int8(model[0].weight))
+        exchange.know_weights(("0.weight",))
+        assert prepared == ["1", "0"]
+        raise ZeroDivisionError
+    assert prepared == ["1"]
+    given = {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
+    given["0.weight"], before = int8(given["0.weight"]), dict(model.named_parameters())
+    model.load_state_dict(given, assign=True)  # stock torch replaces the Parameter, and a module with the hook keeps it
+    assert model[0].weight is not before["0.weight"]
+    assert model[1].weight is before["1.weight"]
+    assert isinstance(model[1].weight, tt.Weight)
 
 
 def test_full_takes_back_a_tensor_that_was_put_twice():

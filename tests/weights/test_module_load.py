@@ -9,7 +9,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.catalog import few_schemes
-from torchtether.exchange.exchange import add_load_hook
+from torchtether.exchange.exchange import add_load_hook, keep_policy
 
 OTHER = tt.Affine(bits=8, block=(1, 32), symmetric=False)
 """A scheme that no row of the catalog has."""
@@ -238,6 +238,22 @@ def test_the_callers_state_dict_is_not_changed():
     given = state["0.weight"]
     model.load_state_dict(state, assign=True)
     assert state == {"0.weight": given}
+
+
+@pytest.mark.parametrize("is_swapping", [False, True])
+def test_under_the_flag_the_hook_leaves_it_to_module_load(is_swapping):
+    """With the flag on torch itself calls ``Tensor.module_load``: the hook changes neither state dict nor values."""
+    model = tt.quantize(nn.Linear(8, 8, bias=False), "int8")
+    given, before, errors = torch.randn(8, 8), _values(model.weight), []
+    state, was = {"weight": given}, torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(is_swapping)
+    try:
+        keep_policy(model, state, "", {"assign_to_params_buffers": True}, True, [], [], errors)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(was)
+    assert errors == []
+    assert state["weight"] is (given if is_swapping else model.weight)
+    assert torch.equal(_values(model.weight), before) is is_swapping
 
 
 def test_buffers_follow_the_policy():
