@@ -125,7 +125,7 @@ template <int C, int S, int T> struct SpanInputs {
     }
 
     template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float* scratch, float* y) const {
-        if constexpr (T == WORDS) {
+        if constexpr (T != FLOATS) {
             integer_row<C, S, M, false, T>(L, row.codes, row.scale, row.low, in, m, scratch, y);
         } else {
             Decoder<C> decoder(L);
@@ -240,7 +240,10 @@ void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows,
                    void* out) {
     if (!has_levels(L, dtype)) return decoded_linear(L, P, x, rows, stride, dtype, bias, out);
 #if FAST_ROWS
-    if (is_fixed(L, dtype) && is_nibbled(L)) return spans_linear<INT4, WORDS>(L, P, x, rows, stride, dtype, bias, out);
+    if (is_fixed(L, dtype) && is_nibbled(L)) {
+        if (L.activations) return spans_linear<INT4, BYTES>(L, P, x, rows, stride, dtype, bias, out);
+        return spans_linear<INT4, WORDS>(L, P, x, rows, stride, dtype, bias, out);
+    }
     if (is_fixed(L, dtype)) return spans_linear<INT8, WORDS>(L, P, x, rows, stride, dtype, bias, out);
     if (dtype == FLOAT32 && L.family != BIASED_FIRST && is_nibbled(L))  // integers are added to levels
         return spans_linear<INT4, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
