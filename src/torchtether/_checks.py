@@ -92,7 +92,7 @@ def as_size(size: int | str, name: str) -> int:
     pattern = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*"
     found = re.fullmatch(pattern, size.lower(), re.ASCII) if isinstance(size, str) else None
     if found is None or float(found[1]) == 0 or (found[3] and not found[2]):
-        raise ArgumentError(f"{size!r:.40} is no size", name=name, fix="Give bytes, or text like '5GB'.")
+        raise ArgumentError(f"{size!r:.40} is not a size", name=name, fix="Give bytes, or text like '5GB'.")
     return max(int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")), 1)
 
 
@@ -106,7 +106,7 @@ def as_device(device: Any, name: str = "device") -> torch.device:
     except (TypeError, RuntimeError) as error:
         why = _first_line(error).partition(", got")[0] if isinstance(device, (str, int)) else ""
         raise ArgumentError(
-            f"{device!r} is no device" if len(repr(device)) < 40 else f"is {describe(device)}, not a device",
+            f"{device!r} is not a device" if len(repr(device)) < 40 else f"is {describe(device)}, not a device",
             name=name,
             fix=f"Give 'cpu', 'cuda:0' or a torch.device{f' ({why})' if why else ''}.",
         ) from None

@@ -299,7 +299,7 @@ def test_faults_come_before_the_first_change_and_are_one_line():
         assert words in text
     assert type(good).__name__ == "Params4bit"
     assert type(model[0]) is bnb.Linear4bit
-    with pytest.raises(tt.RuleError, match="^the model has nothing of quanto, torchao or bitsandbytes"):
+    with pytest.raises(tt.RuleError, match="^the model has no module or parameter of quanto, torchao or bitsandbytes"):
         tt.adopt(built())
 
 

@@ -67,7 +67,8 @@ def save_dcp(
     """Write ``path`` by ``torch.distributed.checkpoint``: to a temporary folder, renamed when all ranks are done."""
     with ranks.all_or_none(CheckpointError):
         if ranks.is_fake:
-            raise CheckpointError("the process group is a fake one", name="format", fix="Save from real ranks.")
+            what = "'dcp' needs all ranks, and the backend of the process group is 'fake'"
+            raise CheckpointError(what, name="format", fix="Save with a real process group.")
         state = state_dict(model, optimizer, aliases=aliases)
     folder, temporary = new_folder(path), None
     try:
@@ -144,7 +145,7 @@ def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout:
         agrees = False
     if not agrees:
         raise CheckpointError(
-            f"no DTensor has the rows of {role!r} that this rank holds",
+            f"no DTensor can describe the rows of the part {role!r} that this rank holds",
             name=name,
             fix="Save with format='safetensors'.",
         )

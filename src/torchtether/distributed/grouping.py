@@ -137,7 +137,7 @@ class Grouping:
         if not dropped:
             dropped = {unit for unit in self.units if any(unit & set(self._above(name)) for name in group.names)}
         self.notes.append(
-            f"{' = '.join(group.names)}: moved outwards, so {describe_some(self._labels(dropped))} are no units"
+            f"{' = '.join(group.names)}: moved to an outer unit, so {describe_some(self._labels(dropped))} are no units"
         )
         self._drop(dropped)
 

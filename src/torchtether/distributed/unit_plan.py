@@ -117,11 +117,11 @@ class UnitPlan:
         """
         model = self._model() if self._model is not None else None
         if model is None:
-            raise TieError("the model that this plan was made for is gone", fix="Call plan_units again.")
+            raise TieError("the model of this plan does not exist any more", fix="Call plan_units again.")
         views = [name for parameter in self.parameters for name in parameter.views]
         if views:
             raise TieError(
-                f"is a view of {self.unit_of(views[0]).label}'s, which FSDP1 would flatten into memory of its own",
+                f"is a view of a parameter in unit {self.unit_of(views[0]).label}, and FSDP1 would give them separate memory",
                 name=views[0],
                 fix="Use tt.distributed.shard, or call tt.untie.",
             )

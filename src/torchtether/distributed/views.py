@@ -55,7 +55,7 @@ class ViewAlias:
             raise TieError(
                 f"is a view (size {list(self.view.size)}) of {self.owner}, which is sharded now",
                 name=self.name,
-                fix=f"Use it in forward, or call unshard() before, or take it of {self.owner}.full_tensor().",
+                fix=f"Use it in forward, or call unshard() before, or take the view of {self.owner}.full_tensor().",
             )
         made = viewed(held, self.view)
         return made.detach() if self.detached else made
@@ -128,12 +128,12 @@ def view_faults(model: nn.Module, tie: Tie, tensors: Mapping[str, Tensor]) -> It
         if not isinstance(owner, nn.Parameter):
             yield f"{what}, which is a buffer and not sharded. Make {tie.owner} the parameter, or call tt.untie."
         elif isinstance(owner, Weight) or isinstance(alias, Weight):
-            yield f"{what}, which is quantized. Quantize neither, or tie all of it, or call tt.untie(model, {name!r})."
+            yield f"{what}, which is quantized. Leave both unquantized, or tie the whole tensor, or call tt.untie(model, {name!r})."
         elif isinstance(owner, DTensor) or isinstance(alias, DTensor):
             yield f"{what}, which is a DTensor already. Take the view in forward, or call tt.untie before that."
         elif view.offset < 0 or reach >= owner.numel() or view.dtype != owner.dtype:
             yield (
-                f"{what} that reaches past it, or in another dtype. Register a parameter that covers all of "
+                f"{what} that reaches past its end, or has another dtype. Register a parameter that covers all of "
                 f"{', '.join([tie.owner, *names])}, or call tt.untie(model, {name!r})."
             )
         elif isinstance(alias, nn.Parameter) and alias.requires_grad and not owner.requires_grad:
@@ -214,7 +214,8 @@ def _with_view(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
         if alias is None:
             nn.Module.__setattr__(module, leaf, value)
             return
-        raise TieError(f"is a view of {alias.owner}", name=alias.name, fix="Write to that, or untie before sharding.")
+        fix = f"Write to {alias.owner}, or call tt.untie before sharding."
+        raise TieError(f"is a view of {alias.owner} and cannot be set", name=alias.name, fix=fix)
 
     return type(kind.__name__, (kind,), {leaf: property(get, put), _MARK: True, "__module__": kind.__module__})
 

@@ -136,7 +136,8 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
         """
         spec = self.hf_quantizer.specs.get(full_layer_name)
         if spec is None:
-            raise CheckpointError("config.json and the files say nothing of this weight", name=full_layer_name)
+            what = "is stored as a Weight, but neither config.json nor the files describe it"
+            raise CheckpointError(what, name=full_layer_name)
         found = {
             part_key(full_layer_name, key.rpartition(".")[2]): one[0] if isinstance(one, list) else one
             for key, one in input_dict.items()
@@ -169,7 +170,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         """Raise CheckpointError for a device map with "disk": accelerate would read the source's floats from there."""
         if isinstance(device_map, Mapping) and "disk" in device_map.values():
             fix = "Load without it, then tt.save(model, dir) and accelerate.cpu_offload(..., state_dict=tt.open(dir))."
-            raise CheckpointError("'disk' cannot be the place of a Weight", name="device_map", fix=fix)
+            raise CheckpointError("a Weight cannot be placed on 'disk'", name="device_map", fix=fix)
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -308,7 +309,7 @@ def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, We
         if name not in names and source is not None:
             fix = "Load the folder by tt.load, or quantize the plain one by from_pretrained."
             raise CheckpointError(
-                f"it is quantized alone, and transformers makes {target} of several", name=name, fix=fix
+                f"is quantized by itself, and transformers joins it with others to {target}", name=name, fix=fix
             )
         found[name if name in names else target] = spec
     return found

@@ -175,7 +175,7 @@ class _Group:
             numbers = {int(match["number"]) for match in matches if match}
             absent = [i for i in range(min(numbers, default=0), max(numbers, default=0)) if i not in numbers]
             if absent:
-                return f"{self.name}: the checkpoint has {len(numbers)} of {pattern!r}, without number {absent[0]}"
+                return f"{self.name}: the checkpoint has {len(numbers)} of {pattern!r}, but not number {absent[0]}"
         return ""
 
     def refuse(self, what: str) -> None:
@@ -225,7 +225,7 @@ def _split(group: _Group, operation: ops.Split, values: _Values) -> _Values:
     dim, names = group.dim(one, operation.dim), [group.name, *(group.name.replace(first, other) for other in others)]
     sizes = [group.tensors[name].shape[dim] if name in group.tensors else 0 for name in names]
     if sum(sizes) != one.tensor.shape[dim]:
-        group.refuse(f"{one.name} has shape {one.tensor.shape}, the model has {sizes} of that along dim {dim}")
+        group.refuse(f"{one.name} has shape {one.tensor.shape}, the model splits dim {dim} into {sizes}")
     return {t: [p] for t, p in zip((first, *others), _cut(one, dim, sizes), strict=True)}
 
 
@@ -282,7 +282,7 @@ def _in_halves(group: _Group, one: NamedTensor, dim: int, heads: int) -> NamedTe
     total = group.stored.get(piece.key, tensor.shape)[dim]
     is_moved = len(tensor.pieces) > 1 or piece.heads or piece.dims != tuple(range(len(piece.dims)))
     if is_moved or not head or rest or head % 2 or piece.box[dim][0] % head or total % head:
-        group.refuse(f"the {abs(heads)} heads of {one.name} are not whole in a stored tensor. Use from_pretrained.")
+        group.refuse(f"the {abs(heads)} heads of {one.name} are not whole in one stored tensor. Use from_pretrained.")
     return replace(one, tensor=reordered(tensor, total // head * (1 if heads > 0 else -1), dim))
 
 

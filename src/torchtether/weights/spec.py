@@ -49,7 +49,7 @@ class Tie:
         if len(self.views) != count or len(self.objects) != count or self.views[0] is not None or not self.objects[0]:
             raise TieError("a tie needs one view and one object flag per name, none for its owner", name=self.owner)
         if any(view is not None and same for view, same in zip(self.views, self.objects, strict=True)):
-            raise TieError("an alias cannot be both a view and the owner's very object", name=self.owner)
+            raise TieError("an alias cannot be both a view and the owner's own object", name=self.owner)
 
     @property
     def owner(self) -> str:
@@ -178,7 +178,7 @@ class WeightSpec:
         shape = _numbers(record["shape"], "shape")
         stride = _numbers(record["stride"], "stride") if "stride" in record else contiguous_stride(shape)
         if len(shape) != len(stride):
-            raise SchemeError(f"a weight record holds a shape {shape} and a stride {stride} of another rank")
+            raise SchemeError(f"a weight record holds a shape {shape} and a stride {stride} of another length")
         tie = Tie.from_json(record["tie"]) if "tie" in record else None
         activations = record.get("activations")
         if activations not in (None, *ACTIVATIONS):

@@ -99,8 +99,8 @@ class Weight(Exporting):
     def _parameter(cls, weight: object, requires_grad: bool) -> Weight:
         if not isinstance(weight, Weight):
             raise ArgumentError(
-                f"of {describe(weight)} alone has no scheme",
-                name="Weight",
+                f"is {describe(weight)} without a spec, so its scheme is not known",
+                name="parts",
                 fix="Use Weight.encode(values, scheme), tt.load, or assign the values to .data of the old Weight.",
             )
         return torch.nn.Parameter(weight, requires_grad)  # type: ignore[return-value]
@@ -118,7 +118,9 @@ class Weight(Exporting):
             fix = "Give one such as tt.int8()."
             raise ArgumentError(f"is {describe(scheme)}, not a scheme", name="scheme", fix=fix)
         if not values.is_floating_point() and not scheme.transparent:
-            raise SchemeError(f"a {values.dtype} tensor has no values to quantize", fix="Convert it to a float first.")
+            raise SchemeError(
+                f"a {values.dtype} tensor cannot be quantized", fix="Convert it to a floating-point dtype first."
+            )
         spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if isinstance(values, Weight):
             adopted = scheme.adopt(values.scheme, values.parts, spec.shape) if values.spec.is_contiguous else None
@@ -131,9 +133,9 @@ class Weight(Exporting):
         parts = scheme.encode(values)
         if parts.keys() != scheme.layout(spec.shape).keys():
             raise SchemeError(
-                f"encode gives the parts {', '.join(parts)}, layout promises {', '.join(scheme.layout(spec.shape))}",
+                f"encode returns the parts {', '.join(parts)}, layout has {', '.join(scheme.layout(spec.shape))}",
                 name=type(scheme).__name__,
-                fix="What parts there are follows from the shape alone: keep room for what the values may need.",
+                fix="The parts may depend on the shape only, not on the values: encode all that layout has.",
             )
         return cls(parts, spec)
 
@@ -245,7 +247,7 @@ class Weight(Exporting):
         for name in self._cut:
             if not held[name].is_meta and not same_bits(held[name], parts[name]):
                 raise UnsupportedOpError(
-                    f"these rows share their part {name!r} with the rest of the Weight, and it would change",
+                    f"these rows share their part {name!r} with other rows of the Weight, and the write would change it",
                     fix="Write the whole Weight, or use a scheme with a scale per row.",
                 )
         for name, part in held.items():

@@ -74,7 +74,7 @@ class WrapperTensor(Wrapping):
         for names in (cls.inner_names, cls.metadata_names):
             if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
                 fix = 'Write ("codes",), with the comma.'
-                raise TetherError(f"{names!r} is no tuple of names", name=cls.__name__, fix=fix)
+                raise TetherError(f"{names!r} is not a tuple of names", name=cls.__name__, fix=fix)
         for name in (*cls.inner_names, *cls.metadata_names):
             if hasattr(Tensor, name):
                 raise TetherError(f"{name!r} is an attribute of every tensor", name=cls.__name__, fix="Rename it.")
@@ -93,7 +93,7 @@ class WrapperTensor(Wrapping):
         """Wrap inner tensors as they are. ``shape`` is by default that of the first."""
         expected = {*cls.inner_names, *cls.metadata_names}
         if fields.keys() != expected or not cls.inner_names:
-            raise TetherError(f"needs {sorted(expected)}, got {sorted(fields)}", name=cls.__name__)
+            raise TetherError(f"needs the fields {sorted(expected)}, got {sorted(fields)}", name=cls.__name__)
         first = fields[cls.inner_names[0]]
         for name in cls.inner_names:
             one = fields[name]
@@ -121,7 +121,7 @@ class WrapperTensor(Wrapping):
 
     def decode(self) -> Tensor:
         """Return the values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by tensor functions."""
-        raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which gives its values. Write it.")
+        raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which returns its values. Write it.")
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
         """Return the inner tensors of other ``values`` (of ``self.base``, dtype, device), with this one's metadata."""
@@ -177,8 +177,8 @@ class WrapperTensor(Wrapping):
         made = self.encode(values.to(self.device, self.dtype).contiguous())
         for name, held in self.inner_tensors.items():
             if name not in made or made[name].shape != held.shape:
-                got = tuple(made[name].shape) if name in made else "nothing"
-                raise TetherError(f"encode gives {name!r} of {got}, held is {tuple(held.shape)}", name=_name(self))
+                got = f"of shape {tuple(made[name].shape)}" if name in made else "as no tensor"
+                raise TetherError(f"encode returns {name!r} {got}, not {tuple(held.shape)}", name=_name(self))
         return made
 
     def write(self, inner: Mapping[str, Tensor]) -> None:
@@ -272,7 +272,7 @@ def rebuild_wrapper(
 ) -> WrapperTensor:
     """Rebuild a WrapperTensor for pickle."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
-        raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
+        raise TetherError(f"a pickle names {kind!r}, which is not a WrapperTensor")
     made = kind._wrap(from_pickle(inner, float8), *how)
     return made._restore(requires_grad, is_param, attributes)
 

@@ -281,7 +281,7 @@ def _joins(first: Weight, other: Tensor) -> bool:
 
 refuse(
     aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default,
-    why="would show the bits of a Weight, which has none of its own (tt.save writes it)",
+    why="would read the memory of a Weight, which has none of its own (tt.save writes it)",
 )  # fmt: skip
 refuse(
     aten.diagonal.default, aten.unfold.default, why="cannot share the storage of a Weight"
