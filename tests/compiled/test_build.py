@@ -13,7 +13,7 @@ import torch
 from torchtether import compiled
 from torchtether.compiled import room
 from torchtether.schemes import int8
-from torchtether.weights.products import layout_of
+from torchtether.weights.products.layout import layout_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = """
@@ -94,7 +94,7 @@ room._SOURCES = newer
 def test_a_module_of_other_sources_is_not_taken():
     found = child(OTHER_SOURCES + PRODUCT)
     assert found.returncode == 0, found.stderr
-    what = "the compiled module cannot be used: it was built from other sources than those installed. Install torchtether again"
+    what = "the compiled module cannot be used: it was built from other sources. Install torchtether again"
     assert found.stdout == f"{what}\n"
     assert found.stderr.count(what) == 1
 

@@ -74,7 +74,7 @@ def _load() -> tuple[ModuleType | None, str]:
     """Return the bound module and its level, or ``None`` and why it cannot be used."""
     module, here = import_module("torchtether.compiled._native"), digest_of(_SOURCES)
     if here and getattr(module, "SOURCES", "") != here:  # an editable installation with newer files
-        return None, "it was built from other sources than those installed. Install torchtether again"
+        return None, "it was built from other sources. Install torchtether again"
     return module, _bind(module)
 
 

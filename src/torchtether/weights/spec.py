@@ -151,6 +151,10 @@ class WeightSpec:
         """Return whether this tensor has the dimension order of its parts."""
         return self.order == tuple(range(len(self.shape)))
 
+    def to_base(self, values: Tensor) -> Tensor:
+        """Return ``values``, of this number of dimensions, permuted to the dimension order of the parts."""
+        return values.permute([self.order.index(d) for d in range(values.dim())])
+
     def permute(self, order: tuple[int, ...]) -> WeightSpec:
         """Return the spec of ``tensor.permute(order)``."""
         return self.replace(shape=tuple(self.shape[d] for d in order), stride=tuple(self.stride[d] for d in order))

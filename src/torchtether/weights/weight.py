@@ -21,7 +21,8 @@ from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SH
 from .exporting import Exporting
 from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
-from .products import PREFIX, Layout, decoding, layout_of
+from .products import decoding
+from .products.layout import PREFIX, Layout, layout_of
 from .spec import Tie, WeightSpec
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
@@ -247,7 +248,7 @@ class Weight(Exporting):
         for name in self._cut:
             if not held[name].is_meta and not same_bits(held[name], parts[name]):
                 raise UnsupportedOpError(
-                    f"these rows share their part {name!r} with other rows of the Weight, and the write would change it",
+                    f"these rows share their part {name!r} with other rows of the Weight, and it would change",
                     fix="Write the whole Weight, or use a scheme with a scale per row.",
                 )
         for name, part in held.items():
@@ -289,11 +290,7 @@ class Weight(Exporting):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         short = SHORTCUTS.get(func)
         if short is not None:
@@ -313,7 +310,7 @@ class Weight(Exporting):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(_is_other_wrapper(kind) for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight) for kind in types):
             return NotImplemented  # DTensor and the like wrap a Weight, never the reverse
         kwargs = kwargs or {}
         answer = RULES.get(func) or RULES.get(func.name())
@@ -373,10 +370,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
-
-
-def _is_other_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight)
 
 
 @lru_cache(maxsize=256)

@@ -172,9 +172,7 @@ class WrapperTensor(Wrapping):
 
     def encoded(self, values: Tensor) -> Mapping[str, Tensor]:
         """Return the inner tensors that ``encode`` makes of ``values``; raise TetherError if their shapes differ."""
-        if not self._geometry.is_contiguous:
-            values = values.permute([self._geometry.order.index(d) for d in range(values.dim())])
-        made = self.encode(values.to(self.device, self.dtype).contiguous())
+        made = self.encode(self._geometry.to_base(values).to(self.device, self.dtype).contiguous())
         for name, held in self.inner_tensors.items():
             if name not in made or made[name].shape != held.shape:
                 got = f"of shape {tuple(made[name].shape)}" if name in made else "as no tensor"
@@ -204,11 +202,7 @@ class WrapperTensor(Wrapping):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.module_load:
             return _module_load(*args, **(kwargs or {}))

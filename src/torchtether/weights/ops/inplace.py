@@ -80,11 +80,8 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
             spec, master = tensor.spec, _master(tensor) if id(tensor) in written else None
             dtype = torch.promote_types(spec.dtype if master is None else master.dtype, torch.float32)
-            if master is None:
-                made = tensor.scheme.decode(tensor.parts, spec.base, dtype)
-            else:
-                made = master.to(dtype, copy=True)
-            made = made if spec.is_contiguous else made.permute(spec.order)
+            decoded = tensor.scheme.decode(tensor.parts, spec.base, dtype) if master is None else master
+            made = decoded.to(dtype, copy=decoded is master).permute(spec.order)
         else:
             made = tensor.values_of() if isinstance(tensor, Weight) else tensor
             if made.is_floating_point() and made.itemsize == 2:
@@ -130,7 +127,7 @@ def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     scheme = weight.scheme
     if scheme.transparent or not weight.is_trained or _master(weight) is not None:
         return encode_like(weight, values)
-    base = _in_order(weight, values)
+    base = weight.spec.to_base(values)
     parts = scheme.update(base, weight.parts, shrink=not weight._cut)
     if parts is not None:
         return parts
@@ -155,14 +152,8 @@ def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     """
     if weight.scheme.transparent:
         return None
-    base = _in_order(weight, values)
+    base = weight.spec.to_base(values)
     return _keeping_shared(weight, base, weight.scheme.reencode(base, weight.parts))
-
-
-def _in_order(weight: Weight, values: Tensor) -> Tensor:
-    """Return ``values`` permuted to the dimension order of the parts."""
-    spec = weight.spec
-    return values if spec.is_contiguous else values.permute([spec.order.index(d) for d in range(values.dim())])
 
 
 def _keeping_shared(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -200,10 +191,9 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     values = given.values_of() if isinstance(given, Weight) else given
     if held.device.type == "meta":
         return held  # as torch does: nothing to write to
-    spec = held.spec
-    base = values.expand(held.shape).permute([spec.order.index(d) for d in range(held.dim())])
+    base = held.spec.to_base(values.expand(held.shape))
     # encode, not reencode: the result must not depend on the scales that were held before
-    held.set_parts(_keeping_shared(held, base, spec.scheme.encode(base)))
+    held.set_parts(_keeping_shared(held, base, held.scheme.encode(base)))
     return held
 
 
