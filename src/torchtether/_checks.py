@@ -104,7 +104,7 @@ def as_device(device: Any, name: str = "device") -> torch.device:
     try:
         place = torch.device(device)
     except (TypeError, RuntimeError) as error:
-        why = _first_line(error).partition(", got")[0] if isinstance(device, (str, int)) else ""
+        why = first_line(error).partition(", got")[0] if isinstance(device, (str, int)) else ""
         raise ArgumentError(
             f"{device!r} is not a device" if len(repr(device)) < 40 else f"is {describe(device)}, not a device",
             name=name,
@@ -115,9 +115,10 @@ def as_device(device: Any, name: str = "device") -> torch.device:
     try:
         return torch.empty(0, device=place).device
     except (RuntimeError, AssertionError, ImportError) as error:  # torch raises one of these if a backend is absent
-        what = f"{str(place)!r} cannot be used here: {_first_line(error)}"
+        what = f"{str(place)!r} cannot be used here: {first_line(error)}"
         raise ArgumentError(what, name=name, fix="Give a device that torch has here, such as 'cpu'.") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of the text of ``error``, shortened; its type if it has no text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")

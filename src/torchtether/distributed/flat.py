@@ -21,7 +21,7 @@ from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Part, part_rows
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .optimizers import optimizer_tensors
+from .optimizers import as_bytes, optimizer_tensors
 from .ranks import Ranks
 from .shadows import Shadowed, box_of, local_of, with_local
 
@@ -86,11 +86,6 @@ def save_dcp(
     with ranks.all_or_none(CheckpointError):
         if ranks.rank == 0:
             folder.__exit__(None, None, None)
-
-
-def as_bytes(text: str) -> Tensor:
-    """Return ``text`` in UTF-8, as a tensor of bytes."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _plain(tensor: Tensor) -> Tensor:

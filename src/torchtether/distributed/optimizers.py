@@ -50,8 +50,13 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
             held = optimizer.state.get(param, {})
             state[name] = {key: _jsonable(value, f"{name}.{key}", made) for key, value in held.items()}
     text = json.dumps({"v": 1, "groups": groups, "state": state})
-    made[_GROUPS] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    made[_GROUPS] = as_bytes(text)
     return made
+
+
+def as_bytes(text: str) -> Tensor:
+    """Return ``text`` in UTF-8, as a tensor of bytes."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
@@ -150,7 +155,7 @@ class OptimizerLoad:
     def read(self) -> int:
         """Read all values into memory, sharded like the parameters; return the number of bytes."""
         self._nbytes = 0
-        tensors = {name: tensor for name, tensor in named_tensors(self._model).items()}
+        tensors = named_tensors(self._model)
         self._made = {
             name: {key: self._value(value, tensors.get(name), self._group_of(name)) for key, value in entries.items()}
             for name, entries in self._state.items()

@@ -150,8 +150,8 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
             return None
         if id(module) not in modules:
             made = modules[id(module)] = object.__new__(_plain_class(module))
-            state = {key: copied_dict(value) for key, value in vars(module).items()}
-            made.__dict__.update(state)
+            for key, value in vars(module).items():  # copies, so that a hook added to one is not added to the other
+                made.__dict__[key] = value.copy() if isinstance(value, dict) else value
             tables = tables_of(module)
             set_tables(
                 made,
@@ -166,11 +166,6 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
     if viewed:
         register_views(model, modules)
     return made
-
-
-def copied_dict(value: Any) -> Any:
-    """Return ``value``, or a copy if it is a dict, so that a hook added to one module is not added to the other."""
-    return value.copy() if isinstance(value, dict) else value
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -221,7 +216,7 @@ class Shadowed:
         name = self._names.get(_memory_of(tensor))
         if name is not None and tuple(tensor.shape) != tuple(self.sharded[name].shape):
             raise CheckpointError(
-                f"a view of it (size {list(tensor.shape)}) would be stored as a copy, and no rank holds all of its rows",
+                f"a view of it (size {list(tensor.shape)}) would be stored as a copy, and no rank has all its rows",
                 name=name,
                 fix="Save with aliases='drop'.",
             )

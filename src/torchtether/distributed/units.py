@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from .._checks import first_line
 from ..errors import RuleError, TetherError, TieError
 from ..geometry.groups import DisjointSets
 from ..schemes import Plain
@@ -217,15 +218,10 @@ def _traced(model: nn.Module, inputs: Any, warnings: list[str]) -> tuple[Use, ..
         return find_uses(model, inputs)
     except Exception as error:  # the model's code may raise anything
         warnings.append(
-            f"the forward on meta raised {type(error).__name__}: {_first_line(error)}. So weights that are used "
+            f"the forward on meta raised {type(error).__name__}: {first_line(error)}. So weights that are used "
             "outside of their modules are not known"
         )
         return None
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of the text of ``error``."""
-    return (str(error).splitlines() or [""])[0]
 
 
 def _units(

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .._checks import check_flag, check_module, check_name, describe
 from ..errors import ArgumentError, TieError
-from ..torch_private.fsdp2 import fsdp2_state
+from ..torch_private.fsdp2 import fsdp2_states
 from ..torch_private.modules import buffers_of, parameters_of
 from .components import find_components
 from .names import check_known, is_sharded, named_tensors
@@ -107,7 +107,7 @@ def _component_names(model: nn.Module, name: str) -> tuple[str, ...]:
 
 def _check_unmanaged(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Raise TieError for a parameter under FSDP2, which restores its own parameters at every forward."""
-    if is_sharded(tensor) and any(fsdp2_state(module) is not None for module in model.modules()):
+    if is_sharded(tensor) and next(fsdp2_states(model), None) is not None:
         raise TieError("is under FSDP2, which would undo the change", name=name, fix="Tie or untie before fully_shard.")
 
 

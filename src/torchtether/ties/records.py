@@ -67,7 +67,7 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     >>> import torch, torchtether as tt
     >>> tt.check_ties(torch.nn.Linear(2, 2), expected=[tt.Tie(("weight", "bias"))])
     Traceback (most recent call last):
-    torchtether.errors.TieError: bias: is not tied to weight, but recorded as tied. Call tt.tie(model, 'weight', 'bias').
+    torchtether.errors.TieError: bias: is not tied to weight, but recorded as tied. Call tt.tie(model, 'weight', ...
     """
     check_module(model)
     try:
