@@ -252,7 +252,7 @@ def _unmerge(original: Any) -> Any:
             held[leaf].data = weight
         if made:
             warnings.warn(
-                f"{type(layer).__name__}: the base of {', '.join(made)} was not kept, or the merged values have changed, "
+                f"{type(layer).__name__}: the base of {', '.join(made)} was not kept, or the merged values changed, "
                 "so it is computed by subtraction and rounded. Import torchtether.integrations.peft before merging.",
                 stacklevel=2,
             )

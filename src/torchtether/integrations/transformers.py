@@ -82,8 +82,7 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def specs(self) -> dict[str, WeightSpec]:
         """Return the specs of a saved model's Weights, by name. Raise SchemeError for an invalid spec."""
-        entries = {name: dict(entry) for name, entry in self.weights.items()}
-        return {name: WeightSpec.from_json(entry) for name, entry in entries.items()}
+        return {name: WeightSpec.from_json(dict(entry)) for name, entry in self.weights.items()}
 
     def _is_ruled(self, name: str, ties: tuple[Tie, ...]) -> bool:
         names = next((tie.names for tie in ties if name in tie.names), (name,))
@@ -164,7 +163,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
-        self._conversions: tuple[Any, ...] = ()
+        self._conversions: Any = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise CheckpointError for a device map with "disk": accelerate would read the source's floats from there."""
@@ -252,11 +251,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
         They rename and split whole tensors, which the parts of Weights are not.
         """
-        if model.__dict__.get("_weight_conversions") != []:
-            self._conversions = tuple(model.__dict__[key] for key in ("_weight_conversions",) if key in model.__dict__)
-        model.__dict__.pop("_weight_conversions", None)
-        for conversions in self._conversions if is_wanted else ([],):
-            model._weight_conversions = conversions
+        held = model.__dict__.pop("_weight_conversions", None)
+        if held != []:
+            self._conversions = held
+        if not is_wanted or self._conversions is not None:
+            model._weight_conversions = self._conversions if is_wanted else []
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize(model)

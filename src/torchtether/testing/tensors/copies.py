@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,7 +126,8 @@ def _flatten(subject: Subject) -> None:
         require(
             isinstance(getattr(given, name, None), Tensor), f"__tensor_flatten__ names {name!r}, which is no tensor"
         )
-    require(not _tensors_in(context), "__tensor_flatten__ returns a tensor in its metadata")
+    is_hidden = any(isinstance(leaf, Tensor) for leaf in tree_leaves(context))
+    require(not is_hidden, "__tensor_flatten__ returns a tensor in its metadata")
     inner = {name: getattr(given, name) for name in names}
     made = type(given).__tensor_unflatten__(  # type: ignore[attr-defined]
         inner, context, given.shape, given.stride()
@@ -216,8 +216,3 @@ def _close(made: Tensor, values: Tensor, dtype: torch.dtype, how: str) -> None:
     tolerance = 8 * max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps) * wanted.abs().max().item()
     off = (made.double() - wanted).abs().max().item()
     require(off <= tolerance, f"values are off by {off:.2g} after {how}")
-
-
-def _tensors_in(context: Any) -> bool:
-    found: Callable[[Any], bool] = lambda value: isinstance(value, Tensor)  # noqa: E731
-    return any(found(leaf) for leaf in tree_leaves(context))

@@ -77,7 +77,7 @@ def _module_load(subject: Subject) -> None:
 def _hooks(subject: Subject) -> None:
     conversions: tuple[tuple[str, Convert], ...] = (
         (".bfloat16()", lambda module: module.bfloat16()),
-        ("load_state_dict(assign=True)", lambda module: module.load_state_dict(_state(subject), assign=True)),
+        ("load_state_dict(assign=True)", lambda held: held.load_state_dict(subject.tied(1).state_dict(), assign=True)),
     )
     converts = subject.parameter(requires_grad=True).bfloat16().dtype == torch.bfloat16  # if not, the law "dtype" fails
     for how, convert in conversions:
@@ -99,10 +99,6 @@ def _hooks(subject: Subject) -> None:
         require(bool(after), f"{where} loses the hook after accumulation")
         require(getattr(weight, "note", None) == "kept", f"{where} loses the attributes that users set")
         require(not has_grad or isinstance(weight.grad, Tensor), f"{where} loses the gradient")
-
-
-def _state(subject: Subject) -> dict[str, Tensor]:
-    return subject.tied(1).state_dict()
 
 
 def _keeps(module: Tied, convert: Convert, how: str, swap: bool) -> nn.Parameter:
