@@ -75,7 +75,7 @@ def test_a_torch_that_it_does_not_know_is_said_once_and_torch_computes():
     found = child(OTHER_TORCH + PRODUCT)
     assert found.returncode == 0, found.stderr
     assert found.stdout == "the compiled module cannot be used: torch does not have libanother.so\n"
-    assert found.stderr.count("torchtether: the compiled module does not fit") == 1
+    assert found.stderr.count("torchtether: the compiled module cannot be used") == 1
 
 
 OTHER_SOURCES = """
