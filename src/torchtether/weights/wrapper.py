@@ -17,8 +17,8 @@ from ..torch_private.dispatching import (
     can_decompose,
     return_and_correct_aliasing,
     schema_of,
-    tree_leaves,
     tree_map_only,
+    written_by,
 )
 from ..torch_private.tensors import as_plain, make_wrapper
 from .inner import empty_storage, from_pickle, to_pickle
@@ -350,11 +350,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     plain_args, plain_kwargs = tree_map_only(WrapperTensor, values, (args, kwargs))
     answer = func(*plain_args, **plain_kwargs)
-    given = [*zip(schema_of(func).arguments, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in schema_of(func).arguments if argument.name in kwargs]
-    places = [place for argument, place in given if argument.alias_info is not None and argument.alias_info.is_write]
-    written = {id(leaf): leaf for leaf in tree_leaves(places) if isinstance(leaf, WrapperTensor)}
-    encoded = [(tensor, tensor.encoded(decoded[key][1])) for key, tensor in written.items()]
+    written = written_by(func, args, kwargs, WrapperTensor)
+    encoded = [(tensor, tensor.encoded(decoded[id(tensor)][1])) for tensor in written]
     for tensor, inner in encoded:
         tensor.write(inner)
     wrappers = {id(plain): tensor for tensor, plain in decoded.values()}

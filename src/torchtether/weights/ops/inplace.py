@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import TrainingWarning
 from ...schemes import same_bits
-from ...torch_private.dispatching import schema_of, tree_map_only
+from ...torch_private.dispatching import schema_of, tree_map_only, written_by
 from ..dispatch import FOREIGN_WRITES, rule
 from ..weight import Weight
 from .values import overloads
@@ -41,7 +41,7 @@ WRITES = """
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` on decoded values, then encode those that it wrote; all are encoded before one is stored."""
-    written = _written(op, args, kwargs)
+    written = written_by(op, args, kwargs, Weight)
     if any(_master(weight) is not None for weight in written):
         return _write_in_float32(op, args, kwargs, is_update=False)
     decoded: dict[int, Tensor] = {}
@@ -58,7 +58,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
 @rule(*overloads(UPDATES, writes=True), kind="re-encoded")
 def update(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` as ``write`` does; the results on trained Weights are rounded stochastically."""
-    if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args, kwargs)):
+    if any(weight.is_trained and not weight.scheme.transparent for weight in written_by(op, args, kwargs, Weight)):
         return _write_in_float32(op, args, kwargs, is_update=True)
     return write(op, *args, **kwargs)
 
@@ -73,7 +73,7 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     and are rounded once.
     """
     wide: dict[int, tuple[Tensor, Tensor]] = {}
-    written = {id(tensor): tensor for tensor in _written(op, args, kwargs, Tensor)}
+    written = {id(tensor): tensor for tensor in written_by(op, args, kwargs, Tensor)}
 
     def widened(tensor: Tensor) -> Tensor:
         made = tensor
@@ -102,18 +102,6 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 
 def _master(weight: Weight) -> Tensor | None:
     return None if weight.scheme.transparent else weight.scheme.master(weight.parts, weight.spec.base)
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = Weight) -> list[Any]:
-    """Return the tensors of ``kind`` that ``op`` writes to, each once."""
-    found = {}
-    for i, argument in enumerate(schema_of(op).arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, kind):
-                    found[id(item)] = item
-    return list(found.values())
 
 
 def _store(encoded: list[tuple[Weight, dict[str, Tensor] | None]]) -> None:
