@@ -171,7 +171,7 @@ class _Group:
             numbers = {int(match["number"]) for match in matches if match}
             absent = [i for i in range(min(numbers, default=0), max(numbers, default=0)) if i not in numbers]
             if absent:
-                return f"{self.name}: the checkpoint has {len(numbers)} of {pattern!r}, but not number {absent[0]}"
+                return f"{self.name}: the checkpoint has {len(numbers)} of {pattern!r}, without number {absent[0]}"
         return ""
 
     def refuse(self, what: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import SchemeError, TieError
 from .dispatch import rule
+from .spec import to_base
 from .weight import Weight
 
 
@@ -82,6 +83,6 @@ def encoded_as(held: Weight, given: Tensor) -> Weight:
     if held.scheme.transparent:  # the given tensor itself, whatever its strides
         return Weight.encode(given, held.scheme, tie=held.spec.tie)
     is_alike = given.dim() == held.dim()
-    made = Weight.encode(held.spec.to_base(given) if is_alike else given, held.scheme)
+    made = Weight.encode(to_base(held.spec, given) if is_alike else given, held.scheme)
     order = held.spec.order if is_alike else tuple(range(given.dim()))
     return made.map(Tensor.detach, made.spec.permute(order).replace(tie=held.tie, activations=held.spec.activations))

@@ -151,10 +151,6 @@ class WeightSpec:
         """Return whether this tensor has the dimension order of its parts."""
         return self.order == tuple(range(len(self.shape)))
 
-    def to_base(self, values: Tensor) -> Tensor:
-        """Return ``values``, of this number of dimensions, permuted to the dimension order of the parts."""
-        return values.permute([self.order.index(d) for d in range(values.dim())])
-
     def permute(self, order: tuple[int, ...]) -> WeightSpec:
         """Return the spec of ``tensor.permute(order)``."""
         return self.replace(shape=tuple(self.shape[d] for d in order), stride=tuple(self.stride[d] for d in order))
@@ -204,6 +200,11 @@ def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
     if contiguous_stride(tuple(shape[d] for d in base)) != tuple(stride[d] for d in base):
         raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
     return tuple(base.index(d) for d in range(len(shape)))
+
+
+def to_base(spec: WeightSpec, values: Tensor) -> Tensor:
+    """Return ``values``, which have the shape of ``spec``, permuted to the dimension order of the parts."""
+    return values.permute([spec.order.index(d) for d in range(values.dim())])
 
 
 def order_of(view: View, owner: Tensor) -> tuple[int, ...] | None:

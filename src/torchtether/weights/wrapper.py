@@ -22,7 +22,7 @@ from ..torch_private.dispatching import (
 )
 from ..torch_private.tensors import as_plain, make_wrapper
 from .inner import empty_storage, from_pickle, to_pickle
-from .spec import WeightSpec
+from .spec import WeightSpec, to_base
 from .wrapping import REQUIRES_GRAD, Wrapping
 
 aten = torch.ops.aten
@@ -172,7 +172,7 @@ class WrapperTensor(Wrapping):
 
     def encoded(self, values: Tensor) -> Mapping[str, Tensor]:
         """Return the inner tensors that ``encode`` makes of ``values``; raise TetherError if their shapes differ."""
-        made = self.encode(self._geometry.to_base(values).to(self.device, self.dtype).contiguous())
+        made = self.encode(to_base(self._geometry, values).to(self.device, self.dtype).contiguous())
         for name, held in self.inner_tensors.items():
             if name not in made or made[name].shape != held.shape:
                 got = f"of shape {tuple(made[name].shape)}" if name in made else "as no tensor"

@@ -13,6 +13,7 @@ from ...errors import TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
 from ..dispatch import FOREIGN_WRITES, rule
+from ..spec import to_base
 from ..weight import Weight
 from .values import overloads
 
@@ -115,7 +116,7 @@ def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     scheme = weight.scheme
     if scheme.transparent or not weight.is_trained or _master(weight) is not None:
         return encode_like(weight, values)
-    base = weight.spec.to_base(values)
+    base = to_base(weight.spec, values)
     parts = scheme.update(base, weight.parts, shrink=not weight._cut)
     if parts is not None:
         return parts
@@ -140,7 +141,7 @@ def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     """
     if weight.scheme.transparent:
         return None
-    base = weight.spec.to_base(values)
+    base = to_base(weight.spec, values)
     return _keeping_shared(weight, base, weight.scheme.reencode(base, weight.parts))
 
 
@@ -179,7 +180,7 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     values = given.values_of() if isinstance(given, Weight) else given
     if held.device.type == "meta":
         return held  # as torch does: nothing to write to
-    base = held.spec.to_base(values.expand(held.shape))
+    base = to_base(held.spec, values.expand(held.shape))
     # encode, not reencode: the result must not depend on the scales that were held before
     held.set_parts(_keeping_shared(held, base, held.scheme.encode(base)))
     return held
