@@ -295,7 +295,7 @@ def test_faults_come_before_the_first_change_and_are_one_line():
         tt.adopt(model)
     text = str(refused.value)
     assert "\n" not in text
-    for words in ("3: is a Own based on bitsandbytes", "4.weight: is torch.float32: it is not", "5: is not frozen yet"):
+    for words in ("3: is an unsupported Own", "4.weight: is torch.float32: it is not", "5: is not frozen yet"):
         assert words in text
     assert type(good).__name__ == "Params4bit"
     assert type(model[0]) is bnb.Linear4bit
