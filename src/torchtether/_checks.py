@@ -92,7 +92,7 @@ def as_size(size: int | str, name: str) -> int:
     pattern = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*"
     found = re.fullmatch(pattern, size.lower(), re.ASCII) if isinstance(size, str) else None
     if found is None or float(found[1]) == 0 or (found[3] and not found[2]):
-        raise ArgumentError(f"{size!r:.40} is no size", name=name, fix="Give bytes, or text like '5GB'.")
+        raise ArgumentError(f"{size!r:.40} is not a size", name=name, fix="Give bytes, or text like '5GB'.")
     return max(int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")), 1)
 
 
@@ -104,9 +104,9 @@ def as_device(device: Any, name: str = "device") -> torch.device:
     try:
         place = torch.device(device)
     except (TypeError, RuntimeError) as error:
-        why = _first_line(error).partition(", got")[0] if isinstance(device, (str, int)) else ""
+        why = first_line(error).partition(", got")[0] if isinstance(device, (str, int)) else ""
         raise ArgumentError(
-            f"{device!r} is no device" if len(repr(device)) < 40 else f"is {describe(device)}, not a device",
+            f"{device!r} is not a device" if len(repr(device)) < 40 else f"is {describe(device)}, not a device",
             name=name,
             fix=f"Give 'cpu', 'cuda:0' or a torch.device{f' ({why})' if why else ''}.",
         ) from None
@@ -115,9 +115,10 @@ def as_device(device: Any, name: str = "device") -> torch.device:
     try:
         return torch.empty(0, device=place).device
     except (RuntimeError, AssertionError, ImportError) as error:  # torch raises one of these if a backend is absent
-        what = f"{str(place)!r} cannot be used here: {_first_line(error)}"
+        what = f"{str(place)!r} cannot be used here: {first_line(error)}"
         raise ArgumentError(what, name=name, fix="Give a device that torch has here, such as 'cpu'.") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of the text of ``error``, shortened; its type if it has no text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")

@@ -28,7 +28,7 @@ def no_tick(nbytes: int) -> None:
 def ticking(progress: Progress, total: int, verb: str) -> Iterator[Tick]:
     """Yield the ``Tick`` that reports to ``progress``; ``total`` bytes in all, ``verb`` before the bar."""
     if not progress:
-        yield lambda nbytes: None
+        yield no_tick
     elif callable(progress):
         done = 0
 

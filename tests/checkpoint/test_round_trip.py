@@ -267,8 +267,8 @@ def test_shards_are_named_as_others_name_them(tmp_path):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"max_shard_size": "lots"}, "max_shard_size: 'lots' is no size"),
-        ({"max_shard_size": 0}, "max_shard_size: 0 is no size"),
+        ({"max_shard_size": "lots"}, "max_shard_size: 'lots' is not a size"),
+        ({"max_shard_size": 0}, "max_shard_size: 0 is not a size"),
         ({"format": "x"}, "format: unknown format 'x'"),
         ({"aliases": "keep"}, "aliases: 'keep' is neither"),
     ],

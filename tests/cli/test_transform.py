@@ -132,7 +132,7 @@ def test_include_and_exclude_speak_for_tied_groups(source, tmp_path):
         (["--exclude", "no.such"], "no.such: this glob matches no tensor"),
         (["--include", "steps"], "steps: is int64, which is not quantized"),
         (["--exclude", "*"], "nothing in it is to be quantized"),
-        (["--max-shard-size", "five"], "'five' is no size"),
+        (["--max-shard-size", "five"], "'five' is not a size"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_nothing(source, tmp_path, capsys, options, words):

@@ -13,7 +13,7 @@ import torch
 from torchtether import compiled
 from torchtether.compiled import room
 from torchtether.schemes import int8
-from torchtether.weights.products import layout_of
+from torchtether.weights.products.layout import layout_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = """
@@ -36,7 +36,7 @@ def child(code, **environment):
 
 def test_switched_off():
     found = child(PRODUCT, TORCHTETHER_COMPILE="0")
-    assert (found.stdout, found.stderr) == ("off by TORCHTETHER_COMPILE\n", "")
+    assert (found.stdout, found.stderr) == ("disabled by TORCHTETHER_COMPILE\n", "")
 
 
 @pytest.mark.parametrize("word", ["0", "off", "False"])
@@ -44,7 +44,7 @@ def test_words_that_switch_it_off(monkeypatch, word):
     monkeypatch.setattr(room, "_module", None)
     monkeypatch.setattr(room, "_state", "")
     monkeypatch.setenv("TORCHTETHER_COMPILE", word)
-    assert (compiled.native(), compiled.state()) == (None, "off by TORCHTETHER_COMPILE")
+    assert (compiled.native(), compiled.state()) == (None, "disabled by TORCHTETHER_COMPILE")
 
 
 @needs_room
@@ -74,8 +74,8 @@ room._LIBRARIES = ("libanother.so",)
 def test_a_torch_that_it_does_not_know_is_said_once_and_torch_computes():
     found = child(OTHER_TORCH + PRODUCT)
     assert found.returncode == 0, found.stderr
-    assert found.stdout == "the compiled module does not fit: torch does not have libanother.so\n"
-    assert found.stderr.count("torchtether: the compiled module does not fit") == 1
+    assert found.stdout == "the compiled module cannot be used: torch does not have libanother.so\n"
+    assert found.stderr.count("torchtether: the compiled module cannot be used") == 1
 
 
 OTHER_SOURCES = """
@@ -94,7 +94,7 @@ room._SOURCES = newer
 def test_a_module_of_other_sources_is_not_taken():
     found = child(OTHER_SOURCES + PRODUCT)
     assert found.returncode == 0, found.stderr
-    what = "the compiled module does not fit: it was built from other sources than lie here. Install torchtether again"
+    what = "the compiled module cannot be used: it was built from other sources. Install torchtether again"
     assert found.stdout == f"{what}\n"
     assert found.stderr.count(what) == 1
 
@@ -161,7 +161,7 @@ def wheel(folder, **environment):
 def test_a_compiler_that_fails_is_said_in_one_line_and_the_package_is_installed(tmp_path, compiler):
     pytest.importorskip("setuptools", minversion="77")
     log, _, names = wheel(tmp_path, CC=compiler, CXX=compiler)
-    assert log.count("torchtether: built without its compiled kernels, so torch computes: ") == 1
+    assert log.count("torchtether: built without its compiled kernels, so torch ops compute: ") == 1
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert modules | {"torchtether/py.typed"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]

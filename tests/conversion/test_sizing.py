@@ -141,7 +141,7 @@ def test_names_that_look_like_globs_are_names():
         ({"bytes": 5000}, tt.ArgumentError, "the smallest plan takes"),
         ({"bits": -1}, tt.ArgumentError, "bits: -1 is no number of bits"),
         ({"bits": "four"}, tt.ArgumentError, "bits: 'four' is no number of bits"),
-        ({"bytes": "4 parsecs"}, tt.ArgumentError, "bytes: '4 parsecs' is no size"),
+        ({"bytes": "4 parsecs"}, tt.ArgumentError, "bytes: '4 parsecs' is not a size"),
         ({"bits": 4, "only": "absent.*"}, tt.RuleError, "absent.*: this glob matches no parameter"),
         ({"bits": 4, "only": "norm.*"}, tt.RuleError, "no weight of two dimensions"),
         ({"bits": 4, "schemes": []}, tt.ArgumentError, "no scheme is given"),

@@ -5,7 +5,8 @@ import torch
 
 import torchtether as tt
 from torchtether.schemes.tables import FP4
-from torchtether.weights.products import bitsandbytes_4bit, decoding, kernels_for
+from torchtether.weights.products import bitsandbytes_4bit, decoding
+from torchtether.weights.products.table import kernels_for
 
 pytestmark = pytest.mark.peers
 pytest.importorskip("bitsandbytes")
@@ -35,7 +36,7 @@ def test_decoded_bits_are_the_schemes(scheme, dtype):
     layout = weight.kernel_layout
     wanted = weight.to(dtype).dequantize()
     for start, stop in ((0, 48), (16, 31)):
-        made = bitsandbytes_4bit.decode(layout, layout.pick_from(weight), dtype, start=start, stop=stop)
+        made = bitsandbytes_4bit.decode(layout, layout.pick_from(weight), dtype, (start, stop))
         assert made.dtype is dtype
         assert torch.equal(made, wanted[start:stop])
 

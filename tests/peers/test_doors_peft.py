@@ -94,7 +94,7 @@ def test_an_adapter_is_trained_merged_unmerged_and_unloaded(kind, scheme):
     adapter(IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in adapter.parameters() if p.requires_grad)
     before, codes = logits_of(adapter), codes_of(adapter)
-    with pytest.warns(UserWarning, match=r"merging encoded \d+ Weights again: off by .*unmerge restores") as said:
+    with pytest.warns(UserWarning, match=r"merging encoded \d+ Weights again, with .*unmerge restores") as said:
         adapter.merge_adapter()
     (ours,) = (one for one in said if "merging encoded" in str(one.message))
     assert "\n" not in str(ours.message)
@@ -195,7 +195,7 @@ def test_a_base_that_was_changed_while_merged_is_not_overwritten():
     weight, base = layer.base_layer.weight, built().model.layers[0].self_attn.q_proj.weight.dequantize()
     with torch.no_grad():
         weight.mul_(2.0)
-    with pytest.warns(UserWarning, match="weight was not kept, or changed since the merge, so the base is computed"):
+    with pytest.warns(UserWarning, match="the base of weight was not kept, or the merged values changed, so it is"):
         adapter.unmerge_adapter()
     wanted = 2.0 * base + layer.get_delta_weight("default")  # what was merged, twice, and taken off once
     assert (weight.dequantize() - wanted).norm() < 0.05 * wanted.norm()
@@ -220,14 +220,14 @@ def test_merging_into_a_tied_weight_is_refused_before_anything_changes(target):
     before, codes = logits_of(adapter), codes_of(adapter)
     for merge in (adapter.merge_adapter, adapter.merge_and_unload):
         with pytest.raises(
-            tt.TieError, match=rf"{target}: its base is tied to .*Untie it first: tt.untie\("
+            tt.TieError, match=rf"{target}: its base weight is tied to .*Untie it first: tt.untie\("
         ) as refused:
             merge()
         assert "\n" not in str(refused.value)
         assert equal(codes_of(adapter), codes)
         assert torch.equal(logits_of(adapter), before)
     (layer,) = (m for n, m in adapter.named_modules() if n.endswith(target) and hasattr(m, "merge"))
-    with pytest.raises(tt.TieError, match="its base is tied to"):
+    with pytest.raises(tt.TieError, match="its base weight is tied to"):
         layer.merge()
 
 

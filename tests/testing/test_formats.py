@@ -154,7 +154,7 @@ def test_every_law_has_someone_who_breaks_it():
 
 
 def test_it_says_what_it_cannot_check():
-    with pytest.raises(tt.LawError, match="nothing to try it on"):
+    with pytest.raises(tt.LawError, match="no checkpoint to check"):
         check_format(next(format for format in FORMATS if format.name == "gptq"))
     with pytest.raises(tt.LawError, match="has no unpack"):
         check_format(SimpleNamespace(name="x", recognise=_recognise))

@@ -231,8 +231,8 @@ class _Fours(Whole):
 
 def test_parts_that_depend_on_the_values_are_refused():
     report = check_scheme(_Values(), laws="layout")
-    assert "layout promises ['codes', 'scale']" in report.failed[0].what
-    with pytest.raises(tt.SchemeError, match=r"^_Values: encode gives the parts codes, scale, large, layout promises"):
+    assert "layout has ['codes', 'scale']" in report.failed[0].what
+    with pytest.raises(tt.SchemeError, match=r"^_Values: encode returns the parts codes, scale, large, layout has"):
         tt.Weight.encode(torch.full((2, 4), 200.0), _Values())
 
 

@@ -66,7 +66,7 @@ def test_laws_are_chosen_by_id_and_run_in_their_order():
     report = check_tensor_subclass(Sixteenths.random, laws=["swap", "clone"], name="mine")
     assert [result.law for result in report.results] == ["clone", "swap"]
     assert report.subject == "mine"
-    with pytest.raises(tt.LawError, match="no law 'detatch', there are detach, clone"):
+    with pytest.raises(tt.LawError, match="no law 'detatch', the laws are detach, clone"):
         check_tensor_subclass(Sixteenths.random, laws=["detatch"])
 
 

@@ -81,7 +81,7 @@ def test_a_part_that_is_none_stays_so():
         ({"codes": None}, r"^Affinely: codes is None, not an inner tensor\. Give a tensor\.$"),
         ({"scale": 0.1}, r"^Affinely: scale is a float, not an inner tensor\. Give a tensor, or None\.$"),
         ({"lowest": torch.tensor(1)}, r"^Affinely: lowest is a tensor, not metadata\. Name it in inner_names\.$"),
-        ({"extra": 1}, r"^Affinely: needs \['codes', .*\], got \['codes', 'extra'"),
+        ({"extra": 1}, r"^Affinely: needs the fields \['codes', .*\], got \['codes', 'extra'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -91,7 +91,7 @@ def test_fields_that_are_wrong_are_named(fields, said):
 
 
 def test_names_are_a_tuple():
-    with pytest.raises(tt.TetherError, match=r"^Wrong: 'codes' is no tuple of names\."):
+    with pytest.raises(tt.TetherError, match=r"^Wrong: 'codes' is not a tuple of names\."):
         type("Wrong", (tt.WrapperTensor,), {"inner_names": "codes"})
 
 

@@ -180,7 +180,9 @@ def test_a_weight_is_made_of_the_type_of_another(row):
             assert made.spec == given.spec
             assert made.device == given.device
             assert made.data_ptr() == given.data_ptr()
-    with pytest.raises(tt.ArgumentError, match=r"Weight: of a Tensor alone has no scheme\. Use Weight\.encode"):
+    with pytest.raises(
+        tt.ArgumentError, match=r"parts: is a Tensor without a spec, so its scheme is not known\. Use Weight\.encode"
+    ):
         type(old)(rand(16, 64), requires_grad=False)
 
 

@@ -11,16 +11,9 @@ from tests.fake_cuda import CopyError, NoCopies, fake_cuda
 from torchtether import compiled
 from torchtether.schemes.bits import table_of
 from torchtether.weights.ops import grouped, product
-from torchtether.weights.products import (
-    chunks,
-    fitting,
-    int8pack,
-    int_mm,
-    kernels_for,
-    layout_of,
-    rounding,
-    scaled_mm,
-)
+from torchtether.weights.products import chunks, fitting, int8pack, int_mm, rounding, scaled_mm
+from torchtether.weights.products.layout import layout_of
+from torchtether.weights.products.table import kernels_for
 
 MATRICES = [row for row in SCHEMES if 2 in row.ranks]
 QUANTIZED = [row for row in MATRICES if not row.scheme.transparent]

@@ -10,9 +10,8 @@ from tests.weights.kernel_cases import as_on, rounded, unrounded
 from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.weights.ops import graph_ops
-from torchtether.weights.products import choose
 from torchtether.weights.products.layout import STREAM
-from torchtether.weights.products.table import HALVES, INTEGERS
+from torchtether.weights.products.table import HALVES, INTEGERS, choose
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What one rounding moves a number by, at most, in units of it."""

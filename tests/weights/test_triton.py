@@ -132,7 +132,8 @@ def test_rows_that_do_not_fit_are_left(takes_cpu):
     weight, x = weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()
     assert answers(weight, x, dtype=torch.float64)[1:] == [False, False]
     wide = torch.zeros(24, 512).bfloat16()
-    for wrong in ({"start": -1}, {"stop": 25}, {"start": 3, "stop": 2}, {"out": wide[:, :256]}, {"out": wide.float()}):
+    bad_rows = [{"rows": rows} for rows in ((-1, 24), (0, 25), (3, 2))]
+    for wrong in (*bad_rows, {"out": wide[:, :256]}, {"out": wide.float()}):
         assert not answers(weight, x, **wrong)[1]
     layout = weight.kernel_layout
     assert gpu.gather(layout, layout.pick_from(weight), torch.bfloat16, torch.zeros(2, dtype=torch.int16)) is None

@@ -20,7 +20,8 @@ from tests.weights.kernel_cases import EPS, KINDS, inputs, moved, pick, unrounde
 from torchtether.gpu import decoding, serving
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.schemes.bits import same_bits
-from torchtether.weights.products import gpu, layout_of
+from torchtether.weights.products import gpu
+from torchtether.weights.products.layout import layout_of
 
 F = torch.nn.functional
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,7 +108,7 @@ def wrong_decoding(weight, dtype, generator):
     start = int(torch.randint(rows, (), generator=generator))
     stop = int(torch.randint(start, rows + 1, (), generator=generator))
     out = torch.full((rows, columns), 5.0, dtype=dtype)
-    made = gpu.decode(layout, parts, dtype, start=start, stop=stop, out=out)
+    made = gpu.decode(layout, parts, dtype, (start, stop), out)
     if not same(made, expected[start:stop]) or bool((out[stop - start :] != 5).any()):
         yield f"decode {dtype} {start}:{stop}"
     index = torch.randint(-1, rows + 1, pick(generator, [(), (5,), (2, 3), (0,)]), generator=generator)

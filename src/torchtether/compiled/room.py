@@ -54,7 +54,7 @@ def level() -> str:
 def _find() -> None:
     global _module, _state, _level
     if os.environ.get("TORCHTETHER_COMPILE", "1").lower() in ("0", "false", "off", "no"):
-        _state = "off by TORCHTETHER_COMPILE"
+        _state = "disabled by TORCHTETHER_COMPILE"
         return
     try:
         module, outcome = _load()
@@ -64,8 +64,8 @@ def _find() -> None:
     except (ImportError, KeyError, TypeError) as error:
         module, outcome = None, str(error)
     if module is None:
-        _state = f"the compiled module does not fit: {outcome}"
-        warnings.warn(f"torchtether: {_state}; torch computes", stacklevel=4)
+        _state = f"the compiled module cannot be used: {outcome}"
+        warnings.warn(f"torchtether: {_state}. Torch ops compute instead", stacklevel=4)
     else:
         _module, _state, _level = module, f"compiled ({outcome})", outcome
 
@@ -74,7 +74,7 @@ def _load() -> tuple[ModuleType | None, str]:
     """Return the bound module and its level, or ``None`` and why it cannot be used."""
     module, here = import_module("torchtether.compiled._native"), digest_of(_SOURCES)
     if here and getattr(module, "SOURCES", "") != here:  # an editable installation with newer files
-        return None, "it was built from other sources than lie here. Install torchtether again"
+        return None, "it was built from other sources. Install torchtether again"
     return module, _bind(module)
 
 

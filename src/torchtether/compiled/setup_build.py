@@ -40,7 +40,7 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
             target.unlink(missing_ok=True)
             self._inplace(ext).unlink(missing_ok=True)  # of an earlier build, from other sources
             first = (str(error) or type(error).__name__).splitlines()[0]
-            print(f"torchtether: built without its compiled kernels, so torch computes: {first}")
+            print(f"torchtether: built without its compiled kernels, so torch ops compute: {first}")
             return
         seconds = time.monotonic() - begun
         print(f"torchtether: built its kernels ({', '.join(levels)}) in {seconds:.0f} s")

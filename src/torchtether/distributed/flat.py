@@ -21,7 +21,7 @@ from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Part, part_rows
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .optimizers import optimizer_tensors
+from .optimizers import as_bytes, optimizer_tensors
 from .ranks import Ranks
 from .shadows import Shadowed, box_of, local_of, with_local
 
@@ -67,7 +67,8 @@ def save_dcp(
     """Write ``path`` by ``torch.distributed.checkpoint``: to a temporary folder, renamed when all ranks are done."""
     with ranks.all_or_none(CheckpointError):
         if ranks.is_fake:
-            raise CheckpointError("the process group is a fake one", name="format", fix="Save from real ranks.")
+            what = "'dcp' needs all ranks, and the backend of the process group is 'fake'"
+            raise CheckpointError(what, name="format", fix="Save with a real process group.")
         state = state_dict(model, optimizer, aliases=aliases)
     folder, temporary = new_folder(path), None
     try:
@@ -85,11 +86,6 @@ def save_dcp(
     with ranks.all_or_none(CheckpointError):
         if ranks.rank == 0:
             folder.__exit__(None, None, None)
-
-
-def as_bytes(text: str) -> Tensor:
-    """Return ``text`` in UTF-8, as a tensor of bytes."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -144,7 +140,7 @@ def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout:
         agrees = False
     if not agrees:
         raise CheckpointError(
-            f"no DTensor has the rows of {role!r} that this rank holds",
+            f"no DTensor can describe the rows of the part {role!r} that this rank holds",
             name=name,
             fix="Save with format='safetensors'.",
         )

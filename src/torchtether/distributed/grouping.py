@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from torch import nn
@@ -56,7 +57,7 @@ class Grouping:
             circle = self._circle()
             if not circle:
                 return
-            self._drop(circle)
+            self.units -= circle
 
     def home(self, name: str) -> Key:
         """Return the unit of the tensor ``name``: that of the innermost module above it in a unit, else ``ROOT``."""
@@ -119,27 +120,24 @@ class Grouping:
         for name in group.names:  # no unit may lie between a name and the outer module of its unit
             above = self._above(name)
             reach = max((place for place, module in enumerate(above) if module in outer), default=0)
-            self._drop({unit for unit in self.units if unit & set(above[:reach]) and not unit & outer})
+            self.units -= {unit for unit in self.units if unit & set(above[:reach]) and not unit & outer}
         merged = {unit for unit in self.units if unit & outer}
-        self.units -= merged
         made = frozenset(outer).union(*merged)
-        self.units.add(frozenset(made))
+        self.units = self.units - merged | {made}
         self.notes.append(f"{' = '.join(group.names)}: {describe_some(self.paths(made))} are one unit")
 
     def _hoist(self, group: TiedNames, owners: set[int]) -> None:
         """Remove the units below the innermost module that is above all names and runs at all uses."""
-        common: set[int] | None = None
-        chains = [self._above(name) for name in group.names] + [list(reversed(stack)) for stack in group.stacks]
-        for chain in chains:
-            common = set(chain) if common is None else common & set(chain)
-        below = {module for name in group.names for module in _until(self._above(name), common or set())}
+        chains = [self._above(name) for name in group.names]
+        common = set.intersection(*map(set, [*chains, *group.stacks]))
+        below = {module for chain in chains for module in takewhile(lambda one: one not in common, chain)}
         dropped = {unit for unit in self.units if unit & below}
         if not dropped:
             dropped = {unit for unit in self.units if any(unit & set(self._above(name)) for name in group.names)}
         self.notes.append(
-            f"{' = '.join(group.names)}: moved outwards, so {describe_some(self._labels(dropped))} are no units"
+            f"{' = '.join(group.names)}: moved to an outer unit, so {describe_some(self._labels(dropped))} are no units"
         )
-        self._drop(dropped)
+        self.units -= dropped
 
     def _labels(self, units: set[Key]) -> tuple[str, ...]:
         """Return the paths of all modules of ``units``, in the order of their first modules."""
@@ -151,9 +149,6 @@ class Grouping:
         while path and type(self._modules[path]).forward is nn.Module.forward:  # ParameterList and other containers
             path = path.rpartition(".")[0]
         return id(self._modules[path])
-
-    def _drop(self, units: set[Key]) -> None:
-        self.units -= units
 
     def _is_inside(self, inner: Key, outer: Key) -> bool:
         """Return whether a module of ``inner`` lies below one of ``outer``."""
@@ -168,13 +163,3 @@ class Grouping:
                 if one is not other and self._is_inside(one, other) and self._is_inside(other, one):
                     return {one, other}
         return set()
-
-
-def _until(above: Sequence[int], stop: set[int]) -> list[int]:
-    """Return the modules of ``above`` before the first that is in ``stop``."""
-    found = []
-    for module in above:
-        if module in stop:
-            break
-        found.append(module)
-    return found

@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import ConversionError
 from ..torch_private.fsdp2 import (
     changed_dtypes,
-    fsdp2_state,
+    fsdp2_states,
     is_forwarded,
     name_of_parameter,
     renew_shards,
@@ -48,11 +48,9 @@ def resync(model: nn.Module) -> None:
     Call it after changes that FSDP2 does not know of.  Torch itself informs it of one name of a tied parameter only.
     """
     with torch.no_grad():
-        for module in model.modules():
-            state = fsdp2_state(module)
-            if state is not None:
-                renew_shards(state)
-                reseat_slots(state)
+        for state in fsdp2_states(model):
+            renew_shards(state)
+            reseat_slots(state)
 
 
 def check_shards(model: nn.Module) -> None:
@@ -61,10 +59,7 @@ def check_shards(model: nn.Module) -> None:
     Raises:
         ConversionError: parameters have another dtype than at the first forward.
     """
-    for module in model.modules():
-        state = fsdp2_state(module)
-        if state is None:
-            continue
+    for state in fsdp2_states(model):
         changed = changed_dtypes(state)
         if changed:
             param, before = changed[0]
@@ -85,14 +80,13 @@ def _before_load(ties: tuple[Tie, ...]) -> Callable[..., None]:
     def hook(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any
     ) -> None:
-        if metadata.get(_ASSIGN) and not torch.__future__.get_swap_module_params_on_conversion():
-            forwarded = any(is_forwarded(state) for state in map(fsdp2_state, module.modules()) if state is not None)
-            if forwarded:
-                raise ConversionError(
-                    "load_state_dict(assign=True) after the first forward would replace the parameters that the "
-                    "optimizer holds",
-                    fix="Use tt.distributed.load, or assign=False.",
-                )
+        is_replaced = metadata.get(_ASSIGN) and not torch.__future__.get_swap_module_params_on_conversion()
+        if is_replaced and any(map(is_forwarded, fsdp2_states(module))):
+            raise ConversionError(
+                "load_state_dict(assign=True) after the first forward would replace the parameters that the optimizer "
+                "holds",
+                fix="Use tt.distributed.load, or assign=False.",
+            )
         for tie in ties:
             names = [name for name, view in zip(tie.names, tie.views, strict=True) if view is None]
             given = next((prefix + name for name in names if prefix + name in state_dict), None)

@@ -24,7 +24,7 @@ from ..loading.steps import Draft, Step, names_of_weights
 from ..progress import Progress
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
-from ..torch_private.fsdp2 import fsdp2_state, offloaded_parameters, renew_shards
+from ..torch_private.fsdp2 import fsdp2_states, offloaded_parameters, renew_shards
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, reshard, sharded_tensors, stand_in, whole_shadow, with_local
@@ -166,13 +166,13 @@ class _Sharded:
     def _boxes(self, whole: LoadPlan) -> tuple[dict[str, Box], list[str]]:
         """Return this rank's box of each sharded tensor that ``whole`` loads, by each name, and the faults."""
         draft = whole.draft
-        faults = [
-            f"{name}: the checkpoint ties it otherwise, and ties of a sharded model cannot change. "
+        boxes, faults = find_boxes(self._held, draft)
+        tied = [
+            f"{name}: the checkpoint ties it differently, and ties of a sharded model cannot change. "
             "Change them before fully_shard, or load with ties='model'."
             for name in (*draft.untie, *(alias for _, alias in draft.tie))
         ]
-        boxes, others = find_boxes(self._held, draft)
-        return boxes, faults + others
+        return boxes, tied + faults
 
     def _place(self, name: str) -> torch.device:
         """Return the device of the tensor ``name``: where FSDP2 keeps it, or where the ranks of its mesh compute."""
@@ -184,8 +184,7 @@ class _Sharded:
     @cached_property
     def _offloaded(self) -> set[str]:
         """Return the names of the parameters that FSDP2 keeps on the CPU."""
-        states = [fsdp2_state(module) for module in self._model.modules()]
-        held = {id(param) for state in states if state is not None for param in offloaded_parameters(state)}
+        held = {id(param) for state in fsdp2_states(self._model) for param in offloaded_parameters(state)}
         return {name for name, tensor in self._held.items() if id(tensor) in held}
 
     def _changed(self) -> list[Step]:
@@ -220,12 +219,10 @@ class _Sharded:
                     held, new = self._held[name], read[name].detach()
                     exchange.put(held, with_local(held, new) if isinstance(held, DTensor) else new)
                 exchange.know_weights(names_of_weights(changed))
-        if self._plan.draft.recorded:
+        if draft.recorded:
             self._take_attributes()
-        for module in self._model.modules():
-            state = fsdp2_state(module)
-            if state is not None:
-                renew_shards(state)
+        for state in fsdp2_states(self._model):
+            renew_shards(state)
 
     def _take_attributes(self) -> None:
         """Set tensors that are plain attributes of modules, which ``tt.on_meta`` recorded too."""

@@ -96,6 +96,10 @@ class UnitParameter:
         """Return the bytes of one whole gradient; 0 if frozen."""
         return math.prod(self.shape) * (dtype or self.dtype).itemsize if self.requires_grad else 0
 
+    def grad_shard_bytes(self, ranks: int, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of a rank's shard of the gradient, with padding."""
+        return self.grad_bytes(dtype) // max(self.count, 1) * rows_per_rank(self.count, ranks)
+
 
 @dataclass(frozen=True)
 class Peaks:
@@ -127,34 +131,6 @@ class Cost:
     """Bytes of the values that the largest product with a Weight decodes at once."""
     stays: bool
     """Whether the unit stays gathered while other units run."""
-
-
-def cost(
-    label: str,
-    parameters: Sequence[UnitParameter],
-    ranks: int,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    *,
-    stays: bool = False,
-    device: str = "cpu",
-) -> Cost:
-    """Return the bytes that gathering and reducing ``parameters`` as one unit takes on a type of device."""
-    reduce_dtype = reduce_dtype or param_dtype
-
-    def padded(one: UnitParameter, dtype: torch.dtype | None) -> int:
-        return one.grad_bytes(dtype) // max(one.count, 1) * rows_per_rank(one.count, ranks)
-
-    return Cost(
-        label=label,
-        gathered=sum(one.gathered_bytes(ranks, param_dtype) for one in parameters),
-        grads=sum(one.grad_bytes(param_dtype) for one in parameters),
-        meeting=max((2 * one.grad_bytes(param_dtype) for one in parameters if one.uses > 1), default=0),
-        scattered=sum(padded(one, reduce_dtype) * ranks for one in parameters),
-        shards=sum(padded(one, None) for one in parameters),
-        decoded=max((one.decoded_bytes(param_dtype, device) for one in parameters), default=0),
-        stays=stays,
-    )
 
 
 def peaks(units: Sequence[Cost], *, keeps: bool = False) -> Peaks:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._checks import describe
 from ..errors import CheckpointError, LoadError, OptimizerError
 from ..exchange.optimizer_state import check_belongs
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
@@ -33,7 +34,8 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
     CheckpointError for a value that JSON cannot represent.
     """
     if not isinstance(model, nn.Module):
-        raise CheckpointError("the state of an optimizer goes with a module", name="optimizer", fix="Pass the module.")
+        what = f"its state can be saved only with a module, and the model is {describe(model)}"
+        raise CheckpointError(what, name="optimizer", fix="Give the module.")
     names = _names(model, optimizer)
     made: dict[str, Tensor] = {}
     groups, state = [], {}
@@ -48,8 +50,13 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
             held = optimizer.state.get(param, {})
             state[name] = {key: _jsonable(value, f"{name}.{key}", made) for key, value in held.items()}
     text = json.dumps({"v": 1, "groups": groups, "state": state})
-    made[_GROUPS] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    made[_GROUPS] = as_bytes(text)
     return made
+
+
+def as_bytes(text: str) -> Tensor:
+    """Return ``text`` in UTF-8, as a tensor of bytes."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
@@ -59,7 +66,8 @@ def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
         return {"tensor": key}
     items = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(item, _PLAIN) for item in items):
-        raise CheckpointError(f"a {type(value).__name__} cannot be stored", name=key, fix="Remove it first.")
+        what = f"is {describe(value)}, which the state of an optimizer cannot store"
+        raise CheckpointError(what, name=key, fix="Remove it from the optimizer first.")
     return {"value": list(value), "tuple": isinstance(value, tuple)} if items is value else {"value": value}
 
 
@@ -107,7 +115,7 @@ class OptimizerLoad:
             assert all(isinstance(entries, dict) for entries in state.values())
         except Exception as error:
             raise CheckpointError(
-                f"what it says of the groups cannot be read: {type(error).__name__}: {str(error)[:100]}",
+                f"its parameter groups cannot be read: {type(error).__name__}: {str(error)[:100]}",
                 name=self._name,
             ) from None
         return groups, state
@@ -124,16 +132,18 @@ class OptimizerLoad:
         held = [sorted(names[id(param)] for param in group["params"]) for group in here]
         if stored != held:
             odd = sorted({n for g in stored for n in g} ^ {n for g in held for n in g})[:4]
-            what = f"it differs in {', '.join(odd)}" if odd else "the same parameters are grouped otherwise"
+            what = f"only one of the two has {', '.join(odd)}" if odd else "the same parameters are grouped differently"
             raise LoadError(
-                f"the checkpoint has {len(stored)} groups of {sum(map(len, stored))} parameters, the optimizer has "
-                f"{len(held)} of {sum(map(len, held))}: {what}",
+                f"the checkpoint has {len(stored)} groups with {sum(map(len, stored))} parameters, the optimizer has "
+                f"{len(held)} with {sum(map(len, held))}: {what}",
                 name=self._name,
-                fix="Build the optimizer as it was, or load without it.",
+                fix="Build the optimizer with the groups that were saved, or load without it.",
             )
         for key in self._keys():
             if key not in self._tensors:
-                raise CheckpointError("this state is absent", name=f"{self._name}: {key}", fix="Is a shard missing?")
+                raise CheckpointError(
+                    "is not stored", name=f"{self._name}: {key}", fix="Check that no file is missing."
+                )
 
     def _keys(self) -> Iterator[str]:
         """Yield the key of every tensor of groups and state."""
@@ -145,7 +155,7 @@ class OptimizerLoad:
     def read(self) -> int:
         """Read all values into memory, sharded like the parameters; return the number of bytes."""
         self._nbytes = 0
-        tensors = {name: tensor for name, tensor in named_tensors(self._model).items()}
+        tensors = named_tensors(self._model)
         self._made = {
             name: {key: self._value(value, tensors.get(name), self._group_of(name)) for key, value in entries.items()}
             for name, entries in self._state.items()
@@ -206,8 +216,8 @@ def _names(model: nn.Module, optimizer: Any) -> dict[int, str]:
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:4])
         raise OptimizerError(
-            f"it holds {len(strangers)} parameters that the model does not have, of shape {shapes}",
+            f"holds {len(strangers)} parameters that the model does not have, of shape {shapes}",
             name="optimizer",
-            fix="Build it over model.parameters().",
+            fix="Build the optimizer from model.parameters().",
         )
     return names

@@ -35,7 +35,7 @@ class Ranks:
         try:
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:
-            raise kind(f"another rank is gone, or its network: {error}") from error
+            raise kind(f"another rank has stopped or cannot be reached: {error}") from error
         return found
 
     @contextlib.contextmanager

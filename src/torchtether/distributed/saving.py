@@ -67,14 +67,16 @@ def save(
     if format == "dcp":
         with ranks.all_or_none(CheckpointError):
             if max_shard_size is not None:
-                raise CheckpointError("a folder by dcp has a file per rank", name="max_shard_size", fix="Leave it out.")
+                what = "cannot be given with format='dcp', which writes one file per rank"
+                raise CheckpointError(what, name="max_shard_size", fix="Leave it out.")
         save_dcp(ranks, model, path, optimizer, aliases)
         return
     with ranks.all_or_none(CheckpointError):
         works = [_Save(ranks, model, path, format, aliases, max_shard_size)]
         if optimizer is not None:
             if not works[0].files.is_folder:
-                raise CheckpointError("the optimizer needs a folder", name=str(path), fix="Give the path of one.")
+                what = "is a single file, and the state of an optimizer is saved in a folder"
+                raise CheckpointError(what, name=str(path), fix="Give the path of a folder.")
             state = optimizer_tensors(model, optimizer)
             works.insert(0, _Save(ranks, state, path / FOLDER, "native", "drop", max_shard_size))
     for work in works:
@@ -104,7 +106,9 @@ class _Save:
     ) -> None:
         target: Writable = writable("native" if format == "safetensors" else format)
         if isinstance(target, Contained):
-            raise CheckpointError(f"{target.name} is written by one process", name="format", fix="Use tt.save.")
+            raise CheckpointError(
+                f"{target.name!r} can only be written by one process", name="format", fix="Use tt.save."
+            )
         found = Shadowed(model)
         self._ranks, self._found, self._sharded = ranks, found, found.sharded
         self._boxes = {name: _box(name, tensor) for name, tensor in found.sharded.items()}
@@ -123,7 +127,8 @@ class _Save:
             box = self._boxes[name]
             if any(box_ != (0, size) for box_, size in zip(box, tensor.shape, strict=True)):
                 raise CheckpointError(
-                    f"only {box} of {tuple(tensor.shape)} is here, and there are no other ranks to hear from", name=name
+                    f"this process holds only {box} of shape {tuple(tensor.shape)}, and there are no other ranks",
+                    name=name,
                 )
 
     def agree(self) -> None:

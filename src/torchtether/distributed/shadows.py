@@ -49,11 +49,11 @@ def box_of(tensor: DTensor) -> tuple[Range, ...]:
     Raises NotImplementedError for placements without such a box (partial sums), and if the rank is not in the mesh.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise NotImplementedError(f"its placements are {tensor.placements}: sums that nobody has done yet")
+        raise NotImplementedError(f"its placements {tensor.placements} are partial sums, which are not reduced yet")
     box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise NotImplementedError("this rank is not in its mesh")
+        raise NotImplementedError("this rank is not in its device mesh")
     if all(isinstance(placement, (Shard, Replicate)) for placement in tensor.placements):
         for place, ranks, placement in zip(coordinate, mesh.shape, tensor.placements, strict=True):
             if isinstance(placement, Shard):
@@ -65,7 +65,9 @@ def box_of(tensor: DTensor) -> tuple[Range, ...]:
         box = [(start, start + size) for start, size in zip(offset, shape, strict=True)]
     size, local = tuple(stop - start for start, stop in box), tuple(local_of(tensor).shape)
     if size != local:
-        raise NotImplementedError(f"its placements {tensor.placements} give this rank {size}, and it holds {local}")
+        raise NotImplementedError(
+            f"its placements {tensor.placements} give this rank shape {size}, and it holds {local}"
+        )
     return tuple(box)
 
 
@@ -148,8 +150,8 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
             return None
         if id(module) not in modules:
             made = modules[id(module)] = object.__new__(_plain_class(module))
-            state = {key: copied_dict(value) for key, value in vars(module).items()}
-            made.__dict__.update(state)
+            for key, value in vars(module).items():  # copies, so that a hook added to one is not added to the other
+                made.__dict__[key] = value.copy() if isinstance(value, dict) else value
             tables = tables_of(module)
             set_tables(
                 made,
@@ -164,11 +166,6 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
     if viewed:
         register_views(model, modules)
     return made
-
-
-def copied_dict(value: Any) -> Any:
-    """Return ``value``, or a copy if it is a dict, so that a hook added to one module is not added to the other."""
-    return value.copy() if isinstance(value, dict) else value
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -219,7 +216,7 @@ class Shadowed:
         name = self._names.get(_memory_of(tensor))
         if name is not None and tuple(tensor.shape) != tuple(self.sharded[name].shape):
             raise CheckpointError(
-                f"a view of it (size {list(tensor.shape)}) would be stored too, and no rank has all of it",
+                f"a view of it (size {list(tensor.shape)}) would be stored as a copy, and no rank has all its rows",
                 name=name,
                 fix="Save with aliases='drop'.",
             )

@@ -63,7 +63,10 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
         OptimizerError: ``optimizer`` has state, holds parameters of another model, or a view without its owner.
     """
     if plan.faults:
-        raise TieError(f"the plan has {len(plan.faults)} faults: {' '.join(plan.faults)}", fix="Mend them, plan again.")
+        raise TieError(
+            f"the plan has {len(plan.faults)} faults: {' '.join(plan.faults)}",
+            fix="Correct them, then call plan_units again.",
+        )
     _check_model(model, plan)
     kwargs = {"mesh": plan.mesh, **fully_shard_kwargs}
     _check_kwargs(plan, kwargs)
@@ -100,32 +103,29 @@ def _check_model(model: nn.Module, plan: UnitPlan) -> None:
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ConversionError(
-                "fully_shard has been applied already", name=path, fix="Shard the plain model with its plan."
+                "fully_shard has been applied already", name=path, fix="Give a model that is not sharded."
             )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ConversionError(
-                "is under DistributedDataParallel", name=path, fix="Shard the plain model: FSDP2 replaces DDP."
+                "is wrapped in DistributedDataParallel", name=path, fix="Shard the module inside: FSDP2 replaces DDP."
             )
     tensors = {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, nn.Parameter)}
-    names = {name: parameter for parameter in plan.parameters for name in (*parameter.names, *parameter.views)}
-    planned = {name: parameter for name, parameter in names.items() if name in tensors}
-    known = names.keys()
+    planned = {name for parameter in plan.parameters for name in (*parameter.names, *parameter.views)}
     for name in tensors:
         if name not in planned:
-            raise TieError("is in the model, and not in the plan", name=name, fix=_FIX_PLAN)
+            raise TieError("is in the model, but not in the plan", name=name, fix=_FIX_PLAN)
     for parameter in plan.parameters:
         name = parameter.name
         if name not in tensors:
-            raise TieError("is in the plan, and not in the model", name=name, fix=_FIX_PLAN)
+            raise TieError("is in the plan, but not in the model", name=name, fix=_FIX_PLAN)
         held = tensors[name]
         scheme = _scheme(held)
         if tuple(held.shape) != parameter.shape or scheme != parameter.scheme:
             raise TieError(
-                f"is {scheme} of shape {tuple(held.shape)}, planned as {parameter.scheme} of {parameter.shape}",
+                f"is {scheme} of shape {tuple(held.shape)}, the plan has {parameter.scheme} of {parameter.shape}",
                 name=name,
                 fix=_FIX_PLAN,
             )
-    assert known >= planned.keys()
 
 
 def _scheme(tensor: Tensor) -> Any:
@@ -150,14 +150,14 @@ def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
     again = kwargs.get("reshard_after_forward")
     if quantized and type(again) is int:
         raise ConversionError(
-            f"reshard_after_forward={again} makes FSDP2 gather again from {again} ranks, which torch does not do for "
+            f"reshard_after_forward={again} makes FSDP2 gather again from {again} ranks, which torch cannot do for "
             "tensors with all-gather hooks (FSDPParam.all_gather_inputs), and a Weight needs its hooks",
             name=quantized[0],
             fix="Give True or False.",
         )
     if quantized and kwargs.get("shard_placement_fn") is not None:
         raise ConversionError(
-            "shard_placement_fn may cut other dimensions than rows, and a Weight has only those",
+            "shard_placement_fn may shard other dimensions than 0, and a Weight can be sharded by rows only",
             name=quantized[0],
             fix="Leave it out.",
         )
@@ -182,7 +182,7 @@ def restore_ties(model: nn.Module, ties: Iterable[Tie]) -> None:
             is_placed = isinstance(held, DTensor) and isinstance(owner, DTensor)
             if is_placed and (held.placements, held.device_mesh) != (owner.placements, owner.device_mesh):  # type: ignore[attr-defined]
                 raise TieError(
-                    f"is placed {held.placements}, {tie.owner} {owner.placements}, so they cannot be one",  # type: ignore[attr-defined]
+                    f"has placements {held.placements}, {tie.owner} has {owner.placements}, so they cannot be tied",  # type: ignore[attr-defined]
                     name=name,
                     fix="Give both the same placement, e.g. RowwiseParallel for the embedding, Colwise for the head.",
                 )
@@ -217,7 +217,7 @@ def _check_live(model: nn.Module, plan: UnitPlan) -> None:
             is_one = view is not None or tensors[name] is tensors[tie.owner]
             if isinstance(tensors[name], nn.Parameter) and not is_one:
                 raise TieError(
-                    f"is not tied to {tie.owner}, as planned",
+                    f"is not tied to {tie.owner}, but the plan ties it",
                     name=name,
                     fix=f"Call tt.tie(model, {tie.owner!r}, {name!r}) before you shard.",
                 )
@@ -226,11 +226,11 @@ def _check_live(model: nn.Module, plan: UnitPlan) -> None:
     for tie in find_ties(model):
         live.update((name, (tie.owner, view)) for name, view in zip(tie.names, tie.views, strict=True))
         if not any(set(tie.names) <= names for names in planned):
-            raise TieError(f"is tied to {tie.owner}, which the plan does not know", name=tie.aliases[0], fix=_FIX_PLAN)
+            raise TieError(f"is tied to {tie.owner}, but not in the plan", name=tie.aliases[0], fix=_FIX_PLAN)
     for tie in plan.ties:
         for name, view in zip(tie.aliases, tie.views[1:], strict=True):
             if view is not None and not _is_like(live.get(name), (tie.owner, view)):
-                raise TieError(f"is not the view of {tie.owner} that was planned", name=name, fix=_FIX_PLAN)
+                raise TieError(f"is not the view of {tie.owner} that the plan has", name=name, fix=_FIX_PLAN)
 
 
 def _is_like(one: tuple[str, View | None] | None, two: tuple[str, View]) -> bool:
@@ -285,7 +285,7 @@ class _Followers:
         for alias in views:
             if alias.name in held and alias.owner not in held:
                 raise OptimizerError(
-                    f"the optimizer holds it, and not {alias.owner}, of which it is a view",
+                    f"is a view of {alias.owner}, and the optimizer holds the view without {alias.owner}",
                     name=alias.name,
                     fix="Build the optimizer from model.parameters().",
                 )
@@ -317,12 +317,12 @@ def _verify(model: nn.Module, plan: UnitPlan) -> None:
         managed = slots.get(id(tensors[parameter.name]))
         if managed is None:
             if isinstance(tensors[parameter.name], DTensor):
-                raise TieError("is managed by no unit after fully_shard", name=parameter.name, fix=_FIX_PLAN)
+                raise TieError("is in no unit of FSDP2 after fully_shard", name=parameter.name, fix=_FIX_PLAN)
             continue  # among ignored_params
         for block in blocks_of(local_or_itself(tensors[parameter.name])):
             key = (block.space, block.start, block.stop)
             if key in seen and seen[key] != parameter.name:
                 raise TieError(
-                    f"shares memory with {seen[key]} after fully_shard, in another parameter", name=parameter.name
+                    f"shares memory with another parameter, {seen[key]}, after fully_shard", name=parameter.name
                 )
             seen[key] = parameter.name

@@ -93,7 +93,7 @@ class Transfers:
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"another rank is gone, or its network: {error}") from error
+            raise CheckpointError(f"another rank has stopped or cannot be reached: {error}") from error
         for place, memory in landed:
             copyable(place).copy_(copyable(memory.cpu().view(place.dtype).view(place.shape)))
         if mine is None:

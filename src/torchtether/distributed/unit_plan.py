@@ -16,7 +16,7 @@ from ..errors import TieError
 from ..pictures.drawing import cut, describe_bytes
 from ..weights.spec import Tie
 from .grouping import Policy
-from .memory import Cost, Peaks, UnitParameter, cost, peaks
+from .memory import Cost, Peaks, UnitParameter, peaks
 
 _SHOWN = 12
 
@@ -42,8 +42,17 @@ class Unit:
         device: str = "cpu",
     ) -> Cost:
         """Return the bytes that gathering and reducing the unit takes on a type of device."""
-        stays = len(self.modules) > 1 or self.modules == ("",)
-        return cost(self.label, self.parameters, ranks, param_dtype, reduce_dtype, stays=stays, device=device)
+        reduce_dtype, held = reduce_dtype or param_dtype, self.parameters
+        return Cost(
+            label=self.label,
+            gathered=sum(one.gathered_bytes(ranks, param_dtype) for one in held),
+            grads=sum(one.grad_bytes(param_dtype) for one in held),
+            meeting=max((2 * one.grad_bytes(param_dtype) for one in held if one.uses > 1), default=0),
+            scattered=sum(one.grad_shard_bytes(ranks, reduce_dtype) * ranks for one in held),
+            shards=sum(one.grad_shard_bytes(ranks) for one in held),
+            decoded=max((one.decoded_bytes(param_dtype, device) for one in held), default=0),
+            stays=len(self.modules) > 1 or self.modules == ("",),
+        )
 
 
 @dataclass(frozen=True)
@@ -117,11 +126,11 @@ class UnitPlan:
         """
         model = self._model() if self._model is not None else None
         if model is None:
-            raise TieError("the model that this plan was made for is gone", fix="Call plan_units again.")
+            raise TieError("the model of this plan does not exist any more", fix="Call plan_units again.")
         views = [name for parameter in self.parameters for name in parameter.views]
         if views:
             raise TieError(
-                f"is a view of {self.unit_of(views[0]).label}'s, which FSDP1 would flatten into memory of its own",
+                f"is a view of a parameter in unit {self.unit_of(views[0]).label}, and FSDP1 would separate the two",
                 name=views[0],
                 fix="Use tt.distributed.shard, or call tt.untie.",
             )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from .._checks import first_line
 from ..errors import RuleError, TetherError, TieError
 from ..geometry.groups import DisjointSets
 from ..schemes import Plain
@@ -77,7 +78,7 @@ def plan_units(
     for tie in declared:
         missing = [name for name in tie.names if name not in tensors]
         if missing:
-            faults.append(f"{missing[0]}: is not in the model, a record ties it: {tie}.")
+            faults.append(f"{missing[0]}: is not in the model, but in a tie record: {tie}.")
         else:
             groups.append(tie.names)
     uses = _traced(model, inputs, warnings)
@@ -95,7 +96,7 @@ def plan_units(
         if type(module).forward is nn.Module.forward:
             path = next(path for path, other in model.named_modules() if other is module)
             faults.append(
-                f"{path}: a {type(module).__name__} has no forward, so nothing gathers it. Name its children."
+                f"{path}: a {type(module).__name__} has no forward, so FSDP2 never gathers it. Name its children."
             )
     views = {name for tie in found for name, view in zip(tie.names, tie.views, strict=True) if view is not None}
     for name, tensor in tensors.items():
@@ -217,15 +218,10 @@ def _traced(model: nn.Module, inputs: Any, warnings: list[str]) -> tuple[Use, ..
         return find_uses(model, inputs)
     except Exception as error:  # the model's code may raise anything
         warnings.append(
-            f"the forward on meta stopped ({type(error).__name__}: {_first_line(error)}), so weights that are used "
+            f"the forward on meta raised {type(error).__name__}: {first_line(error)}. So weights that are used "
             "outside of their modules are not known"
         )
         return None
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of the text of ``error``."""
-    return (str(error).splitlines() or [""])[0]
 
 
 def _units(
@@ -284,7 +280,9 @@ def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[st
         return []
     shape, scheme = tuple(local.shape), local.scheme
     if len(shape) == 1 and ranks > 1:
-        return [f"{name}: {scheme} of shape {shape} has one row. Leave it unquantized."]
+        return [
+            f"{name}: {scheme} of shape {shape} is one row, which {ranks} ranks cannot share. Leave it unquantized."
+        ]
     try:
         cut = cut_block(scheme.layout(shape), shape, ranks)
     except TetherError as error:
@@ -306,7 +304,7 @@ def _check_unit(unit: Unit, ranks: int, faults: list[str], warnings: list[str]) 
         listed = ", ".join(sorted(map(str, dtypes)))
         faults.append(
             f"{unit.label}: trainable parameters of one unit have several dtypes ({listed}), which FSDP2 refuses. "
-            "Make them one dtype, or freeze some."
+            "Convert them to one dtype, or freeze some."
         )
     for parameter in unit.parameters:
         if not parameter.shape or parameter.shape[0] % ranks == 0:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import TieError
-from ..geometry.views import Shape, View, contiguous_stride
+from ..geometry.views import Shape, View, contiguous_stride, extent
 from ..ties.names import named_tensors
 from ..torch_private.modules import set_transient, tables_of
 from ..weights.spec import Tie
@@ -55,7 +55,7 @@ class ViewAlias:
             raise TieError(
                 f"is a view (size {list(self.view.size)}) of {self.owner}, which is sharded now",
                 name=self.name,
-                fix=f"Use it in forward, or call unshard() before, or take it of {self.owner}.full_tensor().",
+                fix=f"Use it in forward, or call unshard() before, or take the view of {self.owner}.full_tensor().",
             )
         made = viewed(held, self.view)
         return made.detach() if self.detached else made
@@ -117,24 +117,22 @@ def view_faults(model: nn.Module, tie: Tie, tensors: Mapping[str, Tensor]) -> It
     """Yield a line for each view of ``tie`` that cannot follow its owner once that is sharded, with the reason."""
     owner = tensors[tie.owner]
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = [n for n, view in zip(tie.names, tie.views, strict=True) if view is not None]
+    views = {name: view for name, view in zip(tie.names, tie.views, strict=True) if view is not None}
     if not any(isinstance(tensors[name], nn.Parameter) for name in tie.names):
         return  # buffers are not sharded
-    for name, view in zip(tie.names, tie.views, strict=True):
-        if view is None:
-            continue
+    for name, view in views.items():
         alias, what = tensors[name], f"{name}: is a view (size {list(view.size)}) of {tie.owner}"
-        reach = view.offset + sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True))
+        end = view.offset + extent(view.size, view.stride)
         if not isinstance(owner, nn.Parameter):
             yield f"{what}, which is a buffer and not sharded. Make {tie.owner} the parameter, or call tt.untie."
         elif isinstance(owner, Weight) or isinstance(alias, Weight):
-            yield f"{what}, which is quantized. Quantize neither, or tie all of it, or call tt.untie(model, {name!r})."
+            yield f"{what}, which is quantized. Quantize neither, or tie the whole, or call tt.untie(model, {name!r})."
         elif isinstance(owner, DTensor) or isinstance(alias, DTensor):
             yield f"{what}, which is a DTensor already. Take the view in forward, or call tt.untie before that."
-        elif view.offset < 0 or reach >= owner.numel() or view.dtype != owner.dtype:
+        elif view.offset < 0 or end > owner.numel() or view.dtype != owner.dtype:
             yield (
-                f"{what} that reaches past it, or in another dtype. Register a parameter that covers all of "
-                f"{', '.join([tie.owner, *names])}, or call tt.untie(model, {name!r})."
+                f"{what} that reaches past its end, or has another dtype. Register a parameter that covers all of "
+                f"{', '.join([tie.owner, *views])}, or call tt.untie(model, {name!r})."
             )
         elif isinstance(alias, nn.Parameter) and alias.requires_grad and not owner.requires_grad:
             yield f"{what}, which is frozen while the view is trained. Freeze both or neither, or call tt.untie."
@@ -214,7 +212,8 @@ def _with_view(kind: type[nn.Module], leaf: str) -> type[nn.Module]:
         if alias is None:
             nn.Module.__setattr__(module, leaf, value)
             return
-        raise TieError(f"is a view of {alias.owner}", name=alias.name, fix="Write to that, or untie before sharding.")
+        fix = f"Write to {alias.owner}, or call tt.untie before sharding."
+        raise TieError(f"is a view of {alias.owner} and cannot be set", name=alias.name, fix=fix)
 
     return type(kind.__name__, (kind,), {leaf: property(get, put), _MARK: True, "__module__": kind.__module__})
 

@@ -22,7 +22,7 @@ from .foreign import Foreign
 
 _READERS = {"optimum.quanto": "quanto", "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
 _SHOWN = 8
-_HOLD = "Adopt a module that holds it."
+_HOLD = "Give a module that contains it."
 
 
 class _Tensors(NamedTuple):
@@ -61,7 +61,7 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
     >>> import torch, torchtether as tt
     >>> tt.adopt(torch.nn.Linear(4, 4))
     Traceback (most recent call last):
-    torchtether.errors.RuleError: the model has nothing of quanto, torchao or bitsandbytes. To quantize it, ...
+    torchtether.errors.RuleError: the model has no module or parameter of quanto, torchao or bitsandbytes. To ...
     """
     check_module(model)
     tensors, modules, rounded = _find(model)
@@ -86,8 +86,8 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
     if rounded:
         how = "; ".join(dict.fromkeys(rounded.values()))
         warnings.warn(
-            f"{describe_some(list(rounded), 3)}: inputs were rounded ({how}), which a Weight does not do: they are "
-            "used as they are. To round them by row, call tt.quantize_activations(model).",
+            f"{describe_some(list(rounded), 3)}: the library rounded inputs ({how}), and a Weight does not. "
+            "To round them by row, call tt.quantize_activations(model).",
             stacklevel=2,
         )
     return model
@@ -112,18 +112,21 @@ def _find(model: nn.Module) -> tuple[list[_Tensors], list[_Module], dict[str, st
             if library:
                 if "forward" in vars(module):
                     raise ConversionError(
-                        "has a forward of its own", fix="Remove what replaced it (accelerate's hooks)."
+                        "its forward was replaced", fix="Remove the replacement first, such as accelerate's hooks."
                     )
                 plain, attributes, inputs = _reader(library).plain_class(module)
                 if not path and not _can_become(type(module), plain):
                     raise ConversionError(
-                        "is the model itself, and another object has to stand in its place", fix=_HOLD
+                        f"is the model itself, and a {type(module).__name__} must be replaced by another object",
+                        fix=_HOLD,
                     )
                 modules.append(_Module(module, plain, attributes, library))
                 rounded |= {path: inputs} if inputs else {}
             elif _is_adapter_of_library(module):
                 fix = "Take the adapter off, adopt the model, and add the adapter again."
-                raise ConversionError(f"is a {type(module).__qualname__} of PEFT for such a library alone", fix=fix)
+                raise ConversionError(
+                    f"is a {type(module).__qualname__} of PEFT, which takes tensors of that library only", fix=fix
+                )
         except ConversionError as error:
             faults[path] = error
     dtype = _dtype_of(model)
@@ -150,7 +153,7 @@ def _find(model: nn.Module) -> tuple[list[_Tensors], list[_Module], dict[str, st
         _refuse(faults, len(modules) + len(found))
     if not found and not modules:
         fix = "To quantize it, call tt.quantize."
-        raise RuleError("the model has nothing of quanto, torchao or bitsandbytes", fix=fix)
+        raise RuleError("the model has no module or parameter of quanto, torchao or bitsandbytes", fix=fix)
     return found, modules, rounded
 
 

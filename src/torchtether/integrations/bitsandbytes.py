@@ -52,7 +52,7 @@ def read_tensor(held: Any, module: nn.Module, dtype: torch.dtype) -> Foreign:
         # described again when the parts are read, so that only one CPU-packed tensor at a time is unpacked
         return Foreign(spec, lambda: described(bitsandbytes, _stored(held, state), shape=shape)[1](), _OF_4BIT)
     if kind != "Int8Params":
-        raise ConversionError(f"is a {kind} of bitsandbytes, which is not known", fix="Replace it first.")
+        raise ConversionError(f"is an unsupported {kind} of bitsandbytes", fix="Replace it first.")
     state = getattr(module, "state", None)
     scale = held.SCB if held.SCB is not None else getattr(state, "SCB", None)
     if held.dtype != torch.int8 or scale is None:
@@ -75,9 +75,11 @@ def plain_class(module: Any) -> tuple[type[nn.Module], tuple[str, ...], str]:
     kind = type(module)
     known = _KINDS.get(kind.__name__) if kind.__module__.startswith(NAME) else None
     if known is None:
-        raise ConversionError(f"is a {kind.__name__} over bitsandbytes, which is not known", fix="Replace it first.")
+        raise ConversionError(f"is an unsupported {kind.__name__} based on bitsandbytes", fix="Replace it first.")
     if type(module.weight).__name__ not in ("Params4bit", "Int8Params"):
-        raise ConversionError(f"holds a {type(module.weight).__name__}, not a parameter of its own kind", fix=_MOVE)
+        raise ConversionError(
+            f"has a {type(module.weight).__name__} as weight, not a parameter of bitsandbytes", fix=_MOVE
+        )
     plain = nn.Linear if issubclass(kind, nn.Linear) else nn.Embedding
     return plain, (*_OF_MODULE[known], "source_cls"), ""
 

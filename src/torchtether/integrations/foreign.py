@@ -53,13 +53,13 @@ def described(
     except CheckpointError as error:
         raise ConversionError(error.what, fix=error.fix) from None
     entry: Entry | None = found.weights.get(KEY) if found is not None else None
+    what = ""
     if found is None or entry is None or found.faults:
-        what = "; ".join(found.faults.values()) if found else f"is nothing that {format.name} stores"
-        raise ConversionError(what, fix=f"Dequantize it with {format.name} first.")
-    if entry.shape != shape and isinstance(format, Fitting):
+        what = "; ".join(found.faults.values()) if found else f"does not match the format {format.name!r}"
+    elif entry.shape != shape and isinstance(format, Fitting):
         entry = format.fit(entry, shape)
-    if entry is None or entry.shape != shape or entry.spec is None:
-        what = f"has shape {shape}, in which its codes are no rows of whole groups"
+    if what or entry is None or entry.shape != shape or entry.spec is None:
+        what = what or f"has shape {shape}, and its rows do not consist of whole groups of codes"
         raise ConversionError(what, fix=f"Dequantize it with {format.name} first.")
     known, spec = entry, entry.spec
 

@@ -72,7 +72,7 @@ class _Report:
         most = f" (most in {worst}, {shares[worst]:.2%})" if len(shares) > 1 else ""
         then = "unmerge restores the base exactly" if self.is_kept else "to merge without rounding, tt.dequantize first"
         warnings.warn(
-            f"merging encoded {len(shares)} Weights again: off by {error / (values or 1.0):.2%} of their norm"
+            f"merging encoded {len(shares)} Weights again, with an error of {error / (values or 1.0):.2%} of their norm"
             f"{of_change}{most}; {then}.",
             stacklevel=5 if self.is_kept else 6,  # the caller of merge_adapter, or of merge_and_unload
         )
@@ -126,9 +126,9 @@ def _of_model(tuner: Any, adapter_names: list[str] | None, *, is_kept: bool) -> 
 
 
 def _tied(layer: str, name: str, other: str, more: int = 0) -> TieError:
-    others = f" (and {more} more like it)" if more else ""
+    others = f" (and {more} more layers)" if more else ""
     return TieError(
-        f"its base is tied to {other}, which merging would change too{others}",
+        f"its base weight is tied to {other}, which merging would change as well{others}",
         name=layer,
         fix=f"Untie it first: tt.untie(model.get_base_model(), {name!r}), model.config.tie_word_embeddings = False.",
     )
@@ -179,7 +179,7 @@ def _merge(original: Any) -> Any:
             return original(layer, *args, **kwargs)
         if type(layer).__name__ == "MultiheadAttention":
             raise UnsupportedOpError(
-                "PEFT merges adapters of nn.MultiheadAttention at every forward, which would round at every forward",
+                "PEFT merges adapters of nn.MultiheadAttention at every forward, and each merge would round",
                 fix="Leave this module plain, by a rule of None or tt.dequantize on it.",
             )
         with _reported(_Report) as report:
@@ -252,8 +252,8 @@ def _unmerge(original: Any) -> Any:
             held[leaf].data = weight
         if made:
             warnings.warn(
-                f"{type(layer).__name__}: {', '.join(made)} was not kept, or changed since the merge, so the base is "
-                "computed by subtraction and rounded. Import torchtether.integrations.peft before merging.",
+                f"{type(layer).__name__}: the base of {', '.join(made)} was not kept, or the merged values changed, "
+                "so it is computed by subtraction and rounded. Import torchtether.integrations.peft before merging.",
                 stacklevel=2,
             )
         vars(layer).pop(_KEPT, None)

@@ -22,7 +22,7 @@ _OF_MODULE = (
 def read_tensor(held: Any, module: nn.Module, dtype: Any) -> Foreign:
     """Return the Foreign of a tensor of quanto. Raise ConversionError for a class that is not known."""
     if type(held).__name__ not in ("WeightQBytesTensor", "WeightQBitsTensor") and not hasattr(held, "_qtype"):
-        raise ConversionError(f"is a {type(held).__name__} of quanto, which is not known", fix="Dequantize it first.")
+        raise ConversionError(f"is an unsupported {type(held).__name__} of quanto", fix="Dequantize it first.")
     stored: dict[str, Tensor] = {}
     held.save_to_state_dict(stored, f"{KEY}.", False)
     qmap = {"quanto_qmap.json": {"m": {"weights": held._qtype.name}}}
@@ -36,7 +36,7 @@ def plain_class(module: Any) -> tuple[type[nn.Module], tuple[str, ...], str]:
     """
     kind = type(module)
     if not (kind.__module__.startswith(NAME) and hasattr(module, "qweight")):
-        raise ConversionError(f"is a {kind.__name__} over quanto, which is not known", fix="Replace it first.")
+        raise ConversionError(f"is an unsupported {kind.__name__} based on quanto", fix="Replace it first.")
     if module.weight_qtype is not None and not module.frozen:
         raise ConversionError("is not frozen yet", fix="Call optimum.quanto.freeze(model) first.")
     rounding = module.activation_qtype

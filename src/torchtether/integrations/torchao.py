@@ -21,7 +21,7 @@ def read_tensor(held: Any, module: nn.Module, dtype: Any) -> Foreign:
     """Return the Foreign of a tensor of torchao. Raise ConversionError for a class that is not known."""
     kind = type(held).__name__
     if not hasattr(held, "tensor_attribute_names"):
-        raise ConversionError(f"is a {kind} of torchao, which is not known", fix="Dequantize it with torchao first.")
+        raise ConversionError(f"is an unsupported {kind} of torchao", fix="Dequantize it with torchao first.")
     inner = [name for names in _OPTIONAL for name in getattr(held, names, ())]
     names = [name for name in inner if getattr(held, name, None) is not None]
     attributes = [*held.tensor_attribute_names, *getattr(held, "optional_tensor_attribute_names", ())]
@@ -37,7 +37,7 @@ def read_tensor(held: Any, module: nn.Module, dtype: Any) -> Foreign:
 
 def plain_class(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...], str]:
     """Raise ConversionError: torchao keeps modules plain, and its own module classes are not linear layers."""
-    raise ConversionError(f"is a {type(module).__name__} of torchao, which is not known", fix="Replace it first.")
+    raise ConversionError(f"is an unsupported {type(module).__name__} of torchao", fix="Replace it first.")
 
 
 def _json(fact: Any) -> Any:

@@ -82,8 +82,7 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def specs(self) -> dict[str, WeightSpec]:
         """Return the specs of a saved model's Weights, by name. Raise SchemeError for an invalid spec."""
-        entries = {name: dict(entry) for name, entry in self.weights.items()}
-        return {name: WeightSpec.from_json(entry) for name, entry in entries.items()}
+        return {name: WeightSpec.from_json(dict(entry)) for name, entry in self.weights.items()}
 
     def _is_ruled(self, name: str, ties: tuple[Tie, ...]) -> bool:
         names = next((tie.names for tie in ties if name in tie.names), (name,))
@@ -136,7 +135,8 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
         """
         spec = self.hf_quantizer.specs.get(full_layer_name)
         if spec is None:
-            raise CheckpointError("config.json and the files say nothing of this weight", name=full_layer_name)
+            what = "is stored as a Weight, but neither config.json nor the files describe it"
+            raise CheckpointError(what, name=full_layer_name)
         found = {
             part_key(full_layer_name, key.rpartition(".")[2]): one[0] if isinstance(one, list) else one
             for key, one in input_dict.items()
@@ -163,13 +163,13 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
-        self._conversions: tuple[Any, ...] = ()
+        self._conversions: Any = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise CheckpointError for a device map with "disk": accelerate would read the source's floats from there."""
         if isinstance(device_map, Mapping) and "disk" in device_map.values():
             fix = "Load without it, then tt.save(model, dir) and accelerate.cpu_offload(..., state_dict=tt.open(dir))."
-            raise CheckpointError("'disk' cannot be the place of a Weight", name="device_map", fix=fix)
+            raise CheckpointError("a Weight cannot be placed on 'disk'", name="device_map", fix=fix)
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -251,11 +251,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
         They rename and split whole tensors, which the parts of Weights are not.
         """
-        if model.__dict__.get("_weight_conversions") != []:
-            self._conversions = tuple(model.__dict__[key] for key in ("_weight_conversions",) if key in model.__dict__)
-        model.__dict__.pop("_weight_conversions", None)
-        for conversions in self._conversions if is_wanted else ([],):
-            model._weight_conversions = conversions
+        held = model.__dict__.pop("_weight_conversions", None)
+        if held != []:
+            self._conversions = held
+        if not is_wanted or self._conversions is not None:
+            model._weight_conversions = self._conversions if is_wanted else []
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize(model)
@@ -308,7 +308,7 @@ def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, We
         if name not in names and source is not None:
             fix = "Load the folder by tt.load, or quantize the plain one by from_pretrained."
             raise CheckpointError(
-                f"it is quantized alone, and transformers makes {target} of several", name=name, fix=fix
+                f"is quantized by itself, and transformers joins it with others to {target}", name=name, fix=fix
             )
         found[name if name in names else target] = spec
     return found

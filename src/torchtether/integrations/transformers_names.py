@@ -74,10 +74,9 @@ class _ModelNames(Rule):
 
 
 @dataclass(frozen=True)
-class _PreparedNames(Rule):
+class _PreparedNames(_ModelNames):
     """The rename rule of one model, with the model's tensors by name and the transforms of transformers."""
 
-    model: PreTrainedModel
     tensors: dict[str, Tensor]
     renamings: list[Any]
     converters: list[Any]
@@ -85,7 +84,7 @@ class _PreparedNames(Rule):
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor]:
         """Return ``names`` renamed and converted to the tensors of the model."""
-        tensors, renamings, converters, ignored = self.tensors, self.renamings, self.converters, self.ignored
+        tensors, renamings, converters = self.tensors, self.renamings, self.converters
         by_source = {source: one for one in converters for source in one.source_patterns}
         prefix = self.model.base_model_prefix
         stored = {one.tensor.keys[0]: one.tensor.shape for one in names if one.tensor.is_stored}
@@ -97,15 +96,12 @@ class _PreparedNames(Rule):
                 name, source = ops.rename_source_key(one.name, [], [], prefix, tensors)
             if name in tensors and source is not None:
                 groups.setdefault(name, {}).setdefault(source, []).append(one)
-            elif name in tensors or not (ignored and ignored.search(name)):
+            elif name in tensors or not (self.ignored and self.ignored.search(name)):
                 made.append(one if source else replace(one, name=name))
         for name, found in groups.items():
             group = _Group(name, by_source[next(iter(found))], self.model, tensors, stored)
             made += group.converted(found)
         return made
-
-    def __str__(self) -> str:
-        return f"transformers_names({type(self.model).__name__})"
 
 
 def _ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
@@ -193,7 +189,7 @@ class _Group:
         """Raise RuleError unless ``ones`` have the same dtype, scheme and, except along ``dim``, shape."""
         wrong = find_mismatch(self.name, operation, ones, dim)
         if wrong:
-            raise RuleError(wrong.partition(": ")[2], name=self.name)
+            self.refuse(wrong.partition(": ")[2])
 
 
 # -- the operations of transformers, as operations on stored pieces ---------------------------------------------------
@@ -225,7 +221,7 @@ def _split(group: _Group, operation: ops.Split, values: _Values) -> _Values:
     dim, names = group.dim(one, operation.dim), [group.name, *(group.name.replace(first, other) for other in others)]
     sizes = [group.tensors[name].shape[dim] if name in group.tensors else 0 for name in names]
     if sum(sizes) != one.tensor.shape[dim]:
-        group.refuse(f"{one.name} has shape {one.tensor.shape}, the model has {sizes} of that along dim {dim}")
+        group.refuse(f"{one.name} has shape {one.tensor.shape}, the model splits dim {dim} into {sizes}")
     return {t: [p] for t, p in zip((first, *others), _cut(one, dim, sizes), strict=True)}
 
 
@@ -282,7 +278,7 @@ def _in_halves(group: _Group, one: NamedTensor, dim: int, heads: int) -> NamedTe
     total = group.stored.get(piece.key, tensor.shape)[dim]
     is_moved = len(tensor.pieces) > 1 or piece.heads or piece.dims != tuple(range(len(piece.dims)))
     if is_moved or not head or rest or head % 2 or piece.box[dim][0] % head or total % head:
-        group.refuse(f"the {abs(heads)} heads of {one.name} are not whole in a stored tensor. Use from_pretrained.")
+        group.refuse(f"the {abs(heads)} heads of {one.name} are not whole in one stored tensor. Use from_pretrained.")
     return replace(one, tensor=reordered(tensor, total // head * (1 if heads > 0 else -1), dim))
 
 

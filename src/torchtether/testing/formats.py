@@ -71,12 +71,12 @@ class _FormatUnderTest:
         layout = spec.scheme.layout(spec.base)
         want = {name: (tuple(part.shape), part.dtype or spec.dtype) for name, part in layout.items()}
         made = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
-        require(made == want, f"unpack gives {made}, its scheme lays out {want}, in {sample.name}")
+        require(made == want, f"unpack returns {made}, the layout of its scheme is {want}, in {sample.name}")
         return spec.scheme.decode(parts, spec.base, spec.dtype)
 
     def writable(self) -> Writable:
         if not _is_writable(self.format):
-            raise NotApplicable("it is read only")
+            raise NotApplicable("the format can only be read")
         return self.format  # type: ignore[return-value]
 
 
@@ -122,7 +122,9 @@ def check_format(
             with suppress(SchemeError):  # it can store the scheme, but not these values
                 taken.append(_written(format, scheme))  # type: ignore[arg-type]
     if not taken:
-        raise LawError("there is nothing to try it on", name=format.name, fix="Give samples=, or schemes it can write.")
+        raise LawError(
+            "there is no checkpoint to check", name=format.name, fix="Give samples=, or schemes it can write."
+        )
     return run(picked, _FormatUnderTest(format, tuple(taken), tuple(refused)), format.name)
 
 
@@ -148,7 +150,7 @@ def _written(format: Writable, scheme: Scheme) -> _Sample:
     beside = {"config.json": {"dtype": "bfloat16"}} | json.loads(json.dumps(dict(announced)))
     beside["config.json"] = {"dtype": "bfloat16", **beside["config.json"]}
     record = Record(weights={_NAME: weight.spec}) if format is native else Record()
-    return _Sample(f"what it writes for {scheme}", tensors, beside, record=record, weight=weight)
+    return _Sample(f"its checkpoint of {scheme}", tensors, beside, record=record, weight=weight)
 
 
 def _through_bytes(tensor: Tensor) -> Tensor:
@@ -189,13 +191,13 @@ def _recognise(subject: _FormatUnderTest) -> None:
             require(tuple(entry.shape) == _SHAPE, f"{sample.name} has a weight of shape {tuple(entry.shape)}")
         for name, entry in found.weights.items():
             absent = set(entry.keys.values()) - sample.tensors.keys()
-            require(not absent, f"{name} of {sample.name} wants {sorted(absent)}, which are not stored")
+            require(not absent, f"{name} of {sample.name} needs {sorted(absent)}, which are not stored")
 
 
 @law(
     LAWS,
     "strangers",
-    "checkpoints that are not in it are left alone",
+    "checkpoints of other formats are not recognised",
     "a checkpoint of another format, or of plain tensors, is read wrongly",
 )
 def _strangers(subject: _FormatUnderTest) -> None:
@@ -203,14 +205,14 @@ def _strangers(subject: _FormatUnderTest) -> None:
     for config in ({}, {"quantization_config": {"quant_method": "nobody's"}}, {"quantization_config": None}):
         sample = _Sample("plain tensors", plain, {"config.json": config})
         found = subject.format.recognise(sample.contents())
-        require(found is None or not (found.weights or found.faults), f"plain tensors beside {config} are taken")
+        require(found is None or not (found.weights or found.faults), f"plain tensors beside {config} are recognised")
 
 
 @law(
     LAWS,
     "round-trip",
-    "unpack gives parts as the scheme lays them out, and inverts pack bit for bit",
-    "what was saved is not what is loaded",
+    "unpack returns the parts of the scheme's layout, and inverts pack bit for bit",
+    "a loaded model differs from the saved one",
 )
 def _round_trip(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
@@ -218,7 +220,7 @@ def _round_trip(subject: _FormatUnderTest) -> None:
             values = subject.decoded(sample, entry)
             if sample.weight is not None:
                 wanted = sample.weight.dequantize().to(values.dtype)
-                require(bool((values == wanted).all()), f"{sample.name} is read to other values")
+                require(bool((values == wanted).all()), f"{sample.name} decodes to other values")
             else:
                 require(not values.is_floating_point() or not bool(values.isnan().any()), f"{name} decodes to NaN")
 
@@ -226,8 +228,8 @@ def _round_trip(subject: _FormatUnderTest) -> None:
 @law(
     LAWS,
     "layout",
-    "layout tells what pack stores, and announce is JSON",
-    "files are written that are not as they were planned",
+    "layout describes the tensors that pack returns, and announce returns JSON",
+    "files differ from the plan by which they are written",
 )
 def _layout(subject: _FormatUnderTest) -> None:
     format = subject.writable()
@@ -236,20 +238,20 @@ def _layout(subject: _FormatUnderTest) -> None:
             continue
         promised = format.layout(_NAME, sample.weight.spec)
         made = {k: (t.dtype, tuple(t.shape)) for k, t in format.pack(_NAME, sample.weight).items()}
-        require(made == promised, f"layout promises {promised}, pack stores {made}")
+        require(made == promised, f"layout has {promised}, pack returns {made}")
         json.dumps(dict(format.announce({_NAME: sample.weight.spec}, [])))
 
 
 @law(
     LAWS,
     "refuses",
-    "a scheme that it has no words for is refused by layout, pack and announce alike",
-    "a conversion fails in the middle, or writes what nobody can read",
+    "a scheme that it cannot store is refused by layout, pack and announce alike",
+    "a conversion fails in the middle, or writes a checkpoint that cannot be read",
 )
 def _refuses(subject: _FormatUnderTest) -> None:
     format = subject.writable()
     if not subject.refused:
-        raise NotApplicable("it writes all the schemes that it was given")
+        raise NotApplicable("it can store all given schemes")
     for scheme in subject.refused:
         weight = _weight(scheme)
         calls: tuple[tuple[str, Callable[..., object], tuple[Any, ...]], ...] = (
@@ -261,16 +263,16 @@ def _refuses(subject: _FormatUnderTest) -> None:
             try:
                 call(*given)
             except SchemeError as error:
-                require("\n" not in str(error), f"{what} refuses {scheme} in more than one line")
+                require("\n" not in str(error), f"the error of {what} for {scheme} has more than one line")
                 continue
-            require(False, f"{what} takes {scheme}, which others of the three refuse")
+            require(False, f"{what} accepts {scheme}, which layout refuses")
 
 
 @law(
     LAWS,
     "half-groups",
-    "a weight that lacks one of its tensors is a fault, never read",
-    "a checkpoint that was cut short loads without an error, to wrong values",
+    "a weight that lacks one of its tensors is a fault, and is not read",
+    "an incomplete checkpoint loads without an error, with wrong values",
 )
 def _half_groups(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
@@ -287,7 +289,7 @@ def _half_groups(subject: _FormatUnderTest) -> None:
     LAWS,
     "malformed",
     "a stored tensor of another dtype or shape is a fault or a TetherError, and nothing else",
-    "a damaged checkpoint fails with an error that names nothing, or loads to wrong values",
+    "a damaged checkpoint fails with an error that names no tensor, or loads wrong values",
 )
 def _malformed(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
@@ -297,11 +299,11 @@ def _malformed(subject: _FormatUnderTest) -> None:
                 if sample.packings.get(key):
                     continue  # the file records its packing, which its reader has checked
                 for what, wrong in (
-                    ("complex", held.new_zeros(held.shape, dtype=torch.complex64)),
-                    ("of four more dimensions", held[None, None, None, None].expand(2, 3, 1, 1, *held.shape)),
+                    ("is complex", held.new_zeros(held.shape, dtype=torch.complex64)),
+                    ("has four more dimensions", held[None, None, None, None].expand(2, 3, 1, 1, *held.shape)),
                 ):
                     bad = replace(sample, tensors={**sample.tensors, key: wrong})
-                    how = f"{name} of {sample.name} is read with its {role} {what}"
+                    how = f"{name} of {sample.name} is read although its {role} {what}"
                     for other in _readable(subject, bad, name):
                         if tuple(other.shape) != tuple(entry.shape):
                             continue  # a load refuses another shape
@@ -315,22 +317,22 @@ def _malformed(subject: _FormatUnderTest) -> None:
 @law(
     LAWS,
     "pure",
-    "recognise and unpack change nothing that they are given, and answer the same again",
-    "a checkpoint reads differently the second time, or a file that is mapped is written to",
+    "recognise and unpack do not change their arguments, and repeat their results",
+    "a checkpoint reads differently the second time, or a mapped file is changed",
 )
 def _pure(subject: _FormatUnderTest) -> None:
     for sample in subject.samples:
         config, tensors = copy.deepcopy(dict(sample.beside)), {k: t.clone() for k, t in sample.tensors.items()}
         found = subject.found(sample)
         again = subject.found(sample)
-        require(found == again, f"recognise answers differently the second time, for {sample.name}")
-        require(dict(sample.beside) == config, f"recognise changes what stands beside {sample.name}")
+        require(found == again, f"recognise returns another result the second time, for {sample.name}")
+        require(dict(sample.beside) == config, f"recognise changes the JSON beside {sample.name}")
         for name, entry in found.weights.items():
             given = {role: sample.tensors[key] for role, key in entry.keys.items()}
             one = subject.format.unpack(entry, dict(given))
             two = subject.format.unpack(entry, dict(given))
             alike = one.keys() == two.keys() and all(_same(one[part], two[part]) for part in one)
-            require(alike, f"unpack answers differently the second time, for {name} of {sample.name}")
+            require(alike, f"unpack returns another result the second time, for {name} of {sample.name}")
         kept = all(_same(sample.tensors[key], tensor) for key, tensor in tensors.items())
         require(kept, f"unpack changes the stored tensors of {sample.name}")
 

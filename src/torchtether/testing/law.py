@@ -70,7 +70,9 @@ def chosen(laws: Sequence[Law], names: Iterable[str] | str | None) -> tuple[Law,
     asked = {names} if isinstance(names, str) else set(names)
     known = {law.id for law in laws}
     if not asked <= known:
-        raise LawError(f"there is no law {sorted(asked - known)[0]!r}, there are {', '.join(law.id for law in laws)}")
+        raise LawError(
+            f"there is no law {sorted(asked - known)[0]!r}, the laws are {', '.join(law.id for law in laws)}"
+        )
     return tuple(law for law in laws if law.id in asked)
 
 

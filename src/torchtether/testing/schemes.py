@@ -110,19 +110,19 @@ def _fits(scheme: Scheme, shape: Shape) -> bool:
 @law(
     LAWS,
     "json",
-    "it is frozen, hashable, and the same after JSON and pickle",
-    "a checkpoint forgets how its weights are to be read, or torch.compile guards on something that changes",
+    "it is a frozen, hashable dataclass, and equal after JSON, pickle and deepcopy",
+    "a checkpoint loses how its weights are decoded, or torch.compile guards on something that changes",
 )
 def _json(subject: _SchemeUnderTest) -> None:
     scheme = subject.scheme
-    require(dataclasses.is_dataclass(scheme), "it is no dataclass")
+    require(dataclasses.is_dataclass(scheme), "it is not a dataclass")
     record = json.loads(json.dumps(scheme.to_json()))
     for how, again in (
         ("JSON", scheme_from_json(record)),
         ("pickle", pickle.loads(pickle.dumps(scheme))),
         ("deepcopy", copy.deepcopy(scheme)),
     ):
-        require(again == scheme, f"{how} makes it {again}")
+        require(again == scheme, f"{how} changes it to {again}")
         require(hash(again) == hash(scheme), f"{how} changes its hash")
     for field in dataclasses.fields(scheme)[:1]:  # type: ignore[arg-type]
         try:
@@ -136,34 +136,34 @@ def _json(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "layout",
-    "encode gives the parts that layout promises, and nbytes counts them",
-    "a plan asks for other memory than a load needs, and files are written that cannot be read",
+    "encode returns the parts that layout has, and nbytes is their size",
+    "a plan and a load need different memory, and files are written that cannot be read",
 )
 def _layout(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each((*_CALM, "large")):
         layout = subject.scheme.layout(case.shape)
         want = {name: (tuple(part.shape), part.dtype or values.dtype) for name, part in layout.items()}
         made = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
-        require(list(made) == list(want), f"encode gives {list(made)}, layout promises {list(want)}, for {case}")
+        require(list(made) == list(want), f"encode returns {list(made)}, layout has {list(want)}, for {case}")
         for name in want:
-            require(made[name] == want[name], f"{name} is {made[name]}, layout promises {want[name]}, for {case}")
+            require(made[name] == want[name], f"{name} is {made[name]}, layout has {want[name]}, for {case}")
         count = sum(part.nbytes for part in parts.values())
         counted = subject.scheme.nbytes(case.shape, values.dtype)
-        require(counted == count, f"nbytes says {counted}, the parts have {count}, for {case}")
+        require(counted == count, f"nbytes is {counted}, the parts have {count}, for {case}")
 
 
 @law(
     LAWS,
     "repeats",
-    "encode gives the same bits again, whatever memory held before",
-    "files of the same values differ, and pieces of what else the process worked with get into them",
+    "encode returns the same bits again, whatever new memory contains",
+    "files of the same values differ, and contain other data of the process",
 )
 def _repeats(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each(_CALM):
         with _filled_memory():
             again = subject.scheme.encode(values)
         for name, part in parts.items():
-            require(same_bits(part, again[name]), f"{name} has elements that encode leaves as they were, for {case}")
+            require(same_bits(part, again[name]), f"encode leaves elements of {name} uninitialised, for {case}")
 
 
 @contextmanager
@@ -209,8 +209,8 @@ def _refuses_alike(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "bound",
-    "decode(encode(x)) is within the bound that it states, for every pattern",
-    "what is promised about the error of a quantized model is not true",
+    "the error of decode(encode(x)) is within bound(), for every pattern",
+    "the stated error of a quantized model is too small",
 )
 def _bound(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each():
@@ -221,28 +221,28 @@ def _bound(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "decode",
-    "decode gives a new contiguous tensor of the shape and dtype that are asked for",
-    "views go wrong, and writing to decoded values changes the weight",
+    "decode returns a new contiguous tensor of the requested shape and dtype",
+    "views of decoded values fail, and writing to them changes the weight",
 )
 def _decode(subject: _SchemeUnderTest) -> None:
     for case, _, parts in subject.each(_CALM):
         before = {name: part.clone() for name, part in parts.items()}
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             made = subject.scheme.decode(parts, case.shape, dtype)
-            require(tuple(made.shape) == case.shape, f"decode gives shape {tuple(made.shape)} for {case}")
-            require(made.dtype == dtype, f"decode gives {made.dtype}, asked for {dtype}, for {case}")
-            require(made.is_contiguous(), f"decode gives strides {made.stride()} for {case}")
+            require(tuple(made.shape) == case.shape, f"decode returns shape {tuple(made.shape)} for {case}")
+            require(made.dtype == dtype, f"decode returns {made.dtype} instead of {dtype}, for {case}")
+            require(made.is_contiguous(), f"decode returns strides {made.stride()} for {case}")
             if not subject.scheme.transparent:
                 made.zero_()
         kept = all(same_bits(parts[name], part) for name, part in before.items())
-        require(kept, f"writing to what decode gave changes the parts, for {case}")
+        require(kept, f"writing to decoded values changes the parts, for {case}")
 
 
 @law(
     LAWS,
     "narrow",
-    "decode in 16 bits gives what its float32 values round to, infinite only where those are beyond its range",
-    "a compute dtype changes more than the rounding of the values, or hides that it cannot hold them",
+    "decode in 16 bits returns the rounded float32 values, infinite only beyond the range of the dtype",
+    "a compute dtype changes values by more than rounding, or hides that they are out of range",
 )
 def _narrow(subject: _SchemeUnderTest) -> None:
     for case, values, _ in subject.each(_CALM):
@@ -255,14 +255,14 @@ def _narrow(subject: _SchemeUnderTest) -> None:
             exact = subject.scheme.decode(parts, case.shape, torch.float32)
             for dtype in (torch.float16, torch.bfloat16):
                 made, rounded = subject.scheme.decode(parts, case.shape, dtype), exact.to(dtype)
-                what = f"decode in {str(dtype).removeprefix('torch.')} is not float32's rounded, for {case}"
+                what = f"decode in {str(dtype).removeprefix('torch.')} is not the rounded float32, for {case}"
                 require(torch.equal(made, rounded), what)
 
 
 @law(
     LAWS,
     "strides",
-    "encode takes any strides, and leaves its argument as it was",
+    "encode accepts any strides, and does not change its argument",
     "a transposed or sliced weight is encoded wrongly, or the caller's tensor changes",
 )
 def _strides(subject: _SchemeUnderTest) -> None:
@@ -272,15 +272,15 @@ def _strides(subject: _SchemeUnderTest) -> None:
         before = values.clone()
         made = subject.scheme.encode(spread)
         alike = all(same_bits(_dense(made[name]), part) for name, part in parts.items())
-        require(alike, f"other strides give other parts, for {case}")
+        require(alike, f"encode returns other parts for other strides, for {case}")
         require(same_bits(_dense(spread), before), f"encode changes its argument, for {case}")
 
 
 @law(
     LAWS,
     "writes-back",
-    "writing back what was read changes nothing, however often",
-    "steps of an optimizer with zero gradients wear the weights down",
+    "writing decoded values back changes nothing, however often",
+    "steps of an optimizer with zero gradients change the weights",
 )
 def _writes_back(subject: _SchemeUnderTest) -> None:
     for case, weight in subject.weights():
@@ -293,8 +293,8 @@ def _writes_back(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "writes",
-    "what an in-place op writes is within the stated bound too",
-    "a step of an optimizer loses more than encoding afresh would",
+    "the error of an in-place op is within bound() too",
+    "a step of an optimizer has a larger error than encoding its result anew",
 )
 def _writes(subject: _SchemeUnderTest) -> None:
     for index, (case, weight) in enumerate(subject.weights()):
@@ -312,11 +312,11 @@ def _writes(subject: _SchemeUnderTest) -> None:
     LAWS,
     "finite",
     "values that are not finite are refused with a SchemeError of one line, and nothing is written",
-    "a NaN in a gradient silently turns a whole block of the weight into nonsense",
+    "a NaN in a gradient silently makes a whole block of the weight wrong",
 )
 def _finite(subject: _SchemeUnderTest) -> None:
     if subject.scheme.transparent:
-        raise NotApplicable("it holds any values")
+        raise NotApplicable("a transparent scheme holds any values")
     for case, weight in subject.weights(("normal",)):
         before = weight.dequantize()
         for bad in (math.nan, math.inf, -math.inf):
@@ -328,7 +328,7 @@ def _finite(subject: _SchemeUnderTest) -> None:
                 except SchemeError as error:
                     require("\n" not in str(error), "the error has more than one line")
                     continue
-                require(False, f"{bad} is taken, in {case}")
+                require(False, f"{bad} is accepted, in {case}")
         require(same_bits(weight.dequantize(), before), f"a refused write has changed {case}")
 
 
@@ -338,7 +338,7 @@ def _finite(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "gather",
-    "gather gives the rows that decode gives",
+    "gather returns the rows that decode returns",
     "an embedding looks up other values than the same weight has in a product",
 )
 def _gather(subject: _SchemeUnderTest) -> None:
@@ -347,14 +347,14 @@ def _gather(subject: _SchemeUnderTest) -> None:
         for picked in (index, index[:0]):
             made = subject.scheme.gather(parts, case.shape, picked, torch.bfloat16)
             wanted = subject.scheme.decode(parts, case.shape, torch.bfloat16)[picked]
-            require(made.dtype == wanted.dtype, f"gather gives {made.dtype}, asked for {wanted.dtype}")
+            require(made.dtype == wanted.dtype, f"gather returns {made.dtype} instead of {wanted.dtype}")
             require(same_bits(made, wanted), f"gather differs from decode()[index], for {case}")
 
 
 @law(
     LAWS,
     "rows",
-    "cutting rows keeps their values and memory, or is refused; joining them gives the whole back",
+    "cutting rows keeps their values and memory, or is refused; joining them restores the whole",
     "shards of a weight decode to other values than the whole",
 )
 def _rows(subject: _SchemeUnderTest) -> None:
@@ -388,7 +388,7 @@ def _rows(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "views",
-    "where can_view says so, the parts are those of the reshaped tensor",
+    "where can_view returns True, the parts are those of the reshaped tensor",
     "a reshaped weight decodes to other values",
 )
 def _views(subject: _SchemeUnderTest) -> None:
@@ -400,33 +400,38 @@ def _views(subject: _SchemeUnderTest) -> None:
             layout = subject.scheme.layout(new)
             counts = {name: math.prod(part.shape) for name, part in layout.items()}
             alike = all(parts[name].numel() == count for name, count in counts.items())
-            require(alike, f"can_view says that {case.shape} is {new}, layout has other parts for it")
+            require(alike, f"can_view accepts {case.shape} as {new}, but layout has other parts for that")
             made = subject.scheme.decode({n: parts[n].reshape(layout[n].shape) for n in layout}, new, torch.float32)
             wanted = subject.scheme.decode(parts, case.shape, torch.float32).reshape(new)
-            require(same_bits(made, wanted), f"seen as {new}, {case} decodes differently")
+            require(same_bits(made, wanted), f"viewed as {new}, {case} decodes differently")
 
 
 @law(
     LAWS,
     "meta",
-    "on meta it knows everything but the numbers",
-    "a quantized model cannot be built on meta, and what a load will need cannot be told before",
+    "on meta, encode and decode return the same shapes and dtypes",
+    "a quantized model cannot be built on meta, and a load cannot be planned",
 )
 def _meta(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each(("normal",)):
         ghost = subject.scheme.encode(torch.empty(case.shape, dtype=values.dtype, device="meta"))
         want = {name: (part.shape, part.dtype) for name, part in parts.items()}
-        require({n: (p.shape, p.dtype) for n, p in ghost.items()} == want, f"other parts on meta, for {case}")
-        require({p.device.type for p in ghost.values()} == {"meta"}, f"parts of {case} on meta are elsewhere")
+        require(
+            {n: (p.shape, p.dtype) for n, p in ghost.items()} == want, f"encode returns other parts on meta, for {case}"
+        )
+        require(
+            {p.device.type for p in ghost.values()} == {"meta"},
+            f"encode on meta returns parts on other devices, for {case}",
+        )
         made = subject.scheme.decode(ghost, case.shape, torch.float32)
-        require(made.is_meta and tuple(made.shape) == case.shape, f"decode on meta gives {made.device} for {case}")
+        require(made.is_meta and tuple(made.shape) == case.shape, f"decode on meta returns {made.device} for {case}")
 
 
 @law(
     LAWS,
     "dtype",
-    "converting the outer dtype there and back changes no value",
-    "model.bfloat16().float() is not the model that it was",
+    "converting the compute dtype there and back changes no value",
+    "model.bfloat16().float() has other values than the model",
 )
 def _dtype(subject: _SchemeUnderTest) -> None:
     if subject.scheme.transparent:
@@ -460,8 +465,8 @@ def _empty(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "file",
-    "tt.save and tt.open give it back bit for bit",
-    "a saved model is not the model that was saved",
+    "tt.save and tt.open restore it bit for bit",
+    "a loaded model differs from the saved one",
 )
 def _file(subject: _SchemeUnderTest) -> None:
     weights = {f"w{index}": weight for index, (_, weight) in enumerate(subject.weights(_CALM))}
@@ -491,4 +496,4 @@ def _within(
     if over.numel() and not bool((over <= 0).all()):
         at = int(over.argmax())
         allowed = bound.expand(off.shape).reshape(-1)[at].item()
-        require(False, f"{how} is off by {off.reshape(-1)[at].item():.3g}, the bound says {allowed:.3g}, for {case}")
+        require(False, f"{how} is off by {off.reshape(-1)[at].item():.3g}, the bound is {allowed:.3g}, for {case}")

@@ -53,5 +53,5 @@ def check_tensor_subclass(
         first = subject.make_tensor()
     if not isinstance(first, Tensor) or first.dim() != 2:
         got = f"one of shape {tuple(first.shape)}" if isinstance(first, Tensor) else f"a {type(first).__name__}"
-        raise LawError(f"make() must give a tensor of two dimensions, it gives {got}")
+        raise LawError(f"make() must return a tensor of two dimensions, it returns {got}")
     return run(picked, subject, name or type(first).__name__)

@@ -187,7 +187,7 @@ def _aligned(spans: Sequence[MemoryBlock]) -> int:
     for start in range(first, first - 16, -1):
         if all((span.start - start) % span.itemsize == 0 for span in spans):
             return start
-    raise TieError("two tensors overlap at addresses that no common element size divides", fix="Clone one of them.")
+    raise TieError("two tensors overlap at addresses that their element sizes do not divide", fix="Clone one of them.")
 
 
 def distinct_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -258,7 +258,7 @@ def tie_of(component: Component, owner: str | None = None) -> Tie | None:
     for member in members if len(members) > 1 else ():
         if member.tensor.is_conj() or member.tensor.is_neg():
             raise TieError(
-                "is a lazy conjugate or negative of memory that others share, which a tie cannot say",
+                "is a lazy conjugate or negative of shared memory, which a tie cannot express",
                 name=member.names[0],
                 fix="Call .resolve_conj().resolve_neg() on it, or tt.untie.",
             )
@@ -302,7 +302,7 @@ def _relative(component: Component, member: Member, owner: Member) -> View | Non
     bytes_in = view.offset * view.dtype.itemsize - base.offset * base.dtype.itemsize
     if bytes_in < 0 or bytes_in % view.dtype.itemsize:
         raise TieError(
-            f"begins {bytes_in} bytes from {owner.names[0]}, which a tie cannot say",
+            f"begins {bytes_in} bytes after {owner.names[0]} begins, which a tie cannot express",
             name=member.names[0],
             fix="Register the tensor that covers both, or call tt.untie.",
         )
@@ -321,7 +321,9 @@ def _relative_weight(member: Member, owner: Member) -> View | None:
                 entry = held[0].stride[0] * held[0].itemsize
                 return replace(member.view, offset=(cut[0].start - held[0].start) // entry * part.span)
     raise TieError(
-        f"shares memory with {owner.names[0]} in a way that a tie cannot say", name=member.names[0], fix="Clone one."
+        f"shares memory with {owner.names[0]} in a way that a tie cannot express",
+        name=member.names[0],
+        fix="Clone one.",
     )
 
 

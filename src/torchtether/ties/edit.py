@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .._checks import check_flag, check_module, check_name, describe
 from ..errors import ArgumentError, TieError
-from ..torch_private.fsdp2 import fsdp2_state
+from ..torch_private.fsdp2 import fsdp2_states
 from ..torch_private.modules import buffers_of, parameters_of
 from .components import find_components
 from .names import check_known, is_sharded, named_tensors
@@ -51,7 +51,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
         if old != new:
             old, new = (tuple(old), tuple(new)) if what == "shape" else (old, new)
             raise TieError(
-                f"has {what} {old}, what {owner} gives has {new}", name=alias, fix="Make them equal before tying."
+                f"has {what} {old}, the tensor from {owner} has {new}", name=alias, fix="Make them equal before tying."
             )
     before = _component_names(model, alias)
     _register(model, alias, made)
@@ -61,11 +61,11 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
 def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) -> Tensor:
     """Return the view of ``given`` that ``transpose`` and ``rows`` ask for. Raise TieError if it has no such view."""
     if rows is not None and (given.dim() == 0 or (rows.step is not None and rows.step < 1)):
-        what = f"has shape {tuple(given.shape)}, of which rows={rows} is no view"
+        what = f"has shape {tuple(given.shape)}, of which rows={rows} is not a view"
         raise TieError(what, name=owner, fix="Give a slice with a positive step, of a tensor that has rows.")
     view = given if rows is None else given[rows]
     if transpose and view.dim() > 2:
-        raise TieError(f"has {view.dim()} dimensions, transpose= turns two", name=owner, fix="Tie it as it is.")
+        raise TieError(f"has {view.dim()} dimensions, transpose= takes two", name=owner, fix="Tie without transpose=.")
     return view.t() if transpose else view
 
 
@@ -107,8 +107,8 @@ def _component_names(model: nn.Module, name: str) -> tuple[str, ...]:
 
 def _check_unmanaged(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Raise TieError for a parameter under FSDP2, which restores its own parameters at every forward."""
-    if is_sharded(tensor) and any(fsdp2_state(module) is not None for module in model.modules()):
-        raise TieError("is under FSDP2, which would undo it", name=name, fix="Tie or untie before fully_shard.")
+    if is_sharded(tensor) and next(fsdp2_states(model), None) is not None:
+        raise TieError("is under FSDP2, which would undo the change", name=name, fix="Tie or untie before fully_shard.")
 
 
 def _register(model: nn.Module, name: str, tensor: Tensor) -> None:

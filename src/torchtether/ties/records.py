@@ -67,7 +67,7 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     >>> import torch, torchtether as tt
     >>> tt.check_ties(torch.nn.Linear(2, 2), expected=[tt.Tie(("weight", "bias"))])
     Traceback (most recent call last):
-    torchtether.errors.TieError: bias: is not tied to weight, as the record says. Call tt.tie(model, 'weight', 'bias').
+    torchtether.errors.TieError: bias: is not tied to weight, but recorded as tied. Call tt.tie(model, 'weight', ...
     """
     check_module(model)
     try:
@@ -93,7 +93,9 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
             live = None if component is None else tie_of(component)
             if live is not None and live.owner not in claimed:
                 alias = live.aliases[0]
-                raise TieError(f"is tied to {live.owner}, no record says so", name=alias, fix=how_to_untie(alias))
+                raise TieError(
+                    f"is tied to {live.owner}, but no record has this tie", name=alias, fix=how_to_untie(alias)
+                )
 
 
 def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
@@ -104,22 +106,23 @@ def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
     for name in tie.names:
         if name not in components:
             fix = f"The nearest name is {nearest(name, components)!r}." if nearest(name, components) else ""
-            raise TieError(f"is not in the model, the record ties it: {tie}", name=name, fix=fix)
+            raise TieError(f"is not in the model, but in a tie record: {tie}", name=name, fix=fix)
     component = components[tie.owner]
     for name in tie.aliases:
         if component is None or components[name] is not component:
             raise TieError(
-                f"is not tied to {tie.owner}, as the record says", name=name, fix=how_to_tie(tie.owner, name)
+                f"is not tied to {tie.owner}, but recorded as tied", name=name, fix=how_to_tie(tie.owner, name)
             )
     live = None if component is None else tie_of(component, tie.owner)
     assert live is not None  # a tie has two names, and all of them are in this component
     for name in live.names:
         if name not in tie.names:
-            raise TieError(f"is tied to {tie.owner}, the record says {tie}", name=name, fix=how_to_untie(name))
+            raise TieError(f"is tied to {tie.owner}, but the record has {tie}", name=name, fix=how_to_untie(name))
         now, then = _describe_alias(live, name), _describe_alias(tie, name)
         if not _agree(live, tie, name):
-            fix = how_to_tie(tie.owner, name) if then == _SAME else "Call tt.tie again."
-            raise TieError(f"is {now} of {tie.owner}, the record says {then}", name=name, fix=fix)
+            is_object = tie.objects[tie.names.index(name)]
+            fix = how_to_tie(tie.owner, name) if is_object else "Call tt.tie again."
+            raise TieError(f"is {now}, but recorded as {then}", name=name, fix=fix)
 
 
 def _agree(live: Tie, record: Tie, name: str) -> bool:
@@ -135,14 +138,12 @@ def _equivalent(one: Tie, two: Tie) -> bool:
     return one.owner == two.owner and set(one.names) == set(two.names) and all(_agree(one, two, n) for n in one.names)
 
 
-_SAME = "the very object"
-
-
 def _describe_alias(tie: Tie, name: str) -> str:
     view = tie.views[tie.names.index(name)]
     if view is not None:
-        return f"a view (size {view.size}, stride {view.stride}, offset {view.offset})"
-    return _SAME if tie.objects[tie.names.index(name)] else "another tensor over the storage"
+        return f"a view (size {view.size}, stride {view.stride}, offset {view.offset}) of {tie.owner}"
+    is_object = tie.objects[tie.names.index(name)]
+    return f"the same object as {tie.owner}" if is_object else f"another tensor over the storage of {tie.owner}"
 
 
 def how_to_tie(owner: str, alias: str) -> str:

@@ -27,12 +27,24 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "written_by",
 ]
 
 
 def schema_of(op: Any) -> Any:
     """Return the schema of an op: nothing public says which arguments it writes to."""
     return op._schema
+
+
+def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> list[Any]:
+    """Return the tensors of ``kind`` that ``op`` writes to, each once."""
+    found = {}
+    for i, argument in enumerate(schema_of(op).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for leaf in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                if isinstance(leaf, kind):
+                    found[id(leaf)] = leaf
+    return list(found.values())
 
 
 def can_decompose(op: Any) -> bool:

@@ -16,6 +16,11 @@ def fsdp2_state(module: nn.Module) -> Any:
     return get() if get is not None else None
 
 
+def fsdp2_states(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's state of each module of ``model`` that ``fully_shard`` was applied to."""
+    return (state for module in model.modules() if (state := fsdp2_state(module)) is not None)
+
+
 def is_forwarded(state: Any) -> bool:
     """Return whether FSDP2 has run a forward, after which it holds buffers in the old dtype and on the old device."""
     return getattr(state, "_is_root", None) is not None
@@ -61,10 +66,8 @@ def reseat_slots(state: Any) -> None:
 def sharded_slots(model: nn.Module) -> dict[int, Any]:
     """Return FSDP2's record of each sharded parameter of ``model``, by the id of the parameter."""
     found: dict[int, Any] = {}
-    for module in model.modules():
-        state = fsdp2_state(module)
-        if state is not None:
-            found.update((id(param.sharded_param), param) for param in _fsdp2_params(state))
+    for state in fsdp2_states(model):
+        found.update((id(param.sharded_param), param) for param in _fsdp2_params(state))
     return found
 
 

@@ -51,5 +51,5 @@ def refuse_torch() -> NoReturn:
     """Raise ConversionError with the private names that this torch lacks."""
     raise ConversionError(
         f"torch {torch.__version__} has no {', '.join(MISSING)}, without which tensors cannot be exchanged",
-        fix="Use the torch that this torchtether was released for.",
+        fix=f"Use torch {TESTED[0]} to {TESTED[-1]}.",
     )

@@ -34,7 +34,7 @@ def put_contents(held: Weight, made: Weight) -> None:
     """
     if not can_put(held, made):
         raise ConversionError(
-            f"the data of a Weight on {held.device} cannot become that of one on {made.device}, as of plain tensors",
+            f"the data of a Weight on {held.device} cannot be replaced by data on {made.device}, as for plain tensors",
             fix="Use tt.convert or tt.materialize, or set a new nn.Parameter on the module.",
         )
     before, fields_before = contents_of(held), held.__dict__

@@ -59,7 +59,7 @@ class EmptyStorage(torch.UntypedStorage):
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedOpError(
-            f"{name} needs the memory of a storage that has none: it is that of a wrapper around other tensors",
+            f"{name} needs memory, which the storage of a wrapper around other tensors does not have",
             fix="Call share_memory_() on the tensor, or dequantize() for its values.",
         )
 
@@ -85,7 +85,7 @@ def empty_storage(tensor: Tensor, getter: Callable[[Tensor], Any] = Tensor.untyp
     32
     >>> storage.share_memory_()
     Traceback (most recent call last):
-    torchtether.errors.UnsupportedOpError: share_memory_ needs the memory of a storage that has none: ...
+    torchtether.errors.UnsupportedOpError: share_memory_ needs memory, which the storage of a wrapper ...
     """
     with as_plain():
         held = tensor.untyped_storage()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import SchemeError, TieError
 from .dispatch import rule
+from .spec import to_base
 from .weight import Weight
 
 
@@ -81,7 +82,7 @@ def encoded_as(held: Weight, given: Tensor) -> Weight:
     """Return ``given``, on its own device and in its own dtype, encoded in the scheme, order and tie of ``held``."""
     if held.scheme.transparent:  # the given tensor itself, whatever its strides
         return Weight.encode(given, held.scheme, tie=held.spec.tie)
-    order = held.spec.order if given.dim() == held.dim() else tuple(range(given.dim()))
-    base = given.permute([order.index(d) for d in range(given.dim())])
-    made = Weight.encode(base, held.scheme)
+    is_alike = given.dim() == held.dim()
+    made = Weight.encode(to_base(held.spec, given) if is_alike else given, held.scheme)
+    order = held.spec.order if is_alike else tuple(range(given.dim()))
     return made.map(Tensor.detach, made.spec.permute(order).replace(tie=held.tie, activations=held.spec.activations))

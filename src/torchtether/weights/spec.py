@@ -49,7 +49,7 @@ class Tie:
         if len(self.views) != count or len(self.objects) != count or self.views[0] is not None or not self.objects[0]:
             raise TieError("a tie needs one view and one object flag per name, none for its owner", name=self.owner)
         if any(view is not None and same for view, same in zip(self.views, self.objects, strict=True)):
-            raise TieError("an alias cannot be both a view and the owner's very object", name=self.owner)
+            raise TieError("an alias cannot be both a view and the owner's own object", name=self.owner)
 
     @property
     def owner(self) -> str:
@@ -178,7 +178,7 @@ class WeightSpec:
         shape = _numbers(record["shape"], "shape")
         stride = _numbers(record["stride"], "stride") if "stride" in record else contiguous_stride(shape)
         if len(shape) != len(stride):
-            raise SchemeError(f"a weight record holds a shape {shape} and a stride {stride} of another rank")
+            raise SchemeError(f"a weight record holds a shape {shape} and a stride {stride} of another length")
         tie = Tie.from_json(record["tie"]) if "tie" in record else None
         activations = record.get("activations")
         if activations not in (None, *ACTIVATIONS):
@@ -200,6 +200,11 @@ def _order(shape: Shape, stride: Shape) -> tuple[int, ...]:
     if contiguous_stride(tuple(shape[d] for d in base)) != tuple(stride[d] for d in base):
         raise SchemeError(f"stride {stride} is not a permutation of a contiguous tensor of shape {shape}")
     return tuple(base.index(d) for d in range(len(shape)))
+
+
+def to_base(spec: WeightSpec, values: Tensor) -> Tensor:
+    """Return ``values``, which have the shape of ``spec``, permuted to the dimension order of the parts."""
+    return values.permute([spec.order.index(d) for d in range(values.dim())])
 
 
 def order_of(view: View, owner: Tensor) -> tuple[int, ...] | None:

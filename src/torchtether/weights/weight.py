@@ -21,7 +21,8 @@ from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SH
 from .exporting import Exporting
 from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
-from .products import PREFIX, Layout, decoding, layout_of
+from .products import decoding
+from .products.layout import PREFIX, Layout, layout_of
 from .spec import Tie, WeightSpec
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
@@ -99,8 +100,8 @@ class Weight(Exporting):
     def _parameter(cls, weight: object, requires_grad: bool) -> Weight:
         if not isinstance(weight, Weight):
             raise ArgumentError(
-                f"of {describe(weight)} alone has no scheme",
-                name="Weight",
+                f"is {describe(weight)} without a spec, so its scheme is not known",
+                name="parts",
                 fix="Use Weight.encode(values, scheme), tt.load, or assign the values to .data of the old Weight.",
             )
         return torch.nn.Parameter(weight, requires_grad)  # type: ignore[return-value]
@@ -118,7 +119,9 @@ class Weight(Exporting):
             fix = "Give one such as tt.int8()."
             raise ArgumentError(f"is {describe(scheme)}, not a scheme", name="scheme", fix=fix)
         if not values.is_floating_point() and not scheme.transparent:
-            raise SchemeError(f"a {values.dtype} tensor has no values to quantize", fix="Convert it to a float first.")
+            raise SchemeError(
+                f"a {values.dtype} tensor cannot be quantized", fix="Convert it to a floating-point dtype first."
+            )
         spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if isinstance(values, Weight):
             adopted = scheme.adopt(values.scheme, values.parts, spec.shape) if values.spec.is_contiguous else None
@@ -131,9 +134,9 @@ class Weight(Exporting):
         parts = scheme.encode(values)
         if parts.keys() != scheme.layout(spec.shape).keys():
             raise SchemeError(
-                f"encode gives the parts {', '.join(parts)}, layout promises {', '.join(scheme.layout(spec.shape))}",
+                f"encode returns the parts {', '.join(parts)}, layout has {', '.join(scheme.layout(spec.shape))}",
                 name=type(scheme).__name__,
-                fix="What parts there are follows from the shape alone: keep room for what the values may need.",
+                fix="The parts may depend on the shape only, not on the values: encode all that layout has.",
             )
         return cls(parts, spec)
 
@@ -245,7 +248,7 @@ class Weight(Exporting):
         for name in self._cut:
             if not held[name].is_meta and not same_bits(held[name], parts[name]):
                 raise UnsupportedOpError(
-                    f"these rows share their part {name!r} with the rest of the Weight, and it would change",
+                    f"these rows share their part {name!r} with other rows of the Weight, and it would change",
                     fix="Write the whole Weight, or use a scheme with a scale per row.",
                 )
         for name, part in held.items():
@@ -287,11 +290,7 @@ class Weight(Exporting):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         short = SHORTCUTS.get(func)
         if short is not None:
@@ -311,7 +310,7 @@ class Weight(Exporting):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(_is_other_wrapper(kind) for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight) for kind in types):
             return NotImplemented  # DTensor and the like wrap a Weight, never the reverse
         kwargs = kwargs or {}
         answer = RULES.get(func) or RULES.get(func.name())
@@ -371,10 +370,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
-
-
-def _is_other_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight)
 
 
 @lru_cache(maxsize=256)

@@ -17,12 +17,12 @@ from ..torch_private.dispatching import (
     can_decompose,
     return_and_correct_aliasing,
     schema_of,
-    tree_leaves,
     tree_map_only,
+    written_by,
 )
 from ..torch_private.tensors import as_plain, make_wrapper
 from .inner import empty_storage, from_pickle, to_pickle
-from .spec import WeightSpec
+from .spec import WeightSpec, to_base
 from .wrapping import REQUIRES_GRAD, Wrapping
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ class WrapperTensor(Wrapping):
         for names in (cls.inner_names, cls.metadata_names):
             if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
                 fix = 'Write ("codes",), with the comma.'
-                raise TetherError(f"{names!r} is no tuple of names", name=cls.__name__, fix=fix)
+                raise TetherError(f"{names!r} is not a tuple of names", name=cls.__name__, fix=fix)
         for name in (*cls.inner_names, *cls.metadata_names):
             if hasattr(Tensor, name):
                 raise TetherError(f"{name!r} is an attribute of every tensor", name=cls.__name__, fix="Rename it.")
@@ -93,7 +93,7 @@ class WrapperTensor(Wrapping):
         """Wrap inner tensors as they are. ``shape`` is by default that of the first."""
         expected = {*cls.inner_names, *cls.metadata_names}
         if fields.keys() != expected or not cls.inner_names:
-            raise TetherError(f"needs {sorted(expected)}, got {sorted(fields)}", name=cls.__name__)
+            raise TetherError(f"needs the fields {sorted(expected)}, got {sorted(fields)}", name=cls.__name__)
         first = fields[cls.inner_names[0]]
         for name in cls.inner_names:
             one = fields[name]
@@ -121,7 +121,7 @@ class WrapperTensor(Wrapping):
 
     def decode(self) -> Tensor:
         """Return the values: a new plain contiguous tensor of ``self.base`` and ``self.dtype``, by tensor functions."""
-        raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which gives its values. Write it.")
+        raise NotImplementedError(f"{type(self).__name__}: it has no decode(), which returns its values. Write it.")
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
         """Return the inner tensors of other ``values`` (of ``self.base``, dtype, device), with this one's metadata."""
@@ -172,13 +172,11 @@ class WrapperTensor(Wrapping):
 
     def encoded(self, values: Tensor) -> Mapping[str, Tensor]:
         """Return the inner tensors that ``encode`` makes of ``values``; raise TetherError if their shapes differ."""
-        if not self._geometry.is_contiguous:
-            values = values.permute([self._geometry.order.index(d) for d in range(values.dim())])
-        made = self.encode(values.to(self.device, self.dtype).contiguous())
+        made = self.encode(to_base(self._geometry, values).to(self.device, self.dtype).contiguous())
         for name, held in self.inner_tensors.items():
             if name not in made or made[name].shape != held.shape:
-                got = tuple(made[name].shape) if name in made else "nothing"
-                raise TetherError(f"encode gives {name!r} of {got}, held is {tuple(held.shape)}", name=_name(self))
+                got = f"of shape {tuple(made[name].shape)}" if name in made else "as no tensor"
+                raise TetherError(f"encode returns {name!r} {got}, not {tuple(held.shape)}", name=_name(self))
         return made
 
     def write(self, inner: Mapping[str, Tensor]) -> None:
@@ -204,11 +202,7 @@ class WrapperTensor(Wrapping):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.module_load:
             return _module_load(*args, **(kwargs or {}))
@@ -272,7 +266,7 @@ def rebuild_wrapper(
 ) -> WrapperTensor:
     """Rebuild a WrapperTensor for pickle."""
     if not (isinstance(kind, type) and issubclass(kind, WrapperTensor)):
-        raise TetherError(f"a pickle asks for a {kind!r}, which is no WrapperTensor")
+        raise TetherError(f"a pickle names {kind!r}, which is not a WrapperTensor")
     made = kind._wrap(from_pickle(inner, float8), *how)
     return made._restore(requires_grad, is_param, attributes)
 
@@ -356,11 +350,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     plain_args, plain_kwargs = tree_map_only(WrapperTensor, values, (args, kwargs))
     answer = func(*plain_args, **plain_kwargs)
-    given = [*zip(schema_of(func).arguments, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in schema_of(func).arguments if argument.name in kwargs]
-    places = [place for argument, place in given if argument.alias_info is not None and argument.alias_info.is_write]
-    written = {id(leaf): leaf for leaf in tree_leaves(places) if isinstance(leaf, WrapperTensor)}
-    encoded = [(tensor, tensor.encoded(decoded[key][1])) for key, tensor in written.items()]
+    written = written_by(func, args, kwargs, WrapperTensor)
+    encoded = [(tensor, tensor.encoded(decoded[id(tensor)][1])) for tensor in written]
     for tensor, inner in encoded:
         tensor.write(inner)
     wrappers = {id(plain): tensor for tensor, plain in decoded.values()}

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def _clone(subject: Subject) -> None:
 @law(
     LAWS,
     "empty-like",
-    "empty_like() keeps class, metadata and shape, on the device that is asked for",
+    "empty_like() keeps class, metadata and shape, on the requested device",
     "model.to_empty(), the way from meta to real memory, fails or leaves a plain tensor",
 )
 def _empty_like(subject: Subject) -> None:
@@ -68,7 +67,7 @@ def _empty_like(subject: Subject) -> None:
 @law(
     LAWS,
     "dtype",
-    ".to(dtype), .bfloat16() and their like give that dtype, with the values",
+    ".to(dtype), .bfloat16() and similar methods return that dtype, with the values",
     "model.bfloat16() leaves this weight in its old dtype: the next product fails, or computes in another precision",
 )
 def _dtype(subject: Subject) -> None:
@@ -81,11 +80,11 @@ def _dtype(subject: Subject) -> None:
             (f".to({dtype_name(dtype)})", given.to(dtype)),
             (f".{_METHODS[dtype]}()", getattr(given, _METHODS[dtype])()),
         ):
-            require(made.dtype == dtype, f"says {dtype_name(made.dtype)} after {how}")
+            require(made.dtype == dtype, f"has dtype {dtype_name(made.dtype)} after {how}")
             require(type(made) is type(given), f"is a {type(made).__name__} after {how}")
             _close(subject.values(made), values, dtype, how)
             back = made.to(given.dtype)
-            require(back.dtype == given.dtype, f"says {dtype_name(back.dtype)} after {how} and back")
+            require(back.dtype == given.dtype, f"has dtype {dtype_name(back.dtype)} after {how} and back")
             _close(subject.values(back), values, dtype, f"{how} and back")
 
 
@@ -93,7 +92,7 @@ def _dtype(subject: Subject) -> None:
     LAWS,
     "device",
     ".to(device) moves every inner tensor, and keeps class, metadata and values",
-    "a part of the weight stays behind, so the first forward fails; or a copy that was asked for is the original",
+    "a part of the weight is not moved, so the first forward fails; or a requested copy is the original",
 )
 def _device(subject: Subject) -> None:
     given = subject.make_tensor()
@@ -114,7 +113,7 @@ def _device(subject: Subject) -> None:
     LAWS,
     "flatten",
     "__tensor_flatten__ and __tensor_unflatten__ are inverse",
-    "torch.compile, torch.export, distributed checkpoints and Module.to() cannot see what it is made of",
+    "torch.compile, torch.export, distributed checkpoints and Module.to() cannot find its inner tensors",
 )
 def _flatten(subject: Subject) -> None:
     given = subject.make_tensor()
@@ -127,7 +126,8 @@ def _flatten(subject: Subject) -> None:
         require(
             isinstance(getattr(given, name, None), Tensor), f"__tensor_flatten__ names {name!r}, which is no tensor"
         )
-    require(not _tensors_in(context), "__tensor_flatten__ hides a tensor in its metadata")
+    is_hidden = any(isinstance(leaf, Tensor) for leaf in tree_leaves(context))
+    require(not is_hidden, "__tensor_flatten__ returns a tensor in its metadata")
     inner = {name: getattr(given, name) for name in names}
     made = type(given).__tensor_unflatten__(  # type: ignore[attr-defined]
         inner, context, given.shape, given.stride()
@@ -139,7 +139,7 @@ def _flatten(subject: Subject) -> None:
     LAWS,
     "deepcopy",
     "copy.deepcopy keeps class, metadata, values and ties, in memory of its own",
-    "copies of a model lose what the weight is, or its ties: they grow, and train apart",
+    "copies of a model lose the class or the ties of the weight: they need more memory, or train wrongly",
 )
 def _deepcopy(subject: Subject) -> None:
     given = subject.parameter()
@@ -165,7 +165,7 @@ def _pickle(subject: Subject) -> None:
     LAWS,
     "torch-save",
     "torch.save and torch.load(weights_only=True) keep class, metadata, values and ties",
-    "state dicts with it cannot be read without running whatever code the file names, or come back untied",
+    "state dicts with it cannot be loaded without running code that the file names, or lose ties",
 )
 def _torch_save(subject: Subject) -> None:
     given = subject.parameter()
@@ -181,7 +181,7 @@ def _torch_save(subject: Subject) -> None:
     LAWS,
     "swap",
     "torch.utils.swap_tensors exchanges it with a plain Parameter",
-    "it cannot take the place of a parameter that an optimizer holds: to quantize is to lose the optimizer",
+    "it cannot replace a parameter that an optimizer holds, so that quantizing loses the optimizer",
 )
 def _swap(subject: Subject) -> None:
     swapped = subject.parameter()
@@ -192,7 +192,7 @@ def _swap(subject: Subject) -> None:
     torch.utils.swap_tensors(plain, swapped)
     require(type(plain) is kind, f"the Parameter is a {type(plain).__name__} after the swap")
     require(type(swapped) is nn.Parameter, f"it is a {type(swapped).__name__} after the swap, not a Parameter")
-    require(facts_of(plain).keys() >= before.keys(), "the swap loses a part of it")
+    require(facts_of(plain).keys() >= before.keys(), "the swap loses attributes of it")
     torch.utils.swap_tensors(plain, swapped)
     require(type(swapped) is kind, f"it is a {type(swapped).__name__} after it was swapped back")
 
@@ -201,9 +201,9 @@ _METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float64: "d
 
 
 def _same_parameter(made: Any, given: nn.Parameter, how: str) -> None:
-    require(isinstance(made, Tensor), f"{how} gives a {type(made).__name__}")
+    require(isinstance(made, Tensor), f"{how} returns a {type(made).__name__}")
     same(made, given, how)
-    require(isinstance(made, nn.Parameter), f"{how} makes a Parameter a mere tensor")
+    require(isinstance(made, nn.Parameter), f"{how} returns a tensor that is not a Parameter")
     require(made.requires_grad == given.requires_grad, f"{how} changes requires_grad to {made.requires_grad}")
 
 
@@ -216,8 +216,3 @@ def _close(made: Tensor, values: Tensor, dtype: torch.dtype, how: str) -> None:
     tolerance = 8 * max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps) * wanted.abs().max().item()
     off = (made.double() - wanted).abs().max().item()
     require(off <= tolerance, f"values are off by {off:.2g} after {how}")
-
-
-def _tensors_in(context: Any) -> bool:
-    found: Callable[[Any], bool] = lambda value: isinstance(value, Tensor)  # noqa: E731
-    return any(found(leaf) for leaf in tree_leaves(context))

@@ -16,7 +16,7 @@ LAWS: list[Law] = []
 
 Convert = Callable[[Tied], object]
 
-_UNTRAINED = "the optimizer goes on with a parameter that the model no longer has, and ties come apart, silently"
+_UNTRAINED = "the optimizer silently trains a parameter that the model no longer has, and ties are lost"
 
 
 @law(
@@ -41,7 +41,7 @@ def _module_to(subject: Subject) -> None:
     LAWS,
     "module-to-empty",
     "Module.to_empty() keeps the Parameter, its class, its tie and its place in the optimizer",
-    "a model that was built on meta cannot be given memory, or comes apart from its optimizer",
+    "a model that was built on meta cannot get memory, or its optimizer holds other parameters",
 )
 def _module_to_empty(subject: Subject) -> None:
     for swap in (False, True):
@@ -52,7 +52,7 @@ def _module_to_empty(subject: Subject) -> None:
         module.to_empty(device="cpu")
 
     made = _keeps(subject.tied(), there_and_back, '.to("meta") and .to_empty()', True)
-    require(made.device.type == "cpu", f'.to("meta") and .to_empty(device="cpu") give {made.device}')
+    require(made.device.type == "cpu", f'.to("meta") and .to_empty(device="cpu") return {made.device}')
 
 
 @law(
@@ -72,12 +72,12 @@ def _module_load(subject: Subject) -> None:
     LAWS,
     "hooks",
     "inside tt.swapping, conversions keep gradients, hooks and attributes too",
-    "gradient clipping, sharding and logging hooks stop running, and nothing says so",
+    "gradient clipping, sharding and logging hooks silently stop running",
 )
 def _hooks(subject: Subject) -> None:
     conversions: tuple[tuple[str, Convert], ...] = (
         (".bfloat16()", lambda module: module.bfloat16()),
-        ("load_state_dict(assign=True)", lambda module: module.load_state_dict(_state(subject), assign=True)),
+        ("load_state_dict(assign=True)", lambda held: held.load_state_dict(subject.tied(1).state_dict(), assign=True)),
     )
     converts = subject.parameter(requires_grad=True).bfloat16().dtype == torch.bfloat16  # if not, the law "dtype" fails
     for how, convert in conversions:
@@ -101,10 +101,6 @@ def _hooks(subject: Subject) -> None:
         require(not has_grad or isinstance(weight.grad, Tensor), f"{where} loses the gradient")
 
 
-def _state(subject: Subject) -> dict[str, Tensor]:
-    return subject.tied(1).state_dict()
-
-
 def _keeps(module: Tied, convert: Convert, how: str, swap: bool) -> nn.Parameter:
     how = f"{how} with the swap flag on" if swap else how
     weight, kind = module.weight, type(module.weight)
@@ -123,7 +119,7 @@ def _same_places(
     is_plain = type(module.weight) is nn.Parameter
     require(module.emb.weight is module.head.weight, f"{how} unties it")
     require(module.weight is weight, f"{how} replaces the Parameter, which the optimizer still holds")
-    require(optimizer.param_groups[0]["params"][0] is module.weight, f"{how} takes it from the optimizer")
+    require(optimizer.param_groups[0]["params"][0] is module.weight, f"{how} removes it from the optimizer")
     require(type(module.weight) is kind, f"{how} makes it a {'plain ' * is_plain}{type(module.weight).__name__}")
-    require(isinstance(module.weight, nn.Parameter), f"{how} makes it a mere tensor")
+    require(isinstance(module.weight, nn.Parameter), f"{how} leaves a tensor that is not a Parameter")
     return module.weight

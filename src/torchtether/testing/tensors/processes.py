@@ -30,7 +30,7 @@ _FSDP_PATIENCE = 180.0
 @law(
     LAWS,
     "share-memory",
-    "share_memory_() moves it to shared memory, and does not end the process",
+    "share_memory_() moves it to shared memory, and does not crash the process",
     "model.share_memory(), or handing the model to another process, crashes Python without a traceback",
 )
 def _share_memory(subject: Subject) -> None:
@@ -53,7 +53,7 @@ def _share(given: Tensor, before: list[Tensor]) -> str:
     """Return the fault, empty if there is none. Decodes nothing, because a forked process must not start threads."""
     given.share_memory_()
     if not given.is_shared():
-        return "is_shared() denies it after share_memory_()"
+        return "is_shared() is False after share_memory_()"
     kept = all(equal(leaf.detach(), held) for leaf, held in zip(leaves(given), before, strict=True))
     return "" if kept else "share_memory_() changes the values"
 
@@ -62,7 +62,7 @@ def _share(given: Tensor, before: list[Tensor]) -> str:
     LAWS,
     "fsdp2",
     "fully_shard on two processes gives each its rows, and computes what one process computes",
-    "the model does not fit on one machine, and cannot be split over several",
+    "a model that is too large for one machine cannot be split over several",
     optional=True,
 )
 def _fsdp2(subject: Subject) -> None:
@@ -130,7 +130,7 @@ def _check_sendable(subject: Subject) -> None:
     try:
         pickle.dumps(subject)
     except Exception as error:
-        raise NotApplicable(f"make() must be a function of a module, to be sent to other processes: {error}") from None
+        raise NotApplicable(f"make must be a function of a module, to be sent to other processes: {error}") from None
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ _COUNT = itertools.count()
 @law(
     LAWS,
     "frozen-step",
-    "frozen, it computes what its values compute, and gradients pass through to the input",
+    "frozen, it has the product of its values, and gradients pass through to the input",
     "adapters (LoRA) on top of it learn from wrong gradients, or from none",
 )
 def _frozen_step(subject: Subject) -> None:
@@ -63,8 +63,8 @@ def _training_step(subject: Subject) -> None:
 @law(
     LAWS,
     "compile",
-    "torch.compile(fullgraph=True) takes a module with it, forward and backward",
-    "the compiled model breaks into pieces, recompiles, or computes something else",
+    "torch.compile(fullgraph=True) compiles a product with it, forward and backward",
+    "the compiled model has graph breaks, recompiles, or computes something else",
 )
 def _compile(subject: Subject) -> None:
     weight = subject.parameter()

@@ -57,7 +57,7 @@ class Subject:
         inner = [getattr(tensor, name) for name in names]
         if inner and all(one.shape == tensor.shape and one.dtype == tensor.dtype for one in inner):
             return self._read(inner[0])
-        raise NotApplicable("its values cannot be read: give values=, or the class a dequantize()")
+        raise NotApplicable("its values cannot be read: give values=, or write dequantize() for the class")
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return ``x @ weight.T``."""

@@ -1,18 +1,3 @@
 """The ops that have a rule for Weight, by family; importing this package registers the rules."""
 
-from . import create, data, embedding, graph_ops, grouped, inplace, linear, move, sharding, storages, values, views
-
-__all__ = [
-    "create",
-    "data",
-    "embedding",
-    "graph_ops",
-    "grouped",
-    "inplace",
-    "linear",
-    "move",
-    "sharding",
-    "storages",
-    "values",
-    "views",
-]
+from . import create, data, embedding, graph_ops, grouped, inplace, linear, move, sharding, storages, values, views  # noqa: F401

@@ -50,7 +50,7 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
         )
     if given.dtype.itemsize < 2 and not held.scheme.transparent:
         raise SchemeError(
-            f".data of a Weight cannot become {given.dtype} values, which were rounded before and say no scale",
+            f".data of a Weight cannot become {given.dtype} values, which were rounded by an unknown scale",
             fix="Give float32, bfloat16 or float16.",
         )
     if is_written_in_place(held, given):

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..products import Layout, cpu, kernels_for, layout_of
+from ..products import cpu
+from ..products.layout import Layout, layout_of
+from ..products.table import kernels_for
 from ..spec import WeightSpec
 from ..weight import Weight
 from .product import by_columns, by_kernel, decoded_linear, gradient, layout_below_columns
@@ -66,10 +68,6 @@ def _known(weight: str) -> _Known:
     return _Known(spec, names, layout, tuple(map(names.index, layout.parts)) if layout is not None else ())
 
 
-def _weight_of(known: _Known, parts: Sequence[Tensor]) -> Weight:
-    return Weight(dict(zip(known.names, parts, strict=True)), known.spec)
-
-
 def spec_from(weight: str) -> WeightSpec:
     """Return the spec from which ``text_of`` made ``weight``, without its tie."""
     return _known(weight).spec
@@ -77,7 +75,8 @@ def spec_from(weight: str) -> WeightSpec:
 
 def weight_from(weight: str, parts: Sequence[Tensor]) -> Weight:
     """Return a Weight of ``parts`` with the spec from which ``text_of`` made ``weight``."""
-    return _weight_of(_known(weight), parts)
+    known = _known(weight)
+    return Weight(dict(zip(known.names, parts, strict=True)), known.spec)
 
 
 def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight: str) -> Tensor:
@@ -89,7 +88,7 @@ def linear_in_graph(x: Tensor, bias: Tensor | None, parts: list[Tensor], weight:
             if x.is_cpu:
                 cpu.remember(weight, known.layout, len(parts), known.order)
             return made
-    held = _weight_of(known, parts)
+    held = weight_from(weight, parts)
     made = by_columns(held, x, bias)
     return decoded_linear(torch.nn.functional.linear, x, held, bias) if made is None else made
 
@@ -101,7 +100,7 @@ torch.library.impl(LIBRARY, "any_linear", "CPU")(linear_in_graph)
 @torch.library.impl(LIBRARY, "gradient", "CompositeExplicitAutograd")
 def gradient_in_graph(x: Tensor, parts: list[Tensor], weight: str) -> Tensor:
     """Return ``x @ weight``."""
-    return gradient(x, _weight_of(_known(weight), parts))
+    return gradient(x, weight_from(weight, parts))
 
 
 @torch.library.register_fake("torchtether::linear", lib=LIBRARY)  # type: ignore[untyped-decorator]

@@ -19,7 +19,8 @@ from ...schemes.column_scaled import COLUMNS
 from ...torch_private.observers import is_observed
 from ...torch_private.tensors import is_fake
 from ..dispatch import rule
-from ..products import chunks, fitting, layout_of, rounding, scaled_mm
+from ..products import chunks, fitting, rounding, scaled_mm
+from ..products.layout import layout_of
 from ..weight import Weight
 from .embedding import gather
 from .graph_ops import LIBRARY, spec_from, text_of, weight_from

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...errors import TrainingWarning
 from ...schemes import same_bits
-from ...torch_private.dispatching import schema_of, tree_map_only
+from ...torch_private.dispatching import schema_of, tree_map_only, written_by
 from ..dispatch import FOREIGN_WRITES, rule
+from ..spec import to_base
 from ..weight import Weight
 from .values import overloads
 
@@ -41,7 +42,7 @@ WRITES = """
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` on decoded values, then encode those that it wrote; all are encoded before one is stored."""
-    written = _written(op, args, kwargs)
+    written = written_by(op, args, kwargs, Weight)
     if any(_master(weight) is not None for weight in written):
         return _write_in_float32(op, args, kwargs, is_update=False)
     decoded: dict[int, Tensor] = {}
@@ -58,7 +59,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
 @rule(*overloads(UPDATES, writes=True), kind="re-encoded")
 def update(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` as ``write`` does; the results on trained Weights are rounded stochastically."""
-    if any(weight.is_trained and not weight.scheme.transparent for weight in _written(op, args, kwargs)):
+    if any(weight.is_trained and not weight.scheme.transparent for weight in written_by(op, args, kwargs, Weight)):
         return _write_in_float32(op, args, kwargs, is_update=True)
     return write(op, *args, **kwargs)
 
@@ -73,18 +74,15 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     and are rounded once.
     """
     wide: dict[int, tuple[Tensor, Tensor]] = {}
-    written = {id(tensor): tensor for tensor in _written(op, args, kwargs, Tensor)}
+    written = {id(tensor): tensor for tensor in written_by(op, args, kwargs, Tensor)}
 
     def widened(tensor: Tensor) -> Tensor:
         made = tensor
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
             spec, master = tensor.spec, _master(tensor) if id(tensor) in written else None
             dtype = torch.promote_types(spec.dtype if master is None else master.dtype, torch.float32)
-            if master is None:
-                made = tensor.scheme.decode(tensor.parts, spec.base, dtype)
-            else:
-                made = master.to(dtype, copy=True)
-            made = made if spec.is_contiguous else made.permute(spec.order)
+            decoded = tensor.scheme.decode(tensor.parts, spec.base, dtype) if master is None else master
+            made = decoded.to(dtype, copy=decoded is master).permute(spec.order)
         else:
             made = tensor.values_of() if isinstance(tensor, Weight) else tensor
             if made.is_floating_point() and made.itemsize == 2:
@@ -107,18 +105,6 @@ def _master(weight: Weight) -> Tensor | None:
     return None if weight.scheme.transparent else weight.scheme.master(weight.parts, weight.spec.base)
 
 
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = Weight) -> list[Any]:
-    """Return the tensors of ``kind`` that ``op`` writes to, each once."""
-    found = {}
-    for i, argument in enumerate(schema_of(op).arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, kind):
-                    found[id(item)] = item
-    return list(found.values())
-
-
 def _store(encoded: list[tuple[Weight, dict[str, Tensor] | None]]) -> None:
     for weight, parts in encoded:
         if parts is not None:
@@ -130,7 +116,7 @@ def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     scheme = weight.scheme
     if scheme.transparent or not weight.is_trained or _master(weight) is not None:
         return encode_like(weight, values)
-    base = _in_order(weight, values)
+    base = to_base(weight.spec, values)
     parts = scheme.update(base, weight.parts, shrink=not weight._cut)
     if parts is not None:
         return parts
@@ -155,14 +141,8 @@ def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     """
     if weight.scheme.transparent:
         return None
-    base = _in_order(weight, values)
+    base = to_base(weight.spec, values)
     return _keeping_shared(weight, base, weight.scheme.reencode(base, weight.parts))
-
-
-def _in_order(weight: Weight, values: Tensor) -> Tensor:
-    """Return ``values`` permuted to the dimension order of the parts."""
-    spec = weight.spec
-    return values if spec.is_contiguous else values.permute([spec.order.index(d) for d in range(values.dim())])
 
 
 def _keeping_shared(weight: Weight, values: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -200,10 +180,9 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     values = given.values_of() if isinstance(given, Weight) else given
     if held.device.type == "meta":
         return held  # as torch does: nothing to write to
-    spec = held.spec
-    base = values.expand(held.shape).permute([spec.order.index(d) for d in range(held.dim())])
+    base = to_base(held.spec, values.expand(held.shape))
     # encode, not reencode: the result must not depend on the scales that were held before
-    held.set_parts(_keeping_shared(held, base, spec.scheme.encode(base)))
+    held.set_parts(_keeping_shared(held, base, held.scheme.encode(base)))
     return held
 
 

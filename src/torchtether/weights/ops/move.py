@@ -41,14 +41,10 @@ def record_stream(op: Any, weight: Weight, stream: Any) -> None:
 
 @rule(aten.clone.default, kind="lifted")
 def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None = None) -> Weight:
-    """Copy every part; other strides are refused, because the parts have one order."""
+    """Copy every part."""
     if weight.scheme.transparent:
         return weight.around(op(weight.values_of(), memory_format=memory_format))
-    if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
-        raise UnsupportedOpError(
-            f"a Weight of stride {weight.stride()} cannot be laid out as {memory_format}",
-            fix="Call .dequantize() first.",
-        )
+    _check_format(weight, memory_format)
     return weight.map(lambda part: op(part, memory_format=torch.contiguous_format), cut=())
 
 
@@ -64,17 +60,19 @@ def to_copy(op: Any, weight: Weight, **kwargs: Any) -> Weight | Tensor:
     memory_format = kwargs.pop("memory_format", None)
     if not dtype.is_floating_point or dtype.itemsize < 2 or dtype.is_complex:  # no compute dtype: convert the values
         return op(weight.values_of(), dtype=dtype, memory_format=memory_format, **kwargs)  # type: ignore[no-any-return]
-    if memory_format not in (None, torch.preserve_format) and not _keeps(weight, memory_format):
-        raise UnsupportedOpError(
-            f"a Weight of shape {tuple(weight.shape)} cannot be laid out as {memory_format}",
-            fix="Call .dequantize() first.",
-        )
+    _check_format(weight, memory_format)
     parts = weight.scheme.convert(weight.map(lambda part: op(part, **kwargs)).parts, dtype)
     return copy_padding(weight.with_parts(parts, weight.spec.replace(dtype=dtype)), weight)
 
 
-def _keeps(weight: Weight, memory_format: torch.memory_format | None) -> bool:
-    return memory_format is torch.contiguous_format and weight.spec.is_contiguous
+def _check_format(weight: Weight, memory_format: torch.memory_format | None) -> None:
+    """Raise UnsupportedOpError if the copy must have other strides than ``weight``: the parts have one order."""
+    is_same = memory_format is torch.contiguous_format and weight.spec.is_contiguous
+    if not is_same and memory_format not in (None, torch.preserve_format):
+        what = (
+            f"a Weight of shape {tuple(weight.shape)}, stride {weight.stride()} cannot be laid out as {memory_format}"
+        )
+        raise UnsupportedOpError(what, fix="Call .dequantize() first.")
 
 
 refuse(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset, why="would detach a Weight from its parts")

@@ -14,22 +14,9 @@ from ...schemes import ColumnScaled
 from ...schemes.column_scaled import COLUMNS
 from ...torch_private.observers import is_observed, untraced
 from ...torch_private.tensors import any_requires_grad, as_plain
-from ..products import (
-    ANY,
-    DTYPES,
-    Layout,
-    bitsandbytes_4bit,
-    chunks,
-    cpu,
-    decoding,
-    gpu,
-    int8pack,
-    int_mm,
-    kernels_for,
-    layout_of,
-    rounding,
-    scaled_mm,
-)
+from ..products import bitsandbytes_4bit, chunks, cpu, decoding, gpu, int8pack, int_mm, rounding, scaled_mm
+from ..products.layout import DTYPES, Layout, layout_of
+from ..products.table import ANY, kernels_for
 from ..weight import Weight
 from .rows import cut_rows
 
@@ -215,7 +202,7 @@ def decoder(weight: Weight) -> chunks.Decode:
 
     def decode(start: int, stop: int, out: Tensor | None) -> Tensor:
         if layout is not None:
-            made = decoding.decode(layout, parts, weight.dtype, start=start, stop=stop, out=out)
+            made = decoding.decode(layout, parts, weight.dtype, (start, stop), out)
             if made is not None:
                 return made
         shape = (stop - start, weight.shape[1])

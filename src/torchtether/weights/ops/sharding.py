@@ -17,6 +17,7 @@ from torch import Tensor
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
 from ...schemes import Part, row_unit
+from ...torch_private.tensors import local_or_itself
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
 from .padding import keep_padding, mark_padded, whole_of
@@ -87,7 +88,9 @@ def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
         is_alone = len(outputs) < len(names)  # on a single rank FSDP2 gathers only the first input
         if out is not None:
             # gathered parts need no renewal: FSDP2 has refilled their memory
-            _renew(_local(out), weight, weight.parts if is_alone else weight.parts.keys() - set(names))
+            _renew(
+                _weight(local_or_itself(out)), weight, weight.parts if is_alone else weight.parts.keys() - set(names)
+            )
             return None
         if weight.scheme.transparent:
             made = weight.around(outputs[0])
@@ -127,13 +130,6 @@ def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) 
         held = weight.parts[name]
         parts[name] = gathered[name].view(held.dtype).view(part.shape) if part.span else held.to(device)
     return weight.with_parts(parts, weight.spec.shaped(base, tie=weight.tie).replace(dtype=dtype))
-
-
-def _local(tensor: Tensor) -> Weight:
-    """Return the Weight itself, or the local tensor of the DTensor that tensor parallelism made of it."""
-    inner = getattr(tensor, "_local_tensor", tensor)
-    assert isinstance(inner, Weight)
-    return inner
 
 
 def _renew(out: Weight, weight: Weight, names: Iterable[str]) -> None:

@@ -101,7 +101,7 @@ def read(op: Any, *args: Any, **kwargs: Any) -> Any:
         nbytes = weight.numel() * weight.dtype.itemsize
         if nbytes >= LARGE and op not in _warned and not weight.scheme.transparent:
             _warned.add(op)
-            warnings.warn(f"{op} decodes a Weight of {nbytes / 2**20:.0f} MiB; this is said once per op", stacklevel=2)
+            warnings.warn(f"{op} decodes a Weight of {nbytes / 2**20:.0f} MiB (warned once per op)", stacklevel=2)
         return weight.values_of()
 
     args, kwargs = tree_map_only(Weight, values, (args, kwargs))

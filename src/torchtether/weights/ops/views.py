@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ def _on_tensor(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Any:
     """View the tensor of a transparent Weight."""
     made = op(weight.values_of(), *args, **kwargs)
     return [weight.around(t) for t in made] if isinstance(made, (list, tuple)) else weight.around(made)
+
+
+def _viewed(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the rule of ``ops``; of a transparent Weight they view its tensor."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(op: Any, weight: Weight, *args: Any, **kwargs: Any) -> Any:
+            return (_on_tensor if weight.scheme.transparent else function)(op, weight, *args, **kwargs)
+
+        return rule(*ops)(run)
+
+    return register
 
 
 def _cannot(op: Any, weight: Weight, why: str) -> UnsupportedOpError:
@@ -71,19 +85,15 @@ def view(op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int] | N
     return _reshape(op, weight, _infer(tuple(size), weight.numel()))
 
 
-@rule(aten.unsqueeze.default)
+@_viewed(aten.unsqueeze.default)
 def unsqueeze(op: Any, weight: Weight, dim: int) -> Weight:
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, dim)  # type: ignore[no-any-return]
     shape = list(weight.shape)
     shape.insert(dim % (weight.dim() + 1), 1)
     return _reshape(op, weight, tuple(shape))
 
 
-@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+@_viewed(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(op: Any, weight: Weight, dim: int | Sequence[int] | None = None) -> Weight:
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, *(() if dim is None else (dim,)))  # type: ignore[no-any-return]
     every = range(weight.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     gone = {d % weight.dim() for d in every}
     return _reshape(op, weight, tuple(n for d, n in enumerate(weight.shape) if d not in gone or n != 1))
@@ -118,11 +128,9 @@ def _reshape(op: Any, weight: Weight, shape: Shape) -> Weight:
     return weight.with_parts(parts, made, cut=weight._cut)
 
 
-@rule(aten.expand.default)
+@_viewed(aten.expand.default)
 def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = False) -> Weight:
     """Expand to its own shape with leading ones; for a repeated Weight the parts would have to be copied."""
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, size)  # type: ignore[no-any-return]
     new = len(size) - weight.dim()
     own = tuple(n if s == -1 else s for s, n in zip(size[new:], weight.shape, strict=True)) if new >= 0 else ()
     if own != weight.spec.shape or any(n != 1 for n in size[:new]):
@@ -130,13 +138,11 @@ def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = Fal
     return _reshape(op, weight, (1,) * new + own)
 
 
-@rule(aten.as_strided.default)
+@_viewed(aten.as_strided.default)
 def as_strided(
     op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Weight:
     """Return the Weight itself or its first rows, the two geometries that sharding needs."""
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, size, stride, storage_offset)  # type: ignore[no-any-return]
     shape = weight.spec.shape
     is_rows = weight.dim() > 0 and tuple(size[1:]) == shape[1:] and size[0] <= shape[0] and weight.spec.is_contiguous
     if (
@@ -183,10 +189,8 @@ def slice_rows(
     return _rows(op, weight, dim, first, max(first, last))
 
 
-@rule(aten.select.int)
+@_viewed(aten.select.int)
 def select(op: Any, weight: Weight, dim: int, index: int) -> Weight:
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, dim, index)  # type: ignore[no-any-return]
     rows = weight.shape[dim]
     if not -rows <= index < rows:
         raise IndexError(
@@ -199,37 +203,29 @@ def select(op: Any, weight: Weight, dim: int, index: int) -> Weight:
     return _reshape(op, row, tuple(n for d, n in enumerate(row.shape) if d != dim))
 
 
-@rule(aten.split.Tensor)
+@_viewed(aten.split.Tensor)
 def split(op: Any, weight: Weight, size: int, dim: int = 0) -> list[Weight]:
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, size, dim)  # type: ignore[no-any-return]
     total = weight.shape[dim]
     starts = range(0, total, size) if total and size else [0]
     return [_rows(op, weight, dim, start, min(start + size, total)) for start in starts]
 
 
-@rule(aten.split_with_sizes.default)
+@_viewed(aten.split_with_sizes.default)
 def split_with_sizes(op: Any, weight: Weight, sizes: Sequence[int], dim: int = 0) -> list[Weight]:
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, sizes, dim)  # type: ignore[no-any-return]
     if sum(sizes) != weight.shape[dim]:
         raise RuntimeError(f"split_with_sizes: sizes {list(sizes)} do not sum to {weight.shape[dim]} along dim {dim}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [_rows(op, weight, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-@rule(aten.unbind.int)
+@_viewed(aten.unbind.int)
 def unbind(op: Any, weight: Weight, dim: int = 0) -> list[Weight]:
-    if weight.scheme.transparent:
-        return _on_tensor(op, weight, dim)  # type: ignore[no-any-return]
     return [select(op, weight, dim, index) for index in range(weight.shape[dim])]
 
 
-@rule(aten.index_select.default)
+@_viewed(aten.index_select.default)
 def index_select(op: Any, weight: Weight, dim: int, index: Tensor) -> Any:
     """Return the rows as a Weight if no two rows share an entry of a part, else their values."""
-    if weight.scheme.transparent:
-        return weight.around(op(weight.values_of(), dim, index))
     taken = (
         take_rows(weight, index) if dim % weight.dim() == 0 and weight.spec.is_contiguous and weight.dim() > 1 else None
     )
@@ -281,7 +277,7 @@ def _joins(first: Weight, other: Tensor) -> bool:
 
 refuse(
     aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default,
-    why="would show the bits of a Weight, which has none of its own (tt.save writes it)",
+    why="would read the memory of a Weight, which has none of its own (tt.save writes it)",
 )  # fmt: skip
 refuse(
     aten.diagonal.default, aten.unfold.default, why="cannot share the storage of a Weight"

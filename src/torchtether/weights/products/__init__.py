@@ -7,28 +7,3 @@ If no kernel fits, and on all devices but CPUs and CUDA, weights are decoded in 
 in a compiled graph the compiler fuses the decoding. No GPU has run these calls: tests check with fake tensors that they
 are valid, and on the CPU that their results are right, for the ops that torch has there, too.
 """
-
-from . import bitsandbytes_4bit, chunks, cpu, decoding, fitting, gpu, int8pack, int_mm, rounding, scaled_mm
-from .layout import DTYPES, PREFIX, Layout, layout_of
-from .table import ANY, TABLE, choose, kernels_for
-
-__all__ = [
-    "ANY",
-    "DTYPES",
-    "PREFIX",
-    "TABLE",
-    "Layout",
-    "bitsandbytes_4bit",
-    "choose",
-    "chunks",
-    "fitting",
-    "int8pack",
-    "int_mm",
-    "kernels_for",
-    "layout_of",
-    "cpu",
-    "decoding",
-    "gpu",
-    "rounding",
-    "scaled_mm",
-]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...schemes.nested import unnest
 from ...schemes.tables import FP4, NF4
 from .fitting import fits
-from .layout import DTYPES, Layout
+from .layout import DTYPES, Layout, Rows
 
 _NAMES = {NF4: "nf4", FP4: "fp4"}
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -63,23 +63,17 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
 
 def decode(
-    layout: Layout,
-    parts: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    out: Tensor | None = None,
+    layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, rows: Rows = None, out: Tensor | None = None
 ) -> Tensor | None:
-    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``; ``None`` if not supported.
+    """Return the ``rows``, with the bits of ``Scheme.decode``; ``None`` if not supported.
 
-        (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
+        (count of rows, K) of ``dtype``, which is float32, bfloat16 or float16
 
     ``out`` is not used: the op allocates its result.
     """
     if dtype not in DTYPES or not takes(layout) or not all(part.is_contiguous() for part in parts) or ops() is None:
         return None
-    stop = layout.rows if stop is None else stop
+    start, stop = rows or (0, layout.rows)
     codes = parts[0].view(layout.rows, -1)[start:stop]
     exchanged = (codes << 4 | codes >> 4).view(-1, 1)
     shape, size = (stop - start, layout.columns), layout.fields["group"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import compiled
-from .layout import DTYPES, Layout
+from .layout import DTYPES, Layout, Rows
 
 
 def _nothing(*_: Any) -> None:
@@ -60,21 +60,15 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
 
 def decode(
-    layout: Layout,
-    parts: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    out: Tensor | None = None,
+    layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, rows: Rows = None, out: Tensor | None = None
 ) -> Tensor | None:
-    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``.
+    """Return the ``rows``, with the bits of ``Scheme.decode``.
 
-        (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
+        (count of rows, K) of ``dtype``, which is float32, bfloat16 or float16
 
     The result is written to the beginning of ``out`` if that is given.
     """
-    module, stop = _found(), layout.rows if stop is None else stop
+    module, (start, stop) = _found(), rows or (0, layout.rows)
     if module is None or dtype not in DTYPES:
         return None
     some = None if out is None else out[: stop - start]

@@ -13,7 +13,7 @@ from ...geometry.views import Shape
 from ...schemes import Scheme
 from ...torch_private.observers import is_observed
 from . import bitsandbytes_4bit, cpu, gpu
-from .layout import Layout, layout_of
+from .layout import Layout, Rows, layout_of
 
 DECODERS: dict[str, tuple[Callable[..., Tensor | None], ...]] = {
     "cpu": (cpu.decode,),
@@ -26,20 +26,14 @@ GATHERERS: dict[str, Callable[..., Tensor | None]] = {"cpu": cpu.gather, "cuda":
 
 
 def decode(
-    layout: Layout,
-    parts: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    out: Tensor | None = None,
+    layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, rows: Rows = None, out: Tensor | None = None
 ) -> Tensor | None:
-    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``; ``None`` if no kernel fits.
+    """Return the ``rows``, with the bits of ``Scheme.decode``; ``None`` if no kernel fits.
 
-    (stop - start, K) of ``dtype``; perhaps at the beginning of ``out``, if that is given
+    (count of rows, K) of ``dtype``; perhaps at the beginning of ``out``, if that is given
     """
     for kernel in DECODERS.get(parts[0].device.type, ()):
-        made = kernel(layout, parts, dtype, start=start, stop=stop, out=out)
+        made = kernel(layout, parts, dtype, rows, out)
         if made is not None:
             return made
     return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...gpu import decoding, serves
 from ...gpu.code_format import WHOLE, CodeFormat, bits_of
-from .layout import DTYPES, Layout
+from .layout import DTYPES, Layout, Rows
 
 _SOURCES = {0: "signed", 1: "unsigned", 2: "e4m3", 3: "e5m2", 4: "table", 7: "table"}
 _FAMILIES = ("simple", "biased", "biased_first", "super", "ordered")
@@ -54,21 +54,15 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
 
 def decode(
-    layout: Layout,
-    parts: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    out: Tensor | None = None,
+    layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, rows: Rows = None, out: Tensor | None = None
 ) -> Tensor | None:
-    """Return the rows ``start`` to ``stop``, with the bits of ``Scheme.decode``.
+    """Return the ``rows``, with the bits of ``Scheme.decode``.
 
-        (stop - start, K) of ``dtype``, which is float32, bfloat16 or float16
+        (count of rows, K) of ``dtype``, which is float32, bfloat16 or float16
 
     The result is written to the beginning of ``out`` if that is given.
     """
-    stop = layout.rows if stop is None else stop
+    start, stop = rows or (0, layout.rows)
     if dtype not in DTYPES or not 0 <= start <= stop <= layout.rows:
         return None
     if not serves(*parts, *(() if out is None else (out,))) or (codes := _codes(layout, parts)) is None:

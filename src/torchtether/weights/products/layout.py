@@ -56,6 +56,10 @@ KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", STREAM)
 """Kinds of codes, in the order of ``Codes`` in ``layout.h``."""
 
 
+Rows = tuple[int, int] | None
+"""A range of rows to decode, (start, stop); ``None`` for all."""
+
+
 @dataclass(eq=False, slots=True)
 class Layout:
     """The description of a two-dimensional Weight for the kernels.
