@@ -119,7 +119,7 @@ INT8 = {"m.weight._data": torch.ones(6, 10).char(), SCALE: torch.ones(6, 1)}
     [
         ({DATA: INT4[DATA], SHIFT: INT4[SHIFT]}, "qint4", "m.weight: its _scale is absent"),
         ({DATA: INT4[DATA], SCALE: INT4[SCALE]}, "qint4", "m.weight: its _shift is absent"),
-        ({SCALE: INT4[SCALE], SHIFT: INT4[SHIFT]}, "qint4", "m.weight: it has neither ._data and ._data._data"),
+        ({SCALE: INT4[SCALE], SHIFT: INT4[SHIFT]}, "qint4", "m.weight: it has neither ._data nor ._data._data"),
         ({**INT4, **INT8}, "qint4", "m.weight: it has both"),
         ({**INT4, SCALE: INT4[SCALE].int()}, "qint4", "its _scale is torch.int32, not torch.float16 or"),
         ({**INT4, SHIFT: INT4[SHIFT].char()}, "qint4", "its shifts is torch.int8, not torch.bfloat16"),

@@ -120,7 +120,7 @@ def meta(**settings):
         (GOOD, meta(shape=[32]), r"its shape is \[32\], not two positive integers"),
         (GOOD, meta(shape=[32, -64]), "not two positive integers"),
         (GOOD, meta(shape=[32, 2.0]), "not two positive integers"),
-        (GOOD, meta(shape=[32, 65]), r"whose columns are no group size for shape \(32, 65\)"),
+        (GOOD, meta(shape=[32, 65]), r"whose columns do not divide those of \(32, 65\)"),
         (GOOD, meta(shape=[64, 64], scale__shape=[128, 1], zero__shape=[128, 1]), r"its packed has shape \(32, 32\)"),
         (GOOD, meta(packing="3bit_32"), "its packed is torch.uint8, not torch.int32"),
         (GOOD, meta(scale__shape=[2, 32, 1]), "not two positive integers"),

@@ -62,7 +62,7 @@ _REFUSED = {
     "bitblas": "the order of BitBLAS's kernel",
     "qqq": "the order of QQQ's kernel",
 }
-_UNPACKED = "Take a checkpoint in the format 'gptq' or 'gptq_v2', or have the package that wrote it convert it."
+_UNPACKED = "Use a checkpoint in the format 'gptq' or 'gptq_v2', or convert it with the package that wrote it."
 
 
 def recognise(contents: Contents) -> Found | None:

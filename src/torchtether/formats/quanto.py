@@ -102,7 +102,8 @@ def _entry(contents: Contents, qmap: Mapping[str, Any], owner: str, keys: Mappin
     qtype = qmap_entry.get("weights") if isinstance(qmap_entry, Mapping) else None
     qtype = qtype if qtype is None else str(qtype)[:40]
     if ("packed" in keys) == ("qdata" in keys):
-        raise CheckpointError(f"it has {'both' if 'qdata' in keys else 'neither'} {DATA} and {PACKED}")
+        held = f"both {DATA} and {PACKED}" if "qdata" in keys else f"neither {DATA} nor {PACKED}"
+        raise CheckpointError(f"it has {held}")
     if "scales" not in keys:
         raise CheckpointError("its _scale is absent")
     check_dtype("_scale", contents.tensors[keys["scales"]].dtype, FLOATS)

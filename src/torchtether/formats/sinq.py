@@ -113,7 +113,7 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str], settings: A
     words = contents.tensors[keys["packed"]]
     group_size = words.shape[-1] if len(words.shape) == 2 else 0
     if not 0 < group_size <= shape[1] or shape[1] % group_size:
-        raise CheckpointError(f"its W_q has shape {words.shape}, whose columns are no group size for shape {shape}")
+        raise CheckpointError(f"its W_q has shape {words.shape}, whose columns do not divide those of {shape}")
     groups, (bits, count) = shape[0] * (shape[1] // group_size), PACKINGS[packing]
     wanted: dict[str, Wanted] = {
         "packed": ((torch.uint8 if packing.endswith("u8") else torch.int32,), (-(-groups // count), group_size)),
