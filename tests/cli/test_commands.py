@@ -135,8 +135,8 @@ def test_verify_against_shows_the_worst_first(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"a": torch.ones(2)}, "a: it is off by up to 1, and should be the same"),
-        ({"a": torch.zeros(3)}, "a: it has shape (3,), in "),
+        ({"a": torch.ones(2)}, "a: its values differ by up to 1, but should be equal"),
+        ({"a": torch.zeros(3)}, "a: it has shape (3,), but (2,) in "),
         ({"extra": torch.zeros(3)}, "extra: "),
         ({"a": None}, "a: it is in "),
         ({"w": tt.Weight.encode(torch.full((4, 4), 2.0), tt.int8())}, "more than int8 allows"),
@@ -202,7 +202,10 @@ def test_help_tells_the_exit_codes(command, capsys):
         main([*command, "--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Exit codes: 0 done; 1 not done, one line on stderr says why; 2 not understood; 130 interrupted." in text
+    assert (
+        "Exit codes: 0 success; 1 an error, described by one line on stderr; 2 invalid arguments; 130 interrupted."
+        in text
+    )
 
 
 def test_help_of_quantize_shows_every_scheme_with_its_options(capsys):

@@ -92,7 +92,7 @@ def test_quantize_with_a_fit_makes_what_loading_makes(source, tmp_path, scheme):
 
 def test_a_fit_needs_schemes_that_have_one(source, tmp_path, capsys):
     assert main(["quantize", str(source), str(tmp_path / "made"), "--scheme", "fp8", "--fit", "mse"]) == 1
-    assert "fp8: its scales come from the range of a block, got fit 'mse'. Take int8" in capsys.readouterr().err
+    assert "fp8: the scheme has no option fit, got fit 'mse'. Use int8" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 
@@ -130,8 +130,8 @@ def test_include_and_exclude_speak_for_tied_groups(source, tmp_path):
     [
         (["--include", "no.such"], "no.such: this glob matches no tensor"),
         (["--exclude", "no.such"], "no.such: this glob matches no tensor"),
-        (["--include", "steps"], "steps: is int64, which is not quantized"),
-        (["--exclude", "*"], "nothing in it is to be quantized"),
+        (["--include", "steps"], "steps: it is int64, which cannot be quantized"),
+        (["--exclude", "*"], "no tensor is selected"),
         (["--max-shard-size", "five"], "'five' is not a size"),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_is_quantized_stays_as_it_is(source, tmp_path, capsys):
         assert isinstance(two["emb.weight"], tt.Weight)
     arguments = ["quantize", str(tmp_path / "one"), str(tmp_path / "x"), "--scheme", "int8", "--include", "mid.*"]
     assert main(arguments) == 1
-    assert "mid.weight: is quantized already, as int4" in capsys.readouterr().err
+    assert "mid.weight: it is quantized already, as int4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -208,7 +208,7 @@ def test_convert_dtype_of_a_quantized_weight_keeps_its_codes(source, tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        (lambda: {"a": torch.ones(4).to(torch.float8_e4m3fn)}, "a: is float8_e4m3fn without a scale that we know"),
+        (lambda: {"a": torch.ones(4).to(torch.float8_e4m3fn)}, "a: it is float8_e4m3fn without a known scale"),
         (lambda: {"a": torch.full((2,), 1e6)}, "a: it holds numbers too large for float16"),
         (lambda: build(Storage), "x: its memory is shared as float32 and int32"),
     ],
@@ -353,12 +353,12 @@ def test_the_first_rule_that_matches_wins_and_scheme_takes_the_rest(source, tmp_
     ("options", "code", "words"),
     [
         (["--rule", "no.such=int8"], 1, "no.such: this glob matches no tensor"),
-        (["--rule", "steps=int8"], 1, "steps: is int64, which is not quantized"),
-        (["--rule", "mid.*=none"], 1, "nothing in it is to be quantized"),
+        (["--rule", "steps=int8"], 1, "steps: it is int64, which cannot be quantized"),
+        (["--rule", "mid.*=none"], 1, "no tensor is selected"),
         (["--rule", "mid.*"], 2, "'mid.*' is not GLOB=SCHEME, such as 'lm_head.*=none'"),
         (["--rule", "=int8"], 2, "'=int8' is not GLOB=SCHEME"),
         (["--rule", "mid.*=int5"], 2, "argument --rule: unknown scheme 'int5'"),
-        (["--include", "mid.*"], 2, "quantize needs --scheme, or rules that say all"),
+        (["--include", "mid.*"], 2, "quantize needs --scheme or --target-size"),
         (["--include", "mid.*", "--rule", "mid.*=int8"], 2, "quantize needs --scheme"),
         ([], 2, "quantize needs --scheme"),
     ],
@@ -387,7 +387,7 @@ def test_a_target_that_is_taken_is_left_alone(source, tmp_path, capsys):
     assert files_of(taken) == {"mine": b"mine"}
     assert (tmp_path / "x.safetensors").read_text() == "mine"
     assert main(["convert", str(source), str(tmp_path / "y.safetensors"), "--max-shard-size", "1MB"]) == 1
-    assert "one file has no shards" in capsys.readouterr().err
+    assert "a single file has no shards" in capsys.readouterr().err
 
 
 def test_an_empty_folder_is_filled_and_parents_are_made(source, tmp_path):
@@ -499,8 +499,8 @@ def test_every_other_file_comes_along_and_the_rest_is_named(modules, tmp_path, c
         assert json.loads(after.pop("config.json")) == wanted
     assert after == before
     said = capsys.readouterr().out
-    assert "\n  carried along: 10 other files\n" in said
-    assert "\n  among them weights, as they are: 2_Dense/model.safetensors\n" in said
+    assert "\n  copied: 10 other files\n" in said
+    assert "\n  copied weights, unchanged: 2_Dense/model.safetensors\n" in said
     assert said.partition("2_Dense/model.safetensors")[2] == LEFT_OUT
 
 
@@ -577,7 +577,7 @@ def test_convert_says_what_became_of_what(source, tmp_path, capsys):
     ]
     assert main(["convert", str(tmp_path / "q"), str(tmp_path / "again")]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "  1 float32, as before",
+        "  1 float32, unchanged",
         "  1 int4(group_size=32, symmetric=True), the same codes",
     ]
     arguments = ["convert", str(tmp_path / "q"), str(tmp_path / "bnb"), "--format", "bitsandbytes"]

@@ -73,7 +73,7 @@ def test_modules_with_options_of_their_own(tmp_path):
 def test_config_and_tensors_that_disagree(tmp_path):
     extra = {"m": {"bits": 8}}
     text = fault(write(tmp_path, gptq(*drawn(32, 256, 2)), {**SAID, "extra_config": extra}))
-    assert "fit 4 bits, the config says 8" in text
+    assert "fit 4 bits, and the config says 8" in text
 
 
 @pytest.mark.parametrize(

@@ -131,19 +131,19 @@ def spoilt(made=gemm, **changes):
 
 
 FAULTS = {
-    "no qweight": (spoilt(qweight=None), {}, "qweight is not"),
-    "no scales": (spoilt(scales=None), {}, "scales is not"),
+    "no qweight": (spoilt(qweight=None), {}, "but no qweight"),
+    "no scales": (spoilt(scales=None), {}, "but no scales"),
     "no qzeros": (spoilt(qzeros=None), {}, "no config says zero_point: false"),
     "16-bit words": (spoilt(qweight=lambda t: t.short()), {}, "torch.int16, not torch.int32"),
     "scales of other outputs": (spoilt(scales=lambda t: t[:, 1:]), {}, "scales has shape (2, 31)"),
     "too few zero points": (spoilt(qzeros=lambda t: t[:1]), {}, "qzeros has shape (1, 4)"),
     "other bits": (spoilt(), {"bits": 3}, "the config says 3 bits"),
-    "other groups": (spoilt(), {"group_size": 64}, "2 groups, group_size 64 over 256 columns makes 4"),
+    "other groups": (spoilt(), {"group_size": 64}, "2 groups, but group_size 64 over 256 columns gives 4"),
     "gemm called gemv": (spoilt(), {"version": "gemv"}, "of version gemv"),
     "gemv called gemm": (spoilt(gemv), {}, "of version gemm"),
-    "gemv without a size": (spoilt(gemv), {"version": "gemv", "group_size": None}, "no config names the group_size"),
+    "gemv without a size": (spoilt(gemv), {"version": "gemv", "group_size": None}, "no config has a group_size"),
     "gemv with other padding": (spoilt(gemv), {"version": "gemv", "group_size": 64}, "needs (32, 16)"),
-    "a weight besides": (spoilt(weight=lambda t: torch.ones(32, 256)), {}, "stored as m.weight"),
+    "a weight besides": (spoilt(weight=lambda t: torch.ones(32, 256)), {}, "stored twice, as m.weight"),
 }
 
 

@@ -93,11 +93,11 @@ BLOCKS = {**FP8, "weight_block_size": [4, 4]}
     ("tensors", "config", "text"),
     [
         ({"m.weight": _codes(8, 8)}, BLOCKS, "has no scale"),
-        ({"m.weight_scale_inv": torch.ones(2, 2)}, BLOCKS, "its codes are not"),
+        ({"m.weight_scale_inv": torch.ones(2, 2)}, BLOCKS, "no codes"),
         ({"m.weight": _codes(8, 8), "m.weight_scale_inv": torch.ones(2, 3)}, BLOCKS, "need"),
-        ({"m.weight": _codes(8, 8), "m.weight_scale_inv": torch.ones(2, 2)}, FP8, "names no weight_block_size"),
-        ({"m.weight": _codes(8, 8), "m.weight_scale_inv": torch.ones(2, 2).int()}, BLOCKS, "not a float"),
-        ({"m.weight": _codes(8), "m.weight_scale_inv": torch.ones(2)}, BLOCKS, "no rows"),
+        ({"m.weight": _codes(8, 8), "m.weight_scale_inv": torch.ones(2, 2)}, FP8, "a block size in the config"),
+        ({"m.weight": _codes(8, 8), "m.weight_scale_inv": torch.ones(2, 2).int()}, BLOCKS, "not torch.float16 or"),
+        ({"m.weight": _codes(8), "m.weight_scale_inv": torch.ones(2)}, BLOCKS, "at least 2 dimensions"),
     ],
 )
 def test_faults(tmp_path, tensors, config, text):

@@ -316,7 +316,7 @@ def test_codes_of_another_dtype_are_a_fault_and_no_plain_tensor(folder):
     _, (rows, columns), data = sample.tensors[name]
     sample.tensors[name] = "BF16", [rows, columns // 2], data
     sample.write(folder)
-    assert _faulty(name, folder) == f"its scale {name}_scale_inv is there, its codes are torch.bfloat16"
+    assert _faulty(name, folder) == f"it has a scale ({name}_scale_inv), but its codes are torch.bfloat16"
 
 
 def test_codes_that_are_also_a_scale_are_a_fault_and_no_weight(folder):
@@ -324,7 +324,7 @@ def test_codes_that_are_also_a_scale_are_a_fault_and_no_weight(folder):
     name = "self_attn.k_proj.weight"
     sample.tensors[f"{name}_scale"] = sample.tensors[name]
     sample.write(folder)
-    assert f"its scale {name}_scale is there" in _faulty(name, folder)
+    assert f"it has a scale ({name}_scale)" in _faulty(name, folder)
 
 
 def test_a_fault_is_one_line_whatever_the_file_says(folder):
@@ -332,7 +332,7 @@ def test_a_fault_is_one_line_whatever_the_file_says(folder):
     name = "self_attn.k_proj.weight"
     sample.metadata[name] = json.dumps({**json.loads(sample.metadata[name]), "_type": "a\nb"})
     sample.write(folder)
-    assert "it is a torchao a b, and only" in _faulty(name, folder)
+    assert "its torchao type is 'a\\nb', not one of" in _faulty(name, folder)
 
 
 def test_a_description_of_a_plain_tensor_that_cannot_be_is_a_fault(folder):

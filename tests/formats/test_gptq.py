@@ -214,9 +214,9 @@ def spoilt(**changes):
 
 
 FAULTS = {
-    "no qweight": ({"qweight": None}, {}, "qweight is not"),
-    "no scales": ({"scales": None}, {}, "scales is not"),
-    "no qzeros": ({"qzeros": None}, {}, "qzeros is not"),
+    "no qweight": ({"qweight": None}, {}, "but no qweight"),
+    "no scales": ({"scales": None}, {}, "but no scales"),
+    "no qzeros": ({"qzeros": None}, {}, "but no qzeros"),
     "codes of int64": ({"qweight": lambda t: t.long()}, {}, "torch.int64, not torch.int32"),
     "codes of three dimensions": ({"qweight": lambda t: t[None]}, {}, "(1, 32, 32)"),
     "empty codes": ({"qweight": lambda t: t[:0]}, {}, "(0, 32)"),
@@ -224,14 +224,14 @@ FAULTS = {
     "integer scales": ({"scales": lambda t: t.int()}, {}, "torch.int32, not"),
     "scales of other outputs": ({"scales": lambda t: t[:, 1:]}, {}, "(2, 31)"),
     "too few zero points": ({"qzeros": lambda t: t[:1]}, {}, "(1, 4)"),
-    "other bits": ({}, {"bits": 8}, "fit 4 bits, the config says 8"),
-    "other groups": ({}, {"group_size": 64}, "2 groups, group_size 64 over 256 columns makes 4"),
-    "a group too high": ({"g_idx": lambda t: t + 1}, {}, "from 1 to 2, its scales are for 2"),
-    "a group below 0": ({"g_idx": lambda t: t - 1}, {}, "from -1 to 0, its scales are for 2"),
+    "other bits": ({}, {"bits": 8}, "fit 4 bits, and the config says 8"),
+    "other groups": ({}, {"group_size": 64}, "2 groups, but group_size 64 over 256 columns gives 4"),
+    "a group too high": ({"g_idx": lambda t: t + 1}, {}, "groups 1 to 2, but its scales are for 2"),
+    "a group below 0": ({"g_idx": lambda t: t - 1}, {}, "groups -1 to 0, but its scales are for 2"),
     "a float g_idx": ({"g_idx": lambda t: t.float()}, {}, "g_idx is torch.float32"),
-    "a short g_idx": ({"g_idx": lambda t: t[1:9]}, {}, "fit no width"),
-    "a g_idx of two dimensions": ({"g_idx": lambda t: t[None]}, {}, "fit no width"),
-    "a weight besides": ({"weight": lambda t: torch.ones(32, 256)}, {}, "stored as m.weight"),
+    "a short g_idx": ({"g_idx": lambda t: t[1:9]}, {}, "fit no number of bits"),
+    "a g_idx of two dimensions": ({"g_idx": lambda t: t[None]}, {}, "fit no number of bits"),
+    "a weight besides": ({"weight": lambda t: torch.ones(32, 256)}, {}, "stored twice, as m.weight"),
 }
 
 
@@ -265,7 +265,7 @@ def test_faults_stop_a_load_before_it_begins(tmp_path):
         ({"group_size": [128]}, "[128]"),
         ({"sym": "yes"}, "'yes'"),
         ({"dynamic": ["a"]}, "dynamic is"),
-        ({"dynamic": {"+:(": {}}}, "no pattern"),
+        ({"dynamic": {"+:(": {}}}, "is invalid"),
         ({"dynamic": {"m": 4}}, "dynamic['m'] is 4"),
     ],
     ids=str,

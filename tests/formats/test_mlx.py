@@ -129,29 +129,29 @@ def with_(**tensors):
 @pytest.mark.parametrize(
     ("tensors", "config", "said"),
     [
-        (without("scales"), {}, "m.weight: it is uint32 and has no scales"),
-        (without("biases"), {}, "m.weight: its mode is affine, and its biases are absent"),
-        (without("weight"), {}, "m.weight: its .* are there, its codes are not"),
-        ({"m.weight": GOOD["m.weight"]}, {}, "m.weight: it is uint32 and has no scales"),
-        (with_(scales=torch.ones(4, 3)), {}, r"its scales have shape \(4, 3\), 4 bits .* need \(4, 2\)"),
+        (without("scales"), {}, "m.weight: it is torch.uint32 and has no scales"),
+        (without("biases"), {}, "m.weight: its mode is affine, but its biases are absent"),
+        (without("weight"), {}, "m.weight: it has .*, but no codes"),
+        ({"m.weight": GOOD["m.weight"]}, {}, "m.weight: it is torch.uint32 and has no scales"),
+        (with_(scales=torch.ones(4, 3)), {}, r"its scales have shape \(4, 3\), but 4 bits .* need \(4, 2\)"),
         (with_(scales=torch.ones(())), {}, r"its scales have shape \(\)"),
-        (with_(scales=torch.ones(4, 2).int()), {}, "its scales is torch.int32, not torch.bfloat16 or"),
+        (with_(scales=torch.ones(4, 2).int()), {}, "its scales is torch.int32, not torch.float16 or"),
         (with_(biases=torch.ones(4, 2)), {}, "its biases is torch.float32, not torch.bfloat16"),
         (with_(biases=torch.ones(4, 1).bfloat16()), {}, r"its biases has shape \(4, 1\), not \(4, 2\)"),
         (with_(weight=torch.ones(4, 16)), {}, r"its codes are torch.float32 of shape \(4, 16\)"),
         (with_(weight=torch.tensor(3).to(torch.uint32)), {}, r"its codes are torch.uint32 of shape \(\)"),
         (GOOD, {"bits": 8}, r"bits \* group_size is 256 here, 512 in config.json"),
-        (GOOD, {"bits": 3}, "16 words do not hold 3-bit codes in groups of 64"),
-        (GOOD, {"bits": 7}, "its bits is '7', affine knows 1, 2, 3, 4, 5, 6, 8"),
-        (GOOD, {"bits": True}, "its bits is 'True'"),
+        (GOOD, {"bits": 3}, "rows of 16 words are not whole groups of 64 codes of 3 bits"),
+        (GOOD, {"bits": 7}, "its bits is 7, but affine allows 1, 2, 3, 4, 5, 6, 8"),
+        (GOOD, {"bits": True}, "its bits is True"),
         (GOOD, {"bits": [4]}, "its bits is"),
-        (GOOD, {"group_size": 10**30}, "its group_size is '1000"),
-        (GOOD, {"mode": "fp6"}, "its mode is 'fp6', known are affine, mxfp4"),
-        (GOOD, {"mode": {}}, "its mode is '{}'"),
-        (GOOD, {"mode": "mxfp4", "group_size": 32}, "its mode is mxfp4, and it has biases"),
+        (GOOD, {"group_size": 10**30}, "its group_size is 1000"),
+        (GOOD, {"mode": "fp6"}, "its mode is 'fp6', not one of affine, mxfp4"),
+        (GOOD, {"mode": {}}, "its mode is {}"),
+        (GOOD, {"mode": "mxfp4", "group_size": 32}, "its mode is mxfp4, but it has biases"),
         (without("biases"), {"mode": "nvfp4", "group_size": 16}, r"its scales have shape \(4, 2\)"),
-        (GOOD, {"m": False}, "config.json says that it is not quantized, and it is"),
-        (GOOD, {"m": None}, "its quantization in config.json is 'None', not an object"),
+        (GOOD, {"m": False}, "it is quantized, but config.json says that it is not"),
+        (GOOD, {"m": None}, "its quantization in config.json is None, not an object"),
         (GOOD, {"m": [4]}, "not an object"),
     ],
 )
@@ -161,7 +161,7 @@ def test_what_is_wrong(tensors, config, said):
 
 def test_without_its_config_it_is_refused():
     """64 groups of 4 bits take the words and scales of 32 groups of 8."""
-    with pytest.raises(tt.CheckpointError, match="m.weight: .*no config.json beside it has a 'quantization'"):
+    with pytest.raises(tt.CheckpointError, match="m.weight: .*no config.json in the same folder has a 'quantization'"):
         opened(GOOD).__enter__()
 
 

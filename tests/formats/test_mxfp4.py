@@ -38,9 +38,9 @@ def test_transposed_parameter(experts, rows, groups, seed, tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda t: t.pop("p_scales"), "scales are not"),
-        (lambda t: t.pop("p_blocks"), "blocks are not"),
-        (lambda t: t.update(p_blocks=t["p_blocks"].int()), "not both uint8"),
+        (lambda t: t.pop("p_scales"), "but no scales"),
+        (lambda t: t.pop("p_blocks"), "but no blocks"),
+        (lambda t: t.update(p_blocks=t["p_blocks"].int()), "both must be torch.uint8"),
         (lambda t: t.update(p_blocks=t["p_blocks"][..., :8]), "have shape"),
         (lambda t: t.update(p_scales=t["p_scales"][:, :-1]), "have shape"),
     ],

@@ -16,7 +16,7 @@ def refusal(folder):
         tt.open(folder)
     text = str(caught.value)
     assert "\n" not in text
-    assert "Take the model unquantized" in text
+    assert "Use an unquantized checkpoint" in text
     return text
 
 

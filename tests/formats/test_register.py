@@ -28,7 +28,7 @@ def _recognise(contents):
         elif codes.dtype != torch.int8 or scale.dtype != torch.float32 or scale.shape != codes.shape[:1]:
             found.fault(name, f"its codes are {codes}, its scale {scale}", keys)
         elif len(codes.shape) != 2:
-            found.fault(name, f"has shape {codes.shape}, not rows and columns", keys)
+            found.fault(name, f"has shape {codes.shape}, not two positive integers", keys)
         else:
             found.weights[name] = Entry.of(keys, tt.WeightSpec.of(codes.shape, contents.dtype, SCHEME))
     return found
@@ -122,11 +122,14 @@ def test_a_fault_of_it_is_one_of_the_plan(tmp_path):
 @pytest.mark.parametrize(
     ("format", "said"),
     [
-        (3, "this int has no name"),
-        (SimpleNamespace(name="mine"), r"mine: it has no recognise\(\)"),
-        (SimpleNamespace(name="mine", recognise=_recognise, unpack=_pack, pack=_pack), r"mine: it has no layout\(\)"),
-        (SimpleNamespace(**{**vars(ACME), "name": "gptq"}), "gptq: there is a format of this name already"),
-        (SimpleNamespace(**{**vars(ACME), "name": "safetensors"}), "safetensors: there is a format of this name"),
+        (3, "the int has no name"),
+        (SimpleNamespace(name="mine"), r"mine: the format has no recognise\(\)"),
+        (
+            SimpleNamespace(name="mine", recognise=_recognise, unpack=_pack, pack=_pack),
+            r"mine: the format has no layout\(\)",
+        ),
+        (SimpleNamespace(**{**vars(ACME), "name": "gptq"}), "gptq: a format of this name exists already"),
+        (SimpleNamespace(**{**vars(ACME), "name": "safetensors"}), "safetensors: a format of this name exists"),
     ],
 )
 def test_what_is_no_format_is_refused(format, said):

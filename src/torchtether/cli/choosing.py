@@ -58,7 +58,7 @@ def choose(
             raise SchemeError(error.what, name=owner, fix="Leave it out with --exclude.") from None
         chosen[owner] = scheme
     if not chosen:
-        raise RuleError("nothing in it is to be quantized", name=str(checkpoint.path), fix="Name it with --include.")
+        raise RuleError("no tensor is selected", name=str(checkpoint.path), fix="Select tensors with --include.")
     return chosen
 
 
@@ -91,15 +91,15 @@ def _first(names: Sequence[str], globs: Iterable[str]) -> tuple[str, str] | None
 def _obstacle(entry: Entry, owner: str, tie: Tie | None) -> str:
     """Return why ``entry`` cannot be quantized; empty if it can."""
     if entry.spec is not None:
-        return f"is quantized already, as {scheme_to_text(entry.spec.scheme)}"
+        return f"it is quantized already, as {scheme_to_text(entry.spec.scheme)}"
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
-        return f"is {dtype_name(entry.dtype)}, which is not quantized"
+        return f"it is {dtype_name(entry.dtype)}, which cannot be quantized"
     if owner.startswith(HIDDEN):
-        return "is a slice of memory that other names share"
+        return "it is memory of which several names share slices, and it cannot be quantized"
     held = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="meta")
     for alias, view in zip(tie.names, tie.views, strict=True) if tie else ():
         if view is not None and order_of(view, held) is None:
-            return f"is stored once for {alias} too, which is a view of it that a quantized weight cannot keep"
+            return f"it is tied to {alias}, a view that a quantized weight cannot have"
     return ""
 
 

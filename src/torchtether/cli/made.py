@@ -25,9 +25,9 @@ def print_made(target: Path, report: TransformReport, *, is_quantized: bool = Fa
         print(f"  {many} {_describe_change(old, new, report.formats)}")
     carried = report.carried
     if carried.files:
-        print(f"  carried along: {len(carried.files)} other files")
+        print(f"  copied: {len(carried.files)} other files")
     if carried.weights:
-        print(f"  among them weights, as they are: {_names(carried.weights)}")
+        print(f"  copied weights, unchanged: {_names(carried.weights)}")
     for why in sorted(set(carried.left_out.values())):
         print(f"  left out, {why}: {_names(path for path, one in carried.left_out.items() if one == why)}")
 
@@ -36,7 +36,7 @@ def _describe_change(old: Kind, new: Kind, formats: tuple[str, str]) -> str:
     """Return a description of the change of tensors of one kind, such as ``float32 -> int8``."""
     (scheme, dtype), (now, computed) = old, new
     if not now and not scheme:
-        return f"{dtype}, as before" if dtype == computed else f"{dtype} -> {computed}"
+        return f"{dtype}, unchanged" if dtype == computed else f"{dtype} -> {computed}"
     if not now:
         return f"{scheme} -> {computed}, decoded"
     if now != scheme:

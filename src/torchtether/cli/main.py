@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("quantize takes --fit with --scheme or --rule, not with --target-size")
     is_asked = verb is not _quantize or parsed.scheme is not None or parsed.target_size is not None
     if not is_asked and (parsed.include or not parsed.rule):
-        parser.error("quantize needs --scheme, or rules that say all: --rule GLOB=SCHEME, or --target-size")
+        parser.error("quantize needs --scheme or --target-size, or --rule GLOB=SCHEME without --include")
     try:
         verb(parsed)
     except TetherError as error:
@@ -77,17 +77,17 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument(path, type=Path if path == "target" else str, help=_PATHS[path])
         return made
 
-    inspect = add("inspect", _inspect, "what a checkpoint holds, without reading the tensors", "path")
-    inspect.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    add("ties", _ties, "which names of a checkpoint are one tensor, as a tree", "path")
-    mapped = add("map", _map, "the storages of a checkpoint, and the tensors on each, as text or as a page", "path")
-    mapped.add_argument("--html", type=Path, metavar="OUT", help="write one HTML page that needs nothing else")
-    mapped.add_argument("--svg", type=Path, metavar="OUT", help="write the picture alone")
+    inspect = add("inspect", _inspect, "list the tensors of a checkpoint, without reading their values", "path")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add("ties", _ties, "list the names of a checkpoint that are one tensor, as a tree", "path")
+    mapped = add("map", _map, "show the storages of a checkpoint and the tensors in each, as text or a page", "path")
+    mapped.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained HTML page")
+    mapped.add_argument("--svg", type=Path, metavar="OUT", help="write the picture as SVG")
     mapped.add_argument("--against", metavar="SRC", help="print and draw the differences from this checkpoint")
-    mapped.add_argument("--all", action="store_true", help="every tensor, however many there are")
-    verify = add("verify", _verify, "read every byte of a checkpoint and check every record", "path")
+    mapped.add_argument("--all", action="store_true", help="show all tensors, even if there are many")
+    verify = add("verify", _verify, "check every byte and every record of a checkpoint", "path")
     verify.add_argument("--against", metavar="SRC", help="compare every tensor with this checkpoint's")
-    quantize = add("quantize", _quantize, "a float checkpoint as a quantized one", "source", "target")
+    quantize = add("quantize", _quantize, "write a quantized copy of a float checkpoint", "source", "target")
     quantize.epilog = f"{_SCHEMES}\n\n{_CODES}"
     quantize.formatter_class = argparse.RawDescriptionHelpFormatter
     quantize.add_argument(
@@ -101,28 +101,20 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--target-size",
         metavar="SIZE",
-        help="instead of --scheme: choose one for each tensor, so that all take SIZE (such as 4GB) and lose least",
+        help="instead of --scheme: choose one for each tensor, with the least error in SIZE (such as 4GB) altogether",
     )
+    globs: dict[str, Any] = {"action": "append", "default": [], "metavar": "GLOB"}
     quantize.add_argument(
         "--rule",
-        type=_rule,
-        action="append",
-        default=[],
-        metavar="GLOB=SCHEME",
-        help="the scheme of tensors that GLOB matches, or none to leave them; the first rule that matches wins",
+        **globs | {"type": _rule, "metavar": "GLOB=SCHEME"},
+        help="the scheme of tensors that GLOB matches, or none to leave them as they are; the first match wins",
     )
     quantize.add_argument(
-        "--include",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="tensors that --scheme or --target-size applies to, instead of linear layers",
+        "--include", **globs, help="tensors that --scheme or --target-size applies to, instead of linear layers"
     )
-    quantize.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB", help="tensors to leave alone, whatever else matches"
-    )
+    quantize.add_argument("--exclude", **globs, help="tensors to leave as they are, whatever else matches")
     convert = add(
-        "convert", _convert, "a checkpoint in another format, dtype or shards, or with aliases", "source", "target"
+        "convert", _convert, "write a copy in another format, dtype or shards, or with aliases", "source", "target"
     )
     convert.add_argument("--dtype", choices=_DTYPES, help="the dtype of all floats; codes of quantized weights stay")
     convert.add_argument(
@@ -134,21 +126,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SCHEME",
         help="encode weights again in SCHEME if --format cannot store theirs; without it they are an error",
     )
-    convert.add_argument(
-        "--dequantize", action="append", default=[], metavar="GLOB", help="weights to decode and store as floats"
-    )
+    convert.add_argument("--dequantize", **globs, help="weights to decode and store as floats")
     for verb in (quantize, convert):
         verb.add_argument(
             "--format",
             default="native",
             help=f"the format of quantized weights: {', '.join(f.name for f in WRITABLE)}",
         )
-        verb.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB; beyond it, shards and an index")
-    add("demo", _demo, "load, train, convert and save a small tied model, beside stock torch")
+        verb.add_argument("--max-shard-size", metavar="SIZE", help="the largest size of a shard, such as 5GB")
+    add("demo", _demo, "load, train, convert and save a small tied model, and compare with stock torch")
     return parser
 
 
-_CODES = "Exit codes: 0 done; 1 not done, one line on stderr says why; 2 not understood; 130 interrupted."
+_CODES = "Exit codes: 0 success; 1 an error, described by one line on stderr; 2 invalid arguments; 130 interrupted."
 
 
 def _described_schemes() -> str:
@@ -181,9 +171,10 @@ def _rule(text: str) -> tuple[str, Scheme | None]:
     return glob, None if scheme.strip().lower() == "none" else _scheme(scheme)
 
 
+_SOURCE = "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub"
 _PATHS = {
-    "path": "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub",
-    "source": "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub",
+    "path": _SOURCE,
+    "source": _SOURCE,
     "target": "a folder that is new or empty, or a new .safetensors file",
 }
 

@@ -115,8 +115,8 @@ def quantize_checkpoint(
 
 def _fitted(scheme: Scheme, fit: str) -> Scheme:
     if not hasattr(scheme, "fit"):
-        what = f"its scales come from the range of a block, got fit {fit!r}"
-        raise SchemeError(what, name=scheme_to_text(scheme), fix="Take int8, int4 or nf4, or leave the fit out.")
+        what = f"the scheme has no option fit, got fit {fit!r}"
+        raise SchemeError(what, name=scheme_to_text(scheme), fix="Use int8, int4 or nf4, or omit the fit.")
     return replace(scheme, fit=fit)  # type: ignore[type-var]
 
 
@@ -149,7 +149,8 @@ def convert_checkpoint(
     8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
     """
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
-        raise CheckpointError(f"{dtype_name(dtype)} is no dtype to compute in", name="dtype", fix="Try 'bfloat16'.")
+        what = f"{dtype_name(dtype)} is not a float dtype of 16 bits or more"
+        raise CheckpointError(what, name="dtype", fix="Use 'bfloat16', for example.")
 
     written = writable(format)
     fallback = None if requantize is None else resolve(requantize)
@@ -184,7 +185,7 @@ def _other_scheme(entry: Entry, name: str, format: Writable, fallback: Scheme | 
         format.layout(name, entry.spec)
     except SchemeError as error:
         if fallback is None:
-            raise SchemeError(error.what, name=name, fix=f"{error.fix} Or encode it again: --requantize.") from None
+            raise SchemeError(error.what, name=name, fix=f"{error.fix} Or use --requantize.") from None
         return fallback
     return None
 
@@ -202,9 +203,11 @@ def _transform(
     check_target(target, format, max_shard_size=max_shard_size)
     is_file = target.suffix == SUFFIX or isinstance(format, Contained)
     if is_file and target.exists():
-        raise CheckpointError("it is there already", name=str(target), fix="Remove it, or give another name.")
+        raise CheckpointError("it is there already", name=str(target), fix="Remove it, or choose another name.")
     if is_file and max_shard_size is not None:
-        raise CheckpointError("one file has no shards", name=str(target), fix="Give a folder, or no max_shard_size.")
+        raise CheckpointError(
+            "a single file has no shards", name=str(target), fix="Give a folder or no max_shard_size."
+        )
     source = local_path(source, is_whole=not is_file)
     with Checkpoint(source) as checkpoint:
         for name, what in checkpoint.faults.items():
@@ -340,15 +343,14 @@ def _dtype(entry: Entry, name: str, tie: Tie | None, dtype: torch.dtype | None) 
         return entry.dtype
     if entry.spec is None and entry.dtype.itemsize == 1 and entry.dtype.is_floating_point:
         raise CheckpointError(
-            f"is {dtype_name(entry.dtype)} without a scale that we know, and cannot become {dtype_name(dtype)}",
-            name=name,
+            f"it is {dtype_name(entry.dtype)} without a known scale, and cannot become {dtype_name(dtype)}", name=name
         )
     if len(shared) > 1:
         raise CheckpointError(
             f"its memory is shared as {' and '.join(sorted(map(dtype_name, shared)))}, and cannot become "
             f"{dtype_name(dtype)}",
             name=name,
-            fix="Untie the names in the model first.",
+            fix="Untie its names in the model first.",
         )
     return dtype
 

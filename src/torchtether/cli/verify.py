@@ -92,7 +92,7 @@ def _wrong_bytes(checkpoint: Checkpoint, key: str, tick: Tick) -> Iterator[tuple
         found = found if wanted is None else crc32(piece, found)
         tick(len(piece))
     if wanted is not None and found != wanted:
-        yield key, f"{file.path.name}: {key}: its bytes have the checksum {found:08x}, the file records {wanted:08x}"
+        yield key, f"{file.path.name}: {key}: its bytes have the checksum {found:08x}, but {wanted:08x} is recorded"
 
 
 def _wrong_values(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[tuple[str, str]]:
@@ -130,20 +130,20 @@ def _wrong_values(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[tuple[s
 def _compare(checkpoint: Checkpoint, source: Checkpoint, faults: list[str], progress: Progress) -> list[Difference]:
     found: list[Difference] = []
     names = [name for name in checkpoint if not _is_done(checkpoint, source, name)]
-    faults += [f"{name}: {source.path} does not have it" for name in names if name not in source]
-    faults += [f"{name}: it is in {source.path}, and missing here" for name in source if name not in checkpoint]
+    faults += [f"{name}: it is missing in {source.path}" for name in names if name not in source]
+    faults += [f"{name}: it is in {source.path}, but not here" for name in source if name not in checkpoint]
     names = [name for name in names if name in source]
     with ticking(progress, sum(checkpoint.nbytes(name) for name in names), "compare") as tick:
         for name in names:
             shape, wanted = checkpoint.spec(name).shape, source.spec(name).shape
             if shape != wanted:
-                faults.append(f"{name}: it has shape {shape}, in {source.path} {wanted}")
+                faults.append(f"{name}: it has shape {shape}, but {wanted} in {source.path}")
                 continue
             one = _difference(name, checkpoint, source)
             tick(checkpoint.nbytes(name))
             if not one.is_expected:
-                allowed = f"more than {one.scheme} allows" if one.scheme else "and should be the same"
-                faults.append(f"{name}: it is off by up to {one.largest:.3g}, {allowed}")
+                allowed = f"more than {one.scheme} allows" if one.scheme else "but should be equal"
+                faults.append(f"{name}: its values differ by up to {one.largest:.3g}, {allowed}")
             found.append(one)
     return sorted(found, key=lambda one: (one.sqnr, -one.largest, one.name))
 

@@ -52,21 +52,21 @@ def register(format: Format) -> None:
     >>> from torchtether import formats
     >>> formats.register(formats.native)
     Traceback (most recent call last):
-    torchtether.errors.CheckpointError: native: there is a format of this name already. Choose another name.
+    torchtether.errors.CheckpointError: native: a format of this name exists already. Choose another name.
     """
     from .catalog import FORMATS, WRITABLE
 
     name = getattr(format, "name", None)
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"this {type(format).__name__} has no name", name="format", fix="Give it one.")
+        raise CheckpointError(f"the {type(format).__name__} has no name", name="format", fix="Set its attribute name.")
     absent = [one for one in ("recognise", "unpack") if not callable(getattr(format, one, None))]
     writes = [one for one in ("layout", "pack", "announce") if callable(getattr(format, one, None))]
     if writes:
         absent += [one for one in ("layout", "pack", "announce") if one not in writes]
     if absent:
-        raise CheckpointError(f"it has no {absent[0]}()", name=name, fix="See torchtether.formats.Format.")
+        raise CheckpointError(f"the format has no {absent[0]}()", name=name, fix="See torchtether.formats.Format.")
     if name == PLAIN or any(name == one.name for one in FORMATS):
-        raise CheckpointError("there is a format of this name already", name=name, fix="Choose another name.")
+        raise CheckpointError("a format of this name exists already", name=name, fix="Choose another name.")
     FORMATS.insert(1, format)
     if writes:
         WRITABLE.append(format)  # type: ignore[arg-type]
@@ -114,8 +114,8 @@ def writable(name: str) -> Writable:
             return format
     known = ", ".join(repr(format.name) for format in WRITABLE)
     read_only = any(format.name == name for format in FORMATS)
-    what = f"{name!r} is read and not written" if read_only else f"unknown format {name!r}"
-    raise CheckpointError(f"{what}, written are {known}", name="format", fix="Choose one of them.")
+    what = f"{name!r} can be read but not written" if read_only else f"unknown format {name!r}"
+    raise CheckpointError(what, name="format", fix=f"Choose one of {known}.")
 
 
 def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def recognise(contents: Contents) -> Found | None:
     kind, codes = _kind(packing), find_codes(contents)
     if kind is None and codes is not None:
         raise CheckpointError(
-            f"AutoRound with the packing_format {packing[:60]!r} is not read, and {codes} is packed",
+            f"AutoRound with the packing_format {packing[:60]!r} is not supported, and {codes} is packed",
             name=_FILE,
-            fix="Take or export it in auto_round:auto_gptq, auto_round:auto_awq or llm_compressor.",
+            fix="Use or export a checkpoint in auto_round:auto_gptq, auto_round:auto_awq or llm_compressor.",
         )
     for field in ("rotation_config", "spinquant_config"):
         if config.get(field):
             raise CheckpointError(
-                f"its weights are rotated ({field}), and the model has to undo it",
+                f"the weights are rotated ({field}), and the model would have to undo the rotation",
                 name=_FILE,
-                fix="Load it with auto-round, or take a checkpoint without rotations.",
+                fix="Load the model with auto-round, or use a checkpoint without rotations.",
             )
     names = {key.rpartition(".")[0] for key in contents.tensors}
     rules = (*extra_overrides(config, names, file=_FILE), *dynamic_overrides(config, file=_FILE))

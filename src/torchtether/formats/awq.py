@@ -16,6 +16,7 @@ Source: AutoAWQ 0.2.9, AutoAWQConverter of compressed-tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,12 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import Stored
+from ..files.strict_json import short_repr
 from ..schemes import Affine
 from ..schemes import bits as streams
 from ..schemes.blocks import CHUNK, pieces
-from .entry import Contents, Entry, Evidence, Found, spec_of
-from .gptq import as_bytes
+from .entry import FLOATS, Contents, Entry, Evidence, Found, spec_of
 from .linears import (
-    FLOATS,
     Options,
     Settings,
     check_shape,
@@ -38,11 +38,13 @@ from .linears import (
     dynamic_overrides,
     find_modules,
     groups_over,
+    has_shapes,
     matrix,
     options_of,
     read_modules,
 )
 from .rows import Along, all_along
+from .words import as_bytes
 
 name = "awq"
 evidence = Evidence(methods=(name,), keys=("qweight\n", "qzeros\n"))
@@ -75,19 +77,19 @@ def recognise(contents: Contents) -> Found | None:
     if version not in (*_GEMM, GEMV):
         what = f" ({_REFUSED[version]})" if version in _REFUSED else ""
         raise CheckpointError(
-            f"AWQ in the version {version[:40]!r}{what} is not read, only gemm and gemv",
+            f"AWQ in the version {version[:40]!r}{what} is not supported, only gemm and gemv",
             name=file,
-            fix="Take the checkpoint in one of those.",
+            fix="Use a checkpoint in one of these versions.",
         )
     if str(config.get("pack_method") or "reorder") != "reorder":
         raise CheckpointError(
-            f"AWQ with the pack_method {str(config['pack_method'])[:40]!r} is not read, only with 'reorder'",
+            f"AWQ with the pack_method {str(config['pack_method'])[:40]!r} is not supported, only with 'reorder'",
             name=file,
             fix="Export it from Quark with pack_method='reorder'.",
         )
     zero_point = config.get("zero_point")
     if zero_point is not None and type(zero_point) is not bool:
-        raise CheckpointError(f"zero_point is {repr(zero_point)[:80]}, neither true nor false", name=file)
+        raise CheckpointError(f"zero_point is {short_repr(zero_point)}, not true or false", name=file)
     settings = Settings(options_of(config, file=file), dynamic_overrides(config, file=file))
     return read(contents, settings, GEMV if version == GEMV else GEMM, zero_point)
 
@@ -97,13 +99,7 @@ def read(contents: Contents, settings: Settings, version: str = GEMM, zero_point
 
     ``zero_point`` is that field of the config: false means that every zero point is 8.
     """
-
-    def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
-        if options.bits not in (None, 4):
-            raise CheckpointError(f"the config says {options.bits} bits, AWQ is read with 4")
-        return (_gemv if version == GEMV else _gemm)(contents, keys, options, zero_point)
-
-    return read_modules(contents, settings, understand)
+    return read_modules(contents, settings, partial(_entry, version=version, zero_point=zero_point))
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +120,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if zeros is not None:
         if entry.options["zero_point"] is False and bool((zeros != 8).any()):
             reach = f"from {int(zeros.min())} to {int(zeros.max())}"
-            raise CheckpointError(f"its zero points are {reach}, the config says zero_point: false, which means 8")
+            raise CheckpointError(f"its zero points are {reach}, but the config says zero_point: false, which means 8")
         parts["zero_point"] = zeros.contiguous()
     return parts
 
@@ -134,16 +130,6 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
     if entry.options["version"] == GEMV:
         return all_along(entry, tensors)
     return {"qweight": Along(1, 1, 8), "qzeros": Along(1, 1, 8), "scales": Along(1)}
-
-
-def looks_like(contents: Contents) -> bool:
-    """Return whether a module has a ``qweight`` with one word for 8 outputs, and zero points of a matching shape."""
-    for keys in find_modules(contents).values():
-        if {"qweight", "qzeros", "scales"} <= keys.keys():
-            codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
-            if len(codes) == 2 and len(scales) == 2 and (scales[0], codes[1]) == zeros and scales[1] == 8 * codes[1]:
-                return True
-    return False
 
 
 def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
@@ -159,62 +145,46 @@ def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
     if side is not None:
         is_ours = str(side.get("quant_method") or side.get("method")).lower() == name
         return (side if is_ours else None), "quantize_config.json"
-    return (contents.quantization if looks_like(contents) else None), "config.json"
-
-
-def _gemm(contents: Contents, keys: Mapping[str, str], options: Options, zero_point: bool | None) -> Entry:
-    codes = matrix(contents, keys, "qweight", (torch.int32,))
-    scales = matrix(contents, keys, "scales", FLOATS)
-    (columns, words), groups = codes.shape, scales.shape[0]
-    check_shape("scales", scales, (groups, 8 * words), f"qweight {codes.shape} of version gemm")
-    _check_zeros(contents, keys, (groups, words), zero_point, f"scales {scales.shape}")
-    return _entry(keys, (8 * words, columns), groups, scales, options, GEMM, zero_point)
-
-
-def _gemv(contents: Contents, keys: Mapping[str, str], options: Options, zero_point: bool | None) -> Entry:
-    codes = matrix(contents, keys, "qweight", (torch.int32,))
-    scales = matrix(contents, keys, "scales", FLOATS)
-    if options.group_size is None:
-        raise CheckpointError("its scales are padded, and no config names the group_size")
-    rows, columns = codes.shape[0], 8 * codes.shape[1]
-    size = columns if options.group_size == -1 else options.group_size
-    groups = -(-columns // size)
-    multiple = _PADDING.get(size, 1)
-    words = -(-groups // (8 * multiple)) * multiple
-    why = f"qweight {codes.shape} of version gemv and group_size {size}"
-    check_shape("scales", scales, (rows, 8 * words), why)
-    _check_zeros(contents, keys, (rows, words), zero_point, why)
-    return _entry(keys, (rows, columns), groups, scales, options, GEMV, zero_point)
-
-
-def _check_zeros(
-    contents: Contents, keys: Mapping[str, str], shape: tuple[int, int], zero_point: bool | None, why: str
-) -> None:
-    if "qzeros" in keys:
-        check_shape("qzeros", matrix(contents, keys, "qzeros", (torch.int32,)), shape, why)
-    elif zero_point is not False:
-        raise CheckpointError(
-            "its qweight and scales are there, its qzeros is not, and no config says zero_point: false"
-        )
+    fits = has_shapes(
+        contents, lambda codes, zeros, scales: (scales[0], codes[1]) == zeros and scales[1] == 8 * codes[1]
+    )
+    return (contents.quantization if fits else None), "config.json"
 
 
 def _entry(
-    keys: Mapping[str, str],
-    shape: tuple[int, int],
-    groups: int,
-    scales: Stored,
-    options: Options,
-    version: str,
-    zero_point: bool | None,
+    contents: Contents, keys: Mapping[str, str], options: Options, *, version: str, zero_point: bool | None
 ) -> Entry:
+    if options.bits not in (None, 4):
+        raise CheckpointError(f"the config says {options.bits} bits, but AWQ is supported with 4 bits only")
+    codes = matrix(contents, keys, "qweight", (torch.int32,))
+    scales = matrix(contents, keys, "scales", FLOATS)
+    if version == GEMV:
+        if options.group_size is None:
+            raise CheckpointError("its scales are padded, and no config has a group_size")
+        rows, columns = codes.shape[0], 8 * codes.shape[1]
+        size = columns if options.group_size == -1 else options.group_size
+        groups, multiple = -(-columns // size), _PADDING.get(size, 1)
+        words = -(-groups // (8 * multiple)) * multiple
+        scales_shape, zeros_shape = (rows, 8 * words), (rows, words)
+        why = f"qweight {codes.shape} of version gemv with group_size {size}"
+    else:
+        (columns, words), groups = codes.shape, scales.shape[0]
+        rows = 8 * words
+        scales_shape, zeros_shape = (groups, rows), (groups, words)
+        why = f"qweight {codes.shape} of version gemm with {groups} groups"
+    check_shape("scales", scales, scales_shape, why)
+    if "qzeros" in keys:
+        check_shape("qzeros", matrix(contents, keys, "qzeros", (torch.int32,)), zeros_shape, why)
+    elif zero_point is not False:
+        raise CheckpointError("it has qweight and scales, but no qzeros, and no config says zero_point: false")
     scheme = Affine(
         bits=4,
         signed=False,
         symmetric="qzeros" not in keys,
-        block=groups_over(shape[1], groups, options.group_size),
+        block=groups_over(columns, groups, options.group_size),
         scale_dtype=scales.dtype,
     )
-    spec = spec_of(shape, compute_dtype(scales.dtype), scheme, name=keys["qweight"])
+    spec = spec_of((rows, columns), compute_dtype(scales.dtype), scheme, name=keys["qweight"])
     used = {role: keys[role] for role in ("qweight", "qzeros", "scales") if role in keys}
     return Entry.of(used, spec, version=version, zero_point=zero_point)
 

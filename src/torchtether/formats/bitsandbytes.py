@@ -25,15 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SchemeError
+from .._dtypes import dtype_name
+from ..errors import CheckpointError, SchemeError
 from ..files import Stored
-from ..files.strict_json import parse_object
+from ..files.strict_json import parse_object, short_repr
 from ..geometry.views import Shape
 from ..schemes import Affine, Codebook, Scheme, scheme_to_text
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import Contents, Entry, Evidence, Found, expect, refuse_embedding, spec_of
+from .entry import Contents, Entry, Evidence, Found, Wanted, check_dtype, expect, refuse_embedding, spec_of
 from .rows import Along, all_along
 
 name = "bitsandbytes"
@@ -67,18 +68,23 @@ def recognise(contents: Contents) -> Found | None:
     sided = [key for key in tensors if key.endswith(sides)]
     found = Found()
     for weight, state in states.items():
-        _add_4bit(found, contents, weight, state)
+        keys = {"packed": weight, "state": state}
+        keys |= {role: f"{weight}.{role}" for role in _SIDES if f"{weight}.{role}" in tensors}
+        found.add(weight, keys, _entry_4bit, contents, weight, state.partition(STATE)[2], keys)
     for key in sided:
         weight = key.rpartition(".")[0]
         if weight not in states:
-            found.fault(weight, f"{key} is there, its quant_state is not", {"side": key, "packed": weight})
+            found.fault(weight, f"it has {key}, but no quant_state", {"side": key, "packed": weight})
     for key in rows:
-        _add_int8(found, contents, key.removesuffix(".SCB"))
+        module = key.removesuffix(".SCB")
+        roles = {"qdata": f"{module}.weight", "scale": key, "format": f"{module}.weight_format"}
+        keys = {role: key for role, key in roles.items() if key in tensors}
+        found.add(f"{module}.weight", keys, _entry_int8, contents, keys)
     for key in tensors:
         module = key.removesuffix(".weight_format")
         if module != key and f"{module}.SCB" not in tensors:
             keys = {"format": key, "qdata": f"{module}.weight"}
-            found.fault(f"{module}.weight", f"{key} is there, {module}.SCB is not", keys)
+            found.fault(f"{module}.weight", f"it has {key}, but no {module}.SCB", keys)
     return found
 
 
@@ -116,106 +122,90 @@ def _swapped(packed: Tensor, count: int) -> Tensor:
     return made
 
 
-def _add_4bit(found: Found, contents: Contents, weight: str, state_key: str) -> None:
-    sides = [role for role in _SIDES if f"{weight}.{role}" in contents.tensors]
-    keys = {"packed": weight, "state": state_key, **{role: f"{weight}.{role}" for role in sides}}
+def _entry_4bit(contents: Contents, weight: str, kind: str, keys: Mapping[str, str]) -> Entry:
+    """Return the entry of a 4-bit weight, whose quant_state has the key of ``kind``."""
+    state = _state(contents.read(keys["state"]))
+    _check_4bit(contents, weight, state, kind, keys)
+    table, known = tuple(contents.read(keys["quant_map"]).tolist()), _KINDS[kind]
     try:
-        state = _state(contents.read(state_key))
-        kind = state_key.partition(STATE)[2]
-        wrong = _wrong(contents, weight, state, kind, keys)
-        if wrong:
-            found.fault(weight, wrong, keys)
-            return
-        table = tuple(contents.read(keys["quant_map"]).tolist())
-        known = _KINDS[kind]
         scheme = Codebook(
             known if table == known else table,
             state["blocksize"],
             nested="nested_offset" in state,
             nested_block_size=state.get("nested_blocksize", _NESTED),
         )
-        spec = spec_of(tuple(state["shape"]), _DTYPES[state["dtype"]], scheme, name=weight)
-    except (ValueError, SchemeError) as error:
-        found.fault(weight, f"its quant_state cannot be: {error}", keys)
-        return
+    except SchemeError as error:
+        raise CheckpointError(f"its quant_map or quant_state is invalid: {error}") from None
+    spec = spec_of(tuple(state["shape"]), _DTYPES[state["dtype"]], scheme, name=weight)
     read = {role: key for role, key in keys.items() if role in ("packed", "absmax", "nested_absmax")}
-    found.weights[weight] = Entry.of(read, spec, offset=state.get("nested_offset"))
-    found.spare.update(keys.values())
+    return Entry.of(read, spec, offset=state.get("nested_offset"))
 
 
 def _state(blob: Tensor) -> dict[str, Any]:
-    """Return the JSON object of a quant_state. Raise ValueError if a field has a wrong type or value."""
+    """Return the JSON object of a quant_state. Raise CheckpointError if a field has a wrong type or value."""
     if blob.dtype != torch.uint8:
-        raise ValueError(f"it is {blob.dtype}, not bytes")
-    state = parse_object(bytes(blob.reshape(-1).tolist()), name="", what="JSON in it", floats=True)
+        raise CheckpointError(f"its quant_state is {blob.dtype}, not torch.uint8")
+    state = parse_object(bytes(blob.reshape(-1).tolist()), name="", what="JSON in its quant_state", floats=True)
 
-    def is_count(value: Any) -> bool:
-        return type(value) is int and 0 < value < 2**48
+    def is_size(value: Any, least: int = 1) -> bool:
+        return type(value) is int and least <= value < 2**48
 
-    shape = state.get("shape")
-    if not (
-        isinstance(shape, list) and shape and len(shape) < 9 and all(type(n) is int and 0 <= n < 2**48 for n in shape)
-    ):
-        raise ValueError(f"shape is {str(shape)[:60]}")
-    for field in ("blocksize", *(["nested_blocksize"] if "nested_offset" in state else [])):
-        if not is_count(state.get(field)):
-            raise ValueError(f"{field} is {str(state.get(field))[:60]}")
+    shape, offset = state.get("shape"), state.get("nested_offset", 0.0)
+    sizes = [one for one in ("blocksize", "nested_blocksize") if one == "blocksize" or "nested_offset" in state]
+    wrong = [one for one in sizes if not is_size(state.get(one))]
+    if not isinstance(shape, list) or not 0 < len(shape) < 9 or not all(is_size(n, 0) for n in shape):
+        wrong.append("shape")
     if not isinstance(state.get("dtype"), str) or state["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype is {str(state.get('dtype'))[:60]}")
-    offset = state.get("nested_offset", 0.0)
+        wrong.append("dtype")
     if type(offset) not in (int, float) or not abs(offset) < 2**128:  # float32
-        raise ValueError(f"nested_offset is {str(offset)[:60]}")
+        wrong.append("nested_offset")
+    for field in wrong:
+        raise CheckpointError(f"its quant_state is invalid: {field} is {short_repr(state.get(field))}")
     return state
 
 
-def _wrong(contents: Contents, weight: str, state: dict[str, Any], kind: str, keys: Mapping[str, str]) -> str:
-    """Return what is wrong with the tensors of one 4-bit weight; empty if nothing is."""
+def _check_4bit(contents: Contents, weight: str, state: dict[str, Any], kind: str, keys: Mapping[str, str]) -> None:
+    """Raise CheckpointError if the tensors of one 4-bit weight contradict its state."""
     tensors = contents.tensors
     if kind not in _KINDS or state.get("quant_type", kind) != kind:
-        return f"its quant_type is {str(state.get('quant_type'))[:40]!r} under the key of {kind[:40]!r}"
+        held = short_repr(state.get("quant_type"))
+        raise CheckpointError(f"its quant_type is {held}, but the key of its quant_state ends with {kind[:40]!r}")
     if weight not in tensors:
-        return "its quant_state is there, its codes are not"
+        raise CheckpointError("it has a quant_state, but no codes")
     stored, count = tensors[weight], math.prod(state["shape"])
-    if stored.dtype not in _STORAGE:
-        return f"its codes are {stored.dtype}"
+    check_dtype("weight", stored.dtype, _STORAGE)
     if not (count + 1) // 2 <= stored.nbytes <= (count + 1) // 2 + 8:
-        return f"its codes take {stored.nbytes} bytes, shape {tuple(state['shape'])} needs {(count + 1) // 2}"
+        needed = f"shape {tuple(state['shape'])} needs {(count + 1) // 2}"
+        raise CheckpointError(f"its codes take {stored.nbytes} bytes, but {needed}")
     blocks = -(-count // state["blocksize"])
-    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {"quant_map": ((torch.float32,), (16,))}
-    if "nested_offset" not in state:
-        wanted["absmax"] = ((torch.float32,), (blocks,))
-        return expect(tensors, keys, wanted)
-    wanted["absmax"] = ((torch.uint8,), (blocks,))
-    wanted["nested_absmax"] = ((torch.float32,), (-(-blocks // state["nested_blocksize"]),))
-    wanted["nested_quant_map"] = ((torch.float32,), (256,))
-    wrong = expect(tensors, keys, wanted)
-    if not wrong and tuple(contents.read(keys["nested_quant_map"]).tolist()) != DYNAMIC:
-        wrong = "its nested_quant_map is not the 8-bit dynamic type"
-    return wrong
+    is_nested = "nested_offset" in state
+    wanted: dict[str, Wanted] = {
+        "quant_map": ((torch.float32,), (16,)),
+        "absmax": ((torch.uint8 if is_nested else torch.float32,), (blocks,)),
+    }
+    if is_nested:
+        nested = -(-blocks // state["nested_blocksize"])
+        wanted |= {"nested_absmax": ((torch.float32,), (nested,)), "nested_quant_map": ((torch.float32,), (256,))}
+    expect(tensors, keys, wanted)
+    if is_nested and tuple(contents.read(keys["nested_quant_map"]).tolist()) != DYNAMIC:
+        raise CheckpointError("its nested_quant_map is not the 8-bit dynamic type")
 
 
-def _add_int8(found: Found, contents: Contents, module: str) -> None:
-    weight, scale, form = f"{module}.weight", f"{module}.SCB", f"{module}.weight_format"
-    keys = {"qdata": weight, "scale": scale}
-    if form in contents.tensors:
-        found.spare.add(form)
-        stored = contents.tensors[form]
-        order = contents.read(form).reshape(-1).tolist() if stored.nbytes == 1 else [stored.shape]
+def _entry_int8(contents: Contents, keys: Mapping[str, str]) -> Entry:
+    """Return the entry of an int8 weight with a scale for each row."""
+    if "format" in keys:
+        stored = contents.tensors[keys["format"]]
+        order = contents.read(keys["format"]).reshape(-1).tolist() if stored.nbytes == 1 else [stored.shape]
         if order != [0]:
-            found.fault(weight, f"its weight_format is {order[0]}, only rows (0) are read", keys)
-            return
-    if weight not in contents.tensors:
-        found.fault(weight, f"{scale} is there, its codes are not", {"scale": scale})
-        return
-    shape = contents.tensors[weight].shape
-    wrong = "" if len(shape) == 2 else f"its codes have shape {shape}"
-    wrong = wrong or expect(
-        contents.tensors, keys, {"qdata": ((torch.int8,), shape), "scale": ((torch.float32,), (shape[0],))}
-    )
-    if wrong:
-        found.fault(weight, wrong, keys)
-        return
-    found.weights[weight] = Entry.of(keys, spec_of(shape, contents.dtype, INT8, name=weight))
+            raise CheckpointError(f"its weight_format is {order[0]}, and only rows (0) are supported")
+    if "qdata" not in keys:
+        raise CheckpointError(f"it has {keys['scale']}, but no codes")
+    shape = contents.tensors[keys["qdata"]].shape
+    if len(shape) != 2:
+        raise CheckpointError(f"its codes have shape {shape}, which is not a matrix")
+    expect(contents.tensors, keys, {"qdata": ((torch.int8,), shape), "scale": ((torch.float32,), (shape[0],))})
+    used = {role: keys[role] for role in ("qdata", "scale")}
+    return Entry.of(used, spec_of(shape, contents.dtype, INT8, name=keys["qdata"]))
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
@@ -266,7 +256,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     state: dict[str, Any] = {
         "quant_type": kind,
         "blocksize": scheme.block_size,
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "dtype": dtype_name(weight.dtype),
         "shape": list(shape),
     }
     made = {
@@ -282,7 +272,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
         made[f"{name}.nested_quant_map"] = torch.tensor(DYNAMIC, dtype=torch.float32)
     text = json.dumps(state).encode().ljust(_STATE_WIDTH)
     if len(text) > _STATE_WIDTH:
-        raise SchemeError(f"its quant_state takes {len(text)} bytes, more than {_STATE_WIDTH}", name=name)
+        raise SchemeError(f"its quant_state takes {len(text)} bytes, but {_STATE_WIDTH} are the limit", name=name)
     made[f"{name}{STATE}{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
     return {key: tensor.detach() for key, tensor in made.items()}
 
@@ -293,12 +283,14 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     books = [scheme for scheme in schemes if isinstance(scheme, Codebook)]
     if books and len(books) < len(schemes):
         raise SchemeError(
-            "some weights are 4-bit and others int8, bitsandbytes' config can say one of them",
+            "some weights are 4-bit and others int8, but the config of bitsandbytes describes only one of the two",
             name="format",
-            fix="Quantize them alike.",
+            fix="Quantize all weights in the same way.",
         )
     if len({(book.table, book.nested, book.block_size) for book in books}) > 1:
-        raise SchemeError("the 4-bit weights differ in kind or block size", name="format", fix="Quantize them alike.")
+        raise SchemeError(
+            "the 4-bit weights differ in kind or block size", name="format", fix="Use one scheme for all."
+        )
     for name, spec in specs.items():
         layout(name, spec)  # raises SchemeError if it cannot be expressed
     compute = next(iter(specs.values())).dtype if specs else torch.float32
@@ -318,7 +310,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
         "llm_int8_skip_modules": sorted(modules) or None,
         "bnb_4bit_quant_type": "fp4" if books and books[0].table == FP4 else "nf4",
         "bnb_4bit_use_double_quant": bool(books) and books[0].nested,
-        "bnb_4bit_compute_dtype": str(compute).removeprefix("torch."),
+        "bnb_4bit_compute_dtype": dtype_name(compute),
         "bnb_4bit_quant_storage": "uint8",
     }
     return {"config.json": {"quantization_config": config}}
@@ -332,7 +324,7 @@ def announce_embeddings(
 ) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: transformers builds bitsandbytes modules for linear layers alone."""
     refuse_embedding(
-        names[0], "it is the weight of an embedding, which transformers does not read quantized from bitsandbytes"
+        names[0], "it is the weight of an embedding, and transformers reads no quantized embeddings of bitsandbytes"
     )
 
 
@@ -346,19 +338,20 @@ def _kind(name: str, spec: WeightSpec) -> str:
     kinds = {table: kind for kind, table in _KINDS.items()}
     if not (isinstance(scheme, Codebook) and scheme.flat and scheme.table in kinds):
         raise SchemeError(
-            f"bitsandbytes has no words for {scheme_to_text(scheme)}",
+            f"bitsandbytes cannot store {scheme_to_text(scheme)}",
             name=name,
-            fix=f"Quantize with tt.nf4(), 'fp4', or for int8 with {_INT8_CALL}.",
+            fix=f"Quantize with tt.nf4() or 'fp4', or for int8 with {_INT8_CALL}.",
         )
     if spec.dtype not in _DTYPES.values() or not name.endswith("weight"):
-        raise SchemeError(f"bitsandbytes has no words for {spec.dtype} {name.rpartition('.')[2]!r}", name=name)
+        dtypes = ", ".join(_DTYPES)
+        raise SchemeError(f"it is {spec.dtype}, but bitsandbytes stores only {dtypes} under '*weight'", name=name)
     return kinds[scheme.table]
 
 
 def _check_int8(name: str, spec: WeightSpec) -> None:
     if spec.scheme != INT8 or len(spec.base) != 2 or not name.endswith(".weight"):
         raise SchemeError(
-            f"bitsandbytes has no words for {scheme_to_text(spec.scheme)} over {tuple(spec.base)}",
+            f"bitsandbytes cannot store {scheme_to_text(spec.scheme)} of shape {tuple(spec.base)}",
             name=name,
-            fix=f"Quantize with {_INT8_CALL}, which is its int8, or with tt.nf4().",
+            fix=f"Quantize matrices with {_INT8_CALL}, the int8 of bitsandbytes, or with tt.nf4().",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -13,15 +14,21 @@ from torch import Tensor
 from ..errors import CheckpointError, SchemeError
 from ..files import Packing, Pairs, Record, Stored
 from ..geometry.views import Shape
-from ..schemes import Plain, Scheme
+from ..schemes import Plain, ScaledFloat, Scheme
 from ..weights.spec import WeightSpec
 
 NOTHING: Mapping[str, Any] = {}
 
 _AS_IT_IS = Plain()
 
-_COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes that models compute in."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that models compute in, and that most scales have."""
+
+FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+"""The element type of each dtype of float8 codes."""
+
+Wanted = tuple[tuple[torch.dtype, ...], Shape]
+"""The allowed dtypes and the shape of a stored tensor."""
 
 
 class Entry(NamedTuple):
@@ -133,7 +140,7 @@ class Contents:
                 if named in ("float16", "bfloat16", "float32"):
                     return getattr(torch, named)  # type: ignore[no-any-return]
         leaves = ((key.rpartition(".")[2], stored.dtype) for key, stored in self.tensors.items())
-        found = {dtype for leaf, dtype in leaves if leaf in ("weight", "bias") and dtype in _COMPUTED}
+        found = {dtype for leaf, dtype in leaves if leaf in ("weight", "bias") and dtype in FLOATS}
         return found.pop() if len(found) == 1 else torch.bfloat16
 
 
@@ -151,6 +158,17 @@ class Found:
     faults: dict[str, str] = field(default_factory=dict)
     spare: set[str] = field(default_factory=set)
     padding: set[str] = field(default_factory=set)
+
+    def add(self, name: str, keys: Mapping[str, str], read: Callable[..., Entry], *arguments: Any) -> None:
+        """Record the entry that ``read(*arguments)`` returns for ``name``, or its CheckpointError as a fault.
+
+        ``keys`` become spare.
+        """
+        self.spare.update(keys.values())
+        try:
+            self.weights[name] = read(*arguments)
+        except CheckpointError as error:
+            self.fault(name, f"{error.what}. {error.fix}" if error.fix else error.what)
 
     def fault(self, name: str, what: str, keys: Mapping[str, str] | None = None) -> None:
         """Record that ``name`` cannot be read because of ``what``, and that its ``keys`` are spare."""
@@ -265,25 +283,60 @@ def refuse_embedding(name: str, what: str) -> NoReturn:
     raise SchemeError(what, name=name, fix=fix)
 
 
-def expect(
-    tensors: Mapping[str, Stored],
-    keys: Mapping[str, str],
-    wanted: Mapping[str, tuple[tuple[torch.dtype, ...], Shape]],
-) -> str:
-    """Return what is wrong with the stored tensors of one weight; empty if nothing is.
+def expect(tensors: Mapping[str, Stored], keys: Mapping[str, str], wanted: Mapping[str, Wanted]) -> None:
+    """Raise CheckpointError unless the stored tensors of one weight are as ``wanted``, by role.
 
-    ``wanted`` gives the allowed dtypes and the shape of each role. Dimensions of size 1 are ignored, because writers
-    differ there.
+    Dimensions of size 1 are ignored, because writers differ there.
     """
     for role, (dtypes, shape) in wanted.items():
         if role not in keys:
-            return f"its {role} is absent"
+            raise CheckpointError(f"its {role} is absent")
         stored = tensors[keys[role]]
-        if stored.dtype not in dtypes:
-            return f"its {role} is {stored.dtype}, not {' or '.join(map(str, dtypes))}"
+        check_dtype(role, stored.dtype, dtypes)
         if stored.shape != shape and [n for n in stored.shape if n != 1] != [n for n in shape if n != 1]:
-            return f"its {role} has shape {stored.shape}, not {shape}"
-    return ""
+            raise CheckpointError(f"its {role} has shape {stored.shape}, not {shape}")
+
+
+def check_dtype(role: str, dtype: torch.dtype, known: Iterable[torch.dtype]) -> None:
+    """Raise CheckpointError unless ``dtype``, that of the stored tensor called ``role``, is one of ``known``."""
+    if dtype not in known:
+        raise CheckpointError(f"its {role} is {dtype}, not {' or '.join(map(str, known))}")
+
+
+def check_rows(shape: Shape) -> None:
+    """Raise CheckpointError unless ``shape``, that of codes, has rows and columns."""
+    if len(shape) < 2:
+        raise CheckpointError(f"its codes have shape {shape}, and at least 2 dimensions are required")
+
+
+def float8_scheme(
+    codes: torch.dtype,
+    scale: Stored,
+    shape: Shape,
+    block: tuple[int, int] | None = None,
+    known: tuple[torch.dtype, ...] = FLOATS,
+) -> ScaledFloat:
+    """Return the scheme of float8 codes of ``shape`` under one scale for each ``block``, for each row, or for all.
+
+    Raise CheckpointError if the dtype of ``scale`` is not ``known``, or its shape does not fit.
+    """
+    check_dtype("scale", scale.dtype, known)
+    *lead, rows, columns = shape
+    if block is not None:
+        wanted = (*lead, -(-rows // block[0]), -(-columns // block[1]))
+        if scale.shape != wanted:
+            raise CheckpointError(
+                f"its scale has shape {scale.shape}, but blocks of {block} over {shape} need {wanted}"
+            )
+        return ScaledFloat(FLOAT8[codes], block, scale.dtype)
+    if math.prod(scale.shape) == 1:
+        return ScaledFloat(FLOAT8[codes], (None, None), scale.dtype)
+    if scale.shape in (shape[:-1], (*shape[:-1], 1)):
+        return ScaledFloat(FLOAT8[codes], (1, None), scale.dtype)
+    raise CheckpointError(
+        f"its scale has shape {scale.shape}; codes of shape {shape} need one scale for all or one per row, "
+        "or a block size in the config"
+    )
 
 
 def spec_of(shape: Shape, dtype: torch.dtype, scheme: Scheme, *, name: str) -> WeightSpec:

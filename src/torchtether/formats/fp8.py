@@ -13,25 +13,23 @@ Source: DeepSeek-V3 and Qwen3 model repositories, transformers' ``fp8`` and ``fb
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import Stored
 from ..geometry.views import Shape
 from ..schemes import ScaledFloat
-from .entry import Contents, Entry, Evidence, Found, expect, spec_of
-from .rows import Along, all_along
+from .entry import FLOAT8, FLOATS, Contents, Entry, Evidence, Found, check_rows, expect, float8_scheme, spec_of
+from .rows import all_along
 
 name = "fp8"
 
 METHODS = ("fp8", "fbgemm_fp8")
 evidence = Evidence(methods=METHODS, keys=("_scale_inv\n",))
-ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+rows = all_along
+_SCALES = (*FLOATS, torch.float8_e8m0fnu)
 _SPARE = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_scale_inv", ".k_scale", ".v_scale")
 
 
@@ -49,27 +47,19 @@ def recognise(contents: Contents) -> Found | None:
             continue
         scale = next((k for k in _scale_keys(key) if k in contents.tensors), None)
         packed = stored.dtype == torch.int8 and scale == key.removesuffix("weight") + "scale"
-        if stored.dtype not in ELEMENTS and not packed:
+        if stored.dtype not in FLOAT8 and not packed:
             continue
         if scale is None:
             found.fault(key, f"it is {stored.dtype} and has no scale ({key}_scale_inv)", {"tensor": key})
             continue
         scales.add(scale)
         keys = {"qdata": key, "scale": scale}
-        if packed:
-            shape = (*stored.shape[:-1], stored.shape[-1] * 2)
-            _add(found, contents, key, keys, ScaledFloat("e2m1", (1, 32), SCALES[-1]), shape)
-            continue
-        scheme = _scheme(stored, contents.tensors[scale], None if scale.endswith("_scale") else block)
-        if isinstance(scheme, str):
-            found.fault(key, scheme, keys)
-        else:
-            _add(found, contents, key, keys, scheme, stored.shape)
+        found.add(key, keys, _entry, contents, keys, None if scale.endswith("_scale") else block)
     for key in contents.tensors:
         if key.endswith(("weight_scale_inv", "weight_scale")) and key not in scales:
             owner = key.removesuffix("_inv").removesuffix("_scale")
-            held = f"are {contents.tensors[owner].dtype}" if owner in contents.tensors else "are not"
-            found.fault(owner, f"its scale {key} is there, its codes {held}", {"scale": key})
+            held = f"its codes are {contents.tensors[owner].dtype}" if owner in contents.tensors else "no codes"
+            found.fault(owner, f"it has a scale ({key}), but {held}", {"scale": key})
     return found
 
 
@@ -80,11 +70,6 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     codes = tensors["qdata"]
     codes = codes.view(torch.uint8) if codes.dtype == torch.int8 else codes
     return {"qdata": codes, "scale": tensors["scale"].reshape(layout["scale"].shape)}
-
-
-def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: every tensor has them as its rows."""
-    return all_along(entry, tensors)
 
 
 def _block_size(contents: Contents) -> tuple[int, int] | None:
@@ -101,38 +86,14 @@ def _scale_keys(key: str) -> tuple[str, ...]:
     return (f"{key}_scale_inv", f"{key}_scale", *beside)
 
 
-def _scheme(codes: Stored, scale: Stored, block: tuple[int, int] | None) -> ScaledFloat | str:
-    """Return the scheme that the shape of the scale implies, or what is wrong with it."""
-    if scale.dtype not in SCALES:
-        return f"its scale is {scale.dtype}, not a float"
-    element = ELEMENTS[codes.dtype]
-    if len(codes.shape) < 2:
-        return f"its codes have shape {codes.shape}, which has no rows"
-    *lead, rows, columns = codes.shape
-    if block is not None:
-        wanted = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-        if scale.shape != wanted:
-            return f"its scale has shape {scale.shape}, blocks of {block} over {codes.shape} need {wanted}"
-        return ScaledFloat(element, block, scale.dtype)
-    if math.prod(scale.shape) == 1:
-        return ScaledFloat(element, (None, None), scale.dtype)
-    if scale.shape in ((*lead, rows), (*lead, rows, 1)):
-        return ScaledFloat(element, (1, None), scale.dtype)
-    return (
-        f"its scale has shape {scale.shape}, which is neither one for all nor one per row of {codes.shape}, "
-        "and config.json names no weight_block_size"
-    )
-
-
-def _add(
-    found: Found, contents: Contents, key: str, keys: Mapping[str, str], scheme: ScaledFloat, shape: Shape
-) -> None:
-    spec = spec_of(shape, contents.dtype, scheme, name=key)
-    part = scheme.layout(shape)["scale"].shape
-    stored = contents.tensors[keys["scale"]]
-    wrong = expect(contents.tensors, keys, {"scale": ((stored.dtype,), part)})
-    wrong = wrong or ("" if stored.dtype == scheme.scale_dtype else f"its scale is {stored.dtype}")
-    if wrong:
-        found.fault(key, wrong, keys)
+def _entry(contents: Contents, keys: Mapping[str, str], block: tuple[int, int] | None) -> Entry:
+    codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scale"))
+    check_rows(codes.shape)
+    if codes.dtype == torch.int8:
+        shape: Shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+        scheme = ScaledFloat("e2m1", (1, 32), torch.float8_e8m0fnu)
     else:
-        found.weights[key] = Entry.of(keys, spec)
+        shape, scheme = codes.shape, float8_scheme(codes.dtype, scale, codes.shape, block, _SCALES)
+    spec = spec_of(shape, contents.dtype, scheme, name=keys["qdata"])
+    expect(contents.tensors, keys, {"scale": ((scheme.scale_dtype,), scheme.layout(shape)["scale"].shape)})
+    return Entry.of(keys, spec)

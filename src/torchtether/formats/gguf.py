@@ -25,10 +25,11 @@ from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Evidence, Found, spec_of
 from .gguf_blocks import CODECS
-from .rows import Along, all_along
+from .rows import all_along
 
 name = "gguf"
 evidence = Evidence(packings=True)
+rows = all_along
 suffix = GGUF_SUFFIX
 
 PIECE = 2**20  # elements that are unpacked at once
@@ -45,7 +46,7 @@ def recognise(contents: Contents) -> Found | None:
             spec = spec_of(_shape(stored), contents.dtype, CODECS[packing].scheme, name=key)
             found.weights[key] = Entry.of({"blocks": key}, spec, packing=packing)
         elif packing and PACKINGS[packing].dtype is None:
-            what = f"it is {packing}, which is not read; read are {', '.join(CODECS)}, and floats"
+            what = f"its type is {packing}, not one of {', '.join(CODECS)} or a float type"
             found.fault(key, what, {"blocks": key})
     return found
 
@@ -73,11 +74,6 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return parts
 
 
-def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: every tensor has them as its rows."""
-    return all_along(entry, tensors)
-
-
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -89,12 +85,12 @@ def packing(name: str, spec: WeightSpec) -> Packing:
         raise SchemeError(
             f"GGUF has no type for {spec.scheme}",
             name=name,
-            fix="It has Q8_0, which is tt.int8(32, scale_dtype=torch.float16), and "
+            fix="GGUF has Q8_0, which is tt.int8(32, scale_dtype=torch.float16), and "
             f"{', '.join(f'{one} ({codec.scheme})' for one, codec in CODECS.items() if one != 'Q8_0')}.",
         )
     if not spec.shape or spec.shape[-1] % found.elements:
         raise SchemeError(
-            f"{found.name} needs rows of whole blocks of {found.elements}, its shape is {spec.shape}",
+            f"{found.name} needs rows of whole blocks of {found.elements}, but the shape is {spec.shape}",
             name=name,
             fix="Leave it unquantized.",
         )

@@ -88,52 +88,26 @@ def _to_q8_0(parts: Mapping[str, Tensor]) -> Tensor:
     return torch.cat((_bytes(parts["scale"]), parts["qdata"]), -1)
 
 
-def _q4_0(raw: Tensor) -> Parts:
-    return {"qdata": _halves(raw[:, 2:]), "scale": _half(raw[:, :2])}
+def _codec_of_32(scheme: Scheme, bits: int, *halves: str) -> Codec:
+    """Return the codec of blocks of a float16 for each part in ``halves``, then 32 codes of 4 or 5 ``bits``.
 
+    Fifth bits come before the other four, in 4 bytes.
+    """
+    first = 2 * len(halves)
+    fours = first + 4 * (bits == 5)
 
-def _to_q4_0(parts: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat((_bytes(parts["scale"]), _nibbles(parts["qdata"])), -1)
+    def split(raw: Tensor) -> Parts:
+        codes = _halves(raw[:, fours:])
+        if bits == 5:
+            codes |= _bit_of_each(raw[:, first:fours]) << 4
+        return {"qdata": codes, **{part: _half(raw[:, 2 * i : 2 * i + 2]) for i, part in enumerate(halves)}}
 
+    def join(parts: Mapping[str, Tensor]) -> Tensor:
+        codes = parts["qdata"]
+        fifths = [_joined((codes >> 4).unflatten(-1, (4, 8)).flatten(0, 1), 1, 1).view(-1, 4)] if bits == 5 else []
+        return torch.cat([*(_bytes(parts[part]) for part in halves), *fifths, _nibbles(codes)], -1)
 
-def _q4_1(raw: Tensor) -> Parts:
-    return {"qdata": _halves(raw[:, 4:]), "scale": _half(raw[:, :2]), "bias": _half(raw[:, 2:4])}
-
-
-def _to_q4_1(parts: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat((_bytes(parts["scale"]), _bytes(parts["bias"]), _nibbles(parts["qdata"])), -1)
-
-
-def _q5_0(raw: Tensor) -> Parts:
-    return {"qdata": _halves(raw[:, 6:]) | (_bit_of_each(raw[:, 2:6]) << 4), "scale": _half(raw[:, :2])}
-
-
-def _q5_1(raw: Tensor) -> Parts:
-    codes = _halves(raw[:, 8:]) | (_bit_of_each(raw[:, 4:8]) << 4)
-    return {"qdata": codes, "scale": _half(raw[:, :2]), "bias": _half(raw[:, 2:4])}
-
-
-def _fifth_bits(codes: Tensor) -> Tensor:
-    """Return the fifth bit of each of 32 codes, in 4 bytes."""
-    return _joined((codes >> 4).unflatten(-1, (4, 8)).flatten(0, 1), 1, 1).view(-1, 4)
-
-
-def _to_q5_0(parts: Mapping[str, Tensor]) -> Tensor:
-    codes = parts["qdata"]
-    return torch.cat((_bytes(parts["scale"]), _fifth_bits(codes), _nibbles(codes)), -1)
-
-
-def _to_q5_1(parts: Mapping[str, Tensor]) -> Tensor:
-    codes = parts["qdata"]
-    return torch.cat((_bytes(parts["scale"]), _bytes(parts["bias"]), _fifth_bits(codes), _nibbles(codes)), -1)
-
-
-def _iq4_nl(raw: Tensor) -> Parts:
-    return {"qdata": _halves(raw[:, 2:]), "super_scale": _half(raw[:, :2])}
-
-
-def _to_iq4_nl(parts: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat((_bytes(parts["super_scale"]), _nibbles(parts["qdata"])), -1)
+    return Codec(scheme, split, join)
 
 
 def _mxfp4(raw: Tensor) -> Parts:
@@ -271,12 +245,12 @@ def _signed(codes: Tensor, offset: int) -> Tensor:
 _HALF = torch.float16
 CODECS: dict[str, Codec] = {
     "Q8_0": Codec(Affine(8, block=(1, 32), scale_dtype=_HALF), _q8_0, _to_q8_0),
-    "Q4_0": Codec(Affine(4, block=(1, 32), scale_dtype=_HALF), _q4_0, _to_q4_0),
-    "Q4_1": Codec(Biased(4, (1, 32), _HALF), _q4_1, _to_q4_1),
-    "Q5_0": Codec(Affine(5, block=(1, 32), scale_dtype=_HALF), _q5_0, _to_q5_0),
-    "Q5_1": Codec(Biased(5, (1, 32), _HALF), _q5_1, _to_q5_1),
+    "Q4_0": _codec_of_32(Affine(4, block=(1, 32), scale_dtype=_HALF), 4, "scale"),
+    "Q4_1": _codec_of_32(Biased(4, (1, 32), _HALF), 4, "scale", "bias"),
+    "Q5_0": _codec_of_32(Affine(5, block=(1, 32), scale_dtype=_HALF), 5, "scale"),
+    "Q5_1": _codec_of_32(Biased(5, (1, 32), _HALF), 5, "scale", "bias"),
     "MXFP4": Codec(ScaledFloat("e2m1", (1, 32), torch.float8_e8m0fnu), _mxfp4, _to_mxfp4),
-    "IQ4_NL": Codec(SuperBlocks(4, 32, 32, 0, table=TABLE), _iq4_nl, _to_iq4_nl),
+    "IQ4_NL": _codec_of_32(SuperBlocks(4, 32, 32, 0, table=TABLE), 4, "super_scale"),
     "IQ4_XS": Codec(SuperBlocks(4, 32, 256, 6, table=TABLE), _iq4_xs, _to_iq4_xs),
     "Q2_K": Codec(SuperBlocks(2, 16, 256, 4, minimum=True), _q2_k, _to_q2_k),
     "Q3_K": Codec(SuperBlocks(3, 16, 256, 6, offset=4), _q3_k, _to_q3_k),

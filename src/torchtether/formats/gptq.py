@@ -21,6 +21,7 @@ Source: GPTQModel 7.7, AutoGPTQ 0.7.1, AutoRound 0.16.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,8 @@ from ..errors import CheckpointError
 from ..files import Stored
 from ..schemes import Affine
 from ..schemes import bits as streams
-from .entry import Contents, Entry, Evidence, Found, spec_of
+from .entry import FLOATS, Contents, Entry, Evidence, Found, spec_of
 from .linears import (
-    FLOATS,
     Options,
     Settings,
     check_shape,
@@ -40,11 +40,13 @@ from .linears import (
     dynamic_overrides,
     find_modules,
     groups_over,
+    has_shapes,
     matrix,
     options_of,
     read_modules,
 )
 from .rows import Along
+from .words import as_bytes, word_count
 
 name = "gptq"
 evidence = Evidence(methods=(name,), files=("quantize_config.json",), keys=("qweight\n",))
@@ -60,7 +62,7 @@ _REFUSED = {
     "bitblas": "the order of BitBLAS's kernel",
     "qqq": "the order of QQQ's kernel",
 }
-_UNPACKED = "Take a checkpoint in the format 'gptq' or 'gptq_v2', or have the package that wrote it convert it."
+_UNPACKED = "Use a checkpoint in the format 'gptq' or 'gptq_v2', or convert it with the package that wrote it."
 
 
 def recognise(contents: Contents) -> Found | None:
@@ -77,11 +79,7 @@ def recognise(contents: Contents) -> Found | None:
 
 def read(contents: Contents, settings: Settings, version: int) -> Found:
     """Return every module with a ``qweight``; zero points are read by ``version``."""
-
-    def understand(contents: Contents, keys: Mapping[str, str], options: Options) -> Entry:
-        return _entry(contents, keys, options, version)
-
-    found = read_modules(contents, settings, understand)
+    found = read_modules(contents, settings, partial(_entry, version=version))
     biases = {f"{name.removesuffix('weight')}bias" for name in found.weights}
     found.padding = biases & contents.tensors.keys()
     return found
@@ -112,22 +110,6 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along]:
     return {"qweight": Along(1), "scales": Along(1)}
 
 
-def as_bytes(words: Tensor) -> Tensor:
-    """Return the bytes of ``words`` (N, W) int32, row by row: (N, 4 * W) uint8, lowest byte first."""
-    # flat first: a dimension of size 1 may have any stride, and view(dtype) needs a last stride of 1
-    return words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
-
-
-def looks_like(contents: Contents) -> bool:
-    """Return whether a module has a ``qweight`` with one column per output, and zero points in GPTQ's shape."""
-    for keys in find_modules(contents).values():
-        if {"qweight", "qzeros", "scales"} <= keys.keys():
-            codes, zeros, scales = (contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales"))
-            if len(codes) == len(zeros) == len(scales) == 2 and (zeros[0], codes[1]) == scales:
-                return True
-    return False
-
-
 # -- the config ---------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +122,8 @@ def _config(contents: Contents) -> tuple[Mapping[str, Any] | None, str]:
         method = str(side.get("quant_method") or side.get("method") or name).lower()
         is_ours = method == name and bool(find_modules(contents) or side.get("is_marlin_format") or _label(side))
         return (side if is_ours else None), _SIDE
-    return (contents.quantization if looks_like(contents) else None), "config.json"
+    fits = has_shapes(contents, lambda codes, zeros, scales: (zeros[0], codes[1]) == scales)
+    return (contents.quantization if fits else None), "config.json"
 
 
 def _label(config: Mapping[str, Any]) -> str:
@@ -151,10 +134,10 @@ def _version(config: Mapping[str, Any], file: str) -> int:
     label = "marlin" if config.get("is_marlin_format") is True else _label(config)
     if label not in _VERSIONS:
         what = f" ({_REFUSED[label]})" if label in _REFUSED else ""
-        raise CheckpointError(f"GPTQ in the format {label[:40]!r}{what} is not read", name=file, fix=_UNPACKED)
+        raise CheckpointError(f"GPTQ in the format {label[:40]!r}{what} is not supported", name=file, fix=_UNPACKED)
     words = str(config.get("pack_dtype") or "int32").removeprefix("torch.")
     if words != "int32":
-        raise CheckpointError(f"GPTQ packed in {words[:40]} is not read, only in int32", name=file, fix=_UNPACKED)
+        raise CheckpointError(f"GPTQ packed in {words[:40]} is not supported, only in int32", name=file, fix=_UNPACKED)
     return _VERSIONS[label]
 
 
@@ -165,23 +148,19 @@ def _entry(contents: Contents, keys: Mapping[str, str], options: Options, versio
     codes = matrix(contents, keys, "qweight", (torch.int32,))
     scales = matrix(contents, keys, "scales", FLOATS)
     if "qzeros" not in keys:
-        raise CheckpointError("its qweight and scales are there, its qzeros is not")
+        raise CheckpointError("it has qweight and scales, but no qzeros")
     zeros = matrix(contents, keys, "qzeros", (torch.int32,))
     (words, rows), groups = codes.shape, scales.shape[0]
     check_shape("scales", scales, (groups, rows), f"qweight {codes.shape}")
     listed = contents.tensors[keys["g_idx"]] if "g_idx" in keys else None
     bits = _bits(codes, zeros, listed, options)
-    check_shape("qzeros", zeros, (groups, _words(rows, bits)), f"scales {scales.shape} and {bits} bits")
+    check_shape("qzeros", zeros, (groups, word_count(rows, bits)), f"scales {scales.shape} and {bits} bits")
     columns = _columns(words, bits, listed)
     block, order = _groups(contents, keys, columns, groups, options)
     scheme = Affine(bits=bits, signed=False, symmetric=False, block=block, act_order=order, scale_dtype=scales.dtype)
     spec = spec_of((rows, columns), compute_dtype(scales.dtype), scheme, name=keys["qweight"])
     used = {role: keys[role] for role in ("qweight", "qzeros", "scales", *(["g_idx"] if order else []))}
     return Entry.of(used, spec, is_less_one=version == 1, may_be_symmetric=options.symmetric is not False)
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // 32)
 
 
 def _bits(codes: Stored, zeros: Stored, listed: Stored | None, options: Options) -> int:
@@ -194,7 +173,8 @@ def _bits(codes: Stored, zeros: Stored, listed: Stored | None, options: Options)
         [
             bits
             for bits in WIDTHS
-            if zeros.shape[1] == _words(rows, bits) and (listed is None or words == _words(listed.shape[0], bits))
+            if zeros.shape[1] == word_count(rows, bits)
+            and (listed is None or words == word_count(listed.shape[0], bits))
         ]
         if listed is None or len(listed.shape) == 1
         else []
@@ -203,10 +183,11 @@ def _bits(codes: Stored, zeros: Stored, listed: Stored | None, options: Options)
         return options.bits  # type: ignore[return-value]
     shapes = f"qweight {codes.shape}, qzeros {zeros.shape}" + ("" if listed is None else f", g_idx {listed.shape}")
     if options.bits is not None:
-        fits = f"{' or '.join(map(str, fitting))} bits" if fitting else "no width"
-        raise CheckpointError(f"{shapes} fit {fits}, the config says {options.bits}")
+        fits = f"fit {' or '.join(map(str, fitting))} bits" if fitting else "fit no number of bits from 2 to 8"
+        raise CheckpointError(f"{shapes} {fits}, and the config says {options.bits} bits")
     if len(fitting) != 1:
-        raise CheckpointError(f"{shapes} fit {len(fitting)} widths, and no config names one")
+        fits = f"fit {' and '.join(map(str, fitting))} bits" if fitting else "fit no number of bits from 2 to 8"
+        raise CheckpointError(f"{shapes} {fits}, and no config has a number of bits")
     return fitting[0]
 
 
@@ -215,7 +196,7 @@ def _columns(words: int, bits: int, listed: Stored | None) -> int:
         return listed.shape[0]
     if words * 32 % bits:
         raise CheckpointError(
-            f"its {words} rows of words hold no whole number of {bits} bit codes, and g_idx is absent"
+            f"its {words} rows of words are not a whole number of {bits}-bit codes, and its g_idx is absent"
         )
     return words * 32 // bits
 
@@ -233,7 +214,7 @@ def _groups(
     order = contents.read(keys["g_idx"])
     lowest, highest = int(order.min()), int(order.max())
     if lowest < 0 or highest >= groups:
-        raise CheckpointError(f"its g_idx names groups from {lowest} to {highest}, its scales are for {groups}")
+        raise CheckpointError(f"its g_idx names groups {lowest} to {highest}, but its scales are for {groups} groups")
     if highest == 0:  # even with several groups: AutoGPTQ stored zeros where it did not reorder
         return groups_over(columns, groups, options.group_size), False
     size = options.group_size if options.group_size is not None else int(order.bincount().max())

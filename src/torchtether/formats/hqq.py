@@ -21,9 +21,8 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..schemes.biased import Biased
-from ..schemes.bits import pack
-from ..schemes.blocks import CHUNK, pieces
 from .entry import Contents, Entry, Evidence, Found, expect, spec_of
+from .words import split_fields
 
 name = "hqq"
 evidence = Evidence(methods=(name,), keys=(".W_q\n",))
@@ -47,15 +46,11 @@ def recognise(contents: Contents) -> Found | None:
     found = Found()
     for module in modules:
         keys = {one: f"{module}.{one}" for one in _SETTINGS if f"{module}.{one}" in contents.tensors}
-        found.spare.update(keys.values())
-        try:
-            found.weights[f"{module}.weight"] = _entry(contents, module, keys)
-        except CheckpointError as error:
-            found.fault(f"{module}.weight", error.what, keys)
+        found.add(f"{module}.weight", keys, _entry, contents, module, keys)
     for key, stored in contents.tensors.items():
         module, _, leaf = key.rpartition(".")
         if leaf == "stores_quant_config" and f"{module}.W_q" not in contents.tensors and stored.shape == ():
-            found.fault(f"{module}.weight", "its settings are there, its W_q is not", {"setting": key})
+            found.fault(f"{module}.weight", "it has settings, but no W_q", {"setting": key})
     return found
 
 
@@ -67,12 +62,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     assert isinstance(scheme, Biased)
     bits, columns = scheme.bits, entry.options["group_size"]
     packed = tensors["packed"].contiguous().view(torch.uint8).view(-1, columns)
-    rows, count = packed.shape[0], 8 // bits
-    codes = packed.new_empty((rows * count, -(-columns * bits // 8)))
-    for field in range(count):
-        for start, stop in pieces(0, rows, max(1, CHUNK // columns)):
-            some = (packed[start:stop] >> (bits * (count - 1 - field))) & ((1 << bits) - 1)
-            codes[field * rows + start : field * rows + stop] = pack(some, bits)
+    codes = split_fields(packed, bits, range(8 - bits, -1, -bits), packed.shape[0] * 8 // bits)
     parts = {"qdata": codes, "scale": tensors["scales"], "bias": -tensors["zeros"]}
     return {role: part.reshape(layout[role].shape) for role, part in parts.items()}
 
@@ -87,42 +77,41 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
     """
     for one in ("shape", "scale", "zero", "packing", "axis", "compute_dtype"):
         if one not in keys:
-            held = " (they are in one zero_scale, which is not read)" if "zero_scale" in keys else ""
+            held = "; a combined zero_scale is not supported" if "zero_scale" in keys else ""
             raise CheckpointError(f"its {one} is absent{held}")
     for one in ("quant_scale", "quant_zero"):
         if one in keys and _number(contents, keys[one]):
-            raise CheckpointError(f"its {one} is set: scales that are quantized themselves are not read")
+            raise CheckpointError(f"its {one} is set, but quantized scales and zeros are not supported")
     packing, axis = _text(contents, keys["packing"]), _number(contents, keys["axis"])
     if packing not in PACKINGS:
-        raise CheckpointError(f"its packing is {packing!r}, read are {', '.join(PACKINGS)}")
+        raise CheckpointError(f"its packing is {packing!r}, not one of {', '.join(PACKINGS)}")
     if axis != 1:
-        raise CheckpointError(f"its axis is {axis}, and only groups of columns (axis 1) are read")
-    dtype = DTYPES.get(_text(contents, keys["compute_dtype"]))
-    if dtype is None:
-        words = _text(contents, keys["compute_dtype"])
-        raise CheckpointError(f"its compute_dtype is {words!r}, known are {', '.join(DTYPES)}")
+        raise CheckpointError(f"its axis is {axis}, and only groups of columns (axis 1) are supported")
+    words = _text(contents, keys["compute_dtype"])
+    if words not in DTYPES:
+        raise CheckpointError(f"its compute_dtype is {words!r}, not one of {', '.join(DTYPES)}")
+    dtype = DTYPES[words]
     shape = _shape(contents, keys["shape"])
     group_size = _number(contents, keys["group_size"]) if "group_size" in keys else shape[-1]
     if not 0 < group_size <= shape[-1] or shape[-1] % group_size:
-        raise CheckpointError(f"its groups of {group_size} cross the rows of {shape}")
+        raise CheckpointError(f"its group_size is {group_size}, which does not divide the columns of shape {shape}")
     bits = PACKINGS[packing]
     if group_size * bits % 8 and group_size != shape[-1]:
-        raise CheckpointError(f"its groups of {group_size} do not fill bytes of {8 // bits} codes")
+        raise CheckpointError(f"its group_size is {group_size}, but groups of {bits}-bit codes must fill whole bytes")
     groups = shape[0] * shape[1] // group_size
     if groups * bits % 8:
-        raise CheckpointError(f"its {groups} groups do not fill bytes of {8 // bits} codes")
+        raise CheckpointError(f"it has {groups} groups, but codes of {bits} bits require a multiple of {8 // bits}")
     stored = contents.tensors[keys["W_q"]]
     view_as_float = "view_as_float" in keys and _number(contents, keys["view_as_float"])
     wanted = dtype if view_as_float else torch.uint8
     count = group_size * groups * bits // 8
     if stored.dtype != wanted or stored.nbytes != count:
         raise CheckpointError(
-            f"its W_q is {stored.dtype} of shape {stored.shape}, {shape} in {packing} needs {wanted} of {count} bytes"
+            f"its W_q is {stored.dtype} of shape {stored.shape}, but shape {shape} in {packing} needs {wanted} of "
+            f"{count} bytes"
         )
     roles = {"packed": keys["W_q"], "scales": keys["scale"], "zeros": keys["zero"]}
-    wrong = expect(contents.tensors, roles, {role: ((dtype,), (groups, 1)) for role in ("scales", "zeros")})
-    if wrong:
-        raise CheckpointError(wrong)
+    expect(contents.tensors, roles, {role: ((dtype,), (groups, 1)) for role in ("scales", "zeros")})
     scheme = Biased(bits, (1, group_size), dtype, dtype, bias_first=True)
     return Entry.of(roles, spec_of(shape, dtype, scheme, name=f"{module}.weight"), group_size=group_size)
 
@@ -130,7 +119,7 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str]) -> Entry:
 def _setting(contents: Contents, key: str) -> Tensor:
     stored = contents.tensors[key]
     if stored.nbytes > _LONGEST:
-        raise CheckpointError(f"its setting {key} takes {stored.nbytes} bytes, more than {_LONGEST}")
+        raise CheckpointError(f"its setting {key} takes {stored.nbytes} bytes, but {_LONGEST} are the limit")
     if stored.dtype not in (torch.uint8, torch.int32, torch.int64):
         raise CheckpointError(f"its setting {key} is {stored.dtype}, not integers")
     return contents.read(key)
@@ -150,5 +139,5 @@ def _text(contents: Contents, key: str) -> str:
 def _shape(contents: Contents, key: str) -> Shape:
     shape = tuple(_setting(contents, key).reshape(-1).tolist())
     if len(shape) != 2 or not all(0 < n < 2**31 for n in shape):
-        raise CheckpointError(f"its shape is {shape}, not rows and columns")
+        raise CheckpointError(f"its shape is {shape}, not two positive integers")
     return shape

@@ -14,12 +14,12 @@ import torch
 
 from ..errors import CheckpointError
 from ..files import Stored
+from ..files.strict_json import short_repr
 from ..geometry.views import Shape
 from ..schemes.blocks import Block
-from .entry import Contents, Entry, Found
+from .entry import Contents, Entry, Found, check_dtype
 from .name_patterns import Clock, NamePattern, is_pattern
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _ROLES = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -63,14 +63,17 @@ def options_of(config: Mapping[str, Any], *, file: str) -> Options:
     >>> options_of({"w_bit": 4, "q_group_size": 128, "sym": None}, file="quant_config.json")
     Options(bits=4, group_size=128, symmetric=None)
     """
-    bits, group_size = _first(config, "bits", "w_bit"), _first(config, "group_size", "q_group_size")
-    symmetric = _first(config, "sym")
+
+    def first(*names: str) -> Any:
+        return next((config[name] for name in names if config.get(name) is not None), None)
+
+    bits, group_size, symmetric = first("bits", "w_bit"), first("group_size", "q_group_size"), config.get("sym")
     if bits is not None and (type(bits) is not int or not 1 <= bits <= 64):
-        raise CheckpointError(f"bits is {_short(bits)}, not a number of bits", name=file)
+        raise CheckpointError(f"bits is {short_repr(bits)}, not an integer from 1 to 64", name=file)
     if group_size is not None and (type(group_size) is not int or not (group_size == -1 or 0 < group_size < 2**31)):
-        raise CheckpointError(f"group_size is {_short(group_size)}, neither -1 nor a number of columns", name=file)
+        raise CheckpointError(f"group_size is {short_repr(group_size)}, not -1 or a positive integer", name=file)
     if symmetric is not None and type(symmetric) is not bool:
-        raise CheckpointError(f"sym is {_short(symmetric)}, neither true nor false", name=file)
+        raise CheckpointError(f"sym is {short_repr(symmetric)}, not true or false", name=file)
     return Options(bits, group_size, symmetric)
 
 
@@ -87,7 +90,7 @@ def dynamic_overrides(config: Mapping[str, Any], *, file: str) -> tuple[Override
     rules, clock = [], Clock()
     for text, options in _object(config, "dynamic", file).items():
         if not isinstance(options, Mapping):
-            raise CheckpointError(f"dynamic[{_short(text)}] is {_short(options)}, not an object", name=file)
+            raise CheckpointError(f"dynamic[{short_repr(text)}] is {short_repr(options)}, not an object", name=file)
         made = Options() if text.startswith("-:") else options_of(options, file=file)
         pattern = NamePattern(text[2:] if text[:2] in ("+:", "-:") else text, file=file, clock=clock)
         rules.append(Override(pattern.match, made))
@@ -103,13 +106,25 @@ def extra_overrides(config: Mapping[str, Any], names: Container[str], *, file: s
     exact, patterns, clock = [], [], Clock()
     for text, options in extra.items():
         if not isinstance(options, Mapping):
-            raise CheckpointError(f"extra_config[{_short(text)}] is {_short(options)}, not an object", name=file)
+            raise CheckpointError(
+                f"extra_config[{short_repr(text)}] is {short_repr(options)}, not an object", name=file
+            )
         made = options_of(options, file=file)
         if text in names:
             exact.append(Override(text.__eq__, made))
         elif is_pattern(text):  # a name of a module in another file need not be a valid pattern
             patterns.append(Override(NamePattern(text, file=file, clock=clock).search, made))
     return (*exact, *patterns)
+
+
+def has_shapes(contents: Contents, fit: Callable[[Shape, Shape, Shape], bool]) -> bool:
+    """Return whether ``fit`` accepts the shapes of ``qweight``, ``qzeros`` and ``scales`` of any module."""
+    for keys in find_modules(contents).values():
+        if {"qweight", "qzeros", "scales"} <= keys.keys():
+            shapes = [contents.tensors[keys[role]].shape for role in ("qweight", "qzeros", "scales")]
+            if all(len(shape) == 2 for shape in shapes) and fit(*shapes):
+                return True
+    return False
 
 
 def find_modules(contents: Contents) -> dict[str, dict[str, str]]:
@@ -135,40 +150,36 @@ def read_modules(
     """Return every module with a ``qweight``, with the entry that ``understand`` makes of it.
 
     CheckpointErrors of ``understand`` are faults. A module that lacks ``qweight`` or ``scales``, or that also has a
-    ``weight``, is a fault too. Keys that the entry does not use are spare.
+    ``weight``, is a fault too.
     """
+
+    def read(module: str, keys: Mapping[str, str]) -> Entry:
+        if "weight" in keys:
+            raise CheckpointError(f"it is stored twice, as {keys['weight']} and, quantized, as {module}.qweight")
+        for role in ("qweight", "scales"):
+            if role not in keys:
+                raise CheckpointError(f"it has {' and '.join(keys)}, but no {role}")
+        return understand(contents, keys, settings.of(module))
+
     found = Found()
     for module, keys in find_modules(contents).items():
-        name = f"{module}.weight" if module else "weight"
-        try:
-            if "weight" in keys:
-                raise CheckpointError(f"it is stored as {keys['weight']} and, quantized, as {module}.qweight")
-            for role in ("qweight", "scales"):
-                if role not in keys:
-                    raise CheckpointError(f"its {' and '.join(keys)} are there, its {role} is not")
-            entry = understand(contents, keys, settings.of(module))
-        except CheckpointError as error:
-            found.fault(name, f"{error.what}. {error.fix}" if error.fix else error.what, keys)
-            continue
-        found.weights[name] = entry
-        found.spare.update(set(keys.values()) - set(entry.keys.values()))
+        found.add(f"{module}.weight" if module else "weight", keys, read, module, keys)
     return found
 
 
 def matrix(contents: Contents, keys: Mapping[str, str], role: str, dtypes: tuple[torch.dtype, ...]) -> Stored:
     """Return the header of the tensor with ``role``; CheckpointError unless it is a matrix in one of ``dtypes``."""
     stored = contents.tensors[keys[role]]
-    if stored.dtype not in dtypes:
-        raise CheckpointError(f"its {role} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
+    check_dtype(role, stored.dtype, dtypes)
     if len(stored.shape) != 2 or 0 in stored.shape:
-        raise CheckpointError(f"its {role} has shape {stored.shape}, not that of a matrix")
+        raise CheckpointError(f"its {role} has shape {stored.shape}, which is not a matrix")
     return stored
 
 
 def check_shape(role: str, stored: Stored, wanted: Shape, why: str) -> None:
     """Raise CheckpointError unless ``stored`` has the shape ``wanted``; ``why`` names what determines that shape."""
     if stored.shape != wanted:
-        raise CheckpointError(f"its {role} has shape {stored.shape}, {why} needs {wanted}")
+        raise CheckpointError(f"its {role} has shape {stored.shape}, but {why} needs {wanted}")
 
 
 def groups_over(columns: int, groups: int, size: int | None) -> Block:
@@ -184,13 +195,14 @@ def groups_over(columns: int, groups: int, size: int | None) -> Block:
         size = columns // groups
         if groups > 1 and (size * groups != columns or size & (size - 1)):
             raise CheckpointError(
-                f"{groups} groups over {columns} columns may be of several sizes, and no config names one",
-                fix="Put the config of the checkpoint beside it.",
+                f"{groups} groups over {columns} columns can have several sizes, and no config has a group_size",
+                fix="Put the config of the checkpoint into its folder.",
             )
     size = columns if size == -1 else size
     if -(-columns // size) != groups:
+        made = -(-columns // size)
         raise CheckpointError(
-            f"its scales are for {groups} groups, group_size {size} over {columns} columns makes {-(-columns // size)}"
+            f"its scales are for {groups} groups, but group_size {size} over {columns} columns gives {made} groups"
         )
     return (1, None) if groups == 1 else (1, size)
 
@@ -200,16 +212,8 @@ def compute_dtype(scales: torch.dtype) -> torch.dtype:
     return scales if scales == torch.bfloat16 else torch.float16
 
 
-def _first(config: Mapping[str, Any], *names: str) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
 def _object(config: Mapping[str, Any], name: str, file: str) -> Mapping[str, Any]:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{name} is {_short(found)}, not an object", name=file)
+        raise CheckpointError(f"{name} is {short_repr(found)}, not an object", name=file)
     return found
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:80]

@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import Stored
+from ..files.strict_json import short_repr
 from ..schemes import ScaledFloat, Scheme
 from ..schemes.biased import Biased
-from .entry import Contents, Entry, Evidence, Found, expect, spec_of
-from .rows import Along, all_along
+from .entry import FLOATS, Contents, Entry, Evidence, Found, expect, spec_of
+from .rows import all_along
 
 name = "mlx"
 evidence = Evidence(config=("quantization",), dtypes=(torch.uint32,))
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+rows = all_along
 
 
 class Mode(NamedTuple):
@@ -60,17 +59,13 @@ def recognise(contents: Contents) -> Found | None:
     for key, stored in tensors.items():
         module, _, leaf = key.rpartition(".")
         if leaf in ("scales", "biases") and f"{module}.weight" not in tensors:
-            found.fault(f"{module}.weight", f"its {leaf} are there, its codes are not", {leaf: key})
+            found.fault(f"{module}.weight", f"it has {leaf}, but no codes", {leaf: key})
         if leaf != "weight":
             continue
         keys = {role: f"{module}.{role}" for role in ("weight", "scales", "biases") if f"{module}.{role}" in tensors}
         if stored.dtype != torch.uint32 and keys.keys() == {"weight"}:
             continue
-        what = _entry(contents, shared, module, keys)
-        if isinstance(what, str):
-            found.fault(key, what, keys)
-        else:
-            found.weights[key] = what
+        found.add(key, keys, _entry, contents, shared, module, keys)
     return found
 
 
@@ -86,11 +81,6 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"qdata": codes, "scale": tensors["scales"].view(scheme.scale_dtype)}
 
 
-def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: every tensor has them as its rows."""
-    return all_along(entry, tensors)
-
-
 def _refuse_without_config(contents: Contents) -> None:
     """Raise CheckpointError for tensors of MLX whose ``config.json`` is absent: group size and bits are ambiguous."""
     if torch.uint32 not in contents.dtypes:
@@ -99,47 +89,43 @@ def _refuse_without_config(contents: Contents) -> None:
         module = key.removesuffix(".weight")
         if stored.dtype == torch.uint32 and {f"{module}.scales", f"{module}.biases"} <= contents.tensors.keys():
             raise CheckpointError(
-                "it is quantized as MLX does, and no config.json beside it has a 'quantization'",
+                "it is quantized by MLX, and no config.json in the same folder has a 'quantization'",
                 name=key,
-                fix="Put the config.json of the model beside the file: it says group_size and bits.",
+                fix="Put the config.json of the model, which has group_size and bits, into the folder.",
             )
 
 
-def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Mapping[str, str]) -> Entry | str:
-    """Return the entry of one module, or what is wrong with its tensors."""
+def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Mapping[str, str]) -> Entry:
+    """Return the entry of one module. Raise CheckpointError if its tensors cannot be read."""
     own = shared.get(module, shared)
     if own is False:
-        return "config.json says that it is not quantized, and it is"
-    options = _options(shared if own is True else own)
-    if isinstance(options, str):
-        return options
-    mode, group_size, bits = options
+        raise CheckpointError("it is quantized, but config.json says that it is not")
+    mode, group_size, bits = _options(shared if own is True else own)
     if "scales" not in keys:
-        return "it is uint32 and has no scales"
+        raise CheckpointError("it is torch.uint32 and has no scales")
     if (mode == "affine") != ("biases" in keys):
-        return f"its mode is {mode}, and {'its biases are absent' if mode == 'affine' else 'it has biases'}"
+        held = "its biases are absent" if mode == "affine" else "it has biases"
+        raise CheckpointError(f"its mode is {mode}, but {held}")
     codes, scales = (contents.tensors[keys[role]] for role in ("weight", "scales"))
     if codes.dtype != torch.uint32 or not codes.shape:
-        return f"its codes are {codes.dtype} of shape {codes.shape}, not rows of uint32"
+        raise CheckpointError(f"its codes are {codes.dtype} of shape {codes.shape}, not rows of torch.uint32")
     *lead, words = codes.shape
     if words * 32 % bits or words * 32 // bits % group_size:
-        return f"{words} words do not hold {bits}-bit codes in groups of {group_size}, as config.json has it"
+        raise CheckpointError(
+            f"its rows of {words} words are not whole groups of {group_size} codes of {bits} bits, as config.json says"
+        )
     columns = words * 32 // bits
     wanted = (*lead, columns // group_size)
     if scales.shape != wanted:
-        held = scales.shape[-1] if scales.shape else 1
-        return (
-            f"its scales have shape {scales.shape}, {bits} bits in groups of {group_size} need {wanted}"
-            f" (bits * group_size is {words * 32 / max(held, 1):g} here, {bits * group_size} in config.json)"
+        groups = scales.shape[-1] if scales.shape else 1
+        raise CheckpointError(
+            f"its scales have shape {scales.shape}, but {bits} bits in groups of {group_size} need {wanted}"
+            f" (bits * group_size is {words * 32 / max(groups, 1):g} here, {bits * group_size} in config.json)"
         )
-    dtypes = FLOATS if mode == "affine" else (torch.uint8,)
-    wrong = expect(contents.tensors, keys, {"scales": (dtypes, wanted)})
-    if not wrong and mode == "affine":
-        wrong = expect(contents.tensors, keys, {"biases": ((scales.dtype,), wanted)})
-    if wrong:
-        return wrong
+    expect(contents.tensors, keys, {"scales": (FLOATS if mode == "affine" else (torch.uint8,), wanted)})
     scheme: Scheme
     if mode == "affine":
+        expect(contents.tensors, keys, {"biases": ((scales.dtype,), wanted)})
         scheme = Biased(bits, (1, group_size), scales.dtype, scales.dtype)
         roles, dtype = {"weight": "packed", "scales": "scale", "biases": "bias"}, scales.dtype
     else:
@@ -150,17 +136,18 @@ def _entry(contents: Contents, shared: Mapping[str, Any], module: str, keys: Map
     return Entry.of({roles[role]: key for role, key in keys.items()}, spec)
 
 
-def _options(own: Any) -> tuple[str, int, int] | str:
-    """Return mode, group size and bits in an object of the config, or what is wrong with it."""
+def _options(own: Any) -> tuple[str, int, int]:
+    """Return mode, group size and bits in an object of the config."""
     if not isinstance(own, Mapping):
-        return f"its quantization in config.json is {str(own)[:40]!r}, not an object"
+        raise CheckpointError(f"its quantization in config.json is {short_repr(own)}, not an object")
     mode = "affine" if own.get("mode") is None else own["mode"]
     if not isinstance(mode, str) or mode not in MODES:
-        return f"its mode is {str(mode)[:40]!r}, known are {', '.join(MODES)}"
+        raise CheckpointError(f"its mode is {short_repr(mode)}, not one of {', '.join(MODES)}")
     chosen = []
     for field, known in zip(("group_size", "bits"), MODES[mode], strict=True):
         value = known[0] if own.get(field) is None else own[field]
         if type(value) is not int or value not in known:
-            return f"its {field} is {str(value)[:40]!r}, {mode} knows {', '.join(map(str, sorted(known)))}"
+            allowed = ", ".join(map(str, sorted(known)))
+            raise CheckpointError(f"its {field} is {short_repr(value)}, but {mode} allows {allowed}")
         chosen.append(value)
     return mode, chosen[0], chosen[1]

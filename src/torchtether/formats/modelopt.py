@@ -16,23 +16,22 @@ Source: nvidia-modelopt 0.47 torch/export and torch/quantization/qtensor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files import Stored
-from ..geometry.views import Shape
+from ..errors import CheckpointError
+from ..files.strict_json import short_repr
 from ..schemes import ScaledFloat
-from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, spec_of
-from .rows import Along, all_along
+from .entry import FLOAT8, NOTHING, Contents, Entry, Evidence, Found, check_rows, expect, float8_scheme, spec_of
+from .rows import all_along
 
 name = "modelopt"
 evidence = Evidence(methods=(name,), files=("hf_quant_config.json",))
+rows = all_along
 
-FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 ALGORITHMS = {
     "FP8": "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN": "FP8",
@@ -73,20 +72,16 @@ def recognise(contents: Contents) -> Found | None:
             found.spare.add(key)
         if key.endswith(("weight_scale", "weight_scale_2")):
             owner = key.removesuffix("_2").removesuffix("_scale")
-            if owner not in tensors or tensors[owner].dtype not in (*FP8, torch.uint8):
-                held = f"are {tensors[owner].dtype}" if owner in tensors else "are not"
-                found.fault(owner, f"its scale {key} is there, its codes {held}", {"scale": key})
+            if owner not in tensors or tensors[owner].dtype not in (*FLOAT8, torch.uint8):
+                held = f"its codes are {tensors[owner].dtype}" if owner in tensors else "no codes"
+                found.fault(owner, f"it has a scale ({key}), but {held}", {"scale": key})
                 found.spare.update({owner} & tensors.keys())
-        is_codes = stored.dtype in FP8 and not key.endswith(("_scale", "_scale_2"))
+        is_codes = stored.dtype in FLOAT8 and not key.endswith(("_scale", "_scale_2"))
         if not is_codes and not (stored.dtype == torch.uint8 and key.endswith("weight")):
             continue
         keys = {"qdata": key}
         keys |= {role: k for role, k in (("scale", f"{key}_scale"), ("scale_2", f"{key}_scale_2")) if k in tensors}
-        what = _entry(contents, config, key, keys)
-        if isinstance(what, str):
-            found.fault(key, what, keys)
-        else:
-            found.weights[key] = what
+        found.add(key, keys, _entry, contents, config, key, keys)
     return found
 
 
@@ -100,58 +95,49 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {role: parts[role].reshape(part.shape) for role, part in layout.items()}
 
 
-def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: every tensor has them as its rows."""
-    return all_along(entry, tensors)
-
-
-def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mapping[str, str]) -> Entry | str:
-    """Return the entry of codes and their scales, or what is wrong with them."""
+def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mapping[str, str]) -> Entry:
+    """Return the entry of codes and their scales. Raise CheckpointError if they cannot be read."""
     tensors = contents.tensors
     module = key.rpartition(".")[0]
     lost = [one for one in _INPUTS if f"{module}.{one}" in tensors]
     if lost:
-        return f"its layer has a {lost[0]}, which changes what the layer computes and would be lost"
+        raise CheckpointError(f"its layer has a {lost[0]}, which changes what the layer computes and would be lost")
     if "scale" not in keys:
-        return f"it is {tensors[key].dtype} and has no scale ({key}_scale)"
+        raise CheckpointError(f"it is {tensors[key].dtype} and has no scale ({key}_scale)")
     codes, scale = tensors[key], tensors[keys["scale"]]
-    if len(codes.shape) < 2:
-        return f"its codes have shape {codes.shape}, which has no rows"
+    check_rows(codes.shape)
     is_fp4, is_power = codes.dtype == torch.uint8, scale.dtype == torch.uint8
     kind = ("MXFP4" if is_power else "NVFP4") if is_fp4 else ("MXFP8" if is_power else "FP8")
     own = _options(config, module)
     algorithm = own.get("quant_algo")
     if isinstance(algorithm, str) and ALGORITHMS.get(algorithm, kind) != kind:
-        return f"its tensors are {kind}, and its quant_algo is {algorithm}"
+        raise CheckpointError(f"its tensors are {kind}, but its quant_algo is {algorithm}")
     roles = dict(keys)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if is_fp4 else codes.shape
     if kind == "FP8":
-        scheme = _fp8(codes.dtype, scale.dtype, scale.shape, shape)
-        if isinstance(scheme, str):
-            return scheme
+        scheme = float8_scheme(codes.dtype, scale, shape)
     else:
         group = own.get("group_size") or (16 if kind == "NVFP4" else 32)
         if type(group) is not int or not 0 < group < 2**31:
-            return f"its group_size is {str(group)[:40]}, not a positive integer"
+            raise CheckpointError(f"its group_size is {short_repr(group)}, not a positive integer")
         if shape[-1] % group:
-            return f"its {shape[-1]} columns are not a multiple of its group_size {group}"
-        element = "e2m1" if is_fp4 else FP8[codes.dtype]
+            raise CheckpointError(f"its {shape[-1]} columns are not a multiple of its group_size {group}")
+        element = "e2m1" if is_fp4 else FLOAT8[codes.dtype]
         if kind == "NVFP4":
             if "scale_2" not in keys:
-                return f"its scale is {scale.dtype} and has no second one ({key}_scale_2)"
+                raise CheckpointError(f"its scale is {scale.dtype}, which requires a second scale ({key}_scale_2)")
             roles["global_scale"] = roles.pop("scale_2")
             scheme = ScaledFloat(element, (1, group), torch.float8_e4m3fn, global_scale=True)
         else:
             scheme = ScaledFloat(element, (1, group), torch.float8_e8m0fnu)
             roles["exponents"] = roles.pop("scale")
     if "scale_2" in roles:
-        return f"it is {kind} and has a second scale ({keys['scale_2']})"
+        raise CheckpointError(f"its tensors are {kind}, which has no second scale ({keys['scale_2']})")
     layout = scheme.layout(shape)
     dtypes = {"scale": (scheme.scale_dtype,), "global_scale": (torch.float32,), "exponents": (torch.uint8,)}
     shapes = {**{role: part.shape for role, part in layout.items()}, "exponents": layout["scale"].shape}
-    wanted = {role: (dtypes[role], shapes[role]) for role in roles if role != "qdata"}
-    wrong = expect(tensors, roles, wanted)
-    return wrong or Entry.of(roles, spec_of(shape, contents.dtype, scheme, name=key))
+    expect(tensors, roles, {role: (dtypes[role], shapes[role]) for role in roles if role != "qdata"})
+    return Entry.of(roles, spec_of(shape, contents.dtype, scheme, name=key))
 
 
 def _options(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
@@ -161,13 +147,3 @@ def _options(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     layers = config.get("quantized_layers")
     own = layers.get(module) if isinstance(layers, Mapping) else None
     return own if isinstance(own, Mapping) else NOTHING
-
-
-def _fp8(codes: torch.dtype, scale: torch.dtype, held: Shape, shape: Shape) -> ScaledFloat | str:
-    if scale not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its scale is {scale}, not a float"
-    if math.prod(held) == 1:
-        return ScaledFloat(FP8[codes], (None, None), scale)
-    if held in (shape[:-1], (*shape[:-1], 1)):
-        return ScaledFloat(FP8[codes], (1, None), scale)
-    return f"its scale has shape {held}, which is neither one for all nor one per row of {shape}"

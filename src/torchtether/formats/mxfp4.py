@@ -14,14 +14,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..files import Stored
 from ..schemes import ScaledFloat
 from ..weights.spec import WeightSpec
 from .entry import Contents, Entry, Evidence, Found
-from .rows import Along, all_along
+from .rows import all_along
 
 name = "mxfp4"
 evidence = Evidence(methods=(name,), keys=("_blocks\n",))
+rows = all_along
 
 SCHEME = ScaledFloat("e2m1", block=(1, 32), scale_dtype=torch.float8_e8m0fnu)
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -44,11 +44,12 @@ def recognise(contents: Contents) -> Found | None:
         keys = {end[1:]: base + end for end in (BLOCKS, SCALES) if base + end in tensors}
         if len(keys) == 1:
             (there,) = keys
-            found.fault(base, f"its {there} are there, its {'scales' if there == 'blocks' else 'blocks'} are not", keys)
+            found.fault(base, f"it has {there}, but no {'scales' if there == 'blocks' else 'blocks'}", keys)
             continue
         blocks, scales = tensors[base + BLOCKS], tensors[base + SCALES]
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-            found.fault(base, f"its blocks are {blocks.dtype}, its scales {scales.dtype}, not both uint8", keys)
+            held = f"its blocks are {blocks.dtype}, its scales {scales.dtype}"
+            found.fault(base, f"{held}, and both must be torch.uint8", keys)
         elif len(blocks.shape) != 4 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
             found.fault(
                 base,
@@ -57,8 +58,8 @@ def recognise(contents: Contents) -> Found | None:
                 keys,
             )
         else:
-            experts, rows, groups, _ = blocks.shape
-            spec = WeightSpec.of((experts, rows, groups * 32), contents.dtype, SCHEME)
+            experts, count, groups, _ = blocks.shape
+            spec = WeightSpec.of((experts, count, groups * 32), contents.dtype, SCHEME)
             found.weights[base] = Entry.of(keys, spec.permute((0, 2, 1)))
     return found
 
@@ -69,8 +70,3 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "qdata": tensors["blocks"].flatten(-2),
         "scale": tensors["scales"].view(torch.float8_e8m0fnu),
     }
-
-
-def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: every tensor has them as its rows."""
-    return all_along(entry, tensors)

@@ -59,12 +59,12 @@ class NamePattern:
     def __init__(self, text: str, *, file: str, clock: Clock) -> None:
         self._text, self._file, self._clock = text, file, clock
         if not is_pattern(text):
-            self._refuse(f"of {len(text)} characters is no pattern for names")
+            self._refuse(f"of {len(text)} characters is invalid or longer than {_LENGTH_LIMIT}")
         self._compiled = re.compile(text)
         try:
             self._node = _parse(text)
         except (_UnknownError, RecursionError) as error:
-            self._refuse(f"has {str(error)[:40]!r}, which is not read in the patterns of a config")
+            self._refuse(f"contains {str(error)[:40]!r}, which is not supported in the patterns of a config")
 
     def match(self, name: str) -> bool:
         """Return whether the pattern matches at the beginning of ``name``, as ``re.match``."""
@@ -87,7 +87,7 @@ class NamePattern:
                 self._refuse(f"takes too long for a name of {len(name)} characters")
         self._clock.left -= time.thread_time() - began if work > _LITTLE else 1e-6
         if self._clock.left < 0:
-            self._refuse(f"and others take more than {_SECONDS:.0f} s")
+            self._refuse(f"and the others of the config take more than {_SECONDS:.0f} s")
         return found
 
     def _refuse(self, what: str) -> NoReturn:

@@ -20,18 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.biased import Biased
-from ..schemes.bits import pack
-from ..schemes.blocks import CHUNK, pieces
-from .entry import Contents, Entry, Evidence, Found, expect, spec_of
+from .entry import FLOAT8, FLOATS, Contents, Entry, Evidence, Found, check_dtype, expect, spec_of
+from .words import split_fields
 
 name = "quanto"
 evidence = Evidence(methods=(name,), files=("quanto_qmap.json",), config=("_quanto_qmap",), keys=("._data\n",))
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 BITS = {"qint4": 4, "qint2": 2}
 DATA, PACKED = "._data", "._data._data"
 
@@ -49,7 +47,9 @@ def recognise(contents: Contents) -> Found | None:
             if key.endswith(suffix):
                 owner = key.removesuffix(suffix)
                 if owner not in found.weights and owner not in found.faults:
-                    _add(found, contents, qmap or {}, owner)
+                    roles = {"packed": PACKED, "qdata": DATA, "scales": "._scale", "shifts": "._shift"}
+                    keys = {role: owner + end for role, end in roles.items() if owner + end in contents.tensors}
+                    found.add(owner, keys, _entry, contents, qmap or {}, owner, keys)
                 break
     for owner in (*found.weights, *found.faults):
         module = owner.rpartition(".")[0]
@@ -67,14 +67,7 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     scheme = entry.spec.scheme
     assert isinstance(scheme, Biased)
     packed, scale = tensors["packed"], tensors["scales"]
-    groups, bits = scale.numel(), scheme.bits
-    rows, columns = packed.shape
-    codes = packed.new_empty((groups, -(-columns * bits // 8)))
-    for field in range(8 // bits):
-        first = field * rows
-        for start, stop in pieces(first, min(groups, first + rows), max(1, CHUNK // max(1, columns))):
-            some = (packed[start - first : stop - first] >> (field * bits)) & ((1 << bits) - 1)
-            codes[start:stop] = pack(some, bits)
+    codes = split_fields(packed, scheme.bits, range(0, 8, scheme.bits), scale.numel())
     parts = {"qdata": codes, "scale": scale, "bias": -tensors["shifts"]}
     return {role: part.reshape(layout[role].shape) for role, part in parts.items()}
 
@@ -103,43 +96,33 @@ def _map(contents: Contents) -> Mapping[str, Any] | None:
     return beside if beside is not None else own if isinstance(own, Mapping) else None
 
 
-def _add(found: Found, contents: Contents, qmap: Mapping[str, Any], owner: str) -> None:
-    tensors = contents.tensors
-    roles = {"packed": PACKED, "qdata": DATA, "scales": "._scale", "shifts": "._shift"}
-    keys = {role: owner + suffix for role, suffix in roles.items() if owner + suffix in tensors}
-    entry = qmap.get(owner.rpartition(".")[0])
-    qtype = entry.get("weights") if isinstance(entry, Mapping) else None
+def _entry(contents: Contents, qmap: Mapping[str, Any], owner: str, keys: Mapping[str, str]) -> Entry:
+    """Return the entry of a weight with these components. Raise CheckpointError if it cannot be read."""
+    qmap_entry = qmap.get(owner.rpartition(".")[0])
+    qtype = qmap_entry.get("weights") if isinstance(qmap_entry, Mapping) else None
     qtype = qtype if qtype is None else str(qtype)[:40]
-    what: Entry | str
-    if {"packed", "qdata"} <= keys.keys() or not {"packed", "qdata"} & keys.keys():
-        what = f"it has {'both' if 'qdata' in keys else 'neither'} {DATA} and {PACKED}"
-    elif "scales" not in keys:
-        what = "its _scale is absent"
-    elif tensors[keys["scales"]].dtype not in FLOATS:
-        what = f"its _scale is {tensors[keys['scales']].dtype}, not a float"
-    elif "packed" in keys:
-        what = _packed(contents, owner, keys, qtype)
-    else:
-        what = _bytes(contents, owner, keys, qtype)
-    if isinstance(what, str):
-        found.fault(owner, what, keys)
-    else:
-        found.weights[owner] = what
+    if ("packed" in keys) == ("qdata" in keys):
+        held = f"both {DATA} and {PACKED}" if "qdata" in keys else f"neither {DATA} nor {PACKED}"
+        raise CheckpointError(f"it has {held}")
+    if "scales" not in keys:
+        raise CheckpointError("its _scale is absent")
+    check_dtype("_scale", contents.tensors[keys["scales"]].dtype, FLOATS)
+    return (_packed if "packed" in keys else _bytes)(contents, owner, keys, qtype)
 
 
-def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
-    """Return the entry of a weight with one byte for each code, or what is wrong with it."""
+def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry:
+    """Return the entry of a weight with one byte for each code."""
     codes, scale = (contents.tensors[keys[role]] for role in ("qdata", "scales"))
     if "shifts" in keys:
-        return "it has a _shift, which codes of 8 bits do not have"
+        raise CheckpointError("it has a _shift, which 8-bit codes do not have")
     if qtype in BITS:
-        return f"it is stored as {codes.dtype}, and the map says {qtype}"
+        raise CheckpointError(f"it is stored as {codes.dtype}, but the quantization map says {qtype}")
     if not codes.shape:
-        return "its codes have no dimensions"
+        raise CheckpointError("its codes have no dimensions")
     one = math.prod(scale.shape) == 1
     rows = (codes.shape[0], *(1 for _ in codes.shape[1:]))
     if not one and scale.shape != rows:
-        return f"its _scale has shape {scale.shape}, not {rows}"
+        raise CheckpointError(f"its _scale has shape {scale.shape}, not {rows}")
     block = (None, None) if one else (1, None)
     scheme: Scheme
     if codes.dtype == torch.int8:
@@ -147,29 +130,28 @@ def _bytes(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str |
     elif codes.dtype in FLOAT8:
         scheme = ScaledFloat(FLOAT8[codes.dtype], block, scale.dtype)
     else:
-        return f"its codes are {codes.dtype}, which is not read"
+        raise CheckpointError(f"its codes are {codes.dtype}, not torch.int8 or float8")
     spec = spec_of(codes.shape, scale.dtype, scheme, name=owner)
     is_part = math.prod(scheme.layout(codes.shape)["scale"].shape) == math.prod(scale.shape)
     return Entry.of({"qdata": keys["qdata"], "scale" if is_part else "scales": keys["scales"]}, spec)
 
 
-def _packed(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry | str:
-    """Return the entry of a weight with several codes in each byte, or what is wrong with it."""
+def _packed(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str | None) -> Entry:
+    """Return the entry of a weight with several codes in each byte."""
     tensors = contents.tensors
     packed, scale = (tensors[keys[role]] for role in ("packed", "scales"))
     if "shifts" not in keys:
-        return "its _shift is absent"
+        raise CheckpointError("its _shift is absent")
     if packed.dtype != torch.uint8 or len(packed.shape) != 2 or 0 in packed.shape:
-        return f"its codes are {packed.dtype} of shape {packed.shape}, not bytes of groups"
+        raise CheckpointError(f"its codes are {packed.dtype} of shape {packed.shape}, not a matrix of torch.uint8")
     groups = math.prod(scale.shape)
-    wrong = expect(tensors, keys, {"scales": ((scale.dtype,), (groups, 1)), "shifts": ((scale.dtype,), (groups, 1))})
-    if wrong:
-        return wrong
+    expect(tensors, keys, {"scales": ((scale.dtype,), (groups, 1)), "shifts": ((scale.dtype,), (groups, 1))})
     if qtype is not None and qtype not in BITS:
-        return f"its codes are packed, and the map says {qtype}"
+        raise CheckpointError(f"its codes are packed, but the quantization map says {qtype}")
     bits = [n for n in BITS.values() if -(-groups * n // 8) == packed.shape[0] and qtype in (None, f"qint{n}")]
     if len(bits) != 1:
-        return f"{packed.shape[0]} rows of bytes for {groups} groups are not those of {qtype or 'qint4 or qint2'} alone"
+        kinds = f"as {qtype} stores them" if qtype else "as exactly one of qint4 and qint2 stores them"
+        raise CheckpointError(f"its {packed.shape[0]} rows of bytes are not {groups} groups {kinds}")
     group_size = packed.shape[1]
     bias = tensors.get(f"{owner.rpartition('.')[0]}.bias")
     rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 and bias.shape[0] else groups

@@ -24,7 +24,6 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,13 +32,12 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..files import Stored
 from ..files.strict_json import short_repr
-from ..geometry.views import Shape
 from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes import bits as streams
 from ..schemes.blocks import CHUNK, Block, pieces
 from .awq import OUTPUTS, reordered, zero_points
-from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, spec_of
-from .linears import FLOATS, check_shape, groups_over
+from .entry import FLOATS, NOTHING, Contents, Entry, Evidence, Found, Wanted, check_dtype, expect, spec_of
+from .linears import check_shape, groups_over
 from .rows import Along
 
 name = "quark"
@@ -84,9 +82,9 @@ def recognise(contents: Contents) -> Found | None:
         module, _, leaf = key.rpartition(".")
         if _CHANGED.fullmatch(key):
             raise CheckpointError(
-                "it rotates or scales what its layer is given, which would be lost",
+                "it rotates or scales the inputs of its layer, which is not supported",
                 name=key,
-                fix="Take a checkpoint without online rotations and SVDQuant.",
+                fix="Use a checkpoint without online rotations and SVDQuant.",
             )
         if _SPARE.fullmatch(key):
             found.spare.add(key)
@@ -94,17 +92,14 @@ def recognise(contents: Contents) -> Found | None:
             modules.setdefault(module, {})[_ROLES[leaf]] = key
         elif leaf in ("bias_scale", "bias_zero_point"):
             bias = f"{module}.bias" if module else "bias"
-            found.fault(bias, "it is quantized, and biases are read as floats", {"scale": key, "bias": bias})
+            found.fault(bias, "it is quantized, and only float biases are supported", {"scale": key, "bias": bias})
     settings = _Settings(config, len(modules))
     for module, keys in modules.items():
         weight = f"{module}.weight" if module else "weight"
         if "qdata" not in keys and weight in contents.tensors:
             found.spare.update(keys.values())
             continue
-        try:
-            found.weights[weight] = _entry(contents, settings.of(module), keys, order)
-        except CheckpointError as error:
-            found.fault(weight, f"{error.what}. {error.fix}" if error.fix else error.what, keys)
+        found.add(weight, keys, _entry, contents, settings, module, keys, order)
     return found
 
 
@@ -148,37 +143,31 @@ def _order(config: Mapping[str, Any]) -> str:
     order = export.get("pack_method", "reorder") if isinstance(export, Mapping) else None
     if not isinstance(order, str) or order not in ORDERS:
         raise CheckpointError(
-            f"its pack_method is {short_repr(order)}, read are {', '.join(ORDERS)}",
+            f"the pack_method is {short_repr(order)}, not one of {', '.join(ORDERS)}",
             name="config.json",
-            fix="Export it from Quark in one of those.",
+            fix="Export the model from Quark with one of them.",
         )
     return order
 
 
-@dataclass(init=False)
 class _Settings:
     """The settings of layers: by name, by a pattern for names, or for all others."""
 
-    exact: dict[str, tuple[int, Any]]
-    patterns: list[tuple[int, re.Pattern[str], Any]]
-    rest: Any
-
     def __init__(self, config: Mapping[str, Any], count: int) -> None:
         by_name, by_type = (_object(config, one) for one in ("layer_quant_config", "layer_type_quant_config"))
-        self.exact, self.patterns = {}, []
         self.rest = by_type.get("Linear", config.get("global_quant_config"))
+        self.exact = {text: (at, settings) for at, (text, settings) in enumerate(by_name.items())}
         globs = [text for text in by_name if any(sign in text for sign in "*?[")]
         if len(globs) * count > _MATCHES or any(len(text) > _LONGEST for text in globs):
-            raise CheckpointError(f"its layer_quant_config has too many or too long patterns: {len(globs)}", name=name)
-        for at, (text, settings) in enumerate(by_name.items()):
-            self.exact[text] = at, settings
-            if any(sign in text for sign in "*?["):
-                self.patterns.append((at, re.compile(fnmatch.translate(text)), settings))
+            what = f"layer_quant_config has {len(globs)} patterns for {count} modules"
+            limits = f"the limits are {_MATCHES} pairs and {_LONGEST} characters for each pattern"
+            raise CheckpointError(f"{what}, but {limits}", name="config.json")
+        self.patterns = [(re.compile(fnmatch.translate(text)), *self.exact[text]) for text in globs]
 
     def of(self, module: str) -> Any:
         """Return ``weight`` of the settings of ``module``. Raise CheckpointError if there are no settings."""
         at, settings = self.exact.get(module, (None, self.rest))
-        for place, pattern, other in self.patterns:
+        for pattern, place, other in self.patterns:
             if at is not None and place > at:
                 break
             if pattern.match(module):
@@ -192,7 +181,7 @@ class _Settings:
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     found = config.get(key) or NOTHING
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"its {key} is {short_repr(found)}, not an object", name="config.json")
+        raise CheckpointError(f"{key} is {short_repr(found)}, not an object", name="config.json")
     return found
 
 
@@ -203,7 +192,7 @@ def _stage(weight: Any) -> tuple[Mapping[str, Any], bool]:
     """
     stages = weight if isinstance(weight, list) else [weight]
     if not stages or not all(isinstance(stage, Mapping) for stage in stages):
-        raise CheckpointError(f"it is stored as codes, and its settings are {short_repr(weight)}")
+        raise CheckpointError(f"it is stored as codes, but its settings are {short_repr(weight)}")
     first, *others = stages
     if not others:
         return first, False
@@ -212,29 +201,29 @@ def _stage(weight: Any) -> tuple[Mapping[str, Any], bool]:
     if is_nvfp4 and (second.get("dtype"), second.get("qscheme")) == ("fp8_e4m3", "per_tensor"):
         return first, True
     stages_of = " and ".join(short_repr(stage.get("dtype")) for stage in stages)
-    raise CheckpointError(f"it is quantized in stages, {stages_of}; read are fp4 with scales in fp8_e4m3 per_tensor")
+    raise CheckpointError(f"it is quantized in the stages {stages_of}, not fp4 with scales in fp8_e4m3 per_tensor")
 
 
 # -- recognising --------------------------------------------------------------------------------------------------
 
 
-def _entry(contents: Contents, weight: Any, keys: Mapping[str, str], order: str) -> Entry:
+def _entry(contents: Contents, layers: _Settings, module: str, keys: Mapping[str, str], order: str) -> Entry:
     """Return the entry of the weight of a layer. Raise CheckpointError if it cannot be read."""
-    settings, in_stages = _stage(weight)
+    settings, in_stages = _stage(layers.of(module))
     dtype, qscheme = settings.get("dtype"), settings.get("qscheme")
     if not isinstance(dtype, str) or dtype not in KNOWN:
-        raise CheckpointError(f"its dtype is {short_repr(dtype)}, read are {', '.join(KNOWN)}")
+        raise CheckpointError(f"its dtype is {short_repr(dtype)}, not one of {', '.join(KNOWN)}")
     needed = {"qdata", "scale", *(("global_scale",) if in_stages else ())}
     for role in sorted(needed - keys.keys()):
-        raise CheckpointError(f"its {' and '.join(keys.values())} are there, its {role} is not")
+        raise CheckpointError(f"it has {' and '.join(keys.values())}, but no {role}")
     for role in sorted(keys.keys() - needed - ({"zero_point"} if dtype in INTEGERS else set())):
-        raise CheckpointError(f"it is {dtype}, and {keys[role]} is there")
+        raise CheckpointError(f"its dtype is {dtype}, which has no {keys[role]}")
     codes = contents.tensors[keys["qdata"]]
     if len(codes.shape) < 2 or 0 in codes.shape or (dtype not in PACKED and len(codes.shape) > 2):
-        raise CheckpointError(f"its codes have shape {codes.shape}, not that of a matrix")
+        raise CheckpointError(f"its codes have shape {codes.shape}, which is not a matrix")
     axis = settings.get("ch_axis")
     if axis not in {"per_channel": (0,), "per_group": (1, -1)}.get(str(qscheme), (axis,)):
-        raise CheckpointError(f"its {qscheme} is along axis {short_repr(axis)}, read are rows, and groups of columns")
+        raise CheckpointError(f"its ch_axis is {short_repr(axis)}, which is not supported with the qscheme {qscheme}")
     if dtype in INTEGERS:
         return _integer_entry(contents, settings, keys, order)
     return _float_entry(contents, settings, keys, in_stages=in_stages)
@@ -252,13 +241,13 @@ def _integer_entry(contents: Contents, settings: Mapping[str, Any], keys: Mappin
         block = groups_over(columns, groups, _size(settings))
     elif grouped or block is None:
         raise CheckpointError(
-            f"it is {dtype}, its qscheme is {short_repr(qscheme)} and its scale has shape {scale.shape}, "
-            "read are per_tensor, per_channel, and per_group with a matrix"
+            f"its dtype is {dtype}, its qscheme is {short_repr(qscheme)} and its scale has shape {scale.shape}, "
+            "but only per_tensor, per_channel, and per_group with a matrix are supported"
         )
     else:
         columns *= per_word
     words = -(-count // per_word)
-    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {
+    wanted: dict[str, Wanted] = {
         "qdata": ((container,), (columns, words) if grouped else codes.shape),
         "scale": (FLOATS, scale.shape if grouped else (count,) if block[0] else ()),
         "zero_point": ((container,), (scale.shape[0], words) if grouped else (words,) if block[0] else ()),
@@ -266,11 +255,9 @@ def _integer_entry(contents: Contents, settings: Mapping[str, Any], keys: Mappin
     symmetric = signed and settings.get("symmetric") is True
     if symmetric and "zero_point" not in keys:
         del wanted["zero_point"]
-    wrong = expect(contents.tensors, keys, wanted)
-    for role in wanted.keys() & keys.keys() if grouped and not wrong else ():
+    expect(contents.tensors, keys, wanted)
+    for role in wanted if grouped else ():
         check_shape(role, contents.tensors[keys[role]], wanted[role][1], f"{dtype} with scale {scale.shape}")
-    if wrong:
-        raise CheckpointError(wrong)
     scheme = Affine(bits=bits, signed=signed, symmetric=symmetric, block=block, scale_dtype=scale.dtype)
     spec = spec_of((count, columns), contents.dtype, scheme, name=keys["qdata"])
     return Entry.of(keys, spec, grouped=grouped, order=order)
@@ -289,12 +276,12 @@ def _float_entry(contents: Contents, settings: Mapping[str, Any], keys: Mapping[
         element, bits = PACKED[dtype]
         container = torch.uint8
         if codes.shape[-1] * 8 % bits:
-            raise CheckpointError(f"its codes have shape {codes.shape}, which is no stream of {bits} bits")
+            raise CheckpointError(f"its codes have shape {codes.shape}, whose rows are not whole {bits}-bit codes")
         shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
         if qscheme != "per_group" or form not in ("e8m0", "float32", None):
             raise CheckpointError(
-                f"it is {dtype}, its qscheme is {short_repr(qscheme)} and its scale_format {short_repr(form)}, "
-                "read are per_group with e8m0 or float32"
+                f"its dtype is {dtype}, its qscheme is {short_repr(qscheme)} and its scale_format {short_repr(form)}, "
+                "but only per_group with e8m0 or float32 is supported"
             )
         block = 1, _size(settings) or shape[-1]
     held = scale.dtype
@@ -302,18 +289,15 @@ def _float_entry(contents: Contents, settings: Mapping[str, Any], keys: Mapping[
         known = (torch.float8_e4m3fn,)
     elif form == "e8m0":
         known, held = (torch.uint8, torch.float8_e8m0fnu), torch.float8_e8m0fnu
-    if scale.dtype not in known:
-        raise CheckpointError(f"its scale is {scale.dtype}, not {' or '.join(map(str, known))}")
+    check_dtype("scale", scale.dtype, known)
     scheme: Scheme = ScaledFloat(element, block, held, global_scale=in_stages)
     spec = spec_of(shape, contents.dtype, scheme, name=keys["qdata"])
-    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {
+    wanted: dict[str, Wanted] = {
         "qdata": ((container,), codes.shape),
         "scale": (known, scheme.layout(shape)["scale"].shape),
         **({"global_scale": (FLOATS, ())} if in_stages else {}),
     }
-    wrong = expect(contents.tensors, keys, wanted)
-    if wrong:
-        raise CheckpointError(wrong)
+    expect(contents.tensors, keys, wanted)
     return Entry.of(keys, spec)
 
 
@@ -326,15 +310,15 @@ def _block(settings: Mapping[str, Any], dtype: str) -> Block:
     if qscheme in ("per_tensor", "per_channel"):
         return (None, None) if qscheme == "per_tensor" else (1, None)
     raise CheckpointError(
-        f"it is {dtype}, its qscheme is {short_repr(qscheme)} and its block_size {short_repr(size)}, "
-        "read are per_tensor, per_channel, and per_block of [rows, columns]"
+        f"its dtype is {dtype}, its qscheme is {short_repr(qscheme)} and its block_size {short_repr(size)}, "
+        "but only per_tensor, per_channel, and per_block of [rows, columns] are supported"
     )
 
 
 def _size(settings: Mapping[str, Any]) -> int | None:
     size = settings.get("group_size")
     if size is not None and (type(size) is not int or not 0 < size < 2**31):
-        raise CheckpointError(f"its group_size is {short_repr(size)}, not a number of columns")
+        raise CheckpointError(f"its group_size is {short_repr(size)}, not a positive integer")
     return size
 
 
@@ -363,7 +347,7 @@ def _integers(entry: Entry, scheme: Affine, tensors: Mapping[str, Tensor]) -> di
             parts["zero_point"] = zeros
         elif bool(zeros.any()):
             reach = f"from {int(zeros.min())} to {int(zeros.max())}"
-            raise CheckpointError(f"its zero points are {reach}, and its settings say that it is symmetric")
+            raise CheckpointError(f"its zero points are {reach}, but its settings say that it is symmetric")
     return parts
 
 

@@ -31,7 +31,7 @@ METHODS = {
     "qqq": "QQQ (int4 in the order of its kernel)",
     "quip": "QuIP# (rotated weights on a lattice)",
     "spqr": "SpQR (codes beside sparse outliers)",
-    "torchtether": "ours, without the record of what its Weights are",
+    "torchtether": "torchtether without the record that describes its Weights",
     "torchao": "torchao pickled in .bin files, or a tensor class that safetensors cannot describe",
     "vptq": "VPTQ (indices into codebooks of vectors)",
 }
@@ -59,7 +59,7 @@ _CODES = (
     *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
-_FIX = "Take the model unquantized or in a format that is read, or dequantize it with the package that wrote it."
+_FIX = "Use an unquantized checkpoint or one in a supported format, or dequantize it with the package that wrote it."
 
 
 def check_refused(contents: Contents) -> None:
@@ -70,11 +70,11 @@ def check_refused(contents: Contents) -> None:
     for kind, suffixes in _SUFFIXES.items():
         key = _with(contents, suffixes) if suffixes[0] in contents.leaves else None
         if key is not None:
-            _refuse(METHODS[kind], f"{key} is there, with {' and '.join(suffixes[1:])}", key)
+            _refuse(METHODS[kind], f"it has {' and '.join(suffixes)}", key)
     codes = find_codes(contents)
     if contents.method and codes is not None:
         method = _ALIASES.get(contents.method, contents.method)
-        what = METHODS.get(method, f"of the unknown quant_method {contents.method[:60]!r}")
+        what = METHODS.get(method, f"the unknown quant_method {contents.method[:60]!r}")
         _refuse(what, f"{codes} is {contents.tensors[codes].dtype}", "config.json")
 
 
@@ -100,4 +100,4 @@ def _with(contents: Contents, suffixes: tuple[str, ...]) -> str | None:
 
 
 def _refuse(what: str, why: str, name: str) -> NoReturn:
-    raise CheckpointError(f"the checkpoint is {what}, which is not read: {why}", name=name, fix=_FIX)
+    raise CheckpointError(f"the format of the checkpoint is {what}, which is not supported: {why}", name=name, fix=_FIX)

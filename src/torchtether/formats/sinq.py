@@ -23,14 +23,16 @@ from torch import Tensor
 
 from ..errors import CheckpointError, SchemeError
 from ..files.opening import SINQ_SETTINGS
+from ..files.strict_json import short_repr
 from ..geometry.views import Shape
 from ..schemes import Affine, Biased, ColumnScaled, scheme_to_text
 from ..schemes import bits as streams
 from ..schemes.column_scaled import COLUMNS
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import NOTHING, Contents, Entry, Evidence, Found, expect, refuse_embedding, spec_of
+from .entry import NOTHING, Contents, Entry, Evidence, Found, Wanted, expect, refuse_embedding, spec_of
 from .hqq import DTYPES
+from .words import split_fields
 
 name = "sinq"
 evidence = Evidence(methods=(name,), keys=(".meta.scale2\n",))
@@ -60,15 +62,7 @@ def recognise(contents: Contents) -> Found | None:
         if dot and module in modules:
             modules[module][role] = key
     for module, keys in modules.items():
-        found.spare.update(keys.values())
-        own = settings.get(module)
-        try:
-            meta = own.get("meta") if isinstance(own, Mapping) else None
-            if not isinstance(meta, Mapping):
-                raise CheckpointError(f"its settings are absent from {SINQ_SETTINGS}")
-            found.weights[f"{module}.weight"] = _entry(contents, module, keys, meta)
-        except CheckpointError as error:
-            found.fault(f"{module}.weight", error.what, keys)
+        found.add(f"{module}.weight", keys, _entry, contents, module, keys, settings.get(module))
     return found
 
 
@@ -77,12 +71,12 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     assert entry.spec is not None
     layout = entry.spec.scheme.layout(entry.spec.base)
     (bits, count), words = entry.options["packing"], tensors["packed"]
-    fields = (((words >> (bits * (count - 1 - i))) & ((1 << bits) - 1)).to(torch.uint8) for i in range(count))
-    groups = entry.options["groups"]
+    shifts, groups = range(bits * (count - 1), -1, -bits), entry.options["groups"]
     if bits * words.shape[-1] % 8:  # a group ends within a byte
-        qdata = streams.pack(torch.cat([*fields])[:groups].reshape(-1, entry.shape[1]), bits)
+        fields = [((words >> shift) & ((1 << bits) - 1)).to(torch.uint8) for shift in shifts]
+        qdata = streams.pack(torch.cat(fields)[:groups].reshape(-1, entry.shape[1]), bits)
     else:
-        qdata = torch.cat([streams.pack(field, bits) for field in fields])[:groups]
+        qdata = split_fields(words, bits, shifts, groups)
     parts = {
         "qdata": qdata,
         "scale": _numbers(tensors, "scale"),
@@ -103,22 +97,25 @@ def _numbers(tensors: Mapping[str, Tensor], role: str) -> Tensor:
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-def _entry(contents: Contents, module: str, keys: Mapping[str, str], meta: Mapping[str, Any]) -> Entry:
+def _entry(contents: Contents, module: str, keys: Mapping[str, str], settings: Any) -> Entry:
     """Return the entry of one module.
 
     Raise CheckpointError if settings or tensors are absent, contradict each other, or are of a kind that is not read.
     """
+    meta = settings.get("meta") if isinstance(settings, Mapping) else None
+    if not isinstance(meta, Mapping):
+        raise CheckpointError(f"its settings are absent from {SINQ_SETTINGS}")
     packing, dtype = _known(meta, "packing", PACKINGS), _known(meta, "compute_dtype", DTYPES)
     method = str(meta.get("method"))[:60]
     if meta.get("view_as_float") or any(one in method.lower() for one in _TABLES):
-        raise CheckpointError(f"its method is {method!r}: codes of tables, or as floats, are not read")
+        raise CheckpointError(f"its method is {method!r}, but table codes and codes viewed as floats are not supported")
     shape = _shape(meta.get("shape"))
     words = contents.tensors[keys["packed"]]
     group_size = words.shape[-1] if len(words.shape) == 2 else 0
     if not 0 < group_size <= shape[1] or shape[1] % group_size:
-        raise CheckpointError(f"its W_q of shape {words.shape} has no groups of the rows of {shape}")
+        raise CheckpointError(f"its W_q has shape {words.shape}, whose columns do not divide those of {shape}")
     groups, (bits, count) = shape[0] * (shape[1] // group_size), PACKINGS[packing]
-    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {
+    wanted: dict[str, Wanted] = {
         "packed": ((torch.uint8 if packing.endswith("u8") else torch.int32,), (-(-groups // count), group_size)),
         "scale2": (tuple(DTYPES.values()), (1, shape[1])),
     }
@@ -129,21 +126,20 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str], meta: Mappi
             raise CheckpointError(f"its {role} is absent")
         stored.append(contents.tensors[key].dtype)
         if role in keys:
-            wanted[role] = ((*DTYPES.values(),), (groups, 1))
+            wanted[role] = (tuple(DTYPES.values()), (groups, 1))
             continue
         if _shape(meta.get(f"{role}.shape")) != (groups, 1):
-            raise CheckpointError(f"its {role} is of shape {meta.get(f'{role}.shape')!r}: only (groups, 1) is read")
+            raise CheckpointError(f"its {role} has shape {short_repr(meta.get(f'{role}.shape'))}, not ({groups}, 1)")
         tile = 32 if role == "scale" else groups  # rows of codes; each column has its own scale (.s) and offset (.m)
         if groups % tile:
-            raise CheckpointError(f"its {groups} scales are not in {tile} rows")
+            raise CheckpointError(f"it has {groups} {role} numbers, not a multiple of {tile}")
         row = (1, groups // tile)
         wanted |= {f"{role}.x": ((torch.uint8,), (tile, row[1]))}
         wanted |= {f"{role}.{one}": (tuple(DTYPES.values()), row) for one in "sm"}
     roles = {role: key for role, key in keys.items() if role in wanted}
-    if wrong := expect(contents.tensors, roles, wanted):
-        raise CheckpointError(wrong)
+    expect(contents.tensors, roles, wanted)
     if len({*stored, *(contents.tensors[keys[f"{r}.m"]].dtype for r in ("scale", "zero") if f"{r}.m" in roles)}) > 1:
-        raise CheckpointError(f"its scales and zeros are {stored[0]} and {stored[1]}, not of one dtype")
+        raise CheckpointError(f"its scales and zeros are {stored[0]} and {stored[1]}, but must have one dtype")
     arithmetic = torch.promote_types(dtype, stored[0])
     scheme = ColumnScaled(Biased(bits, (1, group_size), stored[0], arithmetic, bias_first=True))
     return Entry.of(roles, spec_of(shape, dtype, scheme, name=f"{module}.weight"), packing=(bits, count), groups=groups)
@@ -153,13 +149,13 @@ def _known(meta: Mapping[str, Any], setting: str, known: Mapping[str, Any]) -> A
     """Return the name of a packing, or the dtype with that name. Raise CheckpointError for an unknown name."""
     value = meta.get(setting)
     if not isinstance(value, str) or value not in known:
-        raise CheckpointError(f"its {setting} is {str(value)[:60]!r}, read are {', '.join(known)}")
+        raise CheckpointError(f"its {setting} is {short_repr(value)}, not one of {', '.join(known)}")
     return value if known is PACKINGS else known[value]
 
 
 def _shape(value: Any) -> Shape:
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in value):
-        raise CheckpointError(f"its shape is {str(value)[:60]!r}, not rows and columns")
+        raise CheckpointError(f"its shape is {short_repr(value)}, not two positive integers")
     return tuple(value)
 
 
@@ -263,7 +259,7 @@ def announce_embeddings(
     announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: SINQ builds its modules for linear layers alone."""
-    refuse_embedding(names[0], "it is the weight of an embedding, which SINQ does not read quantized")
+    refuse_embedding(names[0], "it is the weight of an embedding, and SINQ reads no quantized embeddings")
 
 
 def _way(name: str, spec: WeightSpec) -> _Way:
@@ -281,7 +277,7 @@ def _way(name: str, spec: WeightSpec) -> _Way:
     fits = len(shape) == 2 and spec.is_contiguous and size and not shape[-1] % size and name.endswith(".weight")
     if not packing or not fits or torch.promote_types(spec.dtype, stored) != arithmetic:
         raise SchemeError(
-            f"SINQ has no words for {scheme_to_text(scheme)} over {spec.dtype} {tuple(shape)}",
+            f"SINQ cannot store {scheme_to_text(scheme)} of {spec.dtype} and shape {tuple(shape)}",
             name=name,
             fix="Quantize matrices with tt.sinq(), in groups that divide their columns.",
         )

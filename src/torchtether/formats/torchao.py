@@ -24,20 +24,18 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SchemeError
-from ..files import Stored
-from ..files.strict_json import parse_object
+from ..files.strict_json import parse_object, short_repr
 from ..geometry.views import Shape
 from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.bits import pack
 from ..schemes.blocks import CHUNK, Block, pieces
-from .entry import Contents, Entry, Evidence, Found, expect, spec_of
-from .rows import Along, all_along
+from .entry import FLOAT8, FLOATS, Contents, Entry, Evidence, Found, check_dtype, expect, spec_of
+from .rows import all_along
 
 name = "torchao"
 evidence = Evidence(metadata=("tensor_names",))
+rows = all_along
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
 PLAIN = ("Tensor", "torch.Tensor")
 _ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
@@ -81,11 +79,6 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {role: parts[role] for role in layout}
 
 
-def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | None:
-    """Return where rows lie: every tensor has them as its rows."""
-    return all_along(entry, tensors)
-
-
 def _packed(codes: Tensor, bits: int) -> Tensor:
     half = 1 << (bits - 1)
     table = codes.reshape(-1, codes.shape[-1])
@@ -94,7 +87,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
         some = table[start:stop].to(torch.int16) + half
         if bool(((some < 0) | (some >= 2 * half)).any()):
             lowest, highest = int(some.min()) - half, int(some.max()) - half
-            raise SchemeError(f"its codes reach from {lowest} to {highest}, int{bits} from {-half} to {half - 1}")
+            raise SchemeError(f"its codes are from {lowest} to {highest}, but int{bits} is from {-half} to {half - 1}")
         out[start:stop] = pack(some.to(torch.uint8), bits)
     return out
 
@@ -106,7 +99,7 @@ def _keys(contents: Contents, key: str, record: Mapping[str, Any]) -> dict[str, 
     """Return the stored key of each component."""
     names = record.get("_tensor_data_names")
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        raise CheckpointError(f"its _tensor_data_names are {str(names)[:60]}, not a list of names")
+        raise CheckpointError(f"its _tensor_data_names is {short_repr(names)}, not a list of names")
     module, dot, leaf = key.rpartition(".")
     keys = {one: f"{module}{dot}_{leaf}_{one}" for one in names}
     absent = [one for one, stored in keys.items() if stored not in contents.tensors]
@@ -119,18 +112,18 @@ def _entry(contents: Contents, key: str, kind: Any, record: Mapping[str, Any], k
     """Return the entry of the weight that a description and its components make."""
     if not isinstance(kind, str) or kind not in _TYPES:
         raise CheckpointError(
-            f"it is a torchao {str(kind)[:60]}, and only {', '.join(_TYPES)} are read: dequantize it with torchao"
+            f"its torchao type is {short_repr(kind)}, not one of {', '.join(_TYPES)}: dequantize it with torchao"
         )
     data = record.get("_data")
     if not isinstance(data, Mapping):
-        raise CheckpointError(f"its _data is {str(data)[:60]}, not an object")
+        raise CheckpointError(f"its _data is {short_repr(data)}, not an object")
     if "act_pre_scale" in keys:
         raise CheckpointError(
             "it has an act_pre_scale, which multiplies the inputs of its layer and would be lost: "
             "fold it into the layer before with torchao"
         )
     if data.get("is_swizzled_scales"):
-        raise CheckpointError("its scales are swizzled for one kernel: save it with is_swizzled_scales=False")
+        raise CheckpointError("its scales are swizzled, which is not supported: save it with is_swizzled_scales=False")
     for role in ("qdata", "scale"):
         if role not in keys:
             raise CheckpointError(f"its {role} is absent")
@@ -141,28 +134,17 @@ def _entry(contents: Contents, key: str, kind: Any, record: Mapping[str, Any], k
     roles = {role: stored for role, stored in keys.items() if role not in _ACTIVATIONS}
     roles = {_RENAMED.get(role, role): stored for role, stored in roles.items()}
     layout = scheme.layout(shape)
+    wanted = {role: ((part.dtype or spec.dtype,), part.shape) for role, part in layout.items()}
     if isinstance(scheme, Affine) and scheme.bits < 8:
         roles["codes"] = roles.pop("qdata")
-        wrong = expect(contents.tensors, roles, {"codes": ((torch.int8,), shape)})
-    else:
-        part = layout["qdata"]
-        wrong = expect(contents.tensors, roles, {"qdata": ((_known(part.dtype),), part.shape)})
-    for role, part in layout.items():
-        if role != "qdata" and not wrong:
-            wrong = expect(contents.tensors, roles, {role: ((_known(part.dtype),), part.shape)})
-    if not wrong and roles.keys() - layout.keys() - {"codes"}:
-        wrong = f"it has a {min(roles.keys() - layout.keys() - {'codes'})}, which a {kind} does not have"
-    if wrong:
-        raise CheckpointError(wrong)
+        wanted = {"codes": ((torch.int8,), shape), **{role: wanted[role] for role in layout if role != "qdata"}}
+    expect(contents.tensors, roles, wanted)
+    if others := roles.keys() - wanted.keys():
+        raise CheckpointError(f"it has a {min(others)}, which a {kind} does not have")
     return Entry.of(roles, spec)
 
 
 _RENAMED = {"per_tensor_scale": "global_scale"}
-
-
-def _known(dtype: torch.dtype | None) -> torch.dtype:
-    assert dtype is not None
-    return dtype
 
 
 def _int8(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
@@ -174,23 +156,20 @@ def _intx(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) 
     text = target.get("_data") if isinstance(target, Mapping) else target
     bits = re.fullmatch("int([1-8])", text) if isinstance(text, str) else None
     if bits is None:
-        raise CheckpointError(f"its target_dtype is {str(text)[:40]!r}, not int1 to int8")
+        raise CheckpointError(f"its target_dtype is {short_repr(text)}, not one of int1 to int8")
     return _affine(contents, data, keys, int(bits[1]))
 
 
 def _affine(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str], bits: int) -> Made:
     shape = contents.tensors[keys["qdata"]].shape
-    scale = _scale_dtype(contents, keys, FLOATS)
     symmetric = "zero_point" not in keys
-    return Affine(bits, symmetric=symmetric, block=_block(data, shape), scale_dtype=scale), shape
+    return Affine(bits, symmetric=symmetric, block=_block(data, shape), scale_dtype=_scale_dtype(contents, keys)), shape
 
 
 def _float8(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
     codes = contents.tensors[keys["qdata"]]
-    if ELEMENTS.get(codes.dtype, "e2m1") == "e2m1":
-        raise CheckpointError(f"its qdata is {codes.dtype}, not float8")
-    scale = _scale_dtype(contents, keys, FLOATS)
-    return ScaledFloat(ELEMENTS[codes.dtype], _block(data, codes.shape), scale), codes.shape
+    check_dtype("qdata", codes.dtype, FLOAT8)
+    return ScaledFloat(FLOAT8[codes.dtype], _block(data, codes.shape), _scale_dtype(contents, keys)), codes.shape
 
 
 def _mx(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) -> Made:
@@ -198,7 +177,7 @@ def _mx(contents: Contents, data: Mapping[str, Any], keys: Mapping[str, str]) ->
     text = elem.get("_data") if isinstance(elem, Mapping) else elem
     elements = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1"}
     if not isinstance(text, str) or text not in elements:
-        raise CheckpointError(f"its elem_dtype is {str(text)[:40]!r}, known are {', '.join(elements)}")
+        raise CheckpointError(f"its elem_dtype is {short_repr(text)}, not one of {', '.join(elements)}")
     shape = contents.tensors[keys["qdata"]].shape
     shape = (*shape[:-1], shape[-1] * 2) if elements[text] == "e2m1" else shape
     return ScaledFloat(elements[text], (1, _width(data, shape)), torch.float8_e8m0fnu), shape
@@ -220,10 +199,9 @@ _TYPES: dict[str, Callable[[Contents, Mapping[str, Any], Mapping[str, str]], Mad
 }
 
 
-def _scale_dtype(contents: Contents, keys: Mapping[str, str], known: tuple[torch.dtype, ...]) -> torch.dtype:
+def _scale_dtype(contents: Contents, keys: Mapping[str, str]) -> torch.dtype:
     dtype = contents.tensors[keys["scale"]].dtype
-    if dtype not in known:
-        raise CheckpointError(f"its scale is {dtype}, not {' or '.join(map(str, known))}")
+    check_dtype("scale", dtype, FLOATS)
     return dtype
 
 
@@ -231,19 +209,19 @@ def _block(data: Mapping[str, Any], shape: Shape) -> Block:
     """Return ``block_size``, the size of a block in every dimension, as the block of a scheme."""
     block = data.get("block_size")
     if not isinstance(block, list) or len(block) != len(shape) or not all(type(n) is int and n > 0 for n in block):
-        raise CheckpointError(f"its block_size is {str(block)[:60]}, for codes of shape {shape}")
+        raise CheckpointError(f"its block_size is {short_repr(block)}, not a block of codes of shape {shape}")
     if tuple(block) == shape:
         return None, None
     rows, columns = block[-2] if len(shape) > 1 else 1, block[-1]
     if any(n != 1 for n in block[:-2]) or any(n % b for n, b in zip(shape, block, strict=True)):
-        raise CheckpointError(f"its block_size {block} does not divide the last dimensions of {shape}")
+        raise CheckpointError(f"its block_size {block} does not divide the rows and columns of {shape}")
     return rows, (None if columns == shape[-1] else columns)
 
 
 def _width(data: Mapping[str, Any], shape: Shape) -> int:
     width = data.get("block_size")
     if type(width) is not int or width < 1 or shape[-1] % width:
-        raise CheckpointError(f"its block_size is {str(width)[:40]}, for codes of shape {shape}")
+        raise CheckpointError(f"its block_size is {short_repr(width)}, not a divisor of the {shape[-1]} columns")
     return width
 
 
@@ -253,5 +231,5 @@ def _dtype_of(data: Mapping[str, Any]) -> torch.dtype:
     text = dtype.get("_data") if isinstance(dtype, Mapping) else dtype
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
     if not isinstance(text, str) or text not in known:
-        raise CheckpointError(f"its dtype is {str(text)[:40]!r}, known are {', '.join(known)}")
+        raise CheckpointError(f"its dtype is {short_repr(text)}, not one of {', '.join(known)}")
     return known[text]

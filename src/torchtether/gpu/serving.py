@@ -54,7 +54,7 @@ def runs_on(device: torch.device) -> bool:
         raise
     except Exception as error:  # the compiler, the linker and the driver raise many types
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        fix = "Install a C compiler, or a driver that this Triton knows; until then torch ops do the work."
+        fix = "Install a C compiler, or a driver that this Triton supports; torch ops are used instead."
         warnings.warn(f"gpu: Triton cannot build kernels for {device}: {reason}. {fix}", stacklevel=2)
         return False
     return True

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from ..geometry.groups import DisjointSets
 from ..geometry.views import Shape
 from ..weights.spec import Tie
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +88,6 @@ class StorageGroup:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for held in self.tensors for name in held.names)
-
-
-def grouped_by_keys(items: Sequence[T], keys: Sequence[Iterable[object]]) -> list[list[T]]:
-    """Group ``items`` that have a key in common, directly or through each other; keep their order."""
-    first: dict[object, int] = {}
-    groups = DisjointSets(len(items))
-    for i, own in enumerate(keys):
-        for key in own:
-            groups.join(first.setdefault(key, i), i)
-    return [[items[i] for i in group] for group in groups.lists()]
 
 
 def layout_of(shape: Shape, stride: Shape) -> str:

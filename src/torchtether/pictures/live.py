@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from .._dtypes import dtype_name
 from ..errors import TieError
 from ..geometry.blocks import is_strided
+from ..geometry.groups import DisjointSets
 from ..geometry.views import Shape, extent
 from ..schemes import scheme_to_text
 from ..ties.components import find_components, tie_of
@@ -20,7 +22,7 @@ from ..torch_private.modules import transient_of
 from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
-from .facts import Held, Lane, Storage, StorageGroup, grouped_by_keys, layout_of
+from .facts import Held, Lane, Storage, StorageGroup, layout_of
 
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -39,9 +41,13 @@ def groups_of(model: Tensors) -> tuple[StorageGroup, ...]:
     transient = _not_persistent(model)
     found = [_described(tensor, tuple(names), transient) for tensor, names in objects.values()]
     memory = _memory([piece for _, pieces in found for piece in pieces])
-    indices = grouped_by_keys(range(len(found)), [[memory[piece][0] for piece in pieces] for _, pieces in found])
+    first: dict[int, int] = {}
+    groups = DisjointSets(len(found))
+    for i, (_, pieces) in enumerate(found):
+        for piece in pieces:
+            groups.join(first.setdefault(memory[piece][0], i), i)
     ties = _ties_of(model)
-    return tuple(_group([found[i] for i in group], memory, ties) for group in indices)
+    return tuple(_group([found[i] for i in group], memory, ties) for group in groups.lists())
 
 
 _Piece = tuple[str, int, int, int, str, Lane]
@@ -109,6 +115,7 @@ def _described(
     pieces = tuple(_pieces(tensor))
     is_plain = is_strided(tensor) and not is_lazy(tensor)
     is_wrapped = not is_plain and bool(pieces)
+    is_decoded = is_wrapped and not (isinstance(tensor, Weight) and tensor.scheme.transparent)
     held = Held(
         names,
         kind,
@@ -117,15 +124,13 @@ def _described(
         stride,
         _layout(tensor, shape, stride),
         str(tensor.device),
-        sum(piece[-1].stop - piece[-1].start for piece in pieces) if is_wrapped else _own_bytes(tensor, shape),
+        sum(piece[-1].stop - piece[-1].start for piece in pieces) if is_wrapped else _own_bytes(tensor),
         _scheme(tensor, is_plain),
-        0 if is_plain or not is_wrapped else _own_bytes(tensor, shape),
+        _own_bytes(tensor) if is_decoded else 0,
         tensor.requires_grad,
         "not persistent" if transient is not None and transient.issuperset(names) else "",
         id(tensor),
     )
-    if isinstance(tensor, Weight) and tensor.scheme.transparent:
-        held = replace(held, decoded=0)
     return held, pieces
 
 
@@ -160,14 +165,14 @@ def _layout(tensor: Tensor, shape: Shape, stride: Shape) -> str:
     return f"{word}, conjugated" if tensor.is_conj() else f"{word}, negated" if tensor.is_neg() else word
 
 
-def _own_bytes(tensor: Tensor, shape: Shape) -> int:
+def _own_bytes(tensor: Tensor) -> int:
     return 0 if is_lazy(tensor) or tensor.is_nested else tensor.numel() * tensor.element_size()
 
 
 def _scheme(tensor: Tensor, is_plain: bool) -> str:
     if isinstance(tensor, Weight):
         return scheme_to_text(tensor.scheme)
-    return "" if is_plain or is_lazy(tensor) else type(tensor).__name__ if _is_wrapper(tensor) else ""
+    return type(tensor).__name__ if not is_plain and not is_lazy(tensor) and _is_wrapper(tensor) else ""
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
@@ -208,10 +213,8 @@ def _piece(tensor: Tensor, part: str) -> _Piece:
     device, storage = str(tensor.device), tensor.untyped_storage()
     address = 0
     if storage.device.type != "meta" and storage.nbytes():
-        try:
+        with suppress(RuntimeError):  # a subclass that hides its memory
             address = int(storage.data_ptr())
-        except RuntimeError:  # a subclass that hides its memory
-            address = 0
     return device, storage_id(tensor), address, int(storage.nbytes()), part, lane
 
 

@@ -23,7 +23,6 @@ def draw(groups: Sequence[StorageGroup], title: str, limit: int | None = 300) ->
     rows = rows_of(groups, limit)
     scale = Scale.of(row.total for row in rows)
     left = 12 + _RAIL * (1 + min(_RAILS, max((max(row.links) + 1 for row in rows if row.links), default=0)))
-    x_label = left
     x_bar = left + _LABEL + 118
     x_facts = x_bar + _BAR + 14
     width, height = x_facts + _FACTS, _TOP + _HEIGHT * max(len(rows), 1) + 16
@@ -42,7 +41,7 @@ def draw(groups: Sequence[StorageGroup], title: str, limit: int | None = 300) ->
         if is_banded:
             made.append(element("rect", y=y, width=width, height=_HEIGHT, klass="band", opacity=0.75))
     for i, row in enumerate(rows):
-        made.append(_row(row, _TOP + i * _HEIGHT, scale, (x_label, x_bar, x_facts), patterns))
+        made.append(_row(row, _TOP + i * _HEIGHT, scale, (left, x_bar, x_facts), patterns))
     made += _links(rows, left)
     if not rows:
         made.append(words(12, _TOP + 14, "no tensors", "faint"))

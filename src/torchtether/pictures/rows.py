@@ -133,9 +133,10 @@ def _group_rows(like: Sequence[StorageGroup], tied: int) -> Iterator[MapRow]:
             yield MapRow(f"{counted(len(group.storages) - i, 'storage')} more", describe_bytes(size), 1)
             return
         note = storage.where if count == 1 else ""
-        if len(storage.lanes) > 1 or not _covers(storage.lanes[0], storage):
+        is_framed = len(storage.lanes) > 1 or not _covers(storage.lanes[0], storage)
+        if is_framed:
             used = "" if storage.reached == storage.nbytes else f", {describe_bytes(storage.reached)} of it reached"
-            frame = MapRow(
+            yield MapRow(
                 "storage",
                 f"{describe_bytes(storage.nbytes)}{used}",
                 colour="rest",
@@ -144,10 +145,7 @@ def _group_rows(like: Sequence[StorageGroup], tied: int) -> Iterator[MapRow]:
                 device=storage.device, total=storage.nbytes, stop=storage.nbytes, is_meta=storage.device == "meta",
                 is_first=is_first, count=count if is_first else 1, note=note,
             )  # fmt: skip
-            yield frame
-            is_first, inside = False, True
-        else:
-            inside = False
+            is_first = False
         for j, lane in enumerate(storage.lanes):
             if j == _LANES:
                 yield MapRow(f"{counted(len(storage.lanes) - j, 'tensor')} more", "", 1)
@@ -155,11 +153,11 @@ def _group_rows(like: Sequence[StorageGroup], tied: int) -> Iterator[MapRow]:
             held = group.tensors[lane.owner]
             colour = "part" if lane.part else _colour(held)
             bar = _bar(storage, lane, colour)
-            if inside:
+            if is_framed:
                 bar |= {"nbytes": None, "device": ""}
             if lane.part:
                 which = "" if len(group.tensors) == 1 else f" of {label(held.names[0])}"
-                yield MapRow(f"{lane.part}{which}", _lane_facts(lane), 2 if inside else 1, note=note, **bar)  # type: ignore[arg-type]
+                yield MapRow(f"{lane.part}{which}", _lane_facts(lane), 2 if is_framed else 1, note=note, **bar)  # type: ignore[arg-type]
             else:
                 name = held.names[0]
                 row = MapRow(label(name), _facts(held, lane), 1, links=links.get(name, ()), is_first=is_first, **bar)  # type: ignore[arg-type]
@@ -224,5 +222,5 @@ def _facts(held: Held, lane: Lane | None = None) -> str:
 def _lane_facts(lane: Lane) -> str:
     words = f"{lane.dtype} {list(lane.shape)}"
     if lane.layout not in ("contiguous", ""):
-        words += f" {lane.layout}" + (f" {list(lane.stride)}" if lane.layout not in ("sparse",) else "")
+        words += f" {lane.layout} {list(lane.stride)}"
     return words + (f", from byte {lane.start:,}" if lane.start else "")

@@ -54,8 +54,8 @@ def storage_map(model: Mapped) -> StorageMap:
     if isinstance(model, nn.Module):
         return StorageMap(groups_of(model), type(model).__name__)
     if not isinstance(model, Mapping):
-        what = "a module, a mapping of tensors or a checkpoint's path"
-        raise ArgumentError(f"is {describe(model)}, not {what}", name="model", fix="Give one of these.")
+        what = f"is {describe(model)}, not a module, a mapping of tensors, a checkpoint or its path"
+        raise ArgumentError(what, name="model", fix="Give one of these.")
     return StorageMap(groups_of(model), type(model).__name__)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
 from ..formats import Entry
-from ..geometry.views import View, contiguous_stride, extent
+from ..geometry.views import Shape, View, contiguous_stride, extent
 from ..schemes import Plain, scheme_to_text
 from ..weights.spec import Tie
 from .facts import Held, Lane, Storage, StorageGroup, layout_of
@@ -28,11 +30,11 @@ def _group(checkpoint: Checkpoint, name: str, entry: Entry, tie: Tie | None) -> 
     spec = entry.kind
     nbytes = checkpoint.nbytes(name)
     scheme = "" if isinstance(spec.scheme, Plain) else scheme_to_text(spec.scheme)
-    tensors = [_held(tuple(same), spec.dtype, spec.shape, spec.stride, nbytes, scheme)]
+    tensors = [_held(same, spec.dtype, spec.shape, spec.stride, nbytes, scheme)]
     for view, names in views.items():
         share = nbytes * math.prod(view.size) // max(math.prod(spec.shape), 1)
         own = share if scheme else math.prod(view.size) * view.dtype.itemsize
-        tensors.append(_held(tuple(names), view.dtype, view.size, view.stride, own, scheme))
+        tensors.append(_held(names, view.dtype, view.size, view.stride, own, scheme))
     storages = []
     for role, key in entry.keys.items():
         stored, file = checkpoint.store.stored(key), checkpoint.store.file_of(key)
@@ -41,18 +43,14 @@ def _group(checkpoint: Checkpoint, name: str, entry: Entry, tie: Tie | None) -> 
         whole = Lane(
             0, part, dtype_name(stored.dtype), stored.shape, contiguous_stride(stored.shape), packing, 0, stored.nbytes
         )
-        lanes = [whole]
-        for owner, view in enumerate(views, 1):
-            lanes.append(_lane(owner, view, part, stored.nbytes, whole))
-        storages.append(Storage(stored.nbytes, "file", tuple(lanes), f"{file.path.name} at byte {stored.start}"))
+        lanes = (whole, *(_lane(owner, view, part, stored.nbytes, whole) for owner, view in enumerate(views, 1)))
+        storages.append(Storage(stored.nbytes, "file", lanes, f"{file.path.name} at byte {stored.start}"))
     return StorageGroup(tuple(tensors), tuple(storages), (tie,) if tie else ())
 
 
-def _held(names: tuple[str, ...], dtype: object, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int,
-          scheme: str) -> Held:  # fmt: skip
-    name = str(dtype).removeprefix("torch.")
-    decoded = math.prod(shape) * dtype.itemsize if scheme else 0  # type: ignore[attr-defined]
-    return Held(names, "tensor", name, shape, stride, layout_of(shape, stride), "file", nbytes, scheme, decoded)
+def _held(names: list[str], dtype: torch.dtype, shape: Shape, stride: Shape, nbytes: int, scheme: str) -> Held:
+    decoded, name = math.prod(shape) * dtype.itemsize if scheme else 0, dtype_name(dtype)
+    return Held(tuple(names), "tensor", name, shape, stride, layout_of(shape, stride), "file", nbytes, scheme, decoded)
 
 
 def _lane(owner: int, view: View, part: str, nbytes: int, whole: Lane) -> Lane:

@@ -15,20 +15,18 @@ from ...files.strict_json import parse_object, short_repr
 from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme
 from ...schemes.blocks import CHUNK, Block, pieces
-from ..entry import Contents, Entry, Found, expect, spec_of
+from ..entry import FLOAT8, FLOATS, Contents, Entry, Found, Wanted, check_rows, expect, spec_of
 from ..rows import Along
 
 SETTINGS, METADATA, MARKER, OLD_SCALE = ".comfy_quant", "_quantization_metadata", "scaled_fp8", ".scale_weight"
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+FLOAT8_KINDS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 WIDTH = {"mxfp8": 32, "nvfp4": 16}  # columns under one scale; rows and columns are padded to multiples of it
 TILED = {
     "mxfp8": ScaledFloat("e4m3", (1, WIDTH["mxfp8"]), torch.float8_e8m0fnu),
     "nvfp4": ScaledFloat("e2m1", (1, WIDTH["nvfp4"]), torch.float8_e4m3fn, global_scale=True),
 }
-KINDS = (*FLOAT8, "int8_tensorwise", "int8_blockwise", *TILED)
+KINDS = (*FLOAT8_KINDS, "int8_tensorwise", "int8_blockwise", *TILED)
 _PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.")  # of keys; the metadata may name layers without them
 _SPARE = (".input_scale", ".scale_input")
 _LONGEST = 2**16  # bytes of the settings of a layer
@@ -67,8 +65,9 @@ def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts = {}
     for role, part in scheme.layout(base).items():
         dtype = part.dtype or entry.dtype
-        if role == "scale" and "tiled" in tensors:
-            tensor = _untiled(tensors["tiled"].view(torch.uint8), base, part.shape, *entry.options.get("rows", ()))
+        if role == "scale" and "tiled_scale" in tensors:
+            first, _ = entry.options.get("rows", (0, 0))
+            tensor = _untiled(tensors["tiled_scale"].view(torch.uint8), base, part.shape, first)
         else:
             tensor = tensors[role]
         if role == "qdata" and scheme == TILED["nvfp4"]:
@@ -98,7 +97,7 @@ def rows(entry: Entry, tensors: Mapping[str, Stored]) -> Mapping[str, Along] | N
     base, found = entry.spec.base, {}
     for role, key in entry.keys.items():
         shape = tensors[key].shape
-        if math.prod(shape) == 1 or (role == "tiled" and len(base) == 2):
+        if math.prod(shape) == 1 or (role == "tiled_scale" and len(base) == 2):
             continue
         if not shape or (shape[0] != base[0] and role != "qdata"):
             return None
@@ -115,7 +114,7 @@ def _listed(contents: Contents) -> dict[str, Any]:
         return {}
     layers = parse_object(contents.metadata[METADATA], name=METADATA, what="metadata", floats=True).get("layers")
     if not isinstance(layers, dict):
-        raise CheckpointError(f"its layers are {short_repr(layers)}, not an object", name=METADATA)
+        raise CheckpointError(f"layers is {short_repr(layers)}, not an object", name=METADATA)
     listed = {}
     for layer, settings in layers.items():
         for prefix in _PREFIXES:
@@ -127,7 +126,7 @@ def _listed(contents: Contents) -> dict[str, Any]:
 
 def _is_float8(contents: Contents, layer: str) -> bool:
     stored = contents.tensors.get(f"{layer}.weight")
-    return stored is not None and stored.dtype in ELEMENTS
+    return stored is not None and stored.dtype in FLOAT8
 
 
 def _settings(contents: Contents, layer: str, listed: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,7 +145,7 @@ def _settings(contents: Contents, layer: str, listed: Mapping[str, Any]) -> Mapp
     if f"{layer}{OLD_SCALE}" in tensors:
         codes = tensors.get(f"{layer}.weight")
         return {"format": str(codes.dtype).removeprefix("torch.") if codes else "float8_e4m3fn"}
-    raise CheckpointError(f"its scale {layer}.weight_scale is there, its settings ({key}) are not")
+    raise CheckpointError(f"it has a scale ({layer}.weight_scale), but no settings ({key})")
 
 
 def _add(found: Found, contents: Contents, layer: str, listed: Mapping[str, Any]) -> None:
@@ -157,48 +156,40 @@ def _add(found: Found, contents: Contents, layer: str, listed: Mapping[str, Any]
     if f"{layer}{OLD_SCALE}" in tensors:
         keys.setdefault("scale", f"{layer}{OLD_SCALE}")
     found.spare |= {f"{layer}{SETTINGS}", f"{layer}.pre_quant_scale", f"{layer}{OLD_SCALE}"} & tensors.keys()
-    try:
-        found.weights[weight] = _entry(contents, layer, _settings(contents, layer, listed), keys)
-    except CheckpointError as error:
-        found.fault(weight, error.what, keys)
+    found.add(weight, keys, _entry, contents, layer, listed, keys)
 
 
-def _entry(contents: Contents, layer: str, settings: Mapping[str, Any], keys: Mapping[str, str]) -> Entry:
+def _entry(contents: Contents, layer: str, listed: Mapping[str, Any], keys: Mapping[str, str]) -> Entry:
     """Return the entry of the weight of a layer. Raise CheckpointError if it cannot be read."""
-    tensors, kind = contents.tensors, settings.get("format")
+    tensors, settings = contents.tensors, _settings(contents, layer, listed)
+    kind = settings.get("format")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise CheckpointError(f"the format of its layer {layer} is {short_repr(kind)}, read are {', '.join(KINDS)}")
+        raise CheckpointError(f"the format of its layer {layer} is {short_repr(kind)}, not one of {', '.join(KINDS)}")
     inner = settings.get("params")
     if settings.get("convrot") or (isinstance(inner, Mapping) and inner.get("convrot")):
-        raise CheckpointError("its columns are rotated (convrot), which is not read: dequantize it with ComfyUI")
+        raise CheckpointError("its columns are rotated (convrot), which is not supported: dequantize it with ComfyUI")
     if f"{layer}.pre_quant_scale" in tensors:
         raise CheckpointError("its layer has a pre_quant_scale, which changes what it computes and would be lost")
     for role, leaf in (("qdata", "weight"), ("scale", "weight_scale"), ("global_scale", "weight_scale_2")):
         if (role in keys) != (role != "global_scale" or kind == "nvfp4"):
-            raise CheckpointError(f"it is {kind}, and {layer}.{leaf} is {'there' if role in keys else 'absent'}")
+            held = f"has no {layer}.{leaf}" if role in keys else f"requires {layer}.{leaf}, which is absent"
+            raise CheckpointError(f"its format is {kind}, which {held}")
     codes, scale = tensors[keys["qdata"]], tensors[keys["scale"]]
-    if len(codes.shape) < 2 or 0 in codes.shape:
-        raise CheckpointError(f"its codes have shape {codes.shape}, which has no rows")
+    check_rows(codes.shape)
+    if 0 in codes.shape:
+        raise CheckpointError(f"its codes have shape {codes.shape}, which has no elements")
     if kind in TILED:
         return _tiled(contents, kind, keys)
-    wanted = FLOAT8.get(kind, torch.int8)
-    known = (wanted, torch.uint8) if kind in FLOAT8 else (wanted,)
-    _check(contents, keys, {"qdata": (known, codes.shape), "scale": (FLOATS, scale.shape)})
+    wanted = FLOAT8_KINDS.get(kind, torch.int8)
+    known = (wanted, torch.uint8) if kind in FLOAT8_KINDS else (wanted,)
+    expect(tensors, keys, {"qdata": (known, codes.shape), "scale": (FLOATS, scale.shape)})
     block = _block(settings, codes.shape, scale.shape, by_block=kind == "int8_blockwise")
     scheme: Scheme = (
-        ScaledFloat(ELEMENTS[wanted], block, scale.dtype)
-        if kind in FLOAT8
+        ScaledFloat(FLOAT8[wanted], block, scale.dtype)
+        if kind in FLOAT8_KINDS
         else Affine(block=block, scale_dtype=scale.dtype)
     )
     return Entry.of(keys, spec_of(codes.shape, contents.dtype, scheme, name=keys["qdata"]))
-
-
-def _check(
-    contents: Contents, keys: Mapping[str, str], wanted: Mapping[str, tuple[tuple[torch.dtype, ...], Shape]]
-) -> None:
-    wrong = expect(contents.tensors, keys, wanted)
-    if wrong:
-        raise CheckpointError(wrong)
 
 
 def _block(settings: Mapping[str, Any], shape: Shape, held: Shape, *, by_block: bool) -> Block:
@@ -218,7 +209,7 @@ def _block(settings: Mapping[str, Any], shape: Shape, held: Shape, *, by_block: 
         return 1, None
     if lead and held in ((*lead,), (*lead, 1, 1)):
         return count, None
-    raise CheckpointError(f"its scale has shape {held}, which is neither one for all nor one per row of {shape}")
+    raise CheckpointError(f"its scale has shape {held}; codes of shape {shape} need one scale for all or one per row")
 
 
 def _tiled(contents: Contents, kind: str, keys: Mapping[str, str]) -> Entry:
@@ -230,14 +221,14 @@ def _tiled(contents: Contents, kind: str, keys: Mapping[str, str]) -> Entry:
         raise CheckpointError(f"its {shape[-1]} columns are not a multiple of {width}")
     tiles = (*shape[:-2], -(-shape[-2] // 128) * 128, -(-shape[-1] // width // 4) * 4)
     if math.prod(held.shape) != math.prod(tiles):
-        raise CheckpointError(f"its scale has shape {held.shape}, tiles for {shape} need {tiles}")
-    roles = {("tiled" if role == "scale" else role): key for role, key in keys.items()}
-    wanted: dict[str, tuple[tuple[torch.dtype, ...], Shape]] = {
+        raise CheckpointError(f"its scale has shape {held.shape}, but the tiles for shape {shape} need {tiles}")
+    roles = {("tiled_scale" if role == "scale" else role): key for role, key in keys.items()}
+    wanted: dict[str, Wanted] = {
         "qdata": ((torch.uint8, *([torch.float8_e4m3fn] if kind == "mxfp8" else [])), codes.shape),
-        "tiled": ((scheme.scale_dtype, torch.uint8), held.shape),
+        "tiled_scale": ((scheme.scale_dtype, torch.uint8), held.shape),
         **({"global_scale": ((torch.float32,), ())} if kind == "nvfp4" else {}),
     }
-    _check(contents, roles, wanted)
+    expect(contents.tensors, roles, wanted)
     spec = spec_of(shape, contents.dtype, scheme, name=keys["qdata"])
     return Entry.of(roles, spec, stored=shape, multiple=width)
 
@@ -245,7 +236,7 @@ def _tiled(contents: Contents, kind: str, keys: Mapping[str, str]) -> Entry:
 # -- unpacking ----------------------------------------------------------------------------------------------------
 
 
-def _untiled(tiles: Tensor, base: Shape, shape: Shape, first: int = 0, total: int = 0) -> Tensor:
+def _untiled(tiles: Tensor, base: Shape, shape: Shape, first: int) -> Tensor:
     """Return the scales of a weight of shape ``base``, in ``shape``, row by row.
 
     For a matrix, ``tiles`` holds the scales of all its rows, and ``base`` begins at row ``first``.

@@ -15,10 +15,10 @@ from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme, scheme_to_text
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
-from ..entry import refuse_embedding
-from .reading import ELEMENTS, FLOAT8, FLOATS, SETTINGS, TILED, WIDTH, swapped
+from ..entry import FLOAT8, FLOATS, refuse_embedding
+from .reading import FLOAT8_KINDS, SETTINGS, TILED, WIDTH, swapped
 
-_KIND_OF = {ELEMENTS[dtype]: kind for kind, dtype in FLOAT8.items()}
+_KIND_OF = {FLOAT8[dtype]: kind for kind, dtype in FLOAT8_KINDS.items()}
 _DECODING = ("element", "block", "scale_dtype", "global_scale")
 
 
@@ -33,7 +33,8 @@ def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
         tiles = -(-rows // 128) * 128, -(-columns // WIDTH[kind] // 4) * 4
         tensors[f"{name}_scale"] = (parts["scale"][0], tiles)
     else:
-        tensors[f"{name}_scale"] = (torch.float32, parts["scale"][1] if _is_by_row(scheme) else ())
+        is_by_row = isinstance(scheme, Affine) and scheme.block == (1, None)
+        tensors[f"{name}_scale"] = (torch.float32, parts["scale"][1] if is_by_row else ())
     if kind == "nvfp4":
         tensors[f"{name}_scale_2"] = parts["global_scale"]
     return tensors
@@ -72,7 +73,7 @@ def announce_embeddings(
 ) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: ComfyUI reads quantized embeddings only in some of its formats."""
     refuse_embedding(
-        names[0], "it is the weight of an embedding, which ComfyUI does not read in every one of its formats"
+        names[0], "it is the weight of an embedding, and ComfyUI reads quantized embeddings only in some of its formats"
     )
 
 
@@ -83,7 +84,7 @@ def variant_of(scheme: Scheme) -> Scheme:
     >>> variant_of(tt.fp8()) == tt.fp8("tensor")
     True
     """
-    is_by_row = isinstance(scheme, ScaledFloat) and scheme.element in ELEMENTS.values() and scheme.block == (1, None)
+    is_by_row = isinstance(scheme, ScaledFloat) and scheme.element in FLOAT8.values() and scheme.block == (1, None)
     return replace(scheme, block=(None, None)) if is_by_row else scheme  # type: ignore[type-var]
 
 
@@ -101,21 +102,17 @@ def _kind(name: str, spec: WeightSpec) -> str:
         made = "int8_tensorwise" if is_plain else ""
     if not made or len(shape) != 2 or not spec.is_contiguous or not name.endswith(".weight"):
         raise SchemeError(
-            f"ComfyUI has no words for {scheme_to_text(scheme)} over {tuple(shape)}",
+            f"ComfyUI cannot store {scheme_to_text(scheme)} of shape {tuple(shape)}",
             name=name,
             fix='Quantize matrices with tt.fp8("tensor"), tt.int8(), tt.mxfp8() or tt.nvfp4().',
         )
     if any(n % WIDTH.get(made, 1) for n in shape):
         raise SchemeError(
-            f"ComfyUI pads {made} to multiples of {WIDTH[made]} and does not say from what, got shape {tuple(shape)}",
+            f"ComfyUI stores {made} only in multiples of {WIDTH[made]} rows and columns, got shape {tuple(shape)}",
             name=name,
             fix="Leave it unquantized, or quantize it with tt.int8().",
         )
     return made
-
-
-def _is_by_row(scheme: Scheme) -> bool:
-    return isinstance(scheme, Affine) and scheme.block == (1, None)
 
 
 def _text(kind: str) -> bytes:

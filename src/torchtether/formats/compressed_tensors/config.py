@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ...errors import CheckpointError
+from ...files.strict_json import short_repr
 from ..name_patterns import Clock, NamePattern
 
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
@@ -72,9 +73,9 @@ class Names:
         """Index ``pairs`` of target and group. Of equal targets the last counts; patterns are tried in sorted order."""
         named, clock = dict(pairs), Clock()
         patterns = (
-            (_pattern(target, clock), group)
-            for target, group in sorted(named.items(), key=_text)
-            if _is_pattern(target)
+            (NamePattern(target.removeprefix("re:"), file="config.json", clock=clock), named[target])
+            for target in sorted(named)
+            if target.startswith("re:")
         )
         # a target that begins with a capital is taken for a class of torch; names do not tell which modules have it
         classes = dict.fromkeys(group for target, group in named.items() if target[:1].isupper())
@@ -119,7 +120,7 @@ def parse(settings: Mapping[str, Any]) -> Config:
     if groups is None:
         groups = {}
     if not isinstance(groups, Mapping):
-        _refuse(f"config_groups is {_short(groups)}, not an object")
+        _refuse(f"config_groups is {short_repr(groups)}, not an object")
     ignore = _strings(settings.get("ignore") or [], "ignore")
     found = tuple(_group(str(name), group, format) for name, group in groups.items())
     targets = Names.of((target, group) for group in found for target in group.targets)
@@ -129,13 +130,13 @@ def parse(settings: Mapping[str, Any]) -> Config:
 def _group(name: str, group: Any, format: str) -> ConfigGroup:
     if isinstance(group, list):
         if name.upper() not in PRESETS:
-            _refuse(f"config group {name} is a list of targets, and no preset has that name")
+            _refuse(f"config group {name} is a list of targets, but no preset has that name")
         group = {"targets": group, "weights": PRESETS[name.upper()]}
     if not isinstance(group, Mapping):
-        _refuse(f"config group {name} is {_short(group)}, neither an object nor a list of targets")
+        _refuse(f"config group {name} is {short_repr(group)}, not an object or a list of targets")
     weights = group.get("weights")
     if weights is not None and not isinstance(weights, Mapping):
-        _refuse(f"weights of config group {name} is {_short(weights)}, not an object")
+        _refuse(f"weights of config group {name} is {short_repr(weights)}, not an object")
     own = _format(group.get("format"))
     return ConfigGroup(
         name,
@@ -154,25 +155,23 @@ def _args(name: str, weights: Mapping[str, Any]) -> Args:
         or type(bits) is not int
         or bits not in (range(1, 9) if kind == "int" else (4, 6, 8))
     ):
-        _refuse(
-            f"weights {who} are {_short(kind)} with num_bits {_short(bits)}; read are int1 to int8, float4, 6 and 8"
-        )
+        _refuse(f"weights {who} are {short_repr(kind)} with num_bits {short_repr(bits)}, not int1 to 8 or float4, 6, 8")
     size = weights.get("group_size")
     if size is not None and (type(size) is not int or size < -1 or size == 0):
-        _refuse(f"group_size {who} is {_short(size)}, not a positive integer")
+        _refuse(f"group_size {who} is {short_repr(size)}, not a positive integer")
     size = None if size == -1 else size
     strategy = weights.get("strategy")
     if strategy is None:
         strategy = "group" if size else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = str(strategy).lower()
     if strategy not in _STRATEGIES:
-        _refuse(f"strategy {who} is {_short(strategy)}, none of {', '.join(_STRATEGIES)}")
+        _refuse(f"strategy {who} is {short_repr(strategy)}, not one of {', '.join(_STRATEGIES)}")
     block = _block(weights.get("block_structure"), who)
     if (strategy in ("group", "tensor_group")) != (size is not None) or (strategy == "block") != (block is not None):
-        _refuse(f"strategy {who} is {strategy}, with group_size {size} and block_structure {block}")
+        _refuse(f"strategy {who} is {strategy}, which contradicts group_size {size} and block_structure {block}")
     symmetric = weights.get("symmetric", True)
     if type(symmetric) is not bool:
-        _refuse(f"symmetric {who} is {_short(symmetric)}, neither true nor false")
+        _refuse(f"symmetric {who} is {short_repr(symmetric)}, not true or false")
     order = weights.get("actorder")
     is_reordered = order is True or (isinstance(order, str) and order.lower() == "group")
     return Args(kind, bits, strategy, size, block, symmetric, is_reordered)
@@ -184,20 +183,21 @@ def _block(block: Any, who: str) -> tuple[int, int] | None:
     if isinstance(block, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", block):
         block = [int(number) for number in block.split("x")]
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        _refuse(f"block_structure {who} is {_short(block)}, not [rows, columns]")
+        _refuse(f"block_structure {who} is {short_repr(block)}, not [rows, columns]")
     return block[0], block[1]
 
 
 def _format(format: Any, *, known: bool = True) -> str:
     if format is not None and not isinstance(format, str):
-        _refuse(f"format is {_short(format)}, not a string")
+        _refuse(f"format is {short_repr(format)}, not a string")
     named = (format or "").lower().replace("_", "-")
     if named in _REFUSED:
         _refuse(
-            f"the format {named} ({_REFUSED[named]}) is not read", "Decompress the checkpoint with compressed-tensors."
+            f"the format {named} ({_REFUSED[named]}) is not supported",
+            "Decompress the checkpoint with compressed-tensors.",
         )
     if known and named not in _KNOWN:
-        _refuse(f"the format {_short(named)} is not known")
+        _refuse(f"unknown format {short_repr(named)}")
     return named
 
 
@@ -205,7 +205,7 @@ def _refuse_rotations(transform: Any) -> None:
     rotations = transform.get("config_groups", transform) if isinstance(transform, Mapping) else transform
     if rotations:
         _refuse(
-            f"transform_config {_short(rotations)} rotates activations while the model runs",
+            f"transform_config {short_repr(rotations)} rotates activations, which is not supported",
             "Load the model with transformers and compressed-tensors.",
         )
 
@@ -217,24 +217,8 @@ def _version(version: Any) -> tuple[int, ...]:
 
 def _strings(values: Any, who: str) -> tuple[str, ...]:
     if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
-        _refuse(f"{who} is {_short(values)}, not a list of names")
+        _refuse(f"{who} is {short_repr(values)}, not a list of names")
     return tuple(values)
-
-
-def _is_pattern(target: str) -> bool:
-    return target.startswith("re:")
-
-
-def _text(pair: tuple[str, ConfigGroup]) -> str:
-    return pair[0]
-
-
-def _pattern(target: str, clock: Clock) -> NamePattern:
-    return NamePattern(target.removeprefix("re:"), file="config.json", clock=clock)
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:80]
 
 
 def _refuse(what: str, fix: str = "") -> NoReturn:

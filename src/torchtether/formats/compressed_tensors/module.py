@@ -7,17 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...errors import CheckpointError
 from ...files import Stored
 from ...geometry.views import Shape
-from ..entry import Contents
+from ..entry import Contents, check_dtype
 
 ROLES = ("weight", "packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
 SUFFIX = {role: "weight" if role == "weight" else f"weight_{role}" for role in ROLES}
 """The last component of the key of each role."""
-
-
-class Fault(Exception):
-    """A module that cannot be read, and why; ``recognise`` catches it."""
 
 
 class Module:
@@ -31,18 +28,17 @@ class Module:
         return role in self.keys
 
     def stored(self, role: str) -> Stored:
-        """Return the header of a tensor. Raise Fault if it is absent."""
+        """Return the header of a tensor. Raise CheckpointError if it is absent."""
         if role not in self.keys:
-            raise Fault(f"its {SUFFIX[role]} is absent")
+            raise CheckpointError(f"its {SUFFIX[role]} is absent")
         return self.contents.tensors[self.keys[role]]
 
     def checked(self, role: str, dtypes: tuple[torch.dtype, ...], shape: Shape, why: str) -> Stored:
-        """Return the header of a tensor. Raise Fault if its dtype or shape is wrong; dimensions of 1 do not count."""
+        """Return the header of a tensor. Raise CheckpointError if its dtype, or its shape except for 1s, is wrong."""
         stored = self.stored(role)
-        if stored.dtype not in dtypes:
-            raise Fault(f"its {SUFFIX[role]} is {stored.dtype}, not {' or '.join(map(str, dtypes))}")
+        check_dtype(SUFFIX[role], stored.dtype, dtypes)
         if [n for n in stored.shape if n != 1] != [n for n in shape if n != 1]:
-            raise Fault(f"its {SUFFIX[role]} has shape {stored.shape}, {why} needs {shape}")
+            raise CheckpointError(f"its {SUFFIX[role]} has shape {stored.shape}, but {why} needs {shape}")
         return stored
 
     def read(self, role: str) -> Tensor:

@@ -12,6 +12,7 @@ from ...schemes import Affine, bits
 from ...schemes.blocks import CHUNK, pieces
 from ..entry import Entry
 from ..rows import Along, all_along
+from ..words import as_bytes
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,9 +52,7 @@ def _stream(words: Tensor, width: int, count: int, dense: bool) -> Tensor:
     """Return the dense stream of bytes of ``count`` codes a row, from int32 words."""
     size = bits.packed_size(count, width)
     if dense:
-        # flat first: a dimension of size 1 may have any stride, and view(dtype) needs a last stride of 1
-        stream = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
-        return stream[..., :size].contiguous()
+        return as_bytes(words)[..., :size].contiguous()
     rows = words.reshape(-1, words.shape[-1])
     made = torch.empty((rows.shape[0], size), dtype=torch.uint8, device=words.device)
     shifts = torch.arange(0, 32 // width * width, width, dtype=torch.int32, device=words.device)

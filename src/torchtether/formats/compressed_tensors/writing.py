@@ -17,12 +17,13 @@ from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme, bits, scheme_to_text
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
+from ..entry import FLOATS
+from ..words import word_count
 from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK
 
 VERSION = "0.20.0"
 """The release of compressed-tensors whose layout is written and tested."""
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HEAD = r"re:(.*\.)?lm_head$"
 
 
@@ -45,10 +46,10 @@ def layout(name: str, spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
     tensors: dict[str, tuple[torch.dtype, Shape]] = {}
     if way.format == PACK:
         width = way.weights["num_bits"]
-        tensors["weight_packed"] = (torch.int32, (rows, _words(columns, width)))
+        tensors["weight_packed"] = (torch.int32, (rows, word_count(columns, width)))
         tensors["weight_shape"] = (torch.int64, (2,))
         if "zero_point" in parts:
-            tensors["weight_zero_point"] = (torch.int32, (_words(rows, width), scale_shape[1]))
+            tensors["weight_zero_point"] = (torch.int32, (word_count(rows, width), scale_shape[1]))
     elif way.format == INT:
         tensors["weight"] = (torch.int8, (rows, columns))
         if "zero_point" in parts:
@@ -173,7 +174,7 @@ def announce_embeddings(
     if len(announced["config.json"]["quantization_config"]["config_groups"]) > 1:
         _refuse(
             names[0],
-            "is read with a quantized embedding by transformers only where all weights are quantized alike",
+            "with a quantized embedding is read by transformers only if all weights are quantized in the same way",
             f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
         )
     return _decoded(announced)
@@ -204,7 +205,7 @@ def _way(name: str, spec: WeightSpec) -> Way:
     if len(spec.shape) != 2 or not spec.is_contiguous:
         _refuse(
             name,
-            f"has shape {spec.shape} and strides {spec.stride}, and modules have rows of columns",
+            f"stores only contiguous matrices, got shape {spec.shape} and stride {spec.stride}",
             "Dequantize it.",
         )
     if isinstance(scheme, Affine):
@@ -213,16 +214,16 @@ def _way(name: str, spec: WeightSpec) -> Way:
         return _floats(name, scheme, spec.shape)
     _refuse(
         name,
-        f"has no words for {scheme_to_text(scheme)}",
+        f"cannot store {scheme_to_text(scheme)}",
         "Use tt.int8(), tt.int4(), tt.fp8(), tt.mxfp4(), tt.nvfp4() or 'mxfp8'.",
     )
 
 
 def _integers(name: str, scheme: Affine, shape: Shape) -> Way:
     if scheme.act_order:
-        _refuse(name, "has no words for act_order since 0.19", "Save it in the native format, or dequantize it.")
+        _refuse(name, "cannot store act_order since 0.19", "Save it in the native format, or dequantize it.")
     if scheme.unit != 1:  # multiplying it into the scale would round again and change values
-        _refuse(name, f"has no words for a unit beside the scale, got {scheme.unit!r}", "Quantize with tt.int8().")
+        _refuse(name, f"cannot store a unit beside the scale, got {scheme.unit!r}", "Quantize with tt.int8().")
     strategy = _strategy(name, scheme.block, shape)
     by_rows = strategy["strategy"] in ("channel", "group")
     if not by_rows and scheme.bits < 8:
@@ -233,15 +234,15 @@ def _integers(name: str, scheme: Affine, shape: Shape) -> Way:
 def _floats(name: str, scheme: ScaledFloat, shape: Shape) -> Way:
     bits_ = {"e2m1": 4, "e2m3": 6, "e4m3": 8}.get(scheme.element)
     if bits_ is None:
-        _refuse(name, f"has no words for {scheme.element}", 'Use ScaledFloat("e4m3").')
+        _refuse(name, f"cannot store {scheme.element}", 'Use ScaledFloat("e4m3").')
     is_micro = scheme.scale_dtype == torch.float8_e8m0fnu and scheme.block == (1, 32)
     if bits_ == 8 and not is_micro:
         if scheme.scale_dtype == torch.float8_e4m3fn:
-            _refuse(name, f"has no words for {scheme_to_text(scheme)}", "Use tt.fp8().")
+            _refuse(name, f"cannot store {scheme_to_text(scheme)}", "Use tt.fp8().")
         return Way(FLOAT, _weights("float", 8, _strategy(name, scheme.block, shape)))
     is_nv = bits_ == 4 and scheme.scale_dtype == torch.float8_e4m3fn and scheme.block == (1, 16)
     if not is_micro and not is_nv:
-        _refuse(name, f"has no words for {scheme_to_text(scheme)}", "Use tt.mxfp4() or tt.nvfp4().")
+        _refuse(name, f"cannot store {scheme_to_text(scheme)}", "Use tt.mxfp4() or tt.nvfp4().")
     strategy = _strategy(name, scheme.block, shape, always=True)
     if is_nv:
         strategy["strategy"] = "tensor_group"
@@ -266,7 +267,7 @@ def _strategy(name: str, block: tuple[int | None, int | None], shape: Shape, *, 
             )
         return {"strategy": "group", "group_size": columns}
     if rows is None or columns is None:
-        _refuse(name, f"has no words for block {block}", "Use (None, None), (1, None), (1, 128) or (128, 128).")
+        _refuse(name, f"cannot store block {block}", "Use (None, None), (1, None), (1, 128) or (128, 128).")
     return {"strategy": "block", "group_size": None, "block_structure": [rows, columns]}
 
 
@@ -276,7 +277,7 @@ def _weights(kind: str, width: int, strategy: Mapping[str, Any], **more: Any) ->
 
 def _module(name: str) -> str:
     if name != "weight" and not name.endswith(".weight"):
-        _refuse(name, "stores the weight of a module, and this is none", "Leave it unquantized.")
+        _refuse(name, "stores only tensors with the name '*.weight'", "Leave it unquantized.")
     return name.removesuffix("weight")
 
 
@@ -291,15 +292,11 @@ def _scale_dtype(way: Way, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of stored scales: e8m0 is stored as bytes in microscaling formats, else as float32."""
     if way.format in (MXFP4, MXFP6, MXFP8):
         return torch.uint8
-    return dtype if way.format == NVFP4 or dtype in _FLOATS else torch.float32
+    return dtype if way.format == NVFP4 or dtype in FLOATS else torch.float32
 
 
 def _scale_shape(way: Way, shape: Shape) -> Shape:
     return (1,) if way.weights["strategy"] == "tensor" else shape
-
-
-def _words(count: int, width: int) -> int:
-    return -(-count * width // 32)
 
 
 def _as_words(stream: Tensor) -> Tensor:
@@ -324,7 +321,7 @@ def _zeros(name: str, zeros: Tensor, width: int, is_signed: bool) -> Tensor:
     wide = zeros.to(torch.int16) + ((1 << (width - 1)) if is_signed else 0)
     if bool(((wide < 0) | (wide >= 1 << width)).any()):
         outside = int(wide.min()) if bool((wide < 0).any()) else int(wide.max())
-        _refuse(name, f"packs zero points into {width} bits, and one is {outside}", "Quantize the values again.")
+        _refuse(name, f"stores zero points in {width} bits, got {outside}", "Quantize the values again.")
     return wide.to(torch.uint8)
 
 
@@ -350,6 +347,6 @@ def _divisor(name: str, spec: WeightSpec, parts: Mapping[str, Tensor]) -> Tensor
             guess = torch.nextafter(guess, torch.full_like(guess, end))
     _refuse(
         name,
-        f"divides by the global scale, and {float(unit)!r}, which multiplies, has no exact reciprocal for these scales",
+        f"divides by the global scale, but {float(unit)!r}, which multiplies, has no exact reciprocal",
         "Quantize with tt.nvfp4(global_divides=True).",
     )

@@ -36,11 +36,7 @@ def cut(text: str, width: int) -> str:
 
 def cut_end(line: str, width: int) -> str:
     """Shorten ``line`` to ``width`` columns at its end."""
-    if width_of(line) <= width:
-        return line
-    while width_of(line) > width - 1:
-        line = line[:-1]
-    return line + "…"
+    return line if width_of(line) <= width else _first(line, width - 1) + "…"
 
 
 def wrapped(text: str, width: int) -> list[str]:
