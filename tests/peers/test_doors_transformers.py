@@ -331,7 +331,7 @@ def test_what_the_command_line_quantized_is_read_under_published_names(tmp_path)
 
 def test_experts_quantized_one_by_one_are_refused_and_never_random(tmp_path):
     folder = quantized_by_command(tmp_path, EXPERTS["mixtral"](), transformers.AutoModelForCausalLM)
-    with pytest.raises(tt.CheckpointError, match=r"experts.0.w1.weight: it is quantized alone.* tt.load"):
+    with pytest.raises(tt.CheckpointError, match=r"experts.0.w1.weight: is quantized by itself.* tt.load"):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(EXPERTS["mixtral"]()).eval()

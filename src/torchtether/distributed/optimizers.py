@@ -134,8 +134,8 @@ class OptimizerLoad:
             odd = sorted({n for g in stored for n in g} ^ {n for g in held for n in g})[:4]
             what = f"only one of the two has {', '.join(odd)}" if odd else "the same parameters are grouped differently"
             raise LoadError(
-                f"the checkpoint has {len(stored)} groups with {sum(map(len, stored))} parameters, the optimizer has "
-                f"{len(held)} with {sum(map(len, held))}: {what}",
+                f"the checkpoint has {len(stored)} groups of {sum(map(len, stored))} parameters, the optimizer has "
+                f"{len(held)} of {sum(map(len, held))}: {what}",
                 name=self._name,
                 fix="Build the optimizer with the groups that were saved, or load without it.",
             )
