@@ -196,7 +196,7 @@ def check_optimizers():
     model = _made()
     early = torch.optim.AdamW(model.parameters())
     tt.distributed.shard(model, tt.distributed.plan_units(model, UNITS))
-    refused(tt.OptimizerError, "the optimizer does not hold them", tt.check_optimizer, model, early)
+    refused(tt.OptimizerError, "are trainable, but not in the optimizer", tt.check_optimizer, model, early)
     tt.check_optimizer(model, torch.optim.AdamW(model.parameters()))
     stepped = _made()
     optimizer = torch.optim.AdamW(stepped.parameters())

@@ -52,7 +52,10 @@ FILES = {
     "one string": (lambda size: file(b'{"__metadata__":{"a":"%s"}}' % (b"x" * size)), "0 tensors"),
     "wide": (lambda size: file(b'{"__metadata__":{"a":"%s"}}' % (b"x" * size + "\U0001f600".encode())), "0 tensors"),
     "one key": (lambda size: file(b'{"%s":{}}' % (b"x" * size)), "characters, more than 65536"),
-    "escapes": (lambda size: file(b'{"a\\\\":"%s"}' % (b"\\u0041" * (size // 6))), "the entry needs dtype"),
+    "escapes": (
+        lambda size: file(b'{"a\\\\":"%s"}' % (b"\\u0041" * (size // 6))),
+        "its entry in the header lacks dtype",
+    ),
     "keys": (lambda size: file(many(b'"%x":{}', size // 14)), f"more than {VALUES} values"),
     "metadata": (lambda size: file(b'{"__metadata__":%s}' % many(b'"%x":""', size // 14)), WIDE),
     "lists": (lambda size: file(b'{"a":[' + b"[]," * (size // 3) + b"[]]}"), WIDE),

@@ -150,17 +150,17 @@ def retype(metadata):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lie("relative_path", "../folder/__0_0.distcp"), "is said to be in"),
-        (lie("relative_path", "gone.distcp"), "is not there"),
-        (lie("offset", 10**9), "is said to take"),
-        (lie("offset", -5), "bad sizes"),
-        (lie("length", 40), "is said to take"),
+        (lie("relative_path", "../folder/__0_0.distcp"), "not in a file of the folder"),
+        (lie("relative_path", "gone.distcp"), "does not exist"),
+        (lie("offset", 10**9), "is listed as"),
+        (lie("offset", -5), "which cannot be sizes"),
+        (lie("length", 40), "is listed as 40"),
         (lie("transform_descriptors", ["zip"]), "compressed"),
-        (grow, "hold 24 of 30 elements"),
+        (grow, "cover 24 of 30 elements"),
         (twice, "overlap"),
         (overlap, "overlap"),
         (lose, "is in no file"),
-        (retype, "is not what"),
+        (retype, "differs from .metadata"),
     ],
 )
 def test_a_metadata_that_lies_is_an_error(valid, tmp_path, change, said):

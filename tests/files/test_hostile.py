@@ -26,7 +26,7 @@ def device(path):
     path.symlink_to("/dev/zero")
 
 
-def refused(path, what="not a file to read"):
+def refused(path, what="not a regular file"):
     with pytest.raises(CheckpointError, match=what) as error:
         tt.open(path).close()
     assert "\n" not in str(error.value)
@@ -37,7 +37,7 @@ def refused(path, what="not a file to read"):
 def test_a_file_that_is_none(tmp_path, make, name):
     make(tmp_path / name)
     refused(tmp_path / name)
-    refused(tmp_path, "not a file to read|holds no safetensors file")
+    refused(tmp_path, "not a regular file|holds no safetensors file")
 
 
 @pytest.mark.parametrize("make", [fifo, device])
@@ -51,8 +51,8 @@ def test_a_file_of_several_that_is_none(tmp_path, make, name):
         for path in tmp_path.iterdir():
             path.unlink()
     make(tmp_path / name)
-    refused(tmp_path, "not a file to read|is not there|holds no safetensors file")
-    refused(tmp_path / name if name.endswith("index.json") else tmp_path, "not a file to read|is not there")
+    refused(tmp_path, "not a regular file|does not exist|holds no safetensors file")
+    refused(tmp_path / name if name.endswith("index.json") else tmp_path, "not a regular file|does not exist")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -63,7 +63,7 @@ def test_files_of_dcp_that_are_none(tmp_path, make):
         make(path)
     refused(tmp_path)
     make(tmp_path / ".metadata")
-    refused(tmp_path, "not a file to read|holds no safetensors file")
+    refused(tmp_path, "not a regular file|holds no safetensors file")
     refused(tmp_path / ".metadata")
 
 
@@ -77,7 +77,7 @@ def test_no_more_is_read_than_was_allowed_whatever_the_size_says(tmp_path):
         assert os.stat("/proc/self/maps").st_size == 0
         with pytest.raises(CheckpointError, match="it has more than 10 bytes"):
             read_file("/proc/self/maps", 10)
-    with pytest.raises(CheckpointError, match="it is a folder, not a file to read"):
+    with pytest.raises(CheckpointError, match="it is a folder, not a regular file"):
         open_file(tmp_path)
 
 

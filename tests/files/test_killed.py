@@ -197,7 +197,7 @@ def test_a_save_over_shards_that_is_torn_is_refused(tmp_path, monkeypatch, at):
         assert values == ({1.0} if at == 0 else {2.0})
     except tt.CheckpointError as error:
         assert 0 < at < 6
-        assert "the save that began here did not end" in str(error)
+        assert "a save to this checkpoint has not ended" in str(error)
     tt.save(state(3), tmp_path, max_shard_size=256)
     with tt.open(tmp_path) as checkpoint:
         assert {float(checkpoint[name][0]) for name in checkpoint} == {3.0}

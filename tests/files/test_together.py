@@ -220,7 +220,9 @@ def test_a_file_that_shrinks_is_named_and_the_model_stays_on_meta(tmp_path):
             model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         plan, data = tt.plan_load(model, path, quantize=quantize), path.read_bytes()
         os.truncate(path, len(data) - 100)
-        with pytest.raises(tt.CheckpointError, match=r"x.safetensors: 1.weight: the file ended at byte"):
+        with pytest.raises(
+            tt.CheckpointError, match=r"x.safetensors: 1.weight: the file is cut short: nothing follows byte"
+        ):
             plan.apply()
         assert all(parameter.is_meta for parameter in model.parameters())
         path.write_bytes(data)

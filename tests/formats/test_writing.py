@@ -137,7 +137,10 @@ def test_an_owner_that_no_format_makes_of_its_keys_is_not_stored(tmp_path):
     tie = json.dumps({"v": 1, "ties": [tt.Tie(("a.weight", "b.weight")).to_json()]})
     path = tmp_path / "x.safetensors"
     save_file({"a.weight_x": torch.ones(2)}, path, metadata={KEY: tie})
-    with pytest.raises(tt.CheckpointError, match=r"a\.weight: the record ties names to it, and it is not stored"):
+    with pytest.raises(
+        tt.CheckpointError,
+        match=r"a\.weight: the record lists it as the owner of a tie, the checkpoint does not store it",
+    ):
         tt.open(path)
 
 
@@ -167,7 +170,7 @@ def test_views_have_no_words(tmp_path, format):
     model = _model()
     model.turned = nn.Parameter(model.mid.weight.detach().t())
     target = tmp_path / ("x.gguf" if format == "gguf" else "")
-    with pytest.raises(tt.TieError, match="no words for views"):
+    with pytest.raises(tt.TieError, match="cannot store views"):
         tt.save(model, target, format=format)
     assert not list(tmp_path.iterdir())
 
@@ -192,7 +195,7 @@ def test_unknown_formats(tmp_path):
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
 def test_no_folder_is_made_of_the_name_of_a_pickle(tmp_path, capsys, suffix):
     target = tmp_path / f"x{suffix}"
-    with pytest.raises(tt.CheckpointError, match="for torch.save to write"):
+    with pytest.raises(tt.CheckpointError, match="only torch.save writes"):
         tt.save(_model(), target)
     tt.save(_model(), tmp_path / "one.safetensors")
     assert main(["convert", str(tmp_path / "one.safetensors"), str(target)]) == 1

@@ -103,13 +103,13 @@ def compressed():
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (archive_of({"w": Evil()}), "it calls posix.system, which no state dict needs"),
+        (archive_of({"w": Evil()}), "its pickle calls posix.system, which no state dict needs"),
         (archive_of({"w": torch.ones(3), "epoch": 3}), "epoch: it is a int, not a tensor"),
         (archive_of({"net": {"w": torch.ones(3)}}), "net: it is a dict, not a tensor"),
         (archive_of([torch.ones(3)]), "it holds a list, not a state dict"),
         (archive_of({"w": torch.ones(3).to_sparse()}), "it holds a sparse tensor"),
         (archive_of({"w": torch.ones(3).expand(2, 3)}), "w: the alias of size"),
-        (archive_of({"w": torch.ones(3, dtype=torch.complex64).conj()}), "w: it is a lazy conjugate"),
+        (archive_of({"w": torch.ones(3, dtype=torch.complex64).conj()}), "w: it is a conjugated or negated view"),
         (archive_of({"torchtether.storage.w": torch.ones(3)}), "names that begin with"),
         (archive_of({"w": torch.ones(3)}, _use_new_zipfile_serialization=False), "not in the zip format"),
         (archive_of({"w": torch.ones(3)})[:-40], "x.pt: "),
@@ -156,9 +156,9 @@ def test_parts_of_a_weight_may_not_be_what_the_file_likes(tmp_path):
     """The pickle sets the attributes of a Weight, the private ones too."""
     weight = tt.Weight.encode(torch.randn(4, 8), tt.int8())
     for lie, what in {
-        "_spec": (5, "w: it is no Weight: AttributeError"),
+        "_spec": (5, "w: it is not a valid Weight: AttributeError"),
         "_names": ((), "w: its parts are {}"),
-        "_names ": (("qdata", "dtype"), "w: it is no Weight"),
+        "_names ": (("qdata", "dtype"), "w: it is not a valid Weight"),
         "_part_qdata": (torch.zeros(4, 9, dtype=torch.int8), "w: its parts are"),
         "_part_scale": (torch.ones(1, 1).expand(4, 1), "w: a part of this Weight is not contiguous"),
     }.items():
@@ -222,11 +222,11 @@ def test_an_index_of_pickled_files_that_lies(tmp_path):
     states = [{"a": torch.ones(2)}, {"b": torch.ones(3), "c": torch.ones(1)}]
     path = tmp_path / "pytorch_model.bin.index.json"
     for change, what in (
-        (lambda m: m.pop("c"), "c: the index does not name it"),
-        (lambda m: m.update(d=m["a"]), "d: the index puts it in .* it is in no shard"),
-        (lambda m: m.update(a=m["b"], c=m["a"]), "a: the index puts it in .*00002.* it is in .*00001"),
-        (lambda m: m.update(a="../x.bin"), "a: the index puts it in '../x.bin'"),
-        (lambda m: m.update(a="evil.py"), "a: the index puts it in 'evil.py'"),
+        (lambda m: m.pop("c"), "c: the index does not list it"),
+        (lambda m: m.update(d=m["a"]), "d: the index assigns it to .* it is in no shard"),
+        (lambda m: m.update(a=m["b"], c=m["a"]), "a: the index assigns it to .*00002.* it is in .*00001"),
+        (lambda m: m.update(a="../x.bin"), "a: the index assigns it to '../x.bin'"),
+        (lambda m: m.update(a="evil.py"), "a: the index assigns it to 'evil.py'"),
     ):
         shards_of(tmp_path, states)
         index = json.loads(path.read_text())
@@ -239,15 +239,15 @@ def test_an_index_of_pickled_files_that_lies(tmp_path):
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        ((bytearray, (2**40,)), "it calls builtins.bytearray"),
-        ((torch.Tensor, (2**40,)), "it calls torch.Tensor"),
-        ((torch.FloatTensor, (2**40,)), "it calls torch.FloatTensor"),
-        ((torch.UntypedStorage, (2**40,)), "it calls torch.storage.UntypedStorage"),
+        ((bytearray, (2**40,)), "its pickle calls builtins.bytearray"),
+        ((torch.Tensor, (2**40,)), "its pickle calls torch.Tensor"),
+        ((torch.FloatTensor, (2**40,)), "its pickle calls torch.FloatTensor"),
+        ((torch.UntypedStorage, (2**40,)), "its pickle calls torch.storage.UntypedStorage"),
         (
             (torch._tensor._rebuild_from_type_v2, (bytearray, bytearray, (2**40,), {})),
-            "it calls torch._tensor._rebuild",
+            "its pickle calls torch._tensor._rebuild",
         ),
-        ((eval, ("1",)), "it calls builtins.eval"),
+        ((eval, ("1",)), "its pickle calls builtins.eval"),
     ],
 )
 def test_a_file_may_not_ask_for_memory(tmp_path, call, what):
@@ -261,7 +261,7 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
     torch.save(build(Fused).state_dict(), tmp_path / "x.pt")
     with tt.open(tmp_path / "x.pt") as checkpoint:
         os.truncate(tmp_path / "x.pt", 100)
-        with pytest.raises(tt.CheckpointError, match="the file ended"):
+        with pytest.raises(tt.CheckpointError, match="the file is cut short"):
             checkpoint["q"]
 
 

@@ -66,7 +66,7 @@ def test_an_error_before_the_first_is_done_is_itself(saved, monkeypatch):
     plan = tt.plan_load(model, saved)
     monkeypatch.setattr(plan.checkpoint.store, "check_sizes", lambda: None)
     os.truncate(saved, saved.stat().st_size - 8 * 256)
-    with pytest.raises(tt.errors.CheckpointError, match="the file ended at byte"):
+    with pytest.raises(tt.errors.CheckpointError, match="the file is cut short: nothing follows byte"):
         plan.apply()
 
 

@@ -83,13 +83,13 @@ def test_the_command_line_takes_names(cache, tmp_path, capsys):
     assert {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} == {
         "config.json", "tokenizer.json", "model.safetensors", "1_Pooling/x.json",
     }  # fmt: skip
-    assert "other weights beside the tensors: pytorch_model.bin" in capsys.readouterr().out
+    assert "other weights in the same folder: pytorch_model.bin" in capsys.readouterr().out
 
 
 def test_what_the_cache_has_not_is_one_line(cache, capsys):
     for name, words in {
-        "org/other": f"HF_HUB_OFFLINE is set, and the cache in {cache} has not all of it",
-        "org/name@v2": f"HF_HUB_OFFLINE is set, and the cache in {cache} has not all of it",
+        "org/other": f"HF_HUB_OFFLINE is set, and the cache in {cache} lacks files of it",
+        "org/name@v2": f"HF_HUB_OFFLINE is set, and the cache in {cache} lacks files of it",
         "org/..": "no such repository on the Hub",
     }.items():
         assert main(["inspect", name]) == 1
@@ -98,22 +98,24 @@ def test_what_the_cache_has_not_is_one_line(cache, capsys):
         assert words in error
         assert error.count("\n") == 1
     next((cache / "models--org--name" / "snapshots" / COMMIT).glob("*-00002-of*")).unlink()
-    with pytest.raises(tt.CheckpointError, match=r"model-00002-of-0000\d.safetensors, which is not there"):
+    with pytest.raises(tt.CheckpointError, match=r"model-00002-of-0000\d.safetensors, which does not exist"):
         tt.open("org/name")
-    with pytest.raises(tt.CheckpointError, match="is 'v1', and the name says 'main'"):
+    with pytest.raises(tt.CheckpointError, match="is 'v1', but the path has 'main'"):
         tt.open("org/name@main", revision="v1")
 
 
 def test_no_pickle_and_no_link_out_of_the_cache_is_read(cache, tmp_path):
     put(cache, "c" * 40, {"pytorch_model.bin": b"code", "config.json": b"{}"}, "pickled")
-    with pytest.raises(tt.CheckpointError, match="org/name: the repository has no safetensors or GGUF file of its own"):
+    with pytest.raises(
+        tt.CheckpointError, match="org/name: the repository has no safetensors or GGUF file at its top level"
+    ):
         tt.open("org/name", revision="pickled")
     put(cache, "d" * 40, {"a.gguf": b"", "b.gguf": b""}, "several")
     with pytest.raises(tt.CheckpointError, match=r"several GGUF files: a.gguf, b.gguf. Fetch one with"):
         tt.open("org/name", revision="several")
     folder = put(cache, "e" * 40, {"config.json": b"{}"}, "linked")
     (folder / "model.safetensors").symlink_to(tmp_path / "two" / "model.safetensors")
-    with pytest.raises(tt.CheckpointError, match=r"model.safetensors is a link out of the cache of org/name"):
+    with pytest.raises(tt.CheckpointError, match=r"model.safetensors links to a file outside of the cache"):
         tt.open("org/name", revision="linked")
 
 

@@ -60,10 +60,6 @@ class HeldCheckpoint(Checkpoint):
         """Return ``owner`` on its present device; the caller must not change it, because it may share memory."""
         return self._values(owner, ())
 
-    def read_whole(self, name: str, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
-        """Return ``name`` on its present device; the caller must not change it, because it may share memory."""
-        return self._values(name, ())
-
     def read_briefly(self, name: str, tick: Tick = no_tick) -> Tensor:
         """Return ``name`` on its present device, with its strides; the caller must not change it."""
         return self._values(name, ())

@@ -69,7 +69,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         self.format: str = format.name if format else PLAIN
         self.ties: tuple[Tie, ...] = tuple(tie for tie in self.store.record.ties if tie.owner not in found.faults)
         self.faults: Mapping[str, str] = found.faults | {
-            alias: f"it is {tie.owner}, of which {found.faults[tie.owner]}"
+            alias: f"it is an alias of {tie.owner}: {found.faults[tie.owner]}"
             for tie in self.store.record.ties
             for alias in tie.aliases
             if tie.owner in found.faults and alias not in entries
@@ -176,7 +176,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         """Read a small stored tensor that a format needs to recognise a checkpoint."""
         nbytes = self.store.stored(key).nbytes
         if nbytes > _SMALL:
-            raise CheckpointError(f"takes {nbytes} bytes, too many for what it should say", name=f"{self.path}: {key}")
+            raise CheckpointError(f"has {nbytes} bytes, more than a format can need", name=f"{self.path}: {key}")
         return self.store.read(key)
 
     def read(self, owner: str, *, device: torch.device | str = "cpu", tick: Tick = no_tick) -> Tensor:
@@ -232,11 +232,10 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
             cut = self._cut(entry, shape, start, stop)
             if cut is None:
                 made = self._read(entry)
+                assert isinstance(made, Weight)
             else:
                 read = {role: self.store.read_view(entry.keys[role], view) for role, view in cut.views.items()}
                 made = self._unpack(cut.entry, read)
-            assert isinstance(made, Weight)
-            if cut is not None:
                 each = shape[0] // entry.spec.base[0]
                 shape = ((cut.last - cut.first) * each, *shape[1:])
                 start, stop = start - cut.first * each, stop - cut.first * each
@@ -308,13 +307,13 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         owner, view = self.find(name)
         entry = self.entries[owner]
         as_it_is = view is None and entry.kind.is_contiguous if entry.spec is None else self._format is native
-        return as_it_is and all(self.store.is_mappable(key) for key in entry.keys.values())
+        return as_it_is and all(self.store.file_of(key).is_mappable(key) for key in entry.keys.values())
 
     def map(self, name: str) -> Tensor:
         """Map ``name``, which must be mappable, to private pages of its file."""
         owner, view = self.find(name)
         entry = self.entries[owner]
-        tensors = {role: self.store.map(key) for role, key in entry.keys.items()}
+        tensors = {role: self.store.file_of(key).map(key) for role, key in entry.keys.items()}
         if entry.spec is None:
             return tensors["tensor"]
         return view_of(Weight(tensors, entry.spec.replace(tie=self._tied.get(owner))), view)
@@ -337,7 +336,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
         owner, view = self._alias[alias]
         if not self._is_equal(self.entries[owner], view, self.copies[alias], None):
             raise CheckpointError(
-                f"its stored copy differs from {owner}, of which the record makes it an alias",
+                f"its stored copy differs from {owner}, although the record lists it as an alias",
                 name=f"{self.path}: {alias}",
                 fix="Another tool has edited the file. Save it again with aliases='drop'.",
             )
@@ -386,4 +385,5 @@ def _check_owners(ties: tuple[Tie, ...], names: AbstractSet[str], path: str) -> 
     """Raise CheckpointError for an owner of ``ties`` that is not one of ``names``."""
     for tie in ties:
         if tie.owner not in names:
-            raise CheckpointError("the record ties names to it, and it is not stored", name=f"{path}: {tie.owner}")
+            what = "the record lists it as the owner of a tie, the checkpoint does not store it"
+            raise CheckpointError(what, name=f"{path}: {tie.owner}")

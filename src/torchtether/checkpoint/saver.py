@@ -151,15 +151,12 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         )
     for name, tensor in found.items():
         if not isinstance(name, str) or not name:
-            raise CheckpointError("a tensor needs a name that is not empty", name=repr(name))
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"a {type(tensor).__name__} is not a tensor", name=name, fix="Leave it out.")
-        if is_lazy(tensor):
+            raise CheckpointError("the name of a tensor must be text, and not empty", name=repr(name))
+        if isinstance(tensor, Tensor) and is_lazy(tensor):
             raise CheckpointError("it is lazy and has no values yet", name=name, fix="Run the model once, then save.")
-        if tensor.is_meta:
-            raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
+        check_writable(name, tensor)
         if name.startswith(HIDDEN):
-            raise CheckpointError(f"names that begin with {HIDDEN} are taken", name=name, fix="Rename it.")
+            raise CheckpointError(f"names that begin with {HIDDEN} are reserved", name=name, fix="Rename it.")
     return dict(found)
 
 
@@ -279,7 +276,7 @@ def _check_still(owner: str, whole: Tensor, name: str, alias: Tensor, view: View
         same = False
     if not same:
         raise TieError(
-            f"its record ties it to {owner}, and it has other values",
+            f"its record says that it is tied to {owner}, but their values differ",
             name=name,
             fix="Call tt.tie or tt.untie before saving.",
         )

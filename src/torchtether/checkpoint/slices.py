@@ -80,7 +80,7 @@ class TensorSlice:
                 entries.append(one)
             elif isinstance(one, (bool, Tensor)) or not hasattr(one, "__index__"):
                 raise CheckpointError(
-                    f"a {type(one).__name__} does not name a part that can be read by itself",
+                    f"a {type(one).__name__} is not an index",
                     name=self.name,
                     fix="Give integers, slices, and '...' once.",
                 )
@@ -94,6 +94,7 @@ class TensorSlice:
         """Read rows of a Weight, as rows of its parts. Raise UnsupportedOpError if a block would be cut."""
         whole, order = self._entry.spec, self._spec.order
         assert whole is not None
+        layout = whole.scheme.layout(whole.base)
         start, stop, only = 0, whole.base[0] if whole.base else 1, None
         for dim, one in enumerate(entries):
             size = self.shape[dim]
@@ -102,9 +103,9 @@ class TensorSlice:
                 if order[dim] == 0:
                     start, stop = 0, size
                 continue
-            if order[dim] != 0 or step != 1 or (len(order) == 1 and any(p.span > 1 for p in self._layout().values())):
+            if order[dim] != 0 or step != 1 or (len(order) == 1 and any(p.span > 1 for p in layout.values())):
                 raise UnsupportedOpError(
-                    f"of a {whole.scheme} only whole rows, one after the other, can be read by themselves",
+                    f"of a weight in {whole.scheme} only a range of whole rows can be read",
                     name=self.name,
                     fix="Read rows (or the whole), and cut the values: .dequantize().",
                 )
@@ -114,20 +115,13 @@ class TensorSlice:
         if self._view is not None and self._view.offset:
             row = contiguous_stride(whole.base)[0]
             start, stop = start + self._view.offset // row, stop + self._view.offset // row
-        made = self._read_rows(whole, start, stop)
-        return made if only is None else made.select(only, 0).map(lambda part: part, cut=())  # type: ignore[attr-defined,no-any-return]
-
-    def _layout(self) -> dict[str, Any]:
-        assert self._entry.spec is not None
-        return self._entry.spec.scheme.layout(self._entry.spec.base)
-
-    def _read_rows(self, whole: WeightSpec, start: int, stop: int) -> Weight:
         try:
             parts = self._read_parts(self._entry, whole.base, start, stop)
         except UnsupportedOpError as error:
             raise error.named(self.name) from None
         base = (stop - start, *whole.base[1:])
-        return Weight(parts, whole.shaped(base).replace(dtype=self.dtype).permute(self._spec.order))
+        made = Weight(parts, whole.shaped(base).replace(dtype=self.dtype).permute(order))
+        return made if only is None else made.select(only, 0).map(lambda part: part, cut=())  # type: ignore[attr-defined,no-any-return]
 
     def __repr__(self) -> str:
         return f"TensorSlice({self.name!r}, shape={self.shape}, dtype={self.dtype})"

@@ -71,7 +71,7 @@ class ShardGroup:
         """Add ``name`` as a Weight of ``spec``. Raise SchemeError if the format cannot store it."""
         if self.format is not native and spec.stride != contiguous_stride(spec.shape):
             raise SchemeError(
-                f"{self.format.name} has no words for a quantized weight with the strides {spec.stride}",
+                f"{self.format.name} cannot store a quantized weight with the strides {spec.stride}",
                 name=name,
                 fix="Save as 'native'.",
             )
@@ -83,7 +83,7 @@ class ShardGroup:
         view = next((pair for pair in zip(tie.names, tie.views, strict=True) if pair[1] is not None), None)
         if view is not None and self.format is not native:
             raise TieError(
-                f"it is a view of {tie.owner}, and {self.format.name} has no words for views",
+                f"it is a view of {tie.owner}, and {self.format.name} cannot store views",
                 name=view[0],
                 fix="Save as 'native', or untie it.",
             )
@@ -122,7 +122,8 @@ def write_groups(
     with folder_for(plan.folder), ticking(progress, total, verb) as tick, beside(*plan.targets) as written:
         headers = {}
         for target, shard, file in zip(plan.targets, plan.shards, written.files, strict=True):
-            headers[target.name] = write_shard(shard, shard_tensors(shard), file, str(target), tick)
+            made = (pair for group in shard for pair in group.tensors())
+            headers[target.name] = write_shard(shard, made, file, str(target), tick)
         written.sync()
         put_in_place(plan.change(written.pairs, headers))
 
@@ -154,7 +155,9 @@ def plan_files(
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
     is_indexed = len(shards) > 1 or (isinstance(format, Indexed) and format.is_indexed)
-    names = _file_names(stem, len(shards)) if is_indexed else [f"{stem}{SUFFIX}"]
+    count = len(shards)
+    numbers = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if is_indexed else [""]
+    names = [f"{stem}{number}{SUFFIX}" for number in numbers]
 
     def texts(headers: Mapping[str, str]) -> dict[Path, bytes]:
         found = _beside(groups, format, folder, is_folder)
@@ -186,12 +189,12 @@ def check_target(
         )
     if path.suffix in PICKLED and not is_folder(path):  # nobody would want a new folder of such a name
         raise CheckpointError(
-            f"{path.suffix} files are for torch.save to write",
+            f"only torch.save writes {path.suffix} files",
             name=str(path),
             fix="Give a name that ends in .safetensors, or a folder.",
         )
     if metadata is not None:
-        raise CheckpointError(f"{format.name} has no place for it", name="metadata", fix="Leave it out.")
+        raise CheckpointError(f"{format.name} cannot store it", name="metadata", fix="Leave it out.")
 
 
 def _write_contained(
@@ -220,7 +223,7 @@ def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_fol
     if not is_folder:
         if said and format is not native:
             raise CheckpointError(
-                f"{format.name} needs {' and '.join(sorted(said))} beside the tensors",
+                f"{format.name} needs {' and '.join(sorted(said))} in the same folder",
                 name=str(folder),
                 fix="Give a folder.",
             )
@@ -252,7 +255,9 @@ def check_keys(groups: Sequence[ShardGroup]) -> None:
     for group in groups:
         for key in group.layout:
             if key in keys or key in names:
-                raise CheckpointError("two tensors would be stored under this key", name=key, fix="Rename one of them.")
+                raise CheckpointError(
+                    "two tensors would be stored under this name", name=key, fix="Rename one of them."
+                )
             keys.add(key)
 
 
@@ -275,10 +280,6 @@ def _shards(groups: Sequence[ShardGroup], limit: int | None) -> Iterator[list[Sh
     yield shard
 
 
-def _file_names(stem: str, count: int) -> list[str]:
-    return [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)]
-
-
 def _record(groups: Sequence[ShardGroup]) -> Record:
     return Record(
         tuple(tie for group in groups for tie in group.ties),
@@ -286,11 +287,6 @@ def _record(groups: Sequence[ShardGroup]) -> Record:
         {name: stride for group in groups for name, stride in group.strides.items()},
         frozenset(name for group in groups for name in group.copies),
     )
-
-
-def shard_tensors(shard: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over the tensors of the groups, by key, each made on demand."""
-    return (pair for group in shard for pair in group.tensors())
 
 
 def write_shard(

@@ -51,7 +51,7 @@ def carry_over(source: Path, target: Path, read: frozenset[str] = frozenset()) -
         try:
             given = os.fdopen(open_file(place), "rb")
         except OSError as error:
-            raise CheckpointError(f"cannot be copied: {error.strerror}", name=str(root / path)) from None
+            raise CheckpointError(f"the file cannot be copied: {error.strerror}", name=str(root / path)) from None
         with given, open(copied, "xb") as made:
             shutil.copyfileobj(given, made)
         done.files.append(path)
@@ -86,8 +86,8 @@ def _reason(root: Path, folder: str, entry: os.DirEntry[str], place: Path) -> st
         is_blob = root.parent.name == "snapshots" and place.is_relative_to(root.parents[1] / "blobs")
         is_inside = place.is_relative_to(root) and "/." not in f"/{place.relative_to(root).as_posix()}"
         if not (is_blob or is_inside) or place.is_dir():
-            return "links to folders, or out of the source"
-    return why if why or is_folder or place.is_file() else "no regular files"
+            return "links to folders, or to files outside of the source"
+    return why if why or is_folder or place.is_file() else "not regular files"
 
 
 def why_left_out(path: str) -> str:
@@ -96,5 +96,5 @@ def why_left_out(path: str) -> str:
     if any(one.startswith(".") for one in (*folders, name)):
         return _HIDDEN
     if name.endswith(_EXPORTS) or any(_FOLDERS.fullmatch(one) for one in folders):
-        return "the same weights in other forms"
-    return "other weights beside the tensors" if not folders and name.endswith(_WEIGHTS) else ""
+        return "the same weights in formats of other programs"
+    return "other weights in the same folder" if not folders and name.endswith(_WEIGHTS) else ""

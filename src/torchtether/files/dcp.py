@@ -9,9 +9,8 @@ import json
 import math
 import os
 import threading
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from .dtypes import CODES
 from .header import HEADER_LIMIT, Header, Stored
 from .memory import memory_of
 from .opening import open_file
-from .pickle_calls import check_calls
+from .pickle_calls import load_to_meta
 from .reader import TensorFile
 from .record import KEY, layout_of, part_key
 from .strict_json import short_repr
@@ -51,9 +50,9 @@ class _Chunk:
     file: str
     start: int
     nbytes: int
-    place: int | None = field(default=None)
+    place: int | None = None
     """The byte of the file at which its values begin; ``None`` until ``_place`` has read it."""
-    held: memoryview | None = field(default=None)
+    held: memoryview | None = None
     """Its values, if the file does not hold them in row-major order."""
 
 
@@ -93,9 +92,8 @@ class DcpFile(TensorFile):
 
     def _parse(self) -> Header:
         try:
-            size = os.fstat(self._descriptor).st_size
-            if size > _LIMIT:
-                raise CheckpointError(f"its metadata takes {size} bytes", name=str(self._folder))
+            if self._size > _LIMIT:
+                raise CheckpointError(f"{METADATA} has {self._size} bytes, more than {_LIMIT}", name=str(self._folder))
             with os.fdopen(os.dup(self._descriptor), "rb") as file:
                 found = MetadataUnpickler(file).load()
             tensors = self._tensors(found)
@@ -108,7 +106,8 @@ class DcpFile(TensorFile):
         if record is None or self._prefix:
             return Header(tensors, {})
         if record.nbytes > HEADER_LIMIT:
-            raise CheckpointError(f"its record takes {record.nbytes} bytes", name=str(self._folder))
+            what = f"its torchtether record has {record.nbytes} bytes, more than {HEADER_LIMIT}"
+            raise CheckpointError(what, name=str(self._folder))
         text = bytearray(record.nbytes)
         self._fill(KEY, memoryview(text), 0)
         noted = text.decode("utf-8", "replace")
@@ -146,11 +145,11 @@ class DcpFile(TensorFile):
         if size is None:
             path = self._folder / chunk.file
             if not path.is_file():
-                what = "not a file to read" if path.exists() else "not there"
-                raise CheckpointError(f"its chunk is in {chunk.file}, which is {what}", name=where)
+                what = "is not a regular file" if path.exists() else "does not exist"
+                raise CheckpointError(f"its chunk is in {chunk.file}, which {what}", name=where)
             size = self._sizes[chunk.file] = path.stat().st_size
         if nbytes > chunk.nbytes or chunk.start + chunk.nbytes > size:
-            what = f"its chunk of {nbytes} bytes is said to take {chunk.nbytes} from byte {chunk.start} of {chunk.file}"
+            what = f"its chunk of {nbytes} bytes is listed as {chunk.nbytes} from byte {chunk.start} of {chunk.file}"
             raise CheckpointError(f"{what}, which has {size}", name=where, fix="Fetch the whole file.")
 
     def _chunks_of(
@@ -161,7 +160,7 @@ class DcpFile(TensorFile):
             offsets, sizes = _counts(one.offsets, where), _counts(one.sizes, where)
             fits = len(offsets) == len(sizes) == len(shape)
             if not fits or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-                raise CheckpointError(f"a chunk at {offsets} of {sizes} is not in its shape {shape}", name=where)
+                raise CheckpointError(f"its chunk at {offsets} of size {sizes} exceeds its shape {shape}", name=where)
             if 0 in sizes:
                 continue
             info = places.get((name, offsets))
@@ -170,14 +169,14 @@ class DcpFile(TensorFile):
                 raise CheckpointError(f"its chunk at {offsets} {what}", name=where)
             file = info.relative_path
             if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"its chunk is said to be in {short_repr(file)}", name=where)
+                raise CheckpointError(f"its chunk is in {short_repr(file)}, not in a file of the folder", name=where)
             start, nbytes = _counts((info.offset, info.length), where)
             chunks.append(_Chunk(offsets, sizes, file, start, nbytes))
         if _is_overlapping(chunks):
             raise CheckpointError("its chunks overlap", name=where)
         covered = sum(math.prod(chunk.sizes) for chunk in chunks)
         if covered != math.prod(shape):  # chunks are disjoint: equal counts mean full coverage
-            raise CheckpointError(f"its chunks hold {covered} of {math.prod(shape)} elements", name=where)
+            raise CheckpointError(f"its chunks cover {covered} of {math.prod(shape)} elements", name=where)
         return chunks
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -208,18 +207,7 @@ class DcpFile(TensorFile):
                     if chunk.held is not None:
                         wanted[:] = chunk.held[inner : inner + len(wanted)]
                     else:
-                        self._pread(chunk, wanted, place + inner, key)
-
-    def _pread(self, chunk: _Chunk, memory: memoryview, at: int, key: str) -> None:
-        descriptor = self._file(chunk.file, key)
-        while memory:
-            try:
-                count = os.preadv(descriptor, [memory], at)
-            except OSError as error:
-                self._fail(f"{chunk.file} cannot be read: {error.strerror}", key)
-            if count == 0:
-                self._fail(f"{chunk.file} ended at byte {at}, {len(memory)} bytes early", key)
-            at, memory = at + count, memory[count:]
+                        self._fill_all(self._file(chunk.file, key), [(key, wanted)], place + inner, chunk.file)
 
     def _file(self, file: str, key: str) -> int:
         with self._lock:
@@ -236,14 +224,7 @@ class DcpFile(TensorFile):
             where = f"{self._folder}: {key}"
             source = _Slice(self._file(chunk.file, key), chunk.start, chunk.nbytes)
             try:
-                with zipfile.ZipFile(source) as archive:
-                    for entry in archive.infolist():
-                        if entry.compress_type != zipfile.ZIP_STORED:
-                            raise CheckpointError("its entries are compressed", name=where)
-                        if entry.filename.endswith("data.pkl"):
-                            check_calls(archive.read(entry), name=where)
-                source.seek(0)
-                found = torch.load(cast(Any, source), map_location="meta", weights_only=True)
+                found = load_to_meta(source, name=where)
                 storage = checkpoint_offset_of(found.untyped_storage())
                 place = storage + found.storage_offset() * found.element_size()
             except CheckpointError:
@@ -253,7 +234,7 @@ class DcpFile(TensorFile):
                 raise CheckpointError(f"its chunk in {chunk.file} cannot be read: {words}", name=where) from None
             is_there = place + found.nbytes <= chunk.nbytes and found.untyped_storage().nbytes() >= found.nbytes
             if (tuple(found.shape), found.dtype) != (chunk.sizes, self._dtypes[key]) or not is_there:
-                raise CheckpointError(f"its chunk in {chunk.file} is not what {METADATA} says", name=where)
+                raise CheckpointError(f"its chunk in {chunk.file} differs from {METADATA}", name=where)
             if not found.is_contiguous():
                 source.seek(0)
                 chunk.held = memory_of(torch.load(cast(Any, source), weights_only=True).contiguous())
@@ -308,7 +289,7 @@ def _kind(properties: Any) -> Any:
 def _counts(values: Any, where: str) -> tuple[int, ...]:
     found = tuple(values)
     if len(found) > 64 or not all(type(value) is int and 0 <= value < 2**60 for value in found):
-        raise CheckpointError(f"{METADATA} holds the bad sizes {short_repr(found)}", name=where)
+        raise CheckpointError(f"{METADATA} has {short_repr(found)}, which cannot be sizes", name=where)
     return found
 
 

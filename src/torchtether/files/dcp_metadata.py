@@ -75,7 +75,7 @@ class MetadataUnpickler(_UnpicklerInPython):  # type: ignore[misc]
         """Put pairs into a dict; keys must be of ``_KEYS``."""
         pairs = self.pop_mark()
         if type(self.stack[-1]) is not dict or not all(type(key) in _KEYS for key in pairs[::2]):
-            raise pickle.UnpicklingError("it puts other things into a dict than a checkpoint needs")
+            raise pickle.UnpicklingError("it changes a dict in a way that no checkpoint needs")
         self.stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
 
     dispatch[pickle.SETITEMS[0]] = load_setitems

@@ -26,7 +26,7 @@ def folder_for(path: Path) -> Iterator[None]:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"cannot be made a folder: {error.strerror}", name=str(path)) from None
+            raise CheckpointError(f"the folder cannot be created: {error.strerror}", name=str(path)) from None
         yield
     except BaseException:
         with contextlib.suppress(OSError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -50,16 +49,13 @@ class GgufFile(TensorFile):
     """
 
     def _parse(self) -> Header:
-        try:
-            cursor = _Cursor(self, os.fstat(self._descriptor).st_size)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
+        cursor = _Cursor(self, self._size)
         tensors = cursor.counts()
         pairs: dict[str, tuple[int, Any]] = {}
         for _ in range(cursor.pairs):
             key, value = cursor.pair()
             if key in pairs:
-                cursor.fail("the key is there twice", key)
+                cursor.fail("the file has this key twice", key)
             pairs[key] = value
         alignment = _alignment(pairs, self.name)
         _refuse_parts(pairs, self.name)
@@ -67,9 +63,9 @@ class GgufFile(TensorFile):
         for _ in range(tensors):
             key, stored, offset = cursor.info()
             if key in infos:
-                cursor.fail("it is there twice", key)
+                cursor.fail("the file has two tensors of this name", key)
             if offset % alignment:
-                cursor.fail(f"it begins at byte {offset} of the data, which is no multiple of {alignment}", key)
+                cursor.fail(f"it begins at byte {offset} of the data, not at a multiple of {alignment}", key)
             infos[key] = stored, offset
         first = -(-cursor.at // alignment) * alignment
         made = {
@@ -95,9 +91,9 @@ class _Cursor:
     def take(self, count: int, what: str) -> memoryview:
         """Return the next ``count`` bytes."""
         if count > self.size - self.at:
-            self.fail(f"{what} takes {count} bytes at byte {self.at}, the file has {self.size}")
+            self.fail(f"{what} takes {count} bytes from byte {self.at} on, the file has {self.size} in all")
         if self.at + count > HEADER_LIMIT:
-            self.fail(f"what comes before the data takes more than {HEADER_LIMIT} bytes")
+            self.fail(f"the pairs and infos before the data take more than {HEADER_LIMIT} bytes")
         skipped = self.at - self._start
         if skipped + count > len(self._piece):
             piece = bytearray(min(max(count, _PIECE), self.size - self.at))
@@ -127,9 +123,9 @@ class _Cursor:
             self.fail("it does not begin with 'GGUF'", fix="Is it a GGUF file?")
         version = self.number("I", "version")
         if version & 0xFFFF == 0:
-            self.fail("it is big endian, which is not read", fix="Convert it with gguf-py's gguf_convert_endian.")
+            self.fail("it is big-endian, which cannot be read", fix="Convert it with gguf-py's gguf_convert_endian.")
         if version not in (2, 3):
-            self.fail(f"it has version {version}, read are 2 and 3", fix="Write it again with a newer llama.cpp.")
+            self.fail(f"it has version {version}, only 2 and 3 can be read", fix="Write it with a newer llama.cpp.")
         counts = self.number("Q", "tensor count"), self.number("Q", "pair count")
         for count, what in zip(counts, ("tensors", "key-value pairs"), strict=True):
             if count > _COUNT_LIMIT:
@@ -149,12 +145,12 @@ class _Cursor:
         if kind == _BOOL:
             value = self.number("B", key)
             if value > 1:
-                self.fail(f"it is a bool of {value}", key)
+                self.fail(f"it is a bool with the value {value}, not 0 or 1", key)
             return bool(value)
         if kind == _STRING:
             return self.text(key)
         if kind != _ARRAY:
-            self.fail(f"it has the unknown type {kind}", key)
+            self.fail(f"its value has the unknown type {kind}", key)
         self._pass_array(key, 1)
         return None
 
@@ -177,7 +173,7 @@ class _Cursor:
     def _fitting(self, count: int, size: int, key: str) -> int:
         """Return the least bytes of ``count`` values; raise CheckpointError if fewer are left in the file."""
         if count * size > self.size - self.at:
-            self.fail(f"it is an array of {count} values, the file has {self.size - self.at} bytes left", key)
+            self.fail(f"its array has {count} values, the file has {self.size - self.at} bytes left", key)
         return count * size
 
     def _spent(self, count: int, key: str) -> int:
@@ -191,7 +187,7 @@ class _Cursor:
         """Return the name of the next tensor, its dtype and shape, and its offset in the data."""
         key = self.text("a name", _COUNT_LIMIT)
         if not key or key.startswith(HIDDEN):
-            self.fail(f"names that are empty or begin with {HIDDEN} are not read", key or "a tensor")
+            self.fail(f"names that are empty or begin with {HIDDEN} are not allowed", key or "a tensor")
         rank = self.number("I", key)
         if rank > RANK_LIMIT:
             self.fail(f"it has {rank} dimensions, more than {RANK_LIMIT}", key)
@@ -201,7 +197,7 @@ class _Cursor:
         if packing is None:
             self.fail(f"it has the unknown type {number}", key)
         if math.prod(max(size, 1) for size in shape) >= 2**60:  # torch computes strides in 64 bits
-            self.fail(f"it has the impossible shape {shape}", key)
+            self.fail(f"its shape {shape} has too many elements", key)
         return key, _stored(packing, shape, f"{self.name}: {key}"), offset
 
 
@@ -209,7 +205,7 @@ def _stored(packing: Packing, shape: tuple[int, ...], where: str) -> Stored:
     if packing.dtype is not None:
         return Stored(packing.dtype, shape, 0, packing.name)
     if not shape or shape[-1] % packing.elements:
-        what = f"it is {packing.name} with shape {shape}, whose last size is no multiple of {packing.elements}"
+        what = f"it is {packing.name} with shape {shape}, whose last size is not a multiple of {packing.elements}"
         raise CheckpointError(what, name=where)
     return Stored(torch.uint8, (*shape[:-1], shape[-1] // packing.elements * packing.nbytes), 0, packing.name)
 
@@ -225,7 +221,7 @@ def _refuse_parts(pairs: Mapping[str, tuple[int, Any]], name: str) -> None:
     _, count = pairs.get("split.count", (_UINT32, 0))
     if isinstance(count, int) and count > 1:
         raise CheckpointError(
-            f"it is one of {count} files, which are not read one by one",
+            f"it is one of {count} parts of a file, and parts cannot be read",
             name=name,
             fix="Join them with llama-gguf-split --merge.",
         )

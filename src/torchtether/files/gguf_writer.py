@@ -44,13 +44,13 @@ def write_gguf(
     write_bytes(file, memoryview(head))
     for key, tensor in made:
         if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
-            given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
+            given = f"it was planned as {layout.get(key)}, and made as {tensor.dtype} {tuple(tensor.shape)}"
             raise CheckpointError(given, name=key)
         file.seek(start.pop(key))
         write_tensor(file, tensor, tick)
         del tensor
     if start:
-        raise CheckpointError("it was to be written and was not made", name=min(start))
+        raise CheckpointError("it was planned, but no tensor was made for it", name=min(start))
     file.truncate(stop)
 
 
@@ -80,7 +80,7 @@ def _header(
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         at += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if pairs.get("general.alignment", ALIGNMENT) != ALIGNMENT:
-        raise CheckpointError(f"it is always {ALIGNMENT} here", name=f"{name}: general.alignment", fix="Leave it out.")
+        raise CheckpointError(f"it must be {ALIGNMENT}", name=f"{name}: general.alignment", fix="Leave it out.")
     try:
         written = [_text(key) + _value(value, f"{name}: {key}") for key, value in sorted(pairs.items(), key=_rank)]
     except UnicodeEncodeError as error:
@@ -106,7 +106,7 @@ def _value(value: Scalar | Sequence[Scalar], where: str) -> bytes:
         kind, (raw,) = _typed([value], where)
         return struct.pack("<I", kind) + raw
     if not isinstance(value, Sequence):
-        raise CheckpointError(f"a {type(value).__name__} has no type in GGUF", name=where, fix="Leave it out.")
+        raise CheckpointError(f"GGUF has no type for a {type(value).__name__}", name=where, fix="Leave it out.")
     kind, items = _typed(value, where)
     return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
 
@@ -123,4 +123,4 @@ def _typed(values: Sequence[Scalar], where: str) -> tuple[int, list[bytes]]:
     elif all(type(value) in (int, float) for value in values):
         with contextlib.suppress(OverflowError):
             return 6, [struct.pack("<f", value) for value in values]
-    raise CheckpointError(f"{str(values)[:80]} have no type in GGUF", name=where, fix="Leave it out.")
+    raise CheckpointError(f"GGUF has no type for the values {str(values)[:80]}", name=where, fix="Leave it out.")

@@ -103,13 +103,13 @@ def _parsed(entry: Any, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[torch.dt
     try:
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError):
-        raise CheckpointError("the entry needs dtype, shape and data_offsets") from None
+        raise CheckpointError("its entry in the header lacks dtype, shape or data_offsets") from None
     kind = kinds.get((code, tuple(shape))) if type(code) is str and are_counts(shape) else None
     if kind is None:
         kind = kinds[code, tuple(shape)] = _kind(code, shape)
     dtype, size, nbytes = kind
     if not are_counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"it has the bad data_offsets {short_repr(offsets)}")
+        raise CheckpointError(f"its data_offsets {short_repr(offsets)} are not two byte offsets")
     start, stop = offsets
     if stop - start != nbytes:
         raise CheckpointError(f"its data_offsets span {stop - start} bytes, {code} of shape {size} takes {nbytes}")
@@ -119,12 +119,12 @@ def _parsed(entry: Any, kinds: dict[tuple[str, Shape], _Kind]) -> tuple[torch.dt
 def _kind(code: Any, shape: Any) -> _Kind:
     """Return dtype, shape and bytes for the dtype and shape of a header; raise CheckpointError if they are invalid."""
     if not isinstance(code, str) or code not in DTYPES:
-        known = "a dtype that torch does not have" if code in WITHOUT_TORCH else "no dtype of the format"
+        known = "which torch does not have" if code in WITHOUT_TORCH else "which the format does not have"
         raise CheckpointError(f"it has dtype {short_repr(code)}, {known}")
     if not are_counts(shape) or len(shape) > _RANK_LIMIT:
-        raise CheckpointError(f"it has the bad shape {short_repr(shape)}")
+        raise CheckpointError(f"its shape {short_repr(shape)} is not a list of at most {_RANK_LIMIT} sizes")
     if math.prod(shape if 0 not in shape else [n for n in shape if n]) >= 2**60:  # torch needs 64 bits beside a 0, too
-        raise CheckpointError(f"it has the impossible shape {shape}")
+        raise CheckpointError(f"its shape {shape} has too many elements")
     if code == "F4":
         if not shape or shape[-1] % 2:
             raise CheckpointError(f"it is F4 with shape {shape}, whose last size must be even")
@@ -155,7 +155,7 @@ def format_header(
         if dtype not in CODES:
             raise CheckpointError(f"safetensors has no dtype for {dtype}", name=key, fix="Convert the tensor first.")
         if CODES[dtype] == "F4" and not shape:  # torch counts pairs, and no shape of the file means one pair
-            raise CheckpointError("a pair of F4 without a dimension has no place in safetensors", name=key)
+            raise CheckpointError("safetensors cannot store a float4_e2m1fn_x2 tensor without dimensions", name=key)
         if key == _METADATA:
             raise CheckpointError("this name is reserved by the format", name=key, fix="Rename the tensor.")
     order = sorted(tensors, key=lambda key: (-tensors[key][0].itemsize, key))

@@ -38,7 +38,7 @@ def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool 
             raise CheckpointError(f"{path} is a local path, and has no revision {revision!r}", name="revision", fix=fix)
         return Path(path)
     if revision is not None and found["revision"] not in (None, revision):
-        raise CheckpointError(f"is {revision!r}, and the name says {found['revision']!r}", name="revision")
+        raise CheckpointError(f"is {revision!r}, but the path has {found['revision']!r}", name="revision")
     revision = revision or found["revision"]
     try:
         import huggingface_hub as hub
@@ -86,7 +86,7 @@ def _fetched(hub: Any, name: str, revision: str | None, fetch: Callable[..., Pat
     home = Path(os.path.realpath(folder.parents[1]))
     for one in wanted:
         if not Path(os.path.realpath(folder / one)).is_relative_to(home):
-            raise CheckpointError(f"{one} is a link out of the cache of {name}", name=str(folder), fix="Remove it.")
+            raise CheckpointError(f"{one} links to a file outside of the cache", name=str(folder), fix="Remove it.")
     return folder
 
 
@@ -104,8 +104,8 @@ def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
         fix = "Fetch one with huggingface_hub.hf_hub_download, and give its path."
         raise CheckpointError(f"the repository holds several GGUF files: {', '.join(files)}", name=name, fix=fix)
     if not files:
-        fix = "Others are not fetched: they may hold code. Download it, and give its path."
-        raise CheckpointError("the repository has no safetensors or GGUF file of its own", name=name, fix=fix)
+        fix = "Other files may hold code, and are not fetched. Download them, and give their path."
+        raise CheckpointError("the repository has no safetensors or GGUF file at its top level", name=name, fix=fix)
     return files
 
 
@@ -122,7 +122,7 @@ def _explained(hub: Any, error: Exception, path: str) -> CheckpointError:
     if "LocalEntryNotFoundError" in kinds:
         why = "HF_HUB_OFFLINE is set" if hub.constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         what = (
-            f"there is no such file or folder, {why}, and the cache in {hub.constants.HF_HUB_CACHE} has not all of it"
+            f"there is no such file or folder, {why}, and the cache in {hub.constants.HF_HUB_CACHE} lacks files of it"
         )
         return CheckpointError(what, name=path, fix="Correct the path, or fetch it once while online.")
     text = " ".join(str(error).split()) or type(error).__name__

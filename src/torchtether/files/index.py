@@ -50,7 +50,7 @@ def read_index(path: Path) -> Index:
     for file in index.files:
         if not file.is_file():
             raise CheckpointError(
-                f"the index names {file.name}, which is not there", name=str(path), fix="Fetch every shard."
+                f"the index lists the file {file.name}, which does not exist", name=str(path), fix="Fetch every shard."
             )
     return index
 
@@ -65,17 +65,17 @@ def parse_index(path: Path) -> Index:
     found = parse_object(text, name=name, what="index", floats=True, values=_VALUES)
     weight_map, metadata = found.get("weight_map"), found.get("metadata") or {}
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
-        raise CheckpointError("the index needs an object weight_map", name=name, fix="Is it the index of a checkpoint?")
+        raise CheckpointError("the index has no object 'weight_map'", name=name, fix="Is it the index of a checkpoint?")
     plain: set[str] = set()  # checked names: many tensors are in few files
     for key, file in weight_map.items():
         if isinstance(file, str) and (file in plain or _is_plain_name(file)):
             plain.add(file)
         else:
             raise CheckpointError(
-                f"the index puts it in {short_repr(file)}, which is not a file beside the index", name=f"{name}: {key}"
+                f"the index assigns it to {short_repr(file)}, not to a file in its own folder", name=f"{name}: {key}"
             )
     if not weight_map:
-        raise CheckpointError("the index names no file", name=name, fix="Is it the index of a checkpoint?")
+        raise CheckpointError("the index lists no tensors", name=name, fix="Is it the index of a checkpoint?")
     index = Index(path, weight_map, metadata)
     if index.headers is not None and not isinstance(index.headers, dict):
         raise CheckpointError(f"{HEADERS} in its metadata is {short_repr(index.headers)}, not an object", name=name)

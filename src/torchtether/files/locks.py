@@ -65,7 +65,7 @@ def locked(folder: Path) -> Iterator[None]:
         while not _takes(descriptor):
             if time.monotonic() > end:
                 raise CheckpointError(
-                    f"another save has been at work here for {PATIENCE:.0f} s", name=str(folder), fix="Save again."
+                    f"another save has not ended within {PATIENCE:.0f} s", name=str(folder), fix="Save again."
                 )
             time.sleep(0.005)
         yield

@@ -64,4 +64,4 @@ def check_whole(folder: Path, stem: str | None = None) -> None:
     marks = [mark_of(folder, stem)] if stem else sorted(folder.glob(f"*{MARK_SUFFIX}"))
     for mark in marks:
         if os.path.lexists(mark):
-            raise CheckpointError("the save that began here did not end", name=str(mark), fix="Save again.")
+            raise CheckpointError("a save to this checkpoint has not ended", name=str(mark), fix="Save again.")

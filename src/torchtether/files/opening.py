@@ -41,7 +41,7 @@ def open_file(path: Path | str) -> int:
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
-        raise CheckpointError(f"it is {_KINDS.get(kind, 'something else')}, not a file to read", name=str(path))
+        raise CheckpointError(f"it is {_KINDS.get(kind, 'a special file')}, not a regular file", name=str(path))
     return descriptor
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickletools
+import zipfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import torch
 
 from ..errors import CheckpointError
 
@@ -59,6 +62,21 @@ class _Value(NamedTuple):
 _ANYTHING = _Value()
 
 
+def load_to_meta(file: Any, *, name: str) -> Any:
+    """Return the object in ``file``, by ``torch.save``, with its tensors on ``meta``; the calls are checked first.
+
+    Raises CheckpointError for a pickle that is refused, and any error for a damaged file.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError("its entries are compressed, which torch.save never does", name=name)
+            if entry.filename.endswith("data.pkl"):
+                check_calls(archive.read(entry), name=name)
+    file.seek(0)
+    return torch.load(file, map_location="meta", weights_only=True)
+
+
 def check_calls(pickle: bytes, *, name: str) -> None:
     """Raise CheckpointError if reading ``pickle`` would call a function that no state dict needs.
 
@@ -70,12 +88,11 @@ def check_calls(pickle: bytes, *, name: str) -> None:
             raise CheckpointError("it holds a sparse tensor", name=name, fix="Save it with .to_dense(), or without it.")
         if called not in _CALLED:
             raise CheckpointError(
-                f"it calls {called}, which no state dict needs", name=name, fix="Save model.state_dict() alone."
+                f"its pickle calls {called}, which no state dict needs", name=name, fix="Save model.state_dict() alone."
             )
         if called == "_codecs.encode" and [part.text for part in given.parts[1:]] != ["latin1"]:
-            raise CheckpointError(
-                "it encodes text by a codec that pickle does not use", name=name
-            )  # some are quadratic
+            # some codecs take quadratic time
+            raise CheckpointError("its pickle encodes text by another codec than latin1", name=name)
 
 
 def _calls(pickle: bytes, name: str) -> Iterator[tuple[str, _Value]]:
@@ -89,12 +106,12 @@ def _calls(pickle: bytes, name: str) -> Iterator[tuple[str, _Value]]:
             raise CheckpointError(f"its pickle has more than {_LIMIT} instructions", name=name)
         taken: list[_Value] = []
         if code.name in _CALLS:
-            yield stack[-2].name or "what it has made itself", stack[-1]
+            yield stack[-2].name or "an object that is not a global", stack[-1]
         elif code.name in _PUTS:
             memo[argument] = stack[-1]
             continue
         elif code.name not in _OTHERS and code.name not in _GETS:
-            raise CheckpointError(f"its pickle uses {code.name}, torch.save does not", name=name)
+            raise CheckpointError(f"its pickle uses {code.name}, which torch.save does not write", name=name)
         if code.name == "MARK":
             marks.append(len(stack))
         elif pickletools.markobject in code.stack_before:

@@ -16,7 +16,7 @@ from ..ties.components import Component, find_components, tie_of
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .header import Header, Stored
-from .pickle_calls import check_calls
+from .pickle_calls import load_to_meta
 from .reader import TensorFile
 from .record import HIDDEN, Record, layout_of, part_key
 
@@ -49,14 +49,7 @@ class PickledFile(TensorFile):
                         name=self.name,
                         fix="Load it with torch.load, and save it again.",
                     )
-                with zipfile.ZipFile(file) as archive:
-                    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                        raise CheckpointError("its entries are compressed, torch.save does not do that", name=self.name)
-                    for entry in archive.infolist():
-                        if entry.filename.endswith("data.pkl"):
-                            check_calls(archive.read(entry), name=self.name)
-                file.seek(0)
-                found = torch.load(file, map_location="meta", weights_only=True)
+                found = load_to_meta(file, name=self.name)
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle can make torch raise any error
@@ -67,7 +60,6 @@ class PickledFile(TensorFile):
         return self._header(named)
 
     def _header(self, named: Mapping[str, Tensor]) -> Header:
-        size = os.fstat(self._descriptor).st_size
         tensors: dict[str, Stored] = {}
         weights: dict[str, WeightSpec] = {}
         ties: list[Tie] = []
@@ -96,10 +88,8 @@ class PickledFile(TensorFile):
             if tie is not None:
                 ties.append(tie)
             for stored in made.values():
-                if stored.start + stored.nbytes > size:
-                    raise CheckpointError(
-                        f"it reaches byte {stored.start + stored.nbytes}, the file has {size}", name=where
-                    )
+                if (stop := stored.start + stored.nbytes) > self._size:
+                    raise CheckpointError(f"its values end at byte {stop}, the file has {self._size}", name=where)
             if not tensors.keys().isdisjoint(made):
                 raise CheckpointError(
                     "a tensor and a part of a Weight have this name", name=f"{self.name}: {min(made)}"
@@ -130,7 +120,7 @@ def _state(found: Any, name: str) -> dict[str, Tensor]:
                 f"it is a {type(tensor).__name__}, not a tensor of a state dict", name=where, fix=_ALONE
             )
         if key.startswith(HIDDEN):
-            raise CheckpointError(f"names that begin with {HIDDEN} are taken", name=where)
+            raise CheckpointError(f"names that begin with {HIDDEN} are reserved", name=where)
         if type(tensor) is not Weight:
             _check_plain(tensor, where)
     return _shared(found, name)
@@ -140,10 +130,12 @@ def _check_plain(tensor: Tensor, where: str) -> None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(f"a {type(tensor).__name__} of layout {tensor.layout} cannot be read", name=where)
     if tensor.is_conj() or tensor.is_neg():
-        raise CheckpointError("it is a lazy conjugate or negative", name=where, fix="Resolve it before saving.")
+        raise CheckpointError(
+            "it is a conjugated or negated view", name=where, fix="Save .resolve_conj().resolve_neg() of it."
+        )
     reach = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
     if tensor.numel() and reach * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise CheckpointError("it reaches past its storage", name=where)
+        raise CheckpointError("it extends beyond its storage", name=where)
 
 
 def _shared(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -187,11 +179,13 @@ def _checked(weight: Weight, where: str) -> tuple[WeightSpec, dict[str, Tensor]]
             _check_plain(part, where)
         found = {part: (one.dtype, tuple(one.shape)) for part, one in parts.items()}
         if found != layout_of(spec):
-            raise CheckpointError(f"its parts are {found}, {spec.scheme} has {layout_of(spec)}", name=where)
+            raise CheckpointError(f"its parts are {found}, {spec.scheme} needs {layout_of(spec)}", name=where)
     except TetherError:
         raise
     except Exception as error:
-        raise CheckpointError(f"it is no Weight: {type(error).__name__}: {str(error)[:200]}", name=where) from None
+        raise CheckpointError(
+            f"it is not a valid Weight: {type(error).__name__}: {str(error)[:200]}", name=where
+        ) from None
     return spec, parts
 
 
@@ -204,7 +198,7 @@ def _place(tensor: Tensor, where: str) -> int:
         return 0
     place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if type(place) is not int or place < 0:
-        raise CheckpointError("torch does not say where it is in the file", name=where)
+        raise CheckpointError("torch.load does not report its position in the file", name=where)
     return place
 
 

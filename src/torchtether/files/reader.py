@@ -79,25 +79,21 @@ class TensorFile(Closing):
         return parse_header(*self._header_text(), name=self.name)
 
     def _header_text(self) -> tuple[bytes, int]:
-        try:
-            size = os.fstat(self._descriptor).st_size
-            length = bytearray(8)
-            if size < 8:
-                raise CheckpointError(f"the file has {size} bytes, a safetensors file has 8 or more", name=self.name)
-            self._read(memoryview(length), 0, "header")
-            count = int.from_bytes(length, "little")
-            if count > HEADER_LIMIT:
-                raise CheckpointError(
-                    f"the header takes {count} bytes, the format allows {HEADER_LIMIT}",
-                    name=self.name,
-                    fix="Is it a safetensors file?",
-                )
-            if 8 + count > size:
-                raise CheckpointError(f"the header takes {count} bytes, the file has {size}", name=self.name)
-            text = bytearray(count)
-            self._read(memoryview(text), 8, "header")
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
+        size, length = self._size, bytearray(8)
+        if size < 8:
+            raise CheckpointError(f"the file has {size} bytes, a safetensors file has 8 or more", name=self.name)
+        self._read(memoryview(length), 0, "header")
+        count = int.from_bytes(length, "little")
+        if count > HEADER_LIMIT:
+            raise CheckpointError(
+                f"the header takes {count} bytes, the format allows {HEADER_LIMIT}",
+                name=self.name,
+                fix="Is it a safetensors file?",
+            )
+        if 8 + count > size:
+            raise CheckpointError(f"the header takes {count} bytes, the file has {size}", name=self.name)
+        text = bytearray(count)
+        self._read(memoryview(text), 8, "header")
         return bytes(text), size
 
     def header_digest(self) -> str:
@@ -109,14 +105,16 @@ class TensorFile(Closing):
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
-        raise CheckpointError("it was replaced while it was open", name=self.name, fix="Open it again.")
+        raise CheckpointError("the file was replaced while it was open", name=self.name, fix="Open it again.")
 
     def check_size(self) -> None:
         """Raise CheckpointError if the file has become shorter since it was opened."""
         size = os.fstat(self._descriptor).st_size
         if size < self._size:
             raise CheckpointError(
-                f"had {self._size} bytes when it was opened, and has {size} now", name=self.name, fix="Fetch it again."
+                f"the file had {self._size} bytes when it was opened, and has {size} now",
+                name=self.name,
+                fix="Fetch it again.",
             )
 
     def stored(self, key: str) -> Stored:
@@ -168,7 +166,8 @@ class TensorFile(Closing):
             except (OSError, ValueError) as error:
                 self._fail(f"cannot be mapped: {error}", key)
         if stored.start + stored.nbytes > len(self._map):
-            self._fail(f"the file ended at byte {len(self._map)}, before its last one", key)
+            stop = stored.start + stored.nbytes
+            self._fail(f"the file is cut short: it has {len(self._map)} bytes, the tensor ends at byte {stop}", key)
         made = torch.frombuffer(self._map, dtype=torch.uint8, count=stored.nbytes, offset=stored.start)
         return made.view(stored.dtype).view(stored.shape)
 
@@ -182,7 +181,7 @@ class TensorFile(Closing):
         if made.numel():
             item = view.dtype.itemsize
             if (view.offset + extent(view.size, view.stride)) * item > self.stored(key).nbytes:
-                self._fail(f"{view} reaches past its {self.stored(key).nbytes} bytes", key)
+                self._fail(f"{view} extends beyond the {self.stored(key).nbytes} bytes of the tensor", key)
             self._gather(key, made, view.stride, self.stored(key).start + view.offset * item)
         return made.view(view.dtype)
 
@@ -221,15 +220,19 @@ class TensorFile(Closing):
 
     def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None:
         """Fill the buffers in order with the bytes of the file from ``at`` on."""
+        self._fill_all(self._descriptor, buffers, at)
+
+    def _fill_all(self, descriptor: int, buffers: Sequence[Buffer], at: int, file: str = "the file") -> None:
+        """Fill the buffers in order with the bytes of ``descriptor`` from ``at`` on; errors describe it as ``file``."""
         rest = list(buffers)
         while rest:
             key, memory = rest[0]
             try:
-                count = os.preadv(self._descriptor, [memory for _, memory in rest], at)
+                count = os.preadv(descriptor, [memory for _, memory in rest], at)
             except OSError as error:
-                self._fail(f"cannot be read: {error.strerror}", key)
+                self._fail(f"{file} cannot be read: {error.strerror}", key)
             if count == 0:
-                self._fail(f"the file ended at byte {at}, {len(memory)} bytes early", key)
+                self._fail(f"{file} is cut short: nothing follows byte {at}, {len(memory)} more bytes are needed", key)
             at += count
             while rest and count >= len(rest[0][1]):
                 count -= len(rest.pop(0)[1])

@@ -71,7 +71,7 @@ class Record:
         for record in records:
             names = {known for tie in record.ties for known in tie.names} | record.weights.keys()
             if not seen.isdisjoint(names):
-                raise CheckpointError("two shards have a record of it", name=f"{name}: {min(seen & names)}")
+                raise CheckpointError("two shards have records of this name", name=f"{name}: {min(seen & names)}")
             seen |= names
             ties += record.ties
             weights |= record.weights
@@ -130,19 +130,19 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
     found = parse_object(text, name=name, what=_WHAT, floats=True, values=_values(len(stored)))
     if found.get("v") != 1 or not found.keys() <= _FIELDS:
         raise CheckpointError(
-            f"the record has version {short_repr(found.get('v'))}, fields {', '.join(sorted(found))[:80]}, this package"
-            " reads version 1",
+            f"the torchtether record has version {short_repr(found.get('v'))} and the fields "
+            f"{', '.join(sorted(found))[:80]}, this package reads version 1",
             name=name,
             fix="Upgrade torchtether.",
         )
     for key, kind in (("ties", list), ("weights", dict), ("strides", dict), ("copies", list), ("crc32", dict)):
         if not isinstance(found.setdefault(key, kind()), kind):
-            raise CheckpointError(f"{key} in the record is not a {kind.__name__}", name=name)
+            raise CheckpointError(f"the field {key!r} of the torchtether record is not a {kind.__name__}", name=name)
     weights = parse_weights(found["weights"], stored, name=name)
     parts = {part_key(key, part) for key, spec in weights.items() for part in spec.scheme.layout(spec.base)}
     strides = {key: _strides(entry, stored.get(key), where=f"{name}: {key}") for key, entry in found["strides"].items()}
     if not all(isinstance(key, str) for key in found["copies"]):
-        raise CheckpointError("copies in the record are not names", name=name)
+        raise CheckpointError("the field 'copies' of the torchtether record has values that are not names", name=name)
     checksums = {key: _checksum(entry, key, stored, name=name) for key, entry in found["crc32"].items()}
     record = Record(_ties(found["ties"], name), weights, strides, frozenset(found["copies"]), checksums)
     _check_ties(record, stored, parts, name)
@@ -171,7 +171,9 @@ def check_parts(key: str, spec: WeightSpec, found: Mapping[str, Stored | Tensor]
     for part, (dtype, shape) in layout_of(spec).items():
         one = found.get(part_key(key, part))
         if one is None:
-            raise CheckpointError(f"its part {part_key(key, part)!r} is absent", name=name, fix="Is a shard missing?")
+            raise CheckpointError(
+                f"its part {part_key(key, part)!r} is not stored", name=name, fix="Is a shard missing?"
+            )
         if (one.dtype, tuple(one.shape)) != (dtype, shape):
             what = f"its part {part!r} is {one.dtype} {tuple(one.shape)}, {spec.scheme} needs {dtype} {shape}"
             raise CheckpointError(what, name=name)
@@ -179,24 +181,25 @@ def check_parts(key: str, spec: WeightSpec, found: Mapping[str, Stored | Tensor]
 
 def _weight(entry: Any, key: str, stored: Mapping[str, Stored], *, where: str) -> WeightSpec:
     if not isinstance(entry, dict) or not isinstance(entry.get("parts"), list):
-        raise CheckpointError("the weight record names no parts", name=where)
-    if not entry.keys() <= {"shape", "dtype", "scheme", "stride", "activations", "parts"}:
-        raise CheckpointError(f"the weight record holds {', '.join(sorted(entry))[:80]}", name=where)
+        raise CheckpointError("the record of this weight has no list of parts", name=where)
+    unknown = sorted(entry.keys() - {"shape", "dtype", "scheme", "stride", "activations", "parts"})
+    if unknown:
+        raise CheckpointError(f"the record of this weight has unknown fields: {', '.join(unknown)[:80]}", name=where)
     if key in stored or key in _RESERVED:
-        raise CheckpointError("it is recorded as a weight and stored as a tensor", name=where)
+        raise CheckpointError("the record lists it as a weight, the file stores it as a plain tensor", name=where)
     try:
         spec = WeightSpec.from_json({name: value for name, value in entry.items() if name != "parts"})
         layout = layout_of(spec)
     except TetherError as error:
-        raise CheckpointError(f"the weight record cannot be: {str(error)[:200]}", name=where) from None
+        raise CheckpointError(f"the record of this weight is invalid: {str(error)[:200]}", name=where) from None
     except Exception as error:  # a scheme, perhaps of another package, got fields of the wrong type
         raise CheckpointError(
-            f"the weight record cannot be: {type(error).__name__}: {str(error)[:200]}", name=where
+            f"the record of this weight is invalid: {type(error).__name__}: {str(error)[:200]}", name=where
         ) from None
     if not spec.dtype.is_floating_point or list(layout) != entry["parts"]:
-        raise CheckpointError(
-            f"the weight record names parts {short_repr(entry['parts'])}, {spec.scheme} has {list(layout)}", name=where
-        )
+        listed = short_repr(entry["parts"])
+        what = f"the record of this weight lists the parts {listed}, {spec.scheme} in {spec.dtype} has {list(layout)}"
+        raise CheckpointError(what, name=where)
     check_parts(key, spec, stored, name=where)
     return spec
 
@@ -207,7 +210,7 @@ def layout_of(spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
     Raises CheckpointError if its strides do not match its shape, and the errors of its scheme for invalid fields.
     """
     if spec.stride != contiguous_stride(spec.shape) and not _is_dense(spec.shape, spec.stride):
-        raise CheckpointError(f"shape {spec.shape} does not go with stride {spec.stride}")
+        raise CheckpointError(f"the strides {spec.stride} do not fit the shape {spec.shape}")
     parts = spec.scheme.layout(spec.base)
     return {name: (part.dtype or spec.dtype, tuple(part.shape)) for name, part in parts.items()}
 
@@ -217,10 +220,10 @@ def layout_of(spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
 
 def _strides(entry: Any, stored: Stored | None, *, where: str) -> Shape:
     if stored is None:
-        raise CheckpointError("its strides are recorded, it is not stored", name=where)
+        raise CheckpointError("the record has strides for it, the file does not store it", name=where)
     fits = isinstance(entry, list) and len(entry) == len(stored.shape) and all(is_count(n) for n in entry)
     if not fits or not _is_dense(stored.shape, tuple(entry)):
-        raise CheckpointError(f"strides {short_repr(entry)} do not lay out shape {stored.shape} densely", name=where)
+        raise CheckpointError(f"the strides {short_repr(entry)} are not dense for shape {stored.shape}", name=where)
     return tuple(entry)
 
 
@@ -241,7 +244,7 @@ def _is_dense(shape: Shape, stride: Shape) -> bool:
 
 def _checksum(entry: Any, key: str, stored: Mapping[str, Stored], *, name: str) -> int:
     if key not in stored:
-        raise CheckpointError("its checksum is recorded, it is not stored", name=f"{name}: {key}")
+        raise CheckpointError("the record has a checksum for it, the file does not store it", name=f"{name}: {key}")
     if not isinstance(entry, str) or not _CHECKSUM.fullmatch(entry):
         raise CheckpointError(f"the checksum {str(entry)[:80]!r} is not 8 lower-case hex digits", name=f"{name}: {key}")
     return int(entry, 16)
@@ -253,10 +256,8 @@ def _checksum(entry: Any, key: str, stored: Mapping[str, Stored], *, name: str) 
 def _ties(entries: list[Any], name: str) -> tuple[Tie, ...]:
     try:
         return tuple(Tie.from_json(entry) for entry in entries)
-    except TetherError as error:
-        raise CheckpointError(f"a tie record cannot be: {str(error)[:200]}", name=name) from None
-    except TypeError as error:
-        raise CheckpointError(f"a tie record cannot be: {str(error)[:200]}", name=name) from None
+    except (TetherError, TypeError) as error:
+        raise CheckpointError(f"a tie in the record is invalid: {str(error)[:200]}", name=name) from None
 
 
 def _owner(key: str) -> str:
@@ -278,11 +279,11 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
         elif tie.owner in spelled and not any(tie.views):
             spec, nbytes = None, 0  # another format may store it under a key of ``_owner``; its reader checks that
         else:
-            raise CheckpointError("the record ties names to it, this file does not store it", name=where)
+            raise CheckpointError("the record lists it as the owner of a tie, the file does not store it", name=where)
         for alias, view in zip(tie.names, tie.views, strict=True):
             what = f"{name}: {alias}"
             if alias in seen:
-                raise CheckpointError("two ties name it", name=what)
+                raise CheckpointError("two ties of the record contain this name", name=what)
             seen.add(alias)
             check_length(alias, name=name)
             if alias == tie.owner:
@@ -290,9 +291,9 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
             if alias in copies:
                 copies.discard(alias)
             elif alias in stored or alias in record.weights:
-                raise CheckpointError(f"it is stored, and recorded as an alias of {tie.owner}", name=what)
+                raise CheckpointError(f"the file stores it, the record lists it as an alias of {tie.owner}", name=what)
             if alias in _RESERVED or alias.startswith(HIDDEN) or alias in parts:
-                raise CheckpointError("an alias cannot have this name", name=what)
+                raise CheckpointError("an alias cannot have this name, which is reserved or in use", name=what)
             if view is None:
                 continue
             if spec is not None:
@@ -301,17 +302,17 @@ def _check_ties(record: Record, stored: Mapping[str, Stored], parts: set[str], n
                 assert nbytes is not None
                 _check_view(view, nbytes, what)
     if copies:
-        raise CheckpointError("it is recorded as a copy, no tie names it", name=f"{name}: {min(copies)}")
+        raise CheckpointError("the record lists it as a copy, but in no tie", name=f"{name}: {min(copies)}")
 
 
 def _check_view(view: View, nbytes: int, where: str) -> None:
     """Check in Python integers that the alias stays within its owner's bytes and visits no byte twice."""
     if view.dtype not in CODES or len(view.size) > 64:
-        raise CheckpointError(f"an alias of {view.dtype} and rank {len(view.size)} cannot be", name=where)
+        raise CheckpointError(f"an alias cannot have dtype {view.dtype} and {len(view.size)} dimensions", name=where)
     item = view.dtype.itemsize
     reach = (view.offset + extent(view.size, view.stride)) * item
     if reach > nbytes:
-        raise CheckpointError(f"the alias reaches byte {reach} of its owner's {nbytes}", name=where)
+        raise CheckpointError(f"the alias ends at byte {reach}, its owner has {nbytes} bytes", name=where)
     if math.prod(max(n, 1) for n in view.size) * item > max(nbytes, 16):
         raise CheckpointError(f"the alias of size {view.size} is larger than its owner of {nbytes} bytes", name=where)
     if view.overlaps_itself:
@@ -321,11 +322,11 @@ def _check_view(view: View, nbytes: int, where: str) -> None:
 def _check_weight_view(view: View, spec: WeightSpec, limit: int, where: str) -> None:
     """Check that the alias is the Weight with permuted dimensions, or a range of its rows."""
     if view.dtype != spec.dtype and not view.dtype.is_floating_point:
-        raise CheckpointError(f"an alias of {view.dtype} of a {spec.dtype} weight cannot be", name=where)
+        raise CheckpointError(f"an alias of a {spec.dtype} weight cannot have dtype {view.dtype}", name=where)
     dims = sorted(zip(view.size, view.stride, strict=True))
     if dims == sorted(zip(spec.shape, spec.stride, strict=True)) and view.offset == 0:
         return
     row = limit // max(spec.shape[0], 1)
     is_rows = view.size[1:] == spec.shape[1:] and view.stride == spec.stride and view.offset % max(row, 1) == 0
     if not (is_rows and spec.is_contiguous and view.offset + view.size[0] * row <= limit):
-        raise CheckpointError(f"an alias of size {view.size} is neither the weight turned nor rows of it", name=where)
+        raise CheckpointError(f"an alias of size {view.size} is neither the permuted weight nor rows of it", name=where)

@@ -110,14 +110,6 @@ class Store(Closing):
         batch.fill((file, key, stored.start, out) for (file, key, stored, _), out in zip(places, made, strict=True))
         return made
 
-    def is_mappable(self, key: str) -> bool:
-        """Return whether ``map`` can return ``key``; see ``TensorFile``."""
-        return self._home[key].is_mappable(key)
-
-    def map(self, key: str) -> Tensor:
-        """Return the tensor ``key`` over private pages of its file."""
-        return self._home[key].map(key)
-
     def read_view(self, key: str, view: View) -> Tensor:
         """Return the elements of ``key`` that ``view`` selects, contiguous, in new memory."""
         return self._home[key].read_view(key, view)
@@ -179,7 +171,7 @@ def _homes(files: list[TensorFile], index: Index | None) -> dict[str, TensorFile
         tensors = file.header.tensors
         if not homes.keys().isdisjoint(tensors):
             key = next(key for key in tensors if key in homes)
-            raise CheckpointError(f"{homes[key].path.name} stores it too", name=f"{file.name}: {key}")
+            raise CheckpointError(f"{homes[key].path.name} also stores this name", name=f"{file.name}: {key}")
         homes.update(dict.fromkeys(tensors, file))
     if index is not None:
         _check_index(files, index)
@@ -198,11 +190,10 @@ def _check_index(files: list[TensorFile], index: Index) -> None:
     for key, name in index.weight_map.items():
         if named.get(key) != name:
             where = f"is in {named[key]}" if key in named else "is in no shard"
-            raise CheckpointError(f"the index puts it in {name}, it {where}", name=f"{index.path}: {key}")
-    for file in files:
-        for key in file.names if isinstance(file, PickledFile) else file.header.tensors:
-            if key not in index.weight_map:
-                raise CheckpointError("the index does not name it", name=f"{file.name}: {key}")
+            raise CheckpointError(f"the index assigns it to {name}, but it {where}", name=f"{index.path}: {key}")
+    for key, name in named.items():
+        if key not in index.weight_map:
+            raise CheckpointError("the index does not list it", name=f"{index.path.parent / name}: {key}")
 
 
 def _check_headers(files: list[TensorFile], index: Index) -> None:
@@ -213,7 +204,7 @@ def _check_headers(files: list[TensorFile], index: Index) -> None:
         known, found = index.headers.get(file.path.name), file.header_digest()
         if known != found:
             raise CheckpointError(
-                f"it is not of the save of {index.path.name}: its header has digest {found}, not {short_repr(known)}",
+                f"its header has digest {found}, but {index.path.name} lists {short_repr(known)}",
                 name=file.name,
                 fix="Save again, or fetch all files of one save.",
             )
@@ -232,13 +223,14 @@ def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]
         for alias in tie.aliases:
             if (alias in stored or alias in record.weights) and alias not in record.copies:
                 raise CheckpointError(
-                    f"it is stored, and another shard records it as an alias of {tie.owner}", name=f"{where}: {alias}"
+                    f"one shard stores it, another one lists it as an alias of {tie.owner}", name=f"{where}: {alias}"
                 )
     if index is not None and isinstance(index.metadata.get(KEY), str):
         everything = {key: one for file in files for key, one in file.header.tensors.items()}
         whole = parse_record(index.metadata[KEY], everything, name=str(index.path))
         if whole.metadata() != record.with_checksums({}).metadata():  # only the records of files have checksums
-            raise CheckpointError("its record is not that of the shards", name=str(index.path), fix="Save it again.")
+            what = "the record in the index differs from the records in the shards"
+            raise CheckpointError(what, name=str(index.path), fix="Save it again.")
     return record, bool(found)
 
 
@@ -281,35 +273,28 @@ def _check_ended(path: Path) -> None:
         check_whole(path.parent, stem)
 
 
+def _visible(folder: Path, suffix: str) -> list[Path]:
+    """Return the files of ``folder`` that end in ``suffix`` and are not hidden, in the order of their names."""
+    return sorted(file for file in folder.glob(f"*{suffix}") if not file.name.startswith("."))
+
+
 def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
     indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
-    files = sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("."))
-    single = folder / f"model{SUFFIX}"
-    if len(indexes) > 1 or (indexes and single in files):
-        names = ", ".join(file.name for file in (*indexes, single))
+    files, single, pickled = _visible(folder, SUFFIX), folder / f"model{SUFFIX}", folder / f"{_PICKLED_STEM}.bin"
+    if not indexes and not files:
+        single, index_of_pickled = pickled, folder / f"{pickled.name}.index.json"
+        files, indexes = ([path] if path.is_file() else [] for path in (pickled, index_of_pickled))
+    if indexes and (len(indexes) > 1 or single in files):
+        names = ", ".join(file.name for file in sorted([*indexes, *([single] if single in files else [])]))
         raise CheckpointError(
             f"the folder holds several checkpoints: {names}", name=str(folder), fix="Give the path of one."
         )
     if indexes:
         index = read_index(indexes[0])
         return index.files, index
-    if single in files:
-        return (single,), None
     if files:
-        return tuple(files), None
-    pickled, index_of_pickled = folder / f"{_PICKLED_STEM}.bin", folder / f"{_PICKLED_STEM}.bin.index.json"
-    if pickled.is_file() and index_of_pickled.is_file():
-        raise CheckpointError(
-            f"the folder holds several checkpoints: {pickled.name}, {index_of_pickled.name}",
-            name=str(folder),
-            fix="Give the path of one.",
-        )
-    if index_of_pickled.is_file():
-        index = read_index(index_of_pickled)
-        return index.files, index
-    if pickled.is_file():
-        return (pickled,), None
-    others = sorted(file for file in folder.glob(f"*{GGUF_SUFFIX}") if not file.name.startswith("."))
+        return (single,) if single in files else tuple(files), None
+    others = _visible(folder, GGUF_SUFFIX)
     if len(others) > 1:  # usually one model in several quantized types
         names = ", ".join(file.name for file in others)
         raise CheckpointError(

@@ -55,7 +55,7 @@ def parse_object(
         return made
 
     def refuse(word: str) -> NoReturn:
-        raise CheckpointError(f"the {what} holds the number {word[:40]}", name=name)
+        raise CheckpointError(f"the {what} holds the number {word[:40]}, which is not allowed there", name=name)
 
     def finite(word: str) -> float:
         return float(word) if math.isfinite(float(word)) else refuse(word)

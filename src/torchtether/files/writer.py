@@ -51,14 +51,14 @@ def write_made(
         checksum = Checksum(aside)
         for key, tensor in made:
             if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
-                given = f"a {tensor.dtype} {tuple(tensor.shape)} was made, not {layout.get(key)}"
+                given = f"it was planned as {layout.get(key)}, and made as {tensor.dtype} {tuple(tensor.shape)}"
                 raise CheckpointError(given, name=key)
             file.seek(start.pop(key))
             write_tensor(file, tensor, tick, checksum)
             checksums[key] = checksum.value()
             del tensor
     if start:
-        raise CheckpointError("it was to be written and was not made", name=min(start))
+        raise CheckpointError("it was planned, but no tensor was made for it", name=min(start))
     final, _ = format_header(layout, metadata(checksums), name=name)
     if final != header:
         assert len(final) == len(header)
@@ -72,9 +72,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"a {type(tensor).__name__} is not a tensor", name=name, fix="Leave it out.")
     if tensor.layout != torch.strided or tensor.is_nested:
-        raise CheckpointError(
-            f"a {tensor.layout} tensor has no place in safetensors", name=name, fix="Call .to_dense()."
-        )
+        raise CheckpointError(f"safetensors cannot store a {tensor.layout} tensor", name=name, fix="Call .to_dense().")
     if tensor.device.type == "meta":
         raise CheckpointError("it is on meta and has no values", name=name, fix="Load or materialize it first.")
 
