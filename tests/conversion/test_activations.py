@@ -403,11 +403,11 @@ def test_only_those_that_are_named():
             "int4",
             None,
             tt.ArgumentError,
-            "to: is 'int4', known are 'int8', 'float8', 'mxfp8', 'mxfp4', 'nvfp4' and None",
+            "to: is 'int4', not one of 'int8', 'float8', 'mxfp8', 'mxfp4', 'nvfp4' or None",
         ),
         (8, None, tt.ArgumentError, "to: is 8"),
         ("int8", "c*", tt.RuleError, "c\\*: only= matches no Weight, the nearest is"),
-        ("int8", 3, tt.ArgumentError, "only: 3 is no glob"),
+        ("int8", 3, tt.ArgumentError, "only: 3 is neither a glob"),
     ],
 )
 def test_refusals_change_nothing(to, only, kind, words):

@@ -67,9 +67,9 @@ def test_a_glob_is_case_sensitive_and_matches_parameters_only():
         ({"emb.weight": 8}, r"^emb\.weight: a scheme or its name is needed, got int"),
         (
             {"emb.weight": "int8", "head.weight": "fp8"},
-            r"^head\.weight: the rules ask for ScaledFloat.* under emb\.weight",
+            r"^head\.weight: the rules give it ScaledFloat.* to emb\.weight",
         ),
-        ({"head.weight": None, "*.weight": "int8"}, r"^head\.weight: the rules ask for no scheme, and for Affine"),
+        ({"head.weight": None, "*.weight": "int8"}, r"^head\.weight: the rules give it no scheme, and Affine"),
     ],
 )
 def test_rules_that_cannot_be_followed(rules, text):

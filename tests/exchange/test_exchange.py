@@ -186,7 +186,7 @@ def test_a_layout_that_the_grad_cannot_follow():
     made.weight.grad = torch.ones(4, 64)
     before = snapshot(made)
     sparse = made.weight.detach().to_sparse()
-    with pytest.raises(ConversionError, match=r"weight: has a grad of torch\.strided, .*Set its grad to None"):  # noqa: SIM117
+    with pytest.raises(ConversionError, match=r"weight: has a grad of layout torch\.strided, .*Set its grad to None"):  # noqa: SIM117
         with Exchange(made) as exchange:
             exchange.put(made.weight, sparse)
     assert snapshot(made) == before
@@ -207,8 +207,8 @@ def test_put_checks_what_was_not_checked():
 @pytest.mark.parametrize(
     ("new", "match"),
     [
-        (torch.zeros(64, 4), r"weight: holds shape \(4, 64\), its new contents have \(64, 4\)"),
-        (torch.zeros(4, 64, dtype=torch.int32), r"weight: requires grad, its new contents are torch\.int32"),
+        (torch.zeros(64, 4), r"weight: has shape \(4, 64\), its new values have \(64, 4\)"),
+        (torch.zeros(4, 64, dtype=torch.int32), r"weight: requires grad, which torch\.int32"),
     ],
 )
 def test_contents_that_do_not_fit(new, match):

@@ -106,8 +106,8 @@ def test_what_was_not_checked_is():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda t: t.long(), "weight: requires grad, its new contents are torch.int64"),
-        (lambda t: t[:1].double(), r"weight: holds shape \(2, 2\), its new contents have \(1, 2\)"),
+        (lambda t: t.long(), "weight: requires grad, which torch.int64"),
+        (lambda t: t[:1].double(), r"weight: has shape \(2, 2\), its new values have \(1, 2\)"),
     ],
     ids=["whole numbers", "shape"],
 )
@@ -220,7 +220,7 @@ def test_own_contents_are_checked_too():
         exchange.put_each([model.bias], [torch.zeros(2)], is_own=True)
     assert not ref.expired()
     assert model.bias.is_meta
-    with pytest.raises(ConversionError, match=r"weight: holds shape \(2, 2\)"), Exchange(model) as exchange:  # noqa: PT012
+    with pytest.raises(ConversionError, match=r"weight: has shape \(2, 2\)"), Exchange(model) as exchange:  # noqa: PT012
         exchange.check([model.weight])
         exchange.put_each([model.weight], [torch.zeros(2)], is_own=True)
     assert model.weight.is_meta

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from ..ties.names import named_tensors
 from ..torch_private.tensors import local_or_itself
 from ..weights.spec import ACTIVATIONS
 from ..weights.weight import Weight
-from .selection import globs_of, unmatched
+from .selection import matched_names
 
 Activations = Literal["int8", "float8", "mxfp8", "mxfp4", "nvfp4"] | None
 
@@ -58,22 +57,22 @@ def quantize_activations(
     check_module(model)
     if to not in (None, *ACTIVATIONS):
         known = ", ".join(map(repr, ACTIVATIONS))
-        raise ArgumentError(f"is {to!r:.40}, known are {known} and None", name="to", fix="Give one of them.")
+        raise ArgumentError(f"is {to!r:.40}, not one of {known} or None", name="to", fix="Give one of them.")
     dims = (2,) if only is None else (2, 3)
     weights = {name: held for name, held in named_tensors(model).items() if _is_weight(held, dims)}
     if not weights:
         raise RuleError("the model has no Weight of two dimensions", fix="Quantize it first.")
-    globs = ["*"] if only is None else globs_of(only)
-    for glob, near in unmatched(globs, weights).items():
-        raise RuleError(f"only= matches no Weight{near}", name=glob, fix="Correct or remove it.")
-    chosen = {name: held for name, held in weights.items() if any(fnmatchcase(name, glob) for glob in globs)}
-    for name, held in chosen.items():
+    chosen: list[Weight] = []
+    for name in matched_names("*" if only is None else only, weights, RuleError, "only= matches no Weight"):
+        held = weights[name]
         if not isinstance(held, Weight):
             fix = "Call quantize_activations before fully_shard."
-            raise ConversionError("is sharded, and what was gathered of it knows nothing of this", name=name, fix=fix)
-    for held in chosen.values():
-        if isinstance(held, Weight):
-            held.set_activations(to)
+            raise ConversionError(
+                "is sharded, and the tensors that FSDP2 gathers would keep the old setting", name=name, fix=fix
+            )
+        chosen.append(held)
+    for held in chosen:
+        held.set_activations(to)
     return model
 
 

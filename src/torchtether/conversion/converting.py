@@ -60,7 +60,7 @@ def convert(
     """
     check_module(model)
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConversionError(f"dtype={dtype!r} is a {type(dtype).__name__}", fix="Give a torch.dtype.")
+        raise ConversionError(f"dtype={dtype!r} is a {type(dtype).__name__}, not a dtype", fix="Give a torch.dtype.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConversionError(
             f"cannot convert a model to {dtype}, which is not a float dtype",
@@ -125,13 +125,13 @@ def _check(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | Non
         return
     if tensor.is_complex() and not dtype.is_complex:
         raise ConversionError(
-            f"is {tensor.dtype}, {dtype} would drop its imaginary part",
+            f"is {tensor.dtype}, and {dtype} would drop its imaginary part",
             name=exchange.name(tensor),
             fix="Keep it in a module of its own, or store torch.view_as_real of it.",
         )
     if dtype.itemsize < 2 and isinstance(tensor, Weight) and not tensor.scheme.transparent:
         raise ConversionError(
-            f"is a Weight, {dtype} cannot be its compute dtype",
+            f"is a Weight, and {dtype} cannot be its compute dtype",
             name=exchange.name(tensor),
             fix="Use two bytes or more.",
         )
@@ -146,7 +146,7 @@ def _check_shared(components: list[Component], dtype: torch.dtype | None) -> Non
         if component.dtype is None and dtype is not None:
             dtypes = ", ".join(f"{format_names(m.names)} is {m.tensor.dtype}" for m in component.members)
             raise ConversionError(
-                f"overlaps in memory with another dtype ({dtypes}), so {dtype} cannot be given to one of them",
+                f"shares memory with a tensor of another dtype ({dtypes}), so it cannot become {dtype}",
                 name=format_names(component.members[0].names),
                 fix="Convert the device only, or call tt.untie on one.",
             )

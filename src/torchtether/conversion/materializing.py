@@ -270,7 +270,7 @@ def _check_init(components: Iterable[Component], modules: dict[str, nn.Module], 
     ]
     if lost:
         raise ConversionError(
-            f"{describe_some(lost, 8)}: on meta, with neither a record of how it was computed nor reset_parameters",
+            f"{describe_some(lost, 8)}: on meta, without a record by tt.on_meta() and without reset_parameters",
             fix="Build the model inside tt.on_meta(), or pass init=.",
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +87,8 @@ def quantize(
         exchange.check([m.tensor for component, _, _ in plan for m in component.members], stay_weights=True)
         for (component, tie, scheme), size in zip(plan, sizes, strict=True):
             exchange.safe_point()
-            _put(exchange, component.members, _encoded(component, tie, scheme))
+            held = (member.tensor for member in component.members)
+            exchange.put_together(zip(held, _encoded(component, tie, scheme), strict=True))
             exchange.know_weights(component.names)
             tick(size)
     return model
@@ -116,7 +116,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
     for member in (member for component in components for member in component.members):
         if is_sharded(member.tensor) and isinstance(local_or_itself(member.tensor), Weight):
             raise ConversionError(
-                "is sharded, and FSDP2 knows it as a Weight",
+                "is a sharded Weight, which cannot be dequantized in place",
                 name=member.names[0],
                 fix="Dequantize the plain model, then shard it.",
             )
@@ -127,14 +127,9 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
         exchange.check([member.tensor for members in weights for member in members])
         for component, members, span in zip(plan, weights, spans, strict=True):
             exchange.safe_point()
-            _put(exchange, members, _decoded(span, members))
+            exchange.put_together(zip((member.tensor for member in members), _decoded(span, members), strict=True))
             exchange.keep_loading(component.names)
     return model
-
-
-def _put(exchange: Exchange, members: Sequence[Member], made: list[Any]) -> None:
-    """Exchange the members for ``made``; in a function, so no variable keeps the old ones while the next are made."""
-    exchange.put_together((member.tensor, new) for member, new in zip(members, made, strict=True))
 
 
 def _is_held_in(component: Component, scheme: Scheme) -> bool:
@@ -146,7 +141,7 @@ def _decoded(span: Tensor, members: Sequence[Member]) -> list[Tensor]:
     if isinstance(span, Weight):
         values = span.dequantize()
         return [values.as_strided(member.view.size, member.view.stride) for member in members]
-    return [_wrapped(member_view(span, member)) for member in members]
+    return [plain_values(member_view(span, member)).detach() for member in members]
 
 
 def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weight]:
@@ -154,7 +149,7 @@ def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weig
     owner = _owner(component, tie)
     is_memory = not isinstance(owner.tensor, Weight) or owner.tensor.scheme.transparent  # else it has to be decoded
     if scheme.transparent and is_memory:
-        return [Weight.encode(_wrapped(member.tensor), scheme, tie=tie) for member in component.members]
+        return [Weight.encode(plain_values(m.tensor).detach(), scheme, tie=tie) for m in component.members]
     weight = Weight.encode(owner.tensor, scheme, tie=tie)
     made: list[Weight] = []
     for member in component.members:
@@ -166,11 +161,6 @@ def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weig
 
 def _owner(component: Component, tie: Tie | None) -> Member:
     return next(m for m in component.members if tie is None or tie.owner in m.names)
-
-
-def _wrapped(tensor: Tensor) -> Tensor:
-    """Return the detached tensor inside a transparent Weight, or a tensor itself; not decoded, so views stay views."""
-    return plain_values(tensor).detach()
 
 
 def _check_values(component: Component, tie: Tie | None, scheme: Scheme) -> None:

@@ -32,7 +32,6 @@ class Recorder(TorchDispatchMode):
         self.program = Program()
         self._numbers: dict[int, int] = {}
         self._memories: list[torch.UntypedStorage] = []  # kept alive while recording, so that no id is reused
-        self._consts: list[Const] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,7 +103,6 @@ class Recorder(TorchDispatchMode):
                     const.tensor, const.version = const.tensor.detach().clone(), None
         self._numbers.clear()
         self._memories.clear()
-        self._consts.clear()
 
     def is_stale(self, recipe: Recipe) -> bool:
         """Return whether a large real tensor in ``recipe`` was written to after it was recorded."""
@@ -154,9 +152,7 @@ class Recorder(TorchDispatchMode):
         if value.numel() <= _SMALL or value.is_inference():
             return Const(value.detach().clone())
         # not detached: inside a dispatch mode ``detach`` returns a tensor with a version counter of its own
-        const = Const(value, value._version)
-        self._consts.append(const)
-        return const
+        return Const(value, value._version)
 
     def _result_on_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the result of ``func`` on real values, for ops like ``nonzero``; ``None`` if values are unknown."""

@@ -72,7 +72,7 @@ class Replay:
         if tensor.dtype != ref.dtype or tuple(tensor.shape) != ref.size:
             on_meta, real = f"{ref.dtype} {ref.size}", f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ConversionError(
-                f"{step.op} gave {on_meta} on meta, and {real} on {self.device}",
+                f"{step.op} made {on_meta} on meta, but {real} on {self.device}",
                 fix="Build the model on the device itself.",
             )
         laid = (tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import ArgumentError, RuleError, SchemeError
+from ..errors import ArgumentError, RuleError, SchemeError, TetherError
 from ..schemes import Scheme, resolve
 from ..ties.names import is_sharded, named_tensors, nearest
 from ..torch_private.modules import parameters_of
@@ -47,9 +47,9 @@ def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str
         if asked[first] != scheme:
             wanted, other = _describe_scheme(scheme), _describe_scheme(asked[first])
             raise RuleError(
-                f"the rules ask for {wanted}, and for {other} under {first}, to which it is tied",
+                f"the rules give it {wanted}, and {other} to {first}, to which it is tied",
                 name=name,
-                fix="Ask for the same under both names, or call tt.untie.",
+                fix="Give both names the same scheme, or call tt.untie.",
             )
         owner = name if tie is None else tie.owner
         if scheme is not None and owner not in chosen:
@@ -101,8 +101,7 @@ def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> d
         raise RuleError(f"this rule matches no parameter{near}", name=glob, fix="Correct or remove it.")
     asked: dict[str, Scheme | None] = {}
     for name in names:
-        matching = (glob for glob in resolved if fnmatchcase(name, glob))
-        for glob in matching:
+        for glob in (glob for glob in resolved if fnmatchcase(name, glob)):
             asked.setdefault(name, resolved[glob])  # the first match wins
     return asked
 
@@ -115,8 +114,16 @@ def globs_of(only: str | Iterable[str]) -> list[str]:
         globs = [only]  # type: ignore[list-item]
     if not all(isinstance(glob, str) for glob in globs):
         fix = "Give text such as 'layers.0.*'."
-        raise ArgumentError(f"{only!r:.40} is no glob, nor several", name="only", fix=fix)
+        raise ArgumentError(f"{only!r:.40} is neither a glob nor a list of globs", name="only", fix=fix)
     return globs
+
+
+def matched_names(only: str | Iterable[str], names: Collection[str], error: type[TetherError], what: str) -> list[str]:
+    """Return the ``names`` that ``only``, a glob or several, matches; raise ``error`` if a glob matches none."""
+    globs = globs_of(only)
+    for glob, near in unmatched(globs, names).items():
+        raise error(f"{what}{near}", name=glob, fix="Correct or remove it.")
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
 
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:
@@ -128,7 +135,7 @@ def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:
     found = {}
     for glob in globs:
         if not isinstance(glob, str):
-            raise RuleError(f"{glob!r:.40} is no glob", name="rules", fix="Give text such as 'layers.*.weight'.")
+            raise RuleError(f"{glob!r:.40} is not a glob", name="rules", fix="Give text such as 'layers.*.weight'.")
         if not any(fnmatchcase(name, glob) for name in names):
             near = nearest(glob, names)
             found[glob] = f", the nearest is {near!r}" if near else ""
@@ -151,7 +158,7 @@ def _check_fit(name: str, tensor: Tensor, scheme: Scheme) -> None:
         raise SchemeError("is lazy and has no shape yet", name=name, fix="Run one forward first.")
     if is_sharded(tensor):
         fix = "Quantize the plain model, then shard it, or give tt.distributed.load quantize=."
-        raise SchemeError("is sharded already, and its rows alone cannot become a Weight", name=name, fix=fix)
+        raise SchemeError("is sharded already, and a sharded tensor cannot become a Weight", name=name, fix=fix)
     other = hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, Weight)
     if other or tensor.layout != torch.strided or tensor.is_nested:
         kind = type(tensor).__name__ if other else "nested tensor" if tensor.is_nested else f"{tensor.layout} tensor"
@@ -168,7 +175,7 @@ def _check_aliases(tie: Tie, tensors: Mapping[str, Tensor], scheme: Scheme) -> N
         if view is not None and order_of(view, owner) is None:
             raise RuleError(
                 f"is a view of {tie.owner} (size {view.size}, stride {view.stride}, offset {view.offset}), "
-                f"which {scheme} cannot keep: it stores the whole",
+                f"and a weight in {scheme} cannot have such a view",
                 name=name,
                 fix=f"Call tt.untie(model, {name!r}) first, or exclude both.",
             )

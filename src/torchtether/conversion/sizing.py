@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from ..schemes import Affine, Scheme, SuperBlocks, int8, nf4, resolve, scheme_to
 from ..ties.components import find_components, tie_of
 from ..ties.names import named_tensors
 from ..weights.weight import Weight
-from .selection import globs_of, schemes_for, unmatched
+from .selection import matched_names, schemes_for
 
 CANDIDATES: tuple[Scheme | None, ...] = (
     None,
@@ -142,17 +141,17 @@ def plan_quantize(
     check_callable(progress, "progress", or_flag=True)
     candidates = _resolved(schemes)
     if (bytes is None) == (bits is None):
-        raise ArgumentError("one size is needed: bytes or bits", name="plan_quantize", fix="Give one of the two.")
+        raise ArgumentError(
+            "exactly one of bytes= and bits= is needed", name="plan_quantize", fix="Give one of the two."
+        )
     components = find_components(model)
     ties = [tie_of(component) for component in components]
     tensors = named_tensors(model)
     if only is None:
         names = set(schemes_for(model, int8(), [tie for tie in ties if tie is not None]))
     else:
-        globs, known = globs_of(only), [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        for glob, near in unmatched(globs, known).items():
-            raise RuleError(f"this glob matches no parameter{near}", name=glob, fix="Correct or remove it.")
-        names = {name for name in known if any(fnmatchcase(name, glob) for glob in globs)}
+        known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        names = set(matched_names(only, known, RuleError, "this glob matches no parameter"))
     planned: dict[str, Tensor] = {}
     others = 0
     for component, tie in zip(components, ties, strict=True):
@@ -161,12 +160,18 @@ def plan_quantize(
         is_planned = not names.isdisjoint(component.names) and not isinstance(tensor, Weight) and tensor.numel()
         if is_planned and tensor.is_floating_point() and tensor.dim() >= 2:
             if tensor.is_meta:
-                raise ArgumentError("is on meta, and errors need values", name=owner, fix="Load it first.")
+                raise ArgumentError(
+                    "is on meta, and has no values from which errors could be computed",
+                    name=owner,
+                    fix="Load it first.",
+                )
             planned[owner] = tensor.detach()
         else:
             others += max(component.nbytes, tensor.nbytes if isinstance(tensor, Weight) else 0)
     if not planned:
-        raise RuleError("no weight of two dimensions or more is to be planned", name="only", fix="Name some.")
+        raise RuleError(
+            "selects no float weight of two or more dimensions", name="only", fix="Give globs of such weights."
+        )
     moments = {} if inputs is None else _mean_squares(model, planned, inputs)
     options = {}
     with ticking(progress, sum(tensor.nbytes for tensor in planned.values()), "plan") as tick:
@@ -178,7 +183,7 @@ def plan_quantize(
         budget = as_size(bytes, "bytes") - others
     else:
         if not isinstance(bits, (int, float)) or not 0 < bits < math.inf:
-            raise ArgumentError(f"{bits!r:.40} is no number of bits", name="bits", fix="Give a number such as 4.5.")
+            raise ArgumentError(f"{bits!r:.40} is not a positive number", name="bits", fix="Give a number such as 4.5.")
         budget = int(bits * sum(elements.values()) / 8)
     return QuantizePlan(allocate(options, budget, others), elements, others)
 
@@ -188,7 +193,7 @@ def _resolved(schemes: Iterable[Scheme | str | None]) -> list[Scheme | None]:
         schemes = [schemes]
     made = [None if scheme is None else resolve(scheme) for scheme in schemes]
     if not made:
-        raise ArgumentError("no scheme is given", name="schemes", fix="Give some, such as ['int8', 'int4'].")
+        raise ArgumentError("the list of schemes is empty", name="schemes", fix="Give some, such as ['int8', 'int4'].")
     return made
 
 
@@ -252,11 +257,11 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: int, others: int =
     if left < 0:
         least, asked = others + budget - left, others + budget
         raise ArgumentError(
-            f"the smallest plan takes {least:,} bytes, {asked:,} are asked for",
+            f"the smallest possible plan takes {least:,} bytes, more than {asked:,}",
             name="size",
             fix="Give more, or a scheme of fewer bits.",
         )
-    heap = [(_gain(hull, 0), i, name) for i, (name, hull) in enumerate(hulls.items()) if len(hull) > 1]
+    heap = [(_slope(hull[0], hull[1]), i, name) for i, (name, hull) in enumerate(hulls.items()) if len(hull) > 1]
     heapq.heapify(heap)
     while heap:
         _, i, name = heapq.heappop(heap)
@@ -266,14 +271,8 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: int, others: int =
             continue  # later steps of this hull save less per byte; steps of other hulls may fit
         left, at[name] = left - cost, now + 1
         if now + 2 < len(hull):
-            heapq.heappush(heap, (_gain(hull, now + 1), i, name))
+            heapq.heappush(heap, (_slope(hull[now + 1], hull[now + 2]), i, name))
     return {name: hull[at[name]] for name, hull in hulls.items()}
-
-
-def _gain(hull: Sequence[Option], at: int) -> float:
-    """Return the change of the error per byte of the step from ``at`` to the next option; negative."""
-    here, there = hull[at], hull[at + 1]
-    return (there.error - here.error) / (there.nbytes - here.nbytes)
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
@@ -289,6 +288,7 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _slope(a: Option, b: Option) -> float:
+    """Return the change of the error per byte from ``a`` to ``b``; negative on a hull."""
     return (b.error - a.error) / (b.nbytes - a.nbytes)
 
 

@@ -187,9 +187,9 @@ class Exchange:
                 continue
             if new.shape != held.shape and replaced is None:
                 raise ConversionError(
-                    f"holds shape {tuple(held.shape)}, its new contents have {tuple(new.shape)}",
+                    f"has shape {tuple(held.shape)}, its new values have {tuple(new.shape)}",
                     name=self.name(held),
-                    fix="Give contents of the same shape.",
+                    fix="Give values of the same shape.",
                 )
             try:
                 made.append((held, replace(held, new, is_own=is_own, replaced=replaced)))
@@ -229,7 +229,8 @@ class Exchange:
         try:
             if error is None:
                 try:
-                    self._follow()
+                    if self._optimizers:
+                        follow(self._optimizers, self._changes.values(), self._journal)
                     self._renew()
                 except BaseException as late:
                     self._give_up(late)
@@ -242,10 +243,6 @@ class Exchange:
                 torch.set_grad_enabled(self._grad_mode)
             LOCK.release()
             self._signals.end()
-
-    def _follow(self) -> None:
-        if self._optimizers:
-            follow(self._optimizers, self._changes.values(), self._journal)
 
     def _renew(self, *, is_partial: bool = False) -> None:
         if self._caches is not None:
@@ -265,7 +262,8 @@ class Exchange:
             self._renew()
             return
         try:
-            self._follow()
+            if self._optimizers:
+                follow(self._optimizers, self._changes.values())
         finally:
             self._renew(is_partial=True)
         if self._changes and isinstance(error, Exception):
@@ -273,7 +271,7 @@ class Exchange:
             raise ConversionError(
                 f"{self._verb} stopped after {len(self._changes)} of {len(self._checked)} tensors, the last {last}: "
                 f"{type(error).__name__}: {error}",
-                fix="What was done stays; to have it taken back, use atomic='full'.",
+                fix="The finished tensors stay changed. With atomic='full' an error changes nothing.",
             ) from error
 
     def keep_loading(self, names: Iterable[str]) -> None:

@@ -57,7 +57,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
     >>> model = torch.nn.Linear(2, 2)
     >>> tt.check_optimizer(model, torch.optim.SGD([model.weight]))
     Traceback (most recent call last):
-    torchtether.errors.OptimizerError: bias: is trainable, the optimizer does not hold it. Add it, freeze it, or ...
+    torchtether.errors.OptimizerError: bias: is trainable, but not in the optimizer. Add it, freeze it, or ...
     """
     check_module(model)
     missing, foreign = _difference(model, optimizer)
@@ -105,11 +105,10 @@ def _error(missing: list[str], foreign: list[str]) -> OptimizerError:
     differences = []
     if missing:
         are = "is trainable" if len(missing) == 1 else "are trainable"
-        which = "it" if len(missing) == 1 else "them"
-        differences.append(f"{are}, the optimizer does not hold {which}")
+        differences.append(f"{are}, but not in the optimizer")
     if foreign:
         shown = describe_some(foreign, _SHOWN, between="; ")
-        differences.append(f"the optimizer holds {len(foreign)} that the model does not have ({shown})")
+        differences.append(f"the optimizer holds {len(foreign)} parameters that the model does not have ({shown})")
     fix = "Add it, freeze it, or build the optimizer from model.parameters()."
     return OptimizerError(", and ".join(differences), name=describe_some(missing, _SHOWN), fix=fix)
 

@@ -36,7 +36,7 @@ def check_place(modules: Iterable[nn.Module], verb: str) -> None:
         )
     if is_parametrization_cached():
         raise ConversionError(
-            f"cannot {verb} inside parametrize.cached(), which holds old values", fix="Leave the block first."
+            f"cannot {verb} inside parametrize.cached(), whose cache holds old values", fix="Leave the block first."
         )
     for module in [module for module in modules if is_distributed(type(module))]:  # type: ignore[arg-type]
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -166,12 +166,12 @@ def _describe_group(count: str, group: Sequence[tuple[str, _Fault]]) -> str:
 
 def _advice(holder: str, verb: str) -> str:
     if "weak reference" in holder or "weakref" in holder.lower():
-        return f"Drop the reference, {verb}, then make it again."
+        return f"Delete the reference, {verb}, then create it again."
     if "graph" in holder and "node" not in holder:
-        return "Run backward first, or delete what keeps the graph."
+        return "Run backward first, or delete the tensors that keep the graph alive."
     if holder.startswith("a view"):
         return f"Delete the view, or take it from .detach() after you {verb}."
-    return f"Let go of it before you {verb}."
+    return f"Release it before you {verb}."
 
 
 def names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:

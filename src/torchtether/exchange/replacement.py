@@ -47,7 +47,7 @@ class Replacement:
         """
         self.held, self.grad = held, held.grad if held.is_leaf else None
         if held.requires_grad and not (new.is_floating_point() or new.is_complex()):
-            raise ConversionError(f"requires grad, its new contents are {new.dtype}", fix="Freeze it first.")
+            raise ConversionError(f"requires grad, which {new.dtype} does not support", fix="Freeze it first.")
         with torch.no_grad():
             self.shell = _shell(held, new, is_own)
             self.new_grad: Tensor | None = None
@@ -60,7 +60,7 @@ class Replacement:
                 self.shell.grad = self.grad if self.new_grad is None else self.new_grad  # swapped with the contents
             except RuntimeError as error:
                 raise ConversionError(
-                    f"has a grad of {self.grad.layout}, which cannot follow to {new.layout} ({error})",
+                    f"has a grad of layout {self.grad.layout}, which cannot become {new.layout} ({error})",
                     fix="Set its grad to None first.",
                 ) from None
         self.old = (type(held), held.__dict__, impl_id(held), self.grad is not None and impl_id(self.grad))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
@@ -58,7 +57,6 @@ class StockCall:
         ``swaps``: torch exchanges every tensor itself.
         """
         self._swaps = swaps or loads
-        self.handles: list[RemovableHandle] = []
         self._state_dict = given or {}
         self._optimizer, self._loads, self._metadata = optimizer, loads, metadata
         self._root, self._modules = root, list(root.modules())
@@ -127,7 +125,7 @@ class StockCall:
                     view.copy_(given)
                 for (view, given), (member, _) in zip(views, pairs, strict=True):
                     if not same_values(view, given.to(view.dtype)):
-                        raise _overlap(member.names)
+                        raise _contradiction(member.names, _OVERLAP)
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
         """Convert the parameters and buffers of ``module`` itself by ``function``, as ``_apply`` does.
@@ -157,12 +155,12 @@ class StockCall:
         new, grad = function(held), held.grad
         if grad is None:
             if not reset(held, new) and new is not held:
-                self._replace(held, new, None)
+                replace(held, new).apply()
         else:
             new_grad = function(grad)
             if new is not held or new_grad is not grad:
                 del grad
-                self._replace(held, new, new_grad)
+                replace(held, new, new_grad).apply()
         self._converted.add(id(held))
 
     def complete(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -180,9 +178,6 @@ class StockCall:
                 for module, key, buffer in left:
                     if not isinstance(buffer, nn.Parameter):
                         buffers_of(module)[key] = function(buffer)
-
-    def _replace(self, held: Tensor, new: Tensor, new_grad: Tensor | None) -> None:
-        replace(held, new, new_grad).apply()
 
     def touch(self, tensor: Any) -> None:
         """Record the state of ``tensor`` if it belongs to the model: the call may exchange it next."""
@@ -239,8 +234,10 @@ class StockCall:
             raise _contradiction(names_of(self._root)[id(held)])
         self._given[id(held)] = given
         made: Tensor = held.module_load(given, assign=assign)
-        if not assign:
-            self._check_overlaps(held)
+        for component in self._components if not assign else ():  # the copy may have changed what others were given
+            if any(member.tensor is held for member in component.members):
+                for member in component.members:
+                    self._check_given(member.tensor, member.names)
         return made
 
     def is_splitting(self) -> bool:
@@ -248,25 +245,16 @@ class StockCall:
         every = ({id(member.tensor) for member in component.members} for component in self._components)
         return any(not members.isdisjoint(self._given) and not members <= self._given.keys() for members in every)
 
-    def _check_overlaps(self, held: Tensor) -> None:
-        """Raise TieError if the copy into ``held`` changed values that another name of the memory was given."""
-        for component in self._components:
-            if any(member.tensor is held for member in component.members):
-                for member in component.members:
-                    self._check_given(member.tensor, member.names)
-
     def _check_given(self, held: Tensor, names: tuple[str, ...]) -> None:
+        """Raise TieError if ``held`` no longer has the values that it was given."""
         given = self._given.get(id(held))
         if given is None or held.is_meta or given.is_meta or isinstance(held, Weight):
             return
         if not same_values(held.detach(), given.detach().to(held.device, held.dtype)):
-            raise _overlap(names)
+            raise _contradiction(names, _OVERLAP)
 
     def end(self) -> None:
         """Restore the buffer objects, shared memory and caches; convert optimizer state."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
         for local in (self._metadata or {}).values():
             local.pop("assign_to_params_buffers", None)  # else the next load from this state dict would assign
         faults: list[TieError] = []
@@ -326,7 +314,7 @@ class StockCall:
         if mixed or len(kinds) > 1:
             words = ", ".join(f"{format_names(m.names)} {m.tensor.dtype} on {m.tensor.device}" for m in members)
             raise TieError(
-                f"shared memory, and cannot any more ({words})",
+                f"shares memory in the model, but the call gave its tensors different dtypes or devices ({words})",
                 name=format_names(members[0].names),
                 fix="Give all of them one dtype and device, or call tt.untie first.",
             )
@@ -340,20 +328,12 @@ def _is_ours(tensor: Tensor) -> bool:
     return type(tensor) in STOCK or isinstance(tensor, Weight)
 
 
-def _contradiction(names: tuple[str, ...]) -> TieError:
-    return TieError(
-        "the state dict gives these tied names different values",
-        name=format_names(names),
-        fix="Make them equal, drop all but one, or call tt.untie.",
-    )
+_OVERLAP = "it and a tensor that shares its memory"
 
 
-def _overlap(names: tuple[str, ...]) -> TieError:
-    return TieError(
-        "the state dict gives this and a name that shares its memory different values",
-        name=format_names(names),
-        fix="Make them equal, drop the aliases, or call tt.untie.",
-    )
+def _contradiction(names: tuple[str, ...], which: str = "its tied names") -> TieError:
+    what = f"the state dict has different values for {which}"
+    return TieError(what, name=format_names(names), fix="Make them equal, drop all but one, or call tt.untie.")
 
 
 def same_values(one: Tensor, two: Tensor) -> bool:
