@@ -339,7 +339,7 @@ def test_names_need_a_known_architecture_and_its_heads(tmp_path):
         tt.gguf_names(llama(tmp_path, family="gemma"))
     with pytest.raises(tt.CheckpointError, match="llama.attention.head_count: its value is None, not a number"):
         tt.gguf_names(llama(tmp_path, heads=None))
-    with pytest.raises(tt.CheckpointError, match="it is 'four', not a number"):
+    with pytest.raises(tt.CheckpointError, match="its value is 'four', not a number"):
         tt.gguf_names(llama(tmp_path, heads="four"))
     tt.save({"w": torch.ones(2)}, tmp_path / "y.safetensors")
     with pytest.raises(tt.CheckpointError, match="it is safetensors, not a GGUF file"):

@@ -62,11 +62,11 @@ FAULTS = {
     "meta": ({"device": {"*": "meta"}}, r"device: \*: nothing can be loaded to meta"),
     "tied": (
         {"dtype": {"emb.*": HALF, "head.*": WIDE}},
-        r"head.weight: dtype= asks for torch.float64, and for torch.bfloat16 under emb.weight, to which it is tied",
+        r"head.weight: dtype= has torch.float64 for it, and torch.bfloat16 for emb.weight, to which it is tied",
     ),
     "tied_default": (
         {"device": {"emb.*": None, "head.*": "cpu"}},
-        r"head.weight: device= asks for cpu, and for the default under emb.weight",
+        r"head.weight: device= has cpu for it, and the default for emb.weight",
     ),
 }
 
@@ -95,7 +95,9 @@ def test_a_tie_that_the_file_brings_is_asked_for_one_thing(saved, asked):
     _, folder = saved
     model = build(Tied, seed=4)
     tt.untie(model, "head.weight")
-    with pytest.raises(tt.LoadError, match=r"head.weight: the checkpoint ties it to emb.weight, and dtype= asks"):
+    with pytest.raises(
+        tt.LoadError, match=r"head.weight: the checkpoint ties it to emb.weight, and dtype= has different values"
+    ):
         tt.load(model, folder, ties="file", dtype=asked)
     assert model.head.weight is not model.emb.weight
     tt.load(model, folder, ties="file", dtype={"emb.*": HALF, "head.*": HALF})

@@ -77,10 +77,10 @@ def test_tied_tensors_stay_apart_when_one_is_reordered(tmp_path):
 @pytest.mark.parametrize(
     ("rules", "said"),
     [
-        ([tt.Rotary("w", 3)], "no pairs for each of 3 heads"),
-        ([tt.Split("w", ["w", "v"]), tt.Rotary("w", 1)], "a rule before it has made"),
-        ([tt.Rotary("w", 1), tt.Rotary("w", 1)], "a rule before it has made"),
-        ([tt.Rotary("x", 1)], "finds no name"),
+        ([tt.Rotary("w", 3)], "cannot be divided into pairs for 3 heads"),
+        ([tt.Split("w", ["w", "v"]), tt.Rotary("w", 1)], "an earlier rule has changed it"),
+        ([tt.Rotary("w", 1), tt.Rotary("w", 1)], "an earlier rule has changed it"),
+        ([tt.Rotary("x", 1)], "matches no name"),
     ],
 )
 def test_what_does_not_fit_is_a_fault(rules, said, tmp_path):

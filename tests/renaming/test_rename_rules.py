@@ -168,7 +168,7 @@ def test_rules_see_what_the_steps_before_them_left(tmp_path):
     expected = {"a.qk": torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]).t().contiguous()}
     check(tmp_path / "x", stored, expected, steps)
     plan = tt.plan_load(holder(expected), tmp_path / "x", rename=[steps[2], steps[0], steps[1]])
-    assert any("finds no name of the checkpoint, the nearest is 'model." in fault for fault in plan.faults)
+    assert any("matches no name of the checkpoint, the nearest is 'model." in fault for fault in plan.faults)
     plan.close()
 
 
@@ -202,19 +202,19 @@ FAULTS = {
         {"q_proj.weight": Q, "v_proj.weight": V},
         QKV,
         {"qkv.weight": (8, 4)},
-        [r"qkv.weight: Concat has q_proj.weight, v_proj.weight, the checkpoint has nothing for 'k_proj'"],
+        [r"qkv.weight: Concat finds q_proj.weight, v_proj.weight, but no tensor of the checkpoint for 'k_proj'"],
     ),
     "shape": (
         qkv(k_proj__weight=torch.ones(2, 3)),
         QKV,
         {"qkv.weight": (8, 4)},
-        [r"qkv.weight: Concat along dim 0 does not fit q_proj.weight \(4, 4\) and k_proj.weight \(2, 3\)"],
+        [r"qkv.weight: Concat cannot join q_proj.weight of shape \(4, 4\) and k_proj.weight of shape \(2, 3\)"],
     ),
     "dtype": (
         qkv(v_proj__weight=V.half()),
         QKV,
         {"qkv.weight": (8, 4)},
-        [r"qkv.weight: Concat joins q_proj.weight, torch.float32, and v_proj.weight, torch.float16: they must be"],
+        [r"qkv.weight: Concat cannot join q_proj.weight .torch.float32. and v_proj.weight .torch.float16., which"],
     ),
     "total": (
         qkv(),
@@ -232,7 +232,7 @@ FAULTS = {
         qkv(),
         tt.Concat(QKV.sources, "qkv", groups=4),
         {"qkv.weight": (8, 4)},
-        [r"qkv.weight: sizes \(4, 2, 2\) along dim 0 do not make 4 groups each"],
+        [r"qkv.weight: sizes \(4, 2, 2\) along dim 0 cannot all be divided into 4 groups"],
     ),
     "concat_dim": (
         qkv(),
@@ -256,7 +256,7 @@ FAULTS = {
         {"qkv.weight": torch.ones(8, 4)},
         tt.Split("qkv", ["q_proj", "k_proj", "v_proj"], sizes=[4, 2, 2], groups=4),
         {name: tuple(t.shape) for name, t in qkv().items()},
-        [r"qkv.weight: sizes \(4, 2, 2\) along dim 0 do not make 4 groups each"],
+        [r"qkv.weight: sizes \(4, 2, 2\) along dim 0 cannot all be divided into 4 groups"],
     ),
     "split_dim": (
         {"w": torch.tensor(1.0)},
@@ -268,13 +268,13 @@ FAULTS = {
         {"e.0.w": Q, "e.1.w": Q, "e.3.w": Q},
         EXPERTS,
         {"e.w": (4, 4, 4)},
-        [r"e.w: Stack has 3 tensors up to number 3, without number 2"],
+        [r"e.w: Stack finds 3 tensors up to number 3, but not number 2"],
     ),
     "numbers": (
         {"e.2.w": Q, "e.4.w": Q},
         EXPERTS,
         {"e.w": (5, 4, 4)},
-        [r"e.w: Stack has 2 tensors up to number 4, without 3 numbers, the first is 0"],
+        [r"e.w: Stack finds 2 tensors up to number 4, but not number 0 and 2 more"],
     ),
     "same_number": (
         {"e.0.w": Q, "e.00.w": Q},
@@ -286,19 +286,19 @@ FAULTS = {
         {"e.0.w": Q, "e.1.w": K},
         EXPERTS,
         {"e.w": (2, 4, 4)},
-        [r"e.w: Stack does not fit e.0.w \(4, 4\) and e.1.w \(2, 4\)"],
+        [r"e.w: Stack cannot join e.0.w of shape \(4, 4\) and e.1.w of shape \(2, 4\)"],
     ),
     "stack_dim": (
         {"e.0.w": Q, "e.1.w": Q},
         tt.Stack(EXPERTS.source, "e.w", dim=3),
         {"e.w": (2, 4, 4)},
-        [r"e.w: Stack makes 3 dimensions, dim is 3"],
+        [r"e.w: Stack makes a tensor of 3 dimensions, which has no dim 3"],
     ),
     "transpose": (
         {"c.weight": K, "c.bias": torch.ones(4)},
         tt.Transpose("c"),
         {"c.weight": (4, 2), "c.bias": (4,)},
-        [r"c.bias: it has shape \(4,\), Transpose exchanges dims 0 and 1. Let the rule find fewer names."],
+        [r"c.bias: it has shape \(4,\), and Transpose would exchange dims 0 and 1. Make the rule match fewer names."],
     ),
     "one_name": (
         {"a": Q, "b": Q},
@@ -316,19 +316,19 @@ FAULTS = {
         qkv(),
         [QKV, tt.Transpose("qvk")],
         {"qkv.weight": (8, 4)},
-        [r"rename: Transpose\('qvk'\) finds no name of the checkpoint, the nearest is 'qkv.weight'. Correct or remove"],
+        [r"rename: Transpose\('qvk'\) matches no name of the checkpoint, the nearest is 'qkv.weight'"],
     ),
     "chain": (
         {"e.0.w1": Q, "e.1.w1": Q, "e.0.w3": Q},
         [tt.Concat(["w1", "w3"], "w"), EXPERTS],
         {"e.w": (2, 8, 4)},
-        ["e.1.w: Concat has e.1.w1, the checkpoint has nothing for 'w3'"],
+        ["e.1.w: Concat finds e.1.w1, but no tensor of the checkpoint for 'w3'"],
     ),
     "unused_piece": (
         {"qkv.weight": torch.ones(6, 2)},
         tt.Split("qkv", ["q", "k", "v"]),
         {"q.weight": (2, 2), "v.weight": (2, 2)},
-        ["qkv.weight: the model does not have k.weight, which the rules make of it, the nearest is"],
+        ["qkv.weight: the model does not have k.weight, to which the rules of rename= change it, the nearest is"],
     ),
 }
 

@@ -130,7 +130,7 @@ def test_a_row_scale_survives_everything_and_a_shared_one_is_a_fault(tmp_path):
         assert check(tmp_path / name, stored, {"c": values}, tt.Concat(["a", "b"], "c"), SCHEMES[name])
     given = weights(SCHEMES["fp8 tensor"], [(4, 32), (8, 32)])
     (fault,) = load(tmp_path / "x", dict(zip("ab", given, strict=True)), {"c": values}, tt.Concat(["a", "b"], "c"))
-    assert fault.startswith("c: a and b differ in 'scale', of which the whole ScaledFloat(")
+    assert fault.startswith("c: a and b differ in 'scale', and one weight in ScaledFloat(")
 
 
 def test_a_transposed_weight_is_a_view_of_its_parts(tmp_path):
@@ -145,15 +145,15 @@ def test_a_transposed_weight_is_a_view_of_its_parts(tmp_path):
         tt.Split("w", ["q", "k"], dim=1),
     )[:1]
     assert fault.startswith("q: ")
-    assert "does not keep its last dimension whole" in fault
+    assert "would be cut along its last dimension" in fault
 
 
 def test_pieces_in_different_schemes_are_a_fault(tmp_path):
     stored = {"q_proj.weight": weights(tt.int8(), [(4, 4)])[0], "k_proj.weight": torch.ones(2, 4, dtype=torch.bfloat16)}
     stored["v_proj.weight"] = stored["k_proj.weight"].clone()
     (fault,) = load(tmp_path / "x", stored, {"qkv.weight": torch.empty(8, 4)}, QKV)
-    assert fault.startswith("qkv.weight: Concat joins q_proj.weight, torch.bfloat16 as Affine(")
-    assert "and k_proj.weight, torch.bfloat16: they must be the same" in fault
+    assert fault.startswith("qkv.weight: Concat cannot join q_proj.weight (torch.bfloat16 as Affine(")
+    assert "and k_proj.weight (torch.bfloat16), which differ" in fault
 
 
 @pytest.mark.parametrize("meta", [True, False])
@@ -214,7 +214,7 @@ def test_blocks_that_depend_on_the_whole_are_a_fault(tmp_path, monkeypatch):
     given = weights(HalfScaled(), [(4, 8), (4, 8)])
     values = torch.cat([w.dequantize() for w in given])
     (fault,) = load(tmp_path / "x", dict(zip("ab", given, strict=True)), {"c": values}, tt.Concat(["a", "b"], "c"))
-    assert fault.startswith("c: 'scale' of a has other blocks than that of the whole")
+    assert fault.startswith("c: 'scale' of a has other blocks than 'scale' of the joined weight")
 
 
 def test_a_weight_that_the_model_holds_is_filled_from_rows(tmp_path):

@@ -48,9 +48,9 @@ def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Na
     family = pairs.get("general.architecture")
     if not isinstance(family, str) or family not in _PAIRED:
         raise RuleError(
-            f"there are no names for the architecture {family!r}, known are {', '.join(_PAIRED)}",
+            f"there are no rename rules for the architecture {family!r}, only for {', '.join(_PAIRED)}",
             name=str(source.path),
-            fix="Give the renames yourself.",
+            fix="Write the rules yourself.",
         )
     rules: list[Rule | Substitution | Naming] = [_without_frequencies]
     if _PAIRED[family]:
@@ -75,5 +75,5 @@ def _pairs(source: Checkpoint) -> dict[str, Any]:
 def _count(source: Checkpoint, pairs: dict[str, Any], key: str, default: int | None) -> int:
     value = pairs.get(key, default)
     if type(value) is not int or value < 1:
-        raise CheckpointError(f"it is {value!r}, not a number of heads", name=f"{source.path}: {key}")
+        raise CheckpointError(f"its value is {value!r}, not a number of heads", name=f"{source.path}: {key}")
     return value

@@ -53,7 +53,7 @@ class Concat(Rule):
         """Return the inverse rule. Raise RuleError if a regex is more than a name with groups."""
         pairs = [invert_pattern(source, self.target) for source in self.sources]
         if len({pattern for pattern, _ in pairs}) != 1:
-            raise RuleError("its sources have different groups", name=str(self), fix=TURN_BY_HAND)
+            raise RuleError("the patterns of its sources have different groups", name=str(self), fix=TURN_BY_HAND)
         return Split(pairs[0][0], [template for _, template in pairs], self.dim, self.sizes, self.groups)
 
     def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
@@ -74,7 +74,7 @@ class Concat(Rule):
         wrong = find_duplicate(name, self, found)
         if absent:
             there, what = ", ".join(one.name for one in given), ", ".join(map(repr, absent))
-            return broken(given, lacks=f"{name}: Concat has {there}, the checkpoint has nothing for {what}")
+            return broken(given, lacks=f"{name}: Concat finds {there}, but no tensor of the checkpoint for {what}")
         if wrong or any(one.tensor.is_broken for one in given):
             return broken(given, wrong=wrong)
         dim, wrong = find_dim(name, given[0], self.dim)
@@ -88,7 +88,8 @@ class Concat(Rule):
         if self.groups == 1:
             return concatenated(tensors, dim)
         if any(size % self.groups for size in sizes):
-            return broken(given, wrong=f"{name}: sizes {sizes} along dim {dim} do not make {self.groups} groups each")
+            wrong = f"{name}: sizes {sizes} along dim {dim} cannot all be divided into {self.groups} groups"
+            return broken(given, wrong=wrong)
         chunks = [_chunk(one, dim, i, self.groups) for i in range(self.groups) for one in tensors]
         return replace(concatenated(chunks, dim), keys=keys_of(tensors))
 
@@ -127,9 +128,9 @@ class Split(Rule):
         if isinstance(self.targets, str):
             if self.targets.count(NUMBER) != 1 or self.sizes is not None or self.groups != 1:
                 raise RuleError(
-                    f"targets {self.targets!r} with sizes={self.sizes}, groups={self.groups}",
+                    f"got targets={self.targets!r}, sizes={self.sizes}, groups={self.groups}",
                     name="Split",
-                    fix="Give a list of targets, or one text with {} for the number and nothing else.",
+                    fix="Give a list of targets, or one text with {} for the number, without sizes and groups.",
                 )
             check_pattern(self, self.source, self.targets)
             return
@@ -192,7 +193,7 @@ class Split(Rule):
                 return f"{one.name}: size {total} along dim {dim} does not split in {count} equal pieces. Give sizes=."
             return f"{one.name}: sizes {sizes} add up to {sum(sizes)}, it has {total} along dim {dim}"
         if any(size % self.groups for size in sizes):
-            return f"{one.name}: sizes {sizes} along dim {dim} do not make {self.groups} groups each"
+            return f"{one.name}: sizes {sizes} along dim {dim} cannot all be divided into {self.groups} groups"
         return ""
 
     def __str__(self) -> str:
@@ -228,8 +229,8 @@ class Stack(Rule):
         check_pattern(self, self.source, self.target)
         if len(left_out(self.source, self.target)) != 1:
             raise RuleError(
-                f"the target {self.target!r} leaves out {len(left_out(self.source, self.target))} groups of "
-                f"{self.source!r}, not the one that is the number",
+                f"the target {self.target!r} must leave out one group of {self.source!r}, the number, and leaves out "
+                f"{len(left_out(self.source, self.target))}",
                 name="Stack",
                 fix=r"Put (\d+) where the number is, and use every other group in the target.",
             )
@@ -255,17 +256,16 @@ class Stack(Rule):
         given = [one for i in sorted(found) for one in found[i]]
         absent = [i for i in range(max(found)) if i not in found]
         if absent:
-            first = f"number {absent[0]}" if len(absent) == 1 else f"{len(absent)} numbers, the first is {absent[0]}"
-            return broken(
-                given, lacks=f"{name}: Stack has {len(found)} tensors up to number {max(found)}, without {first}"
-            )
+            others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            lacks = f"{name}: Stack finds {len(found)} tensors up to number {max(found)}, but not number {absent[0]}"
+            return broken(given, lacks=lacks + others)
         wrong = find_duplicate(name, self, found)
         if wrong or any(one.tensor.is_broken for one in given):
             return broken(given, wrong=wrong)
         rank = len(given[0].tensor.shape) + 1
         dim, wrong = self.dim % rank, find_mismatch(name, self, given, None)
         if not -rank <= self.dim < rank:
-            wrong = f"{name}: Stack makes {rank} dimensions, dim is {self.dim}"
+            wrong = f"{name}: Stack makes a tensor of {rank} dimensions, which has no dim {self.dim}"
         return broken(given, wrong=wrong) if wrong else stacked([one.tensor for one in given], dim)
 
     def __str__(self) -> str:
@@ -282,7 +282,7 @@ def _take_many(rule: Concat | Split, field: str, texts: Sequence[str]) -> None:
         texts = tuple(texts)  # it may be a generator
     are_texts = isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
     if not are_texts or not texts or len(set(texts)) != len(texts):
-        raise RuleError(f"{field} {texts!r} are not different texts in a list", name=type(rule).__name__)
+        raise RuleError(f"{field} must be a list of different texts, got {texts!r}", name=type(rule).__name__)
     object.__setattr__(rule, field, tuple(texts))
 
 
@@ -294,5 +294,5 @@ def _take_sizes(rule: Concat | Split, count: int, sizes: Sequence[int] | None, g
         return
     sizes = tuple(sizes) if isinstance(sizes, Iterable) else ()
     if len(sizes) != count or not all(type(size) is int and size >= 0 for size in sizes):
-        raise RuleError(f"sizes {sizes!r} are not one int for each of {count} pieces", name=word)
+        raise RuleError(f"sizes must have one int for each of {count} pieces, got {sizes!r}", name=word)
     object.__setattr__(rule, "sizes", tuple(sizes))

@@ -65,16 +65,12 @@ def join_found(
         if name not in groups:
             made.append(name)
         groups.setdefault(name, {}).setdefault(i, []).append(one)
-    if not groups:
-        return None
-    return [one if isinstance(one, NamedTensor) else _group(one, groups[one], join) for one in made]
 
+    def joined(name: str) -> NamedTensor:
+        listed = any(one.listed for ones in groups[name].values() for one in ones)
+        return NamedTensor(name, join(name, groups[name]), listed)
 
-def _group(
-    name: str, found: dict[int, list[NamedTensor]], join: Callable[[str, dict[int, list[NamedTensor]]], CompositeTensor]
-) -> NamedTensor:
-    listed = any(one.listed for ones in found.values() for one in ones)
-    return NamedTensor(name, join(name, found), listed)
+    return [one if isinstance(one, NamedTensor) else joined(one) for one in made] if groups else None
 
 
 def broken(given: Sequence[NamedTensor], *, lacks: str = "", wrong: str = "") -> CompositeTensor:
@@ -113,12 +109,12 @@ def find_mismatch(name: str, rule: object, given: Sequence[NamedTensor], free: i
     for other in given[1:]:
         one, two = first.tensor, other.tensor
         if (one.dtype, one.scheme) != (two.dtype, two.scheme):
-            kinds = [f"{n.name}, {_kind(n.tensor)}" for n in (first, other)]
-            return f"{name}: {type(rule).__name__} joins {kinds[0]}, and {kinds[1]}: they must be the same"
+            kinds = [f"{n.name} ({_kind(n.tensor)})" for n in (first, other)]
+            return f"{name}: {type(rule).__name__} cannot join {kinds[0]} and {kinds[1]}, which differ"
         if rest(one.shape) != rest(two.shape):
             along = "" if free is None else f" along dim {free}"
-            shapes = f"{first.name} {one.shape} and {other.name} {two.shape}"
-            return f"{name}: {type(rule).__name__}{along} does not fit {shapes}"
+            shapes = f"{first.name} of shape {one.shape} and {other.name} of shape {two.shape}"
+            return f"{name}: {type(rule).__name__} cannot join {shapes}{along}"
     return ""
 
 

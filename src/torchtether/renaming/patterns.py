@@ -25,7 +25,7 @@ def check_pattern(rule: object, pattern: str, target: str) -> None:
     """Raise RuleError if ``pattern`` is not a regex, or ``target`` cannot replace its matches."""
     for text in (pattern, target):
         if not isinstance(text, str):
-            raise RuleError(f"{text!r:.40} is no text", name=type(rule).__name__, fix="Give a regex and a name.")
+            raise RuleError(f"{text!r:.40} is not text", name=type(rule).__name__, fix="Give a regex and a name.")
     try:
         re.compile(pattern).sub(target, "")
     except (re.error, TypeError, IndexError) as error:
@@ -78,7 +78,7 @@ def invert_pattern(pattern: str, target: str, number: int | None = None) -> tupl
             made += texts[old - 1]
     lost = [i for i in range(1, len(texts) + 1) if i not in new and i != number]
     if lost:
-        raise RuleError(f"{target!r} leaves out group {lost[0]} of it", name=pattern, fix=TURN_BY_HAND)
+        raise RuleError(f"has no inverse: {target!r} leaves out group {lost[0]}", name=pattern, fix=TURN_BY_HAND)
     back, old = "", 0
     for token in tokens:
         if token["group"]:
@@ -95,7 +95,7 @@ def _tokens(pattern: str, start: int, stop: int) -> list[re.Match[str]]:
     while start < stop:
         token = _TOKEN.match(pattern, start, stop)
         if token is None:
-            what = f"{pattern[start:stop]!r} in it is more than a name with groups"
+            what = f"has no inverse: {pattern[start:stop]!r} is more than text and groups"
             raise RuleError(what, name=pattern, fix=TURN_BY_HAND)
         tokens.append(token)
         start = token.end()

@@ -78,7 +78,7 @@ class RowPlan:
             for key in keys[1:]:
                 if not checkpoint.is_part_equal(keys[0], key, name):
                     raise UnsupportedOpError(
-                        f"{keys[0]} and {key} differ in {name!r}, of which the whole {self.spec.scheme} has one",
+                        f"{keys[0]} and {key} differ in {name!r}, and one weight in {self.spec.scheme} has only one",
                         fix=_FIX,
                     )
 
@@ -112,9 +112,9 @@ def plan_rows(made: CompositeTensor, checkpoint: Checkpoint) -> RowPlan:
     specs = {piece.key: checkpoint.spec(piece.key) for piece in made.pieces}
     orders = {_order(piece, specs[piece.key]) for piece in made.pieces}
     if 0 in made.shape:
-        raise UnsupportedOpError(f"{made.scheme} of shape {made.shape} has no rows", fix=_FIX)
+        raise UnsupportedOpError(f"a weight in {made.scheme} of shape {made.shape} has no rows", fix=_FIX)
     if len(orders) != 1:
-        raise UnsupportedOpError(f"its pieces are {made.scheme} along different dimensions", fix=_FIX)
+        raise UnsupportedOpError(f"its pieces are quantized in {made.scheme} along different dimensions", fix=_FIX)
     (order,) = orders
     base = tuple(made.shape[dim] for dim in order)
     spec = WeightSpec.of(base, made.dtype, made.scheme).permute(tuple(order.index(d) for d in range(len(order))))
@@ -129,7 +129,7 @@ def plan_rows(made: CompositeTensor, checkpoint: Checkpoint) -> RowPlan:
                 return found
         except (UnsupportedOpError, SchemeError) as error:
             refusals.append(error.what)
-    what = refusals[0] if refusals else f"{made.scheme} of shape {made.shape} cannot be cut or joined"
+    what = refusals[0] if refusals else f"a weight in {made.scheme} of shape {made.shape} cannot be cut or joined"
     raise UnsupportedOpError(what, fix=_FIX)
 
 
@@ -147,11 +147,11 @@ def _runs(made: CompositeTensor, order: tuple[int, ...], tail: Shape, specs: dic
         base = spec.base
         shape = (math.prod(base) // row, *tail)
         if base[len(base) - len(tail) :] != tail:
-            raise UnsupportedOpError(f"{piece.key} of shape {spec.shape} does not keep its last dimension whole")
+            raise UnsupportedOpError(f"{piece.key} of shape {spec.shape} would be cut along its last dimension")
         if piece.heads and (piece.dim or shape != base or not _rows_are_apart(made.scheme, shape)):
             raise UnsupportedOpError(f"rows of {piece.key}, {made.scheme} of shape {base}, cannot be reordered")
         if not _can_view(made.scheme, base, shape):
-            raise UnsupportedOpError(f"{piece.key}, {made.scheme} of shape {base}, cannot be seen as {shape}")
+            raise UnsupportedOpError(f"{piece.key}, {made.scheme} of shape {base}, cannot be viewed as {shape}")
         stored = contiguous_stride(base)
         start = sum(piece.box[dim][0] * stored[spec.order[dim]] for dim in range(len(piece.box)))
         at = sum(piece.at[dim] * step for dim, step in zip(order, steps, strict=True))
@@ -188,7 +188,7 @@ def _check(found: RowPlan) -> None:
             if entry != (other.span, other.shape[1:] if other.span else other.shape) or (
                 cut is not None and place is not None and cut.stop - cut.start != place.stop - place.start
             ):
-                raise UnsupportedOpError(f"{name!r} of {run.key} has other blocks than that of the whole")
+                raise UnsupportedOpError(f"{name!r} of {run.key} has other blocks than {name!r} of the joined weight")
 
 
 def _rows_are_apart(scheme: Scheme, shape: Shape) -> bool:

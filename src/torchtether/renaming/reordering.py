@@ -56,8 +56,9 @@ class Transpose(Rule):
             return one.tensor
         rank = len(one.tensor.shape)
         if not all(-rank <= dim < rank for dim in self.dims):
-            what = f"it has shape {one.tensor.shape}, Transpose exchanges dims {self.dims[0]} and {self.dims[1]}"
-            return broken([one], wrong=f"{one.name}: {what}. Let the rule find fewer names.")
+            dims = f"dims {self.dims[0]} and {self.dims[1]}"
+            what = f"it has shape {one.tensor.shape}, and Transpose would exchange {dims}"
+            return broken([one], wrong=f"{one.name}: {what}. Make the rule match fewer names.")
         return transposed(one.tensor, self.dims[0] % rank, self.dims[1] % rank)
 
     def __str__(self) -> str:
@@ -111,10 +112,10 @@ class Rotary(Rule):
         if tensor.is_broken:
             return tensor
         if not tensor.shape or tensor.shape[0] % (2 * self.heads):
-            what = f"it has shape {tensor.shape}, whose rows are no pairs for each of {self.heads} heads"
+            what = f"it has shape {tensor.shape}, whose rows cannot be divided into pairs for {self.heads} heads"
             return broken([one], wrong=f"{one.name}: {what}")
         if not tensor.is_stored:
-            what = "Rotary finds a tensor that a rule before it has made. Put it first"
+            what = "Rotary cannot reorder it, because an earlier rule has changed it. Put Rotary first"
             return broken([one], wrong=f"{one.name}: {what}")
         return reordered(tensor, -self.heads if self.to_pairs else self.heads)
 

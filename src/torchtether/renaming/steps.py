@@ -38,7 +38,7 @@ def renamed(names: Iterable[NamedTensor], rename: Rename) -> tuple[list[NamedTen
             if made is None:
                 near = nearest(_sought(step), [one.name for one in now])
                 near = f", the nearest is {near!r}" if near else ""
-                faults.append(f"rename: {step} finds no name of the checkpoint{near}. Correct or remove it.")
+                faults.append(f"rename: {step} matches no name of the checkpoint{near}. Correct or remove it.")
             else:
                 now = made
         else:
@@ -88,9 +88,9 @@ def _called(function: Naming, name: str) -> str | None:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise RuleError(f"its function fails for {name!r} with {why}", name="rename", fix=_NAMING) from error
+        raise RuleError(f"the function fails for {name!r} with {why}", name="rename", fix=_NAMING) from error
     if made is not None and not isinstance(made, str):
-        raise RuleError(f"its function makes {describe(made)} of {name!r}, not a name", name="rename", fix=_NAMING)
+        raise RuleError(f"the function returns {describe(made)} for {name!r}, not a name", name="rename", fix=_NAMING)
     return made
 
 
