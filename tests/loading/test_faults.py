@@ -29,22 +29,22 @@ FAULTS = {
     "int8": (
         state(mid__weight=FLOAT.to(torch.int8)),
         {},
-        "mid.weight: the checkpoint has torch.int8, codes without a scale",
+        "mid.weight: the checkpoint has torch.int8 and no scale that this package",
     ),
     "packed": (
         state(mid__weight=FLOAT.to(torch.uint8)),
         {},
-        "mid.weight: the checkpoint has torch.uint8, codes without",
+        "mid.weight: the checkpoint has torch.uint8 and no scale",
     ),
     "int32": (
         state(mid__weight=FLOAT.to(torch.int32)),
         {},
-        "mid.weight: the checkpoint has torch.int32, codes without",
+        "mid.weight: the checkpoint has torch.int32 and no scale",
     ),
     "float8": (
         state(mid__weight=FLOAT.to(torch.float8_e4m3fn)),
         {},
-        "mid.weight: the checkpoint has torch.float8_e4m3fn, codes without",
+        "mid.weight: the checkpoint has torch.float8_e4m3fn and no scale",
     ),
     "complex": (
         state(mid__weight=FLOAT.to(torch.complex64)),
@@ -152,7 +152,9 @@ def test_half_of_a_weight_is_an_error(tmp_path):
         tensors = {key: file.read(key) for key in file.header.tensors if key != "mid.weight.scale"}
     with replacing(tmp_path / "y.safetensors") as (out,):
         write_tensors(out, tensors, metadata, name="y")
-    with pytest.raises(tt.CheckpointError, match=r"y.safetensors: mid.weight: its part 'mid.weight.scale' is absent"):
+    with pytest.raises(
+        tt.CheckpointError, match=r"y.safetensors: mid.weight: its part 'mid.weight.scale' is not stored"
+    ):
         tt.load(build(Tied), tmp_path / "y.safetensors")
 
 

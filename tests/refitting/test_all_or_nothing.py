@@ -53,7 +53,7 @@ def test_an_error_in_the_middle_is_undone_or_told(kind, tmp_path, monkeypatch):
     assert is_unchanged(rollout, before)
     count = itertools.count()
     told = "4 tensors have been written .* 1 may have" if kind in ("pairs", "generator") else "5 may have"  # a group
-    with pytest.raises(tt.LoadError, match=rf"the refit stopped: MemoryError: no more. {told} values of both"):
+    with pytest.raises(tt.LoadError, match=rf"the refit stopped: MemoryError: no more. {told} old and new values"):
         tt.refit(rollout, SOURCES[kind](build(2).state_dict(), tmp_path))
 
 
@@ -75,7 +75,7 @@ def test_an_error_after_any_batch_is_told_where_something_changed(kind, tmp_path
         try:
             tt.refit(rollout, source)
         except (OSError, tt.LoadError) as error:
-            outcomes.append("written" in str(error) or "values of both" in str(error))
+            outcomes.append("written" in str(error) or "old and new values" in str(error))
             assert outcomes[-1] or is_unchanged(rollout, before), error
         else:
             break

@@ -48,7 +48,7 @@ def test_a_name_that_comes_twice_is_a_fault_and_the_first_counts():
     state = build(2).state_dict()
     again = ("mid.weight", torch.zeros(64, 64))
     rollout = build(1, "int8")
-    with pytest.raises(tt.LoadError, match="mid.weight: it came twice") as caught:
+    with pytest.raises(tt.LoadError, match="mid.weight: the source has sent it twice") as caught:
         tt.refit(rollout, itertools.chain(state.items(), [again]))
     assert len(caught.value.faults) == 1
     assert is_same(rollout, build(2, "int8"))

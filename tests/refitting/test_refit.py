@@ -114,7 +114,7 @@ def test_odd_tensors_are_filled(kind, tmp_path):
 
 def test_what_cannot_be_written_to_is_a_fault():
     rollout = Odd()
-    with pytest.raises(tt.LoadError, match=r"wide: two of its elements lie in one place"):
+    with pytest.raises(tt.LoadError, match=r"wide: some of its elements share memory"):
         tt.refit(rollout, Odd().state_dict())
     with torch.device("meta"):
         on_meta = nn.Linear(2, 2)
@@ -320,9 +320,9 @@ def test_a_piece_that_never_came_is_named(kind, tmp_path):
     rollout = tt.quantize(Qkv(), "int8")
     for lost in ("k_proj.weight", "experts.7.w"):
         state = _without(published(), lost)
-        with pytest.raises(tt.LoadError, match="nothing for 'k_proj'|has 11 .* but not 7|without"):
+        with pytest.raises(tt.LoadError, match="no tensor of the checkpoint for 'k_proj'|but not number 7|without"):
             tt.refit(rollout, SOURCES[kind](state, tmp_path), rename=RULES)
-    with pytest.raises(tt.LoadError, match=r"rename: .*Concat.* finds no name"):
+    with pytest.raises(tt.LoadError, match=r"rename: .*Concat.* matches no name"):
         tt.refit(rollout, SOURCES[kind](published(), tmp_path), rename=[*RULES, tt.Concat(["x1", "x2"], "x")])
 
 

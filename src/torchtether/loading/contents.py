@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -39,10 +39,13 @@ def new_contents(step: Step, given: RenamedCheckpoint, tick: Tick, batch: Batch 
             weight = Weight.encode(weight, step.held.scheme)
         return _for_members(step, _computed_in(step.dtype, weight))
     if step.is_encoded:
-        by_rows = (
-            None if batch is None else encode_by_rows(step, given, batch, partial(encode_whole, step, given, no_tick))
-        )
-        return _for_members(step, encode_whole(step, given, tick)) if by_rows is None else [by_rows]
+        held, parts = step.held, None
+        if batch is not None and not isinstance(held, Weight) and len(step.component.members) == 1:
+            parts = encode_rows_into(step, given, batch)
+        if parts is None:
+            return _for_members(step, encode_whole(step, given, tick))
+        assert step.scheme is not None
+        return [Weight(parts, WeightSpec.of(tuple(held.shape), step.dtype, step.scheme, step.tie))]
     return _wrap(_read_plain(step, given, tick, batch=None if step.scheme else batch), step)
 
 
@@ -237,34 +240,13 @@ _LARGEST_ROWS = 2**22
 """Elements beyond which rows that share a block are encoded with the whole tensor."""
 
 
-def encode_by_rows(
-    step: Step, given: RenamedCheckpoint, batch: Batch, encode_whole: Callable[[], object]
-) -> Weight | None:
-    """Return a Weight, with its tie record, that ``batch`` reads and encodes some rows at a time.
-
-    Returns ``None`` if the rows cannot be encoded separately, or if several members share the memory.
-    If values cannot be encoded, ``encode_whole`` is called to raise the error with counts over all rows.
-    """
-    held, scheme = step.held, step.scheme
-    if isinstance(held, Weight) or len(step.component.members) > 1:
-        return None
-    parts = encode_rows_into(step, given, batch, encode_whole)
-    if parts is None:
-        return None
-    assert scheme is not None
-    return Weight(parts, WeightSpec.of(tuple(held.shape), step.dtype, scheme, step.tie))
-
-
 def encode_rows_into(
-    step: Step,
-    given: RenamedCheckpoint,
-    batch: Batch,
-    encode_whole: Callable[[], object],
-    parts: Mapping[str, Tensor] | None = None,
+    step: Step, given: RenamedCheckpoint, batch: Batch, parts: Mapping[str, Tensor] | None = None
 ) -> Mapping[str, Tensor] | None:
     """Have ``batch`` read and encode rows of ``step`` into ``parts``, new ones by default, and return the parts.
 
-    Returns ``None`` if the rows cannot be encoded separately. For ``encode_whole`` see ``encode_by_rows``.
+    Returns ``None`` if the rows cannot be encoded separately. If ``batch`` meets values that cannot be encoded, the
+    whole tensor is encoded, to raise the error with counts over all rows.
     """
     scheme, place, shape = step.scheme, given.rows_in(step.sources[0].name), tuple(step.held.shape)
     if place is None or step.kept is not None:
@@ -280,7 +262,7 @@ def encode_rows_into(
         return None
     if parts is None:
         parts = {role: allocate(part.shape, part.dtype or stored, step.device) for role, part in layout.items()}
-    encoder = _RowEncoder(step.name, scheme, parts, encode_whole)
+    encoder = _RowEncoder(step, given, parts)
     for rows, recipe, cuts in _jobs(scheme, layout, shape, stored, count, is_compiled=device is None):
         encode, encode_file = partial(encoder.encode, cuts=cuts), None
         if recipe is not None:
@@ -291,11 +273,11 @@ def encode_rows_into(
 
 
 def encode_values_into(
-    step: Step, values: Tensor, batch: Batch, encode_whole: Callable[[], object], parts: Mapping[str, Tensor]
+    step: Step, given: RenamedCheckpoint, values: Tensor, batch: Batch, parts: Mapping[str, Tensor]
 ) -> bool:
-    """Have ``batch`` encode ``values``, on the CPU and in the shape of ``step``, into ``parts``.
+    """Have ``batch`` encode ``values`` of ``step``, on the CPU, into ``parts``, as ``encode_rows_into`` does.
 
-    Returns whether the rows can be encoded separately. For ``encode_whole`` see ``encode_by_rows``.
+    Returns whether the rows can be encoded separately.
     """
     scheme, shape, dtype = step.scheme, tuple(values.shape), values.dtype
     assert scheme is not None
@@ -303,7 +285,7 @@ def encode_values_into(
     count = _rows_at_once(layout, shape, dtype, is_staged=False)
     if count is None:
         return False
-    encoder = _RowEncoder(step.name, scheme, parts, encode_whole)
+    encoder = _RowEncoder(step, given, parts)
 
     def job(some: Tensor, cuts: Mapping[str, slice | None], space: Scratch) -> int:
         encoder.encode(some, cuts)
@@ -346,18 +328,18 @@ def _jobs(
 class _RowEncoder:
     """Encode rows of one stored tensor into slices of ``parts``."""
 
-    name: str
-    scheme: Scheme
+    step: Step
+    given: RenamedCheckpoint
     parts: Mapping[str, Tensor]
-    encode_whole: Callable[[], object]
 
     def encode(self, values: Tensor, cuts: Mapping[str, slice | None]) -> None:
         """Encode the rows ``values`` into ``cuts`` of the parts, with torch ops or compiled loops."""
+        assert self.step.scheme is not None
         try:
-            self.scheme.encode_into(values, {role: part[cuts[role]] for role, part in self.parts.items()})
+            self.step.scheme.encode_into(values, {role: part[cuts[role]] for role, part in self.parts.items()})
         except SchemeError as error:
-            self.encode_whole()  # raises the error with counts over the whole tensor
-            raise error.named(self.name) from None
+            encode_whole(self.step, self.given, no_tick)  # raises the error with counts over the whole tensor
+            raise error.named(self.step.name) from None
 
     def encode_file(
         self,

@@ -40,13 +40,13 @@ def _keep_apart_or_tie(draft: Draft, owner: str, name: str) -> None:
     if ties == "match" and is_all:
         draft.add_fault(
             name,
-            f"the checkpoint ties it to {owner}, the model keeps them apart. "
+            f"the checkpoint ties it to {owner}, the model does not. "
             f"Call tt.tie(model, {owner!r}, {name!r}), or load with ties='file' (tied) or 'model' (two copies).",
         )
     elif ties != "model" and not is_all:
         draft.add_fault(
             name,
-            f"the checkpoint ties it to {owner}, in part or transposed, the model keeps them apart. "
+            f"the checkpoint ties it to a part or a transpose of {owner}, the model does not. "
             "Tie them in the model, or load with ties='model' (two copies).",
         )
     elif ties == "file":
@@ -55,7 +55,7 @@ def _keep_apart_or_tie(draft: Draft, owner: str, name: str) -> None:
             if asked.get(name) != asked.get(owner):  # type: ignore[attr-defined]
                 draft.add_fault(
                     name,
-                    f"the checkpoint ties it to {owner}, and {argument}= asks for different things under the two names",
+                    f"the checkpoint ties it to {owner}, and {argument}= has different values for the two names",
                 )
 
 
@@ -117,7 +117,7 @@ def _refuse_missing(draft: Draft) -> None:
     for name in draft.lost:
         draft.add_fault(
             name,
-            "it is a non-persistent buffer on meta, which the checkpoint does not have either. "
+            "it is a non-persistent buffer on meta, which the checkpoint does not have. "
             "Build the model under tt.on_meta().",
         )
 
@@ -125,7 +125,7 @@ def _refuse_missing(draft: Draft) -> None:
 def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) -> None:
     """Add a fault for each name of ``surplus``, which the model lacks."""
     for i, name in enumerate(surplus):
-        what = "it" if draft.given.is_as_it_is(name) else f"{name}, which the rules make of it"
+        what = "it" if draft.given.is_as_it_is(name) else f"{name}, to which the rules of rename= change it"
         near = _near(name, known) if i < _GUESSES else ""
         draft.add_fault(describe_some(draft.given.keys_of(name), KEYS_SHOWN), f"the model does not have {what}{near}")
 

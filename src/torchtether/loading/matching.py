@@ -178,7 +178,7 @@ def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: 
     scheme = targets.schemes.get(owner, present)
     what = ""
     if component.dtype is None and component.nbytes and dtype != held.dtype:
-        what = f"its memory is shared under several dtypes, so it cannot become {dtype}"
+        what = f"it shares memory with a tensor of another dtype, so it cannot become {dtype}"
     elif component.nbytes == 0 and not is_strided(held) and not isinstance(held, Weight):
         kind = type(held).__name__ if held.layout == torch.strided else f"{held.layout} tensor"
         what = f"it is a {kind}, which cannot be loaded from a file"
@@ -190,7 +190,7 @@ def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: 
     elif is_given and not held.is_floating_point():
         what = f"the checkpoint holds it as {spec.scheme}, the model has {held.dtype}"
     elif is_given and len(component.members) > 1 and not _can_share(draft, component, held):
-        what = f"the checkpoint holds it as {spec.scheme}, the model has views into it that need a plain tensor"
+        what = f"the checkpoint holds it as {spec.scheme}, the model has views of it that need a plain tensor"
     if what:
         draft.add_fault(owner, what)
         return None
@@ -221,8 +221,7 @@ def _dtype(held: Tensor, given: torch.dtype, asked: torch.dtype | None) -> torch
         and not given.is_complex
     ):
         raise CheckpointError(
-            f"the checkpoint has {given}, codes without a scale that this package recognises, "
-            f"the model has {held.dtype}"
+            f"the checkpoint has {given} and no scale that this package recognises, the model has {held.dtype}"
         )
     raise CheckpointError(f"the checkpoint has {given}, which {held.dtype} in the model cannot hold")
 
@@ -307,13 +306,13 @@ def _choose_views(draft: Draft, component: Component, sources: list[Source], own
     dtypes = {given.spec(source.name).dtype for source in sources}
     if component.dtype is not None and len(dtypes) > 1:
         kinds = " and ".join(sorted(map(str, dtypes)))
-        draft.add_fault(sources[0].name, f"it shares memory with names that the checkpoint has in {kinds}")
+        draft.add_fault(sources[0].name, f"it shares memory with tensors that the checkpoint has in {kinds}")
         return []
     common = dtypes.pop() if component.dtype is not None else None
     for source in sources:
         spec, held = given.spec(source.name), component.members[source.member].tensor.dtype
         if not spec.scheme.transparent or (common is None and spec.dtype != held):
-            draft.add_fault(source.name, f"the checkpoint has {spec.scheme} {spec.dtype} for a view of {held} memory")
+            draft.add_fault(source.name, f"the checkpoint has {spec.dtype} in {spec.scheme} for a view of {held}")
             return []
     itemsize = 1 if common is None else common.itemsize
     count = component.nbytes // (1 if component.dtype is None else component.dtype.itemsize)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from .._checks import check_callable, check_flag, check_module
 from .._interruptions import uncollected
 from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
-from ..conversion.selection import Rules, globs_of, unmatched
+from ..conversion.selection import Rules, matched_names
 from ..errors import LoadError
 from ..exchange.optimizer_state import optimizers_of
 from ..pictures.drawing import describe_bytes
@@ -164,10 +163,7 @@ class LoadPlan:
         """Return the names of the model that ``only`` matches, and the names that share their memory."""
         if only is None:
             return set(names)
-        globs = globs_of(only)
-        for glob, near in unmatched(globs, names).items():
-            raise LoadError(f"only= matches no tensor of the model{near}", name=glob, fix="Correct or remove it.")
-        wanted = {name for name in names if any(fnmatchcase(name, glob) for glob in globs)}
+        wanted = set(matched_names(only, names, LoadError, "only= matches no tensor of the model"))
         for group in (*(component.names for component in self._draft.targets.components), *self._draft.tie):
             if not wanted.isdisjoint(group):
                 wanted.update(group)
@@ -357,5 +353,5 @@ def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
             tensor = member.tensor
             for name in member.names:
                 if now.get(name) is not tensor:
-                    what = "it is another tensor than when the load was planned"
+                    what = "the model has another tensor of this name than when the load was planned"
                     raise LoadError(what, name=member.names[0], fix="Plan again.")

@@ -94,7 +94,7 @@ def _fault_of_cut(step: Step, whole: RenamedCheckpoint, cut: RenamedCheckpoint, 
     name = step.sources[0].name
     if step.is_given and not whole.spec(name).is_contiguous:
         return (
-            f"the checkpoint holds it with the strides {whole.spec(name).stride}, and FSDP2 shards contiguous "
+            f"the checkpoint holds it with the strides {whole.spec(name).stride}, and FSDP2 shards only contiguous "
             "Weights. Dequantize the checkpoint first, and quantize it as it is loaded."
         )
     try:

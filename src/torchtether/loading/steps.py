@@ -237,8 +237,8 @@ def _by_name(
         for name, answer in answers.items():
             if answer != value:
                 what = (
-                    f"{argument}= asks for {answer or 'the default'}, and for {value or 'the default'} under {first}, "
-                    "to which it is tied. Ask for the same under both names, or call tt.untie."
+                    f"{argument}= has {answer or 'the default'} for it, and {value or 'the default'} for {first}, "
+                    "to which it is tied. Give both names the same value, or call tt.untie."
                 )
                 faults.append(fault(name, what))
                 break

@@ -81,7 +81,8 @@ def stream(
             done.update(name for step in new for name in step.component.names)
             for step in renewed:
                 exchange.safe_point()
-                _put(exchange, step, new_contents(step, given, tick))
+                members = (member.tensor for member in step.component.members)
+                exchange.put_together(zip(members, new_contents(step, given, tick), strict=True))
                 exchange.know_weights(names_of_weights([step]))
                 done.update(step.component.names)
     if filled:
@@ -99,11 +100,6 @@ def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer
         for component in components:
             span = span_tensor(component).to(places[component.names[0]])
             exchange.put_together((member.tensor, member_view(span, member)) for member in component.members)
-
-
-def _put(exchange: Exchange, step: Step, contents: Sequence[Tensor]) -> None:
-    """Put ``contents`` into the members; a separate function, so that no variable keeps the old contents alive."""
-    exchange.put_together((member.tensor, new) for member, new in zip(step.component.members, contents, strict=True))
 
 
 def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:
@@ -127,7 +123,7 @@ def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step
         raise kind(
             f"the load stopped after {len(finished)} of {len(steps)} tensors ({describe_some(finished)} done, "
             f"{describe_some(left)} not): {type(error).__name__}: {error}",
-            fix="Load again from a whole checkpoint: the first of those not done may have values of both.",
+            fix="Load again from a whole checkpoint: the first tensor that is not done may have old and new values.",
         ) from error
     finally:
         torch.clear_autocast_cache()  # holds casts of the old values, which nothing else invalidates

@@ -15,7 +15,7 @@ from ..errors import TetherError
 from ..integrations.imported import names_of_library
 from ..loading.matching import SAME_VALUES, match_component
 from ..loading.options import LoadOptions, fault
-from ..loading.steps import Draft, find_targets
+from ..loading.steps import Draft, Step, find_targets
 from ..renaming.named_tensors import Rule
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..renaming.steps import Rename, renamed
@@ -73,7 +73,9 @@ class Arrivals:
             self.faults.append(fault(f"item {self._items}", f"it is {kind}, not a pair of a name and a tensor"))
             return
         if name in self._came:
-            self.faults.append(fault(name, "it came twice, and only the first was taken. Send each name once."))
+            self.faults.append(
+                fault(name, "the source has sent it twice, and only the first was used. Send each name once.")
+            )
             return
         wrong = fault_of_tensor(tensor)
         if wrong:
@@ -173,7 +175,10 @@ class Arrivals:
             draft.steps.append(step)
             bits = _bits(draft.given, names[0]) if len(component.names) > 1 else None
             self._settled[key] = names[0], bits
-            self._finish(self._target.cut(draft))
+            draft = self._target.cut(draft)
+            self.faults += draft.faults
+            if not draft.faults:
+                self._finish(draft.steps, draft.given)
 
     def _assembled(self, given: RenamedCheckpoint, names: list[str]) -> RenamedCheckpoint:
         """Return ``names`` of ``given``; tensors of several pieces are assembled once, because they are read twice."""
@@ -185,14 +190,12 @@ class Arrivals:
         except TetherError:
             return given  # Weights that cannot be joined, which matching reports as a fault
 
-    def _finish(self, draft: Draft) -> None:
-        """Write the steps of ``draft`` if they have no faults."""
-        self.faults += draft.faults
-        if not draft.faults:
-            faults = self._writer.check(draft.steps, draft.given)
-            self.faults += faults
-            if not faults:
-                self._writer.write(draft.steps, draft.given)
+    def _finish(self, steps: list[Step], given: RenamedCheckpoint) -> None:
+        """Write ``steps`` if their schemes can hold all values; else add the faults."""
+        faults = self._writer.check(steps, given)
+        self.faults += faults
+        if not faults:
+            self._writer.write(steps, given)
 
     def _compare(self, component: Component, given: RenamedCheckpoint) -> None:
         first, bits = self._settled[id(component)]
@@ -212,12 +215,9 @@ class Arrivals:
         for step in late:
             keys = [key for source in step.sources for key in given.keys_of(source.name)]
             if any(self._came[key].is_meta for key in keys):
-                self.faults.append(fault(step.name, "it came in pieces that were dropped. Report this as a bug."))
+                self.faults.append(fault(step.name, "its pieces were dropped too early. Report this as a bug."))
             elif not any(one.startswith(f"{name}:") for name in step.component.names for one in draft.faults):
-                faults = self._writer.check([step], draft.given)
-                self.faults += faults
-                if not faults:
-                    self._writer.write([step], draft.given)
+                self._finish([step], draft.given)
         draft.faults = list(dict.fromkeys([*self.faults, *draft.faults]))
         return draft
 

@@ -113,7 +113,7 @@ def refit(
             work.streamed(iter(source))
         else:
             fix = "Give a path, a state dict, or pairs of names and tensors."
-            raise ArgumentError(f"is {describe(source)}, which has no tensors by name", name="source", fix=fix)
+            raise ArgumentError(f"is {describe(source)}, not a source of named tensors", name="source", fix=fix)
         return writer.report(time.perf_counter() - start, work.left(), work.waited)
 
 
@@ -145,7 +145,9 @@ class _Refit:
         """Write the values of a state dict."""
         wrong = {name: fault_of_tensor(value) for name, value in source.items() if isinstance(name, str)}
         faults = [fault(name, what) for name, what in wrong.items() if what]
-        faults += [fault("source", f"it has {describe(n)} for a name") for n in source if not isinstance(n, str)]
+        faults += [
+            fault("source", f"it has {describe(n)} as a key, not a name") for n in source if not isinstance(n, str)
+        ]
         tensors = {name: source[name].detach() for name, what in wrong.items() if not what}
         self.listed(self._target.hold(tensors), faults)
 

@@ -79,14 +79,14 @@ def _fault_of_piece(tensor: DTensor, piece: Piece) -> str:
     try:
         held = box_of(tensor)
     except NotImplementedError as error:
-        return f"is a DTensor: {error}. Redistribute it first."
+        return f"is a DTensor that cannot be read: {error}. Redistribute it first."
     if isinstance(local_of(tensor), Weight):
-        return "is a sharded Weight. Give it whole: .full_tensor()."
+        return "is a sharded Weight, which cannot be read shard by shard. Give it whole: .full_tensor()."
     is_here = all(a <= c and d <= b for (a, b), (c, d) in zip(held, piece.box, strict=True))
     if is_here and not piece.heads:
         return ""
     return (
-        f"has {_format(held)} on this rank, which needs {_format(piece.box)}. "
+        f"has the elements {_format(held)} on this rank, which needs {_format(piece.box)}. "
         "Shard both alike, or give whole tensors (.full_tensor(), one after the other), or a path."
     )
 

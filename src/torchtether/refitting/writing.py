@@ -45,7 +45,7 @@ def unwritable(step: Step) -> str:
         )
     held = step.held
     if not isinstance(held, Weight) and not held.is_contiguous() and overlaps_itself(held.shape, held.stride()):
-        return fault(step.name, "two of its elements lie in one place (expand), so it cannot be written to. Clone it.")
+        return fault(step.name, "some of its elements share memory (expand), so it cannot be written to. Clone it.")
     return ""
 
 
@@ -63,11 +63,6 @@ class Writer:
         """The names of the steps that are being written."""
         self._bytes = self._nbytes = 0
         self._ring, self._crew = Ring(), Crew()
-
-    @property
-    def written(self) -> tuple[str, ...]:
-        """Return the names of the steps that have been written."""
-        return tuple(self._checksums)
 
     # -- before the first change ----------------------------------------------------------------------------------
 
@@ -182,9 +177,10 @@ class Writer:
 
     def describe(self) -> str:
         """Return text that names the tensors with new values, and those that may have some of both."""
-        done = f"{len(self.written)} tensors have been written ({describe_some(self.written)})." if self.written else ""
+        names = [*self._checksums]
+        done = f"{len(names)} tensors have been written ({describe_some(names)})." if names else ""
         begun = [name for name in self._begun if name not in self._checksums]
-        mixed = f"{len(begun)} may have values of both ({describe_some(begun)})." if begun else ""
+        mixed = f"{len(begun)} may have old and new values ({describe_some(begun)})." if begun else ""
         return " ".join(filter(None, (done, mixed))) or "Nothing has been written."
 
     def stopped(self, error: Exception) -> NoReturn:
@@ -269,12 +265,11 @@ def _write(step: Step, source: Source, given: RenamedCheckpoint, batch: Batch) -
 def _encode(step: Step, held: Weight, given: RenamedCheckpoint, batch: Batch) -> None:
     """Encode the values of ``step`` into the parts of ``held``, as ``tt.quantize`` does, now or in ``batch``."""
     is_dense = held.spec.is_contiguous and all(part.is_contiguous() for part in held.parts.values())
-    again = partial(encode_whole, step, given, no_tick)
-    if is_dense and encode_rows_into(step, given, batch, again, held.parts) is not None:
+    if is_dense and encode_rows_into(step, given, batch, held.parts) is not None:
         return
     values = given.read_briefly(step.sources[0].name).to(held.device)
     is_here = is_dense and held.device.type == "cpu" and _is_in_memory(step, given)
-    if is_here and encode_values_into(step, values, batch, again, held.parts):
+    if is_here and encode_values_into(step, given, values, batch, held.parts):
         return
     try:
         order = held.spec.order
