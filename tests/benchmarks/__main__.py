@@ -24,6 +24,7 @@ from tests.benchmarks import (
     bench_encode,
     bench_generate,
     bench_load,
+    bench_quality,
     bench_train,
 )
 from tests.benchmarks.measuring import processor
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "compute": bench_compute,
     "generate": bench_generate,
     "train": bench_train,
+    "quality": bench_quality,
     "core": bench_core,
     "distributed": bench_distributed,
 }
