@@ -3,7 +3,7 @@
     python -m tests.benchmarks [--size small|quick|full | --quick] [--rounds 5] [--only core load ...] [--folder DIR]
                                [--llama-python PYTHON] [--json FILE]
 
-``full`` takes about an hour on two idle cores, 10 GB of memory and 8 GB of disk in DIR (else where TMPDIR says).
+``full`` takes about 80 minutes on two idle cores, 10 GB of memory and 8 GB of disk in DIR (else where TMPDIR says).
 ``--quick`` takes fewer shapes of ``compute`` and a 16 times smaller model for ``generate``, and the rest as ``small``,
 which shows that everything runs; its figures mean nothing. The modules say what is measured and how.
 """
