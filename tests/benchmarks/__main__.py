@@ -3,7 +3,7 @@
     python -m tests.benchmarks [--size small|quick|full | --quick] [--rounds 5] [--only core load ...] [--folder DIR]
                                [--llama-python PYTHON] [--json FILE]
 
-``full`` takes about an hour on two idle cores, 10 GB of memory and 8 GB of disk in DIR (else where TMPDIR says).
+``full`` takes about 80 minutes on two idle cores, 10 GB of memory and 8 GB of disk in DIR (else where TMPDIR says).
 ``--quick`` takes fewer shapes of ``compute`` and a 16 times smaller model for ``generate``, and the rest as ``small``,
 which shows that everything runs; its figures mean nothing. The modules say what is measured and how.
 """
@@ -24,6 +24,7 @@ from tests.benchmarks import (
     bench_encode,
     bench_generate,
     bench_load,
+    bench_quality,
     bench_train,
 )
 from tests.benchmarks.measuring import processor
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "compute": bench_compute,
     "generate": bench_generate,
     "train": bench_train,
+    "quality": bench_quality,
     "core": bench_core,
     "distributed": bench_distributed,
 }

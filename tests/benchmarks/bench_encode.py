@@ -64,7 +64,7 @@ def torchao(scheme, w):
 
     config = {
         "int8": lambda: Int8WeightOnlyConfig(),
-        "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(128)),
+        "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(64)),
         "fp8": lambda: Float8WeightOnlyConfig(),
     }[scheme]()
 
@@ -82,8 +82,8 @@ def quanto(scheme, w):
 
     def encode():
         if scheme == "int4":
-            scale, shift = MaxOptimizer()(w, qint4, axis=0, group_size=128)
-            return quantize_weight(w, qint4, axis=0, scale=scale, shift=shift, group_size=128)
+            scale, shift = MaxOptimizer()(w, qint4, axis=0, group_size=64)
+            return quantize_weight(w, qint4, axis=0, scale=scale, shift=shift, group_size=64)
         kind = {"int8": qint8, "fp8": qfloat8}[scheme]
         return quantize_weight(w, kind, axis=0, scale=AbsmaxOptimizer()(w, kind, axis=0))
 

@@ -309,7 +309,7 @@ def torchao_after(folder, options):
 
     config = {
         "int8": lambda: Int8WeightOnlyConfig(),
-        "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(128)),
+        "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(64)),
         "fp8": lambda: Float8WeightOnlyConfig(),
     }[options["quantize"]]()
     load = safetensors_assign(folder, options, own=False)

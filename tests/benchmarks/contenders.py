@@ -65,10 +65,10 @@ def peer_linears(values):
         held = tt.Weight.encode(values, tt.int8())
         codes, scale = held.parts["qdata"], held.parts["scale"].view(-1).bfloat16()
         made["torch int8pack int8"] = lambda x: torch._weight_int8pack_mm(x, codes, scale)
-    if rows % 16 == 0 and columns % 128 == 0:
+    if rows % 16 == 0 and columns % 64 == 0:
         packed = torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, values.shape, dtype=torch.int32), 1)
-        scales = torch.randn(columns // 128, rows, 2, dtype=torch.bfloat16)
-        made["torch int4pack int4"] = lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, scales)
+        scales = torch.randn(columns // 64, rows, 2, dtype=torch.bfloat16)
+        made["torch int4pack int4"] = lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 64, scales)
     return made
 
 

@@ -158,8 +158,6 @@ def singles(size):
         x, dense = torch.randn(1, columns), "dense float32"
         contenders, bars = {dense: applied(random_values(rows, columns).float(), x)}, []
         for name, scheme in kinds.items():
-            if columns % 128 and name == "int4":
-                scheme = tt.int4(64)
             contenders[f"ours {name}"] = applied(repeated_weight(rows, columns, scheme, torch.float32), x)
             bars.append((f"float32, 1 row: {name} against dense", f"ours {name}", (dense,), 0.6))
         yield f"{rows}x{columns}, 1 row of float32", contenders, bars

@@ -309,5 +309,5 @@ def test_bitsandbytes_int8():
     torch.testing.assert_close(parts["scale"].view(-1) * 127, absmax, rtol=1e-6, atol=0)
 
 
-def test_int4_default_is_the_asymmetric_group_of_128():
-    assert int4() == Affine(bits=4, symmetric=False, block=(1, 128))
+def test_int4_default_is_the_asymmetric_group_of_64():
+    assert int4() == Affine(bits=4, symmetric=False, block=(1, 64))

@@ -150,7 +150,7 @@ def test_every_size_of_groups_and_every_count_of_rows(scheme):
 @needs_compiler
 @pytest.mark.parametrize(
     "scheme",
-    [tt.int8(), tt.int8(128, symmetric=False), tt.int4(64), tt.int4(), tt.int4(256), tt.fp8(), tt.nf4()],
+    [tt.int8(), tt.int8(128, symmetric=False), tt.int4(), tt.int4(128), tt.int4(256), tt.fp8(), tt.nf4()],
     ids=str,
 )
 @pytest.mark.parametrize("columns", [256, 1024, 1100])
@@ -270,7 +270,7 @@ BIASES = [
 ]
 WIDE = (
     *(tt.int8(), tt.int8(128), tt.Affine(unit=1 / 3), tt.Affine(signed=False, symmetric=False, block=(1, None))),
-    *(tt.int4(), tt.int4(64, symmetric=True), tt.int4(2048), tt.ScaledFloat("e2m1", block=(1, 64))),
+    *(tt.int4(), tt.int4(128, symmetric=True), tt.int4(2048), tt.ScaledFloat("e2m1", block=(1, 64))),
     *(tt.fp8(), tt.fp8("block"), tt.ScaledFloat("e4m3", block=(1, 128))),
     *(tt.nf4(), tt.Codebook(tt.nf4().table, block_size=128)),
     *(tt.int4(16), tt.Affine(bits=3, block=(1, 64)), tt.Affine(bits=6, block=(1, 16), symmetric=False, unit=1 / 3)),

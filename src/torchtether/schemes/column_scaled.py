@@ -198,31 +198,47 @@ def _balanced(values: Tensor, width: int | None) -> Tensor:
 
 
 def _balance(values: Tensor, first: int, last: int, width: int) -> Tensor:
-    """Return the column scales of the matrix in the rows ``first`` to ``last``, each ``width`` columns on their own.
-
-    Sums are float64, so that their order hardly matters and all devices find the same scales.
-    """
+    """Return the column scales of the matrix in the rows ``first`` to ``last``, each ``width`` columns on their own."""
     columns = values.shape[-1]
+    is_whole = torch.compiler.is_compiling()
+    ranges = [(first, last)] if is_whole else pieces(first, last, max(1, blocks.CHUNK // columns))
+    top = torch.stack([rows(values, *some).abs().amax().float() for some in ranges]).amax()
+    check_finite(top, values)
+    shrunk = 1 / top.clamp_min(TINY)
+    step = columns if is_whole else max(1, blocks.CHUNK // ((last - first) * width)) * width
+    starts = range(0, columns, step)
+    found = [_balance_columns(values, first, last, (at, min(at + step, columns)), width, shrunk) for at in starts]
+    return torch.cat(found)
+
+
+def _balance_columns(
+    values: Tensor, first: int, last: int, among: tuple[int, int], width: int, factor: Tensor
+) -> Tensor:
+    """Return the scales of the columns ``among``, (start, stop), of the rows ``first`` to ``last`` times ``factor``.
+
+    Sums are float64, so that their order hardly matters and all devices find the same scales. Squares are computed once
+    where they are at most ``CHUNK`` numbers, else in each round.
+    """
+    columns = among[1] - among[0]
     groups = -(-columns // width)
     ranges = [(first, last)]
     if not torch.compiler.is_compiling():
         ranges = pieces(first, last, max(1, blocks.CHUNK // columns))
-    top = torch.stack([rows(values, *some).abs().amax().float() for some in ranges]).amax()
-    check_finite(top, values)
-    shrunk = 1 / top.clamp_min(TINY)
 
     def squares(start: int, stop: int) -> Tensor:
-        x = (rows(values, start, stop).float() * shrunk).double().square_()
-        return pad(x, (0, groups * width - columns)).view(-1, groups, width).transpose(0, 1)
+        x = (rows(values, start, stop)[:, slice(*among)].float() * factor).double().square_()
+        return pad(x, (0, groups * width - columns)).view(-1, groups, width).transpose(0, 1).contiguous()
 
+    held = squares(*ranges[0]) if len(ranges) == 1 else None
     square = torch.ones(groups, width, dtype=torch.float64, device=values.device)
     for _ in range(ROUNDS):
         total = torch.zeros_like(square)
         for some in ranges:
-            x = squares(*some)
+            x = squares(*some) if held is None else held
             share = x @ square.reciprocal().unsqueeze(-1)
             total += (torch.where(share > 0, share, 1.0).reciprocal().transpose(1, 2) @ x).squeeze(1)
-        held = total > 0
-        middle = torch.where(held, total, 1.0).log().sum(1, keepdim=True) / held.sum(1, keepdim=True).clamp_min(1)
-        square = torch.where(held, total / middle.exp(), 1.0).clamp_(_MOST**-2, _MOST**2)
+        is_used = total > 0
+        middle = torch.where(is_used, total, 1.0).log().sum(1, keepdim=True)
+        middle /= is_used.sum(1, keepdim=True).clamp_min(1)
+        square = torch.where(is_used, total / middle.exp(), 1.0).clamp_(_MOST**-2, _MOST**2)
     return square.sqrt().float().view(-1)[:columns]

@@ -37,7 +37,7 @@ def int8(
 
 
 def int4(
-    group_size: int | None = 128,
+    group_size: int | None = 64,
     symmetric: bool = False,
     *,
     scale_dtype: torch.dtype = torch.float32,
@@ -45,8 +45,9 @@ def int4(
 ) -> Affine:
     """Return four-bit integers with a scale and (unless symmetric) a zero point per ``group_size`` columns.
 
-    ``None`` is one group per row; ``fit="mse"`` searches for better scales. Raises SchemeError for an unknown
-    ``scale_dtype`` or ``fit``, or a bad ``group_size``.
+    ``None`` is one group per row. Scales of 16 bits make a value 0.25 bits smaller in groups of 64. ``fit="mse"``
+    searches for scales with a smaller error. Raises SchemeError for an unknown ``scale_dtype`` or ``fit``, or a bad
+    ``group_size``.
 
     >>> int4(32).nbytes((64, 64), torch.bfloat16)
     2688

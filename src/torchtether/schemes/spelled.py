@@ -69,8 +69,8 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
 def scheme_to_text(scheme: Scheme) -> str:
     """Return the shortest text that ``scheme_from_text`` reads as ``scheme``; ``str(scheme)`` if it has no name.
 
-    >>> scheme_to_text(NAMED["int4"]()), scheme_to_text(NAMED["int4"](group_size=64, scale_dtype=torch.bfloat16))
-    ('int4', 'int4(group_size=64, scale_dtype=bfloat16)')
+    >>> scheme_to_text(NAMED["int4"]()), scheme_to_text(NAMED["int4"](group_size=32, scale_dtype=torch.bfloat16))
+    ('int4', 'int4(group_size=32, scale_dtype=bfloat16)')
     """
     held = scheme.scheme if isinstance(scheme, ColumnScaled) else scheme
     for name, make in NAMED.items():
