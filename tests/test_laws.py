@@ -11,13 +11,13 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchtether as tt
 from tests.catalog import SCHEMES, each_quantized, each_scheme, slow_but
-from tests.strategies import FLOATS, filled, shapes
+from tests.strategies import FLOATS, examples, filled, shapes
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.testing import check_scheme, check_tensor_subclass
 from torchtether.weights.spec import WeightSpec
@@ -49,7 +49,7 @@ DRAWN = ("layout", "bound", "strides", "writes-back", "writes", "gather", "rows"
 
 
 @each_scheme
-@settings(max_examples=3)
+@examples(3)
 @given(data=st.data())
 def test_the_laws_of_schemes_hold_for_drawn_shapes_and_numbers(row, data):
     """The laws of ``tt.testing`` on more than its own shapes; each example tries half of the patterns."""

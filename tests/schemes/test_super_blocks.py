@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether.errors import SchemeError
 from torchtether.schemes import SuperBlocks
 
@@ -43,7 +44,7 @@ def keeps_values(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=12)
+@examples(12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     if not fits(w):
@@ -98,7 +99,6 @@ def foreign(scheme, shape, seed):
 
 
 @every_scheme
-@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_foreign_parts_keep_their_values(scheme, seed):
     if len(scheme._levels) < 1 << scheme.bits:
@@ -112,7 +112,6 @@ def test_foreign_parts_keep_their_values(scheme, seed):
 
 
 @every_scheme
-@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_decoding_is_the_formula_in_float32(scheme, seed):
     """Element by element with numpy, each step rounded to float32: (d * sc) * q - (dmin * m)."""
