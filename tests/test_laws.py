@@ -49,7 +49,7 @@ DRAWN = ("layout", "bound", "strides", "writes-back", "writes", "gather", "rows"
 
 
 @each_scheme
-@examples(3)
+@examples(2)
 @given(data=st.data())
 def test_the_laws_of_schemes_hold_for_drawn_shapes_and_numbers(row, data):
     """The laws of ``tt.testing`` on more than its own shapes; each example tries half of the patterns."""

@@ -85,7 +85,7 @@ def test_empty_tensors(scheme):
         laws.check_empty(scheme)
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[2], SCHEMES[7], SCHEMES[10]])
+@pytest.mark.parametrize("scheme", laws.slow_after_the_first([SCHEMES[0], SCHEMES[2], SCHEMES[7], SCHEMES[10]]))
 def test_encode_and_decode_are_one_graph_each(scheme):
     laws.check_compiles(scheme, laws.make((6, 40), "normal", 1))
 
