@@ -876,7 +876,14 @@ def close(got, expected):
     assert (got.double() - expected.double()).norm() <= 0.03 * expected.double().norm()
 
 
-@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32), tt.nf4()], ids=["int8", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(tt.int8(), id="int8"),
+        pytest.param(tt.int4(32), id="int4", marks=pytest.mark.slow),
+        pytest.param(tt.nf4(), id="nf4"),
+    ],
+)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_tied_transformer_compiles_whole_and_once(scheme, grad):
     model = Tied(scheme)
